@@ -1,0 +1,42 @@
+"""Every error a user can meet, in one tree.
+
+A message says what went wrong, what we got, what we wanted, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class MMCompileError(ValueError):
+    """Base of every error caused by what a user gave us (the CLI prints it without a traceback)."""
+
+
+class CaptureError(MMCompileError):
+    """The model could not be turned into a graph on any road."""
+
+
+class BatchError(MMCompileError):
+    """A sample or batch does not fit the model: a missing key, a wrong number of placeholders, no labels."""
+
+
+class PlanError(MMCompileError):
+    """No plan exists for what was asked, or a plan does not belong to this model."""
+
+
+class StalePlanError(PlanError):
+    """A plan file was made for another model, shape or library version."""
+
+
+class ConfigError(MMCompileError):
+    """An option is unknown, contradictory, or would have no effect."""
+
+
+class CheckpointError(MMCompileError):
+    """A checkpoint is missing, incomplete, or could not be written."""
+
+
+class EngineError(RuntimeError):
+    """A rank failed while training; the message names rank, stage, step and action."""
+
+
+class VerifyError(AssertionError):
+    """A graph broke a rule of ours: a bug in mmcompile, printed with the lines around the bad node."""

@@ -1,0 +1,189 @@
+"""`ModelGraph`: a model's training step as one annotated FX graph, cut into components and layers.
+
+The graph is in ATen-with-composites form (linear, layer_norm and scaled_dot_product_attention stay whole).
+`call_function` nodes carry one `NodeInfo` in `node.meta["mmcompile"]`; nothing else of ours lives in node metadata.
+Parameters and buffers are `get_attr` nodes whose targets are the model's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import networkx as nx
+import torch
+from torch import fx
+
+META_KEY = "mmcompile"
+
+
+class ComponentKind(StrEnum):
+    """What a component is for."""
+
+    ENCODER = "encoder"
+    PROJECTOR = "projector"
+    LANGUAGE_MODEL = "language_model"
+
+
+class Road(StrEnum):
+    """How a graph was captured, best first."""
+
+    SYMBOLIC = "symbolic"  # one graph for every size of its dynamic dims
+    BUCKET = "bucket"  # one graph per shape and per value read by Python, guarded
+    PLAIN = "plain"  # torch.export without known values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeInfo:
+    """What we know of one `call_function` node.
+
+    `shared` nodes depend on integer inputs, sizes, buffers and constants only (masks, positions, rotary tables):
+    they belong to no component, and every stage that needs one may compute it again.
+    """
+
+    component: str | None
+    """Component name, or None for a shared node."""
+    layer: int
+    """Index into the component's layers; 0 for shared nodes."""
+    module_path: str
+    """Dotted path of the innermost module that made the node, "" for the model's own forward."""
+    carries_gradient: bool = False
+    """True if any input carries gradient or any parameter read is trainable (algorithm: Oobleck thesis, Eq. 3.1-3.3)."""
+    forward_flops: int = 0
+    input_grad_flops: int = 0
+    weight_grad_flops: int = 0
+    bytes_moved: int = 0
+    """Bytes of the tensors read and written by the forward."""
+
+    @property
+    def shared(self) -> bool:
+        return self.component is None
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The annotation of a `call_function` node; KeyError if the node was never annotated."""
+    return node.meta[META_KEY]
+
+
+def annotate(node: fx.Node, **changes: object) -> None:
+    """Replace fields of a node's annotation (the only way annotations change)."""
+    node.meta[META_KEY] = replace(node.meta[META_KEY], **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype of a tensor. A dim is an int, or text over size symbols (`"s0*16"`)."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSpec:
+    """A parameter under its original name. Tied parameters are one spec with the other names as aliases."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """The smallest unit a plan can move: one block of a component, or what stands before or after its blocks."""
+
+    index: int
+    name: str
+    """Module path of the block (`model.language_model.layers.3`), or of the first module in it."""
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """A modality module: an encoder, a projector, the language model."""
+
+    name: str
+    kind: ComponentKind
+    sources: tuple[str, ...]
+    """Float or token inputs whose values reach it (`pixel_values`, `input_ids`)."""
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInfo:
+    """How the loss was written: as our node summing over valid tokens, or the model's own scalar."""
+
+    per_token: bool
+    """True: the graph returns (sum of token losses, number of valid tokens) and is divided once per step."""
+    reason: str = ""
+    """Why not, when `per_token` is False (each microbatch then weighs by its number of samples)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelGraph:
+    """A captured model. Equal text means equal graph; the value does not know how it was captured."""
+
+    name: str
+    """Class name of the model."""
+    module: fx.GraphModule = field(repr=False, compare=False)
+    """inputs by name -> (loss,) or (loss sum, valid tokens); parameters under original names."""
+    components: tuple[Component, ...]
+    edges: tuple[tuple[str, str, tuple[str, ...]], ...]
+    """(producer, consumer, names of the tensors that flow), the component DAG."""
+    inputs: tuple[TensorSpec, ...]
+    parameters: tuple[ParameterSpec, ...]
+    buffers: tuple[str, ...]
+    loss: LossInfo
+    road: Road
+    reasons: tuple[str, ...] = ()
+    """Why each better road was left, one line each."""
+    dynamic: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Input name -> dims that may vary without a new capture."""
+    hints: Mapping[str, int] = field(default_factory=dict)
+    """Size symbol -> its value in the captured batch."""
+    num_samples: int = 1
+    """Samples in the captured batch."""
+
+    def component(self, name: str) -> Component:
+        for component in self.components:
+            if component.name == name:
+                return component
+        raise KeyError(f"no component {name!r}; components are {', '.join(c.name for c in self.components)}")
+
+    def dag(self) -> nx.DiGraph:
+        """The component DAG; each edge has `tensors`."""
+        graph: nx.DiGraph = nx.DiGraph()
+        graph.add_nodes_from(component.name for component in self.components)
+        for producer, consumer, tensors in self.edges:
+            graph.add_edge(producer, consumer, tensors=tensors)
+        return graph
+
+    @property
+    def loss_component(self) -> str:
+        """The component that ends in the loss: the one no other component consumes from."""
+        (sink,) = [name for name, degree in self.dag().out_degree() if degree == 0]
+        return sink
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`"float32"` -> `torch.float32`."""
+    return getattr(torch, name)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `"float32"`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,81 @@
+"""`StageProgram`: one stage as Python source, with everything needed to run it and nothing else.
+
+A program belongs to one *pattern*: the capture it was cut from. A stage that has no work in a pattern (an image encoder,
+in a microbatch without images) has no program there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from mmcompile.ir.graph import ParameterSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Port:
+    """One argument or result of a stage program.
+
+    kind "root": an input of the batch, by its own name. "host": computed from the batch by the planner on CPU and handed
+    to the stage like a root input. "link": a tensor from (or to) other stages. "size": a Python int.
+    """
+
+    name: str
+    kind: Literal["root", "host", "link", "size"]
+    shape: tuple[int | str, ...]
+    """Ints, or text over the pattern's size symbols; () for a size."""
+    dtype: str
+    gradient: bool = False
+    """A link whose gradient flows back."""
+    peers: tuple[str, ...] = ()
+    """Link input: the one producing stage. Link output: every consuming stage, in plan order."""
+    expression: str = ""
+    """kind "size": the value as text over size symbols."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageProgram:
+    """Source whose class `Stage(nn.Module)` runs one stage; `load_stage` turns it into a module."""
+
+    stage: str
+    pattern: str
+    source: str = field(repr=False)
+    inputs: tuple[Port, ...]
+    """In the order of `forward`'s arguments."""
+    outputs: tuple[Port, ...]
+    """In the order of `forward`'s results. The loss stage returns `loss_sum` and `num_tokens` last, with no peers."""
+    parameters: tuple[ParameterSpec, ...]
+    buffers: tuple[str, ...]
+    """Model buffers read, by original name."""
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    """Values known at capture, by attribute name."""
+    is_loss: bool = False
+    has_backward: bool = False
+    """It holds a parameter that trains or receives a gradient in this pattern."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatternPrograms:
+    """All stages of one pattern. Value names are unique within a pattern, so a link is (value, consumer)."""
+
+    pattern: str
+    programs: Mapping[str, StageProgram]
+    """Stage name -> program; stages without work are absent."""
+    per_token: bool
+    """The loss stage returns a sum over valid tokens and their number; else a mean and the number of samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedMicrobatch:
+    """A batch matched with its pattern: what rank 0 sends out for it."""
+
+    programs: PatternPrograms
+    sizes: Mapping[str, int]
+    """Value of every "size" port, by port name."""
+    values: Mapping[str, torch.Tensor]
+    """Value of every "root" and "host" port, by port name, on CPU."""
+    link_shapes: Mapping[str, tuple[int, ...]]
+    """Static shape of every "link" value, by port name."""

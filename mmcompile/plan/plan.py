@@ -1,0 +1,163 @@
+"""`Plan`: which layers run where, when and why. A value: printable, comparable, JSON in and out.
+
+A *chain* is one component, or several planned as one line (an encoder with its projector); its stages are contiguous
+ranges of the concatenated layers. A stage lists its layers as segments, one per component it touches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.ir.graph import TensorSpec
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What a plan was made for. A plan whose fingerprint differs from the model at hand is refused."""
+
+    model: str
+    """Class name."""
+    parameters: str
+    """sha256 over (name, shape, dtype, trainable) of every parameter."""
+    torch: str
+    transformers: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Layers `first` (included) to `last` (excluded) of one component."""
+
+    component: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePrediction:
+    """Predicted time [s] and memory [bytes] of one stage, per microbatch unless stated."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Saved for backward, times microbatches in flight."""
+    in_flight: int
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Contiguous layers on one device group."""
+
+    name: str
+    """`<chain>.<index>`, for example `language_model.1`."""
+    segments: tuple[Segment, ...]
+    layer_names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    """Global ranks that run the stage (one, until tp, cp or dp exceed 1). Colocated stages share a rank."""
+    has_backward: bool
+    """False: nothing in it trains and no gradient passes through; it only runs forward."""
+    depth: int
+    """Longest path, in stages, to the loss stage (0 there). Sets the 1F1B warm-up."""
+    prediction: StagePrediction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """One or more components planned as a line, with the degrees of each parallel axis."""
+
+    name: str
+    components: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A directed edge between two stages."""
+
+    source: str
+    target: str
+    tensors: tuple[TensorSpec, ...]
+    gradient: tuple[str, ...]
+    """Names of the tensors whose gradient flows back."""
+    num_bytes: int
+    """Forward bytes per microbatch at the captured sizes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedValue:
+    """A gradient-free value that several stages need, and what was decided: compute it again, or send it."""
+
+    name: str
+    stages: tuple[str, ...]
+    choice: Literal["recompute", "send"]
+    recompute_s: float
+    send_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Whole-plan prediction, from the simulator."""
+
+    iteration_s: float
+    bubble: float
+    """Idle share of device time, 0..1."""
+    lower_bound_s: float
+    gap: float
+    """iteration_s / lower_bound_s - 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """An alternative that lost, and why."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where every layer runs. `str(plan)` is the table; `to_json` / `from_json` round-trip it."""
+
+    fingerprint: Fingerprint
+    cluster: Cluster
+    chains: tuple[Chain, ...]
+    links: tuple[Link, ...]
+    num_microbatches: int
+    shared_values: tuple[SharedValue, ...]
+    predicted: Prediction
+    rejected: tuple[Rejected, ...] = ()
+    schedule: Literal["1f1b"] = "1f1b"
+    recompute: Literal["none"] = "none"
+    version: int = PLAN_VERSION
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(stage for chain in self.chains for stage in chain.stages)
+
+    def stage(self, name: str) -> Stage:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(f"no stage {name!r}; stages are {', '.join(s.name for s in self.stages)}")
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 + max(rank for stage in self.stages for rank in stage.ranks)
