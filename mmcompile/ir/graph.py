@@ -120,6 +120,8 @@ class Component:
     kind: ComponentKind
     sources: tuple[str, ...]
     """Float or token inputs whose values reach it (`pixel_values`, `input_ids`)."""
+    modules: tuple[str, ...]
+    """Module paths that belong to it; () for the component that holds everything else."""
     layers: tuple[Layer, ...]
 
 

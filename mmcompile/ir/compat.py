@@ -1,0 +1,97 @@
+"""Every private API of torch and transformers that capture needs, in one place; `tests/ir/test_compat.py` checks they exist.
+
+Written against torch 2.11-2.13 and transformers 5.9-5.24.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["FakeTensor", "FakeTensorMode", "fake_copy", "fake_mode_of", "patched_tolist", "real_execution", "transformers_eager_paths"]
+
+_TRACING_PREDICATES = ("is_tracing", "is_torchdynamo_exporting", "is_torchdynamo_compiling")
+
+
+@contextlib.contextmanager
+def real_execution() -> Iterator[None]:
+    """Leave every tracing mode (dispatch, pre-dispatch, torch-function), autocast and autograd: ops inside really run."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
+        yield
+
+
+def fake_copy(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> FakeTensor:
+    """A fake tensor of `value`'s static shape, on `device`."""
+    fake = mode.from_tensor(value, static_shapes=True)
+    return fake if fake.device == device else fake.to(device)
+
+
+def fake_mode_of(module: torch.nn.Module) -> FakeTensorMode | None:
+    """The mode that a module's fake parameters belong to, or None for a real module."""
+    for parameter in module.parameters():
+        if isinstance(parameter, FakeTensor):
+            return parameter.fake_mode
+    return None
+
+
+@contextlib.contextmanager
+def patched_tolist(answer: Callable[[FakeTensor], list[object] | None]) -> Iterator[None]:
+    """`FakeTensor.tolist` is plain Python that reads element by element; ask `answer` first."""
+    original = FakeTensor.tolist
+
+    def tolist(self: FakeTensor) -> object:
+        known = answer(self)
+        return original(self) if known is None else known
+
+    FakeTensor.tolist = tolist  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def transformers_eager_paths() -> Iterator[None]:
+    """Make transformers take the path it takes in eager mode while we trace.
+
+    Its tracing predicates answer False, so that value tests (is the mask all true?) are really made: under known values they
+    have an answer. Masks are built by broadcasting, since `torch.vmap` leaves batching ops in the graph.
+    Nothing is imported: where transformers is not loaded, the model cannot be one of its classes.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    patches: list[tuple[ModuleType, str, object]] = []
+
+    def patch(module: ModuleType, name: str, value: object) -> None:
+        patches.append((module, name, module.__dict__[name]))
+        setattr(module, name, value)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and module is not None:
+            for predicate in _TRACING_PREDICATES:
+                if callable(module.__dict__.get(predicate)):
+                    patch(module, predicate, lambda *args, **kwargs: False)
+    if masking is not None:
+        patch(masking, "_vmap_expansion_sdpa", _broadcast_expansion(masking))
+        patch(masking, "TransformGetItemToIndex", contextlib.nullcontext)
+    try:
+        yield
+    finally:
+        for module, name, value in reversed(patches):
+            setattr(module, name, value)
+
+
+def _broadcast_expansion(masking: ModuleType) -> Callable[..., object]:
+    def expansion(mask_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def expanded(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            mask = mask_function(*masking._non_vmap_expansion_sdpa(batch, head, query, key))
+            return mask.expand(batch.shape[0], head.shape[0], query.shape[0], key.shape[0])
+
+        return expanded
+
+    return expansion

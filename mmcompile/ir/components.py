@@ -1,0 +1,324 @@
+"""Find the components and layers of a captured graph from its structure, with no knowledge of any model.
+
+A value's *sources* are the data inputs its floats come from: float inputs, and integer inputs looked up in a trained table.
+Modules whose values come from fewer sources than the loss does, and which hold layers or sit behind ones that do, are branches:
+encoders and projectors. The rest, with everything downstream of the merge, is the language model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from mmcompile.ir.graph import META_KEY, Component, ComponentKind, Layer, NodeInfo, info
+
+MAIN = "language_model"
+Sources = frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Structure:
+    """Components found, and the tensors that flow between them."""
+
+    components: tuple[Component, ...]
+    edges: tuple[tuple[str, str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Branch:
+    name: str
+    module: str
+    sources: Sources
+    kind: ComponentKind
+
+
+def find_structure(module: fx.GraphModule, reference: Sequence[Component] | None = None) -> Structure:
+    """Annotate every call node with its component and layer.
+
+    Args:
+        module: a captured graph; nodes carry `module_path`. Annotations are written.
+        reference: components of an earlier capture of the same model. Given, its components and layer order are kept, so that
+            one plan places the layers of every capture.
+    """
+    sources = _sources(module)
+    if reference is None:
+        branches = _branches(module.graph, sources)
+    else:
+        branches = [
+            _Branch(name=c.name, module=path, sources=frozenset(c.sources), kind=c.kind) for c in reference for path in c.modules
+        ]
+    owner = _assign(module.graph, sources, branches)
+    layers = _layers(module.graph, owner, {c.name: c for c in reference or ()})
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            component = owner.get(node)
+            layer = layers.index[node] if component is not None else 0
+            node.meta[META_KEY] = NodeInfo(component=component, layer=layer, module_path=node.meta["module_path"])
+    components = reference or _components(module.graph, branches, sources, owner, layers)
+    return Structure(components=tuple(components), edges=_edges(module.graph))
+
+
+def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
+    """Sources of each node; None for a shared one, which no parameter, float input or random number reaches."""
+    result: dict[fx.Node, Sources | None] = {}
+    roots: dict[fx.Node, Sources] = {}
+    for node in module.graph.nodes:
+        before = node.all_input_nodes
+        roots[node] = frozenset().union(*(roots[source] for source in before))
+        if node.op == "placeholder":
+            is_data = node.meta["val"].is_floating_point() and not node.meta.get("host")
+            roots[node] = frozenset((str(node.target),))
+            result[node] = roots[node] if is_data else None
+        elif node.op == "get_attr":
+            result[node] = frozenset() if isinstance(_tensor(module, node), nn.Parameter) else None
+        elif node.op == "call_function":
+            floats = [result[source] for source in before if result[source] is not None]
+            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if not floats and not random:
+                result[node] = None
+            elif node.target is torch.ops.aten.embedding.default and result[before[0]] is not None:
+                result[node] = frozenset().union(*floats, roots[before[-1]])
+            else:
+                result[node] = frozenset().union(*floats)
+    return result
+
+
+def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+class _Tree:
+    """Modules that own call nodes, by path, with the sources inside each."""
+
+    def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> None:
+        self.sources: dict[str, Sources] = defaultdict(frozenset)
+        self.children: dict[str, set[str]] = defaultdict(set)
+        self.with_parameters: set[str] = set()
+        for node in graph.nodes:
+            found = sources.get(node)
+            if node.op != "call_function" or found is None:
+                continue
+            path = node.meta["module_path"]
+            reads = any(source.op == "get_attr" and sources[source] is not None for source in node.all_input_nodes)
+            for prefix in _prefixes(path):
+                self.sources[prefix] |= found
+                if reads:
+                    self.with_parameters.add(prefix)
+            for parent, child in zip(_prefixes(path), _prefixes(path)[1:], strict=False):
+                self.children[parent].add(child)
+
+    def has_blocks(self, path: str) -> bool:
+        """A stack of repeated layers stands inside."""
+        return any(_is_block(child) or self.has_blocks(child) for child in self.children[path])
+
+
+def _prefixes(path: str) -> list[str]:
+    """"a.b.c" -> ["", "a", "a.b", "a.b.c"]."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:length]) for length in range(len(parts) + 1)]
+
+
+def _is_block(path: str) -> bool:
+    return path.rpartition(".")[2].isdigit()
+
+
+def _branches(graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> list[_Branch]:
+    tree = _Tree(graph, sources)
+    everything = tree.sources[""]
+    found: list[tuple[str, Sources]] = []
+
+    def descend(path: str) -> None:
+        for child in sorted(tree.children[path]):
+            if _is_block(child) or child not in tree.with_parameters or not tree.sources[child]:
+                continue
+            if tree.sources[child] != everything and not _splits(tree, child):
+                found.append((child, tree.sources[child]))
+            else:
+                descend(child)
+
+    descend("")
+    with_blocks = [(path, reached) for path, reached in found if tree.has_blocks(path)]
+    floats = {str(n.target) for n in graph.nodes if n.op == "placeholder" and sources[n] is not None}
+    kept = []
+    for path, reached in found:
+        # A table of word embeddings has no blocks and no float source: it stays with what reads it.
+        if tree.has_blocks(path) or reached & floats or any(reached <= other and path != p for p, other in with_blocks):
+            behind = not tree.has_blocks(path) and any(other & reached for p, other in with_blocks if p != path)
+            kept.append((path, reached, ComponentKind.PROJECTOR if behind else ComponentKind.ENCODER))
+    names = _short_names([path for path, _, _ in kept])
+    return [_Branch(name=names[p], module=p, sources=reached, kind=kind) for p, reached, kind in kept]
+
+
+def _splits(tree: _Tree, path: str) -> bool:
+    """Its children work on disjoint sources: several components in one wrapper."""
+    parts = [tree.sources[child] for child in tree.children[path] if child in tree.with_parameters and not _is_block(child)]
+    return any(not (a & b) for i, a in enumerate(parts) for b in parts[i + 1 :] if a and b)
+
+
+def _short_names(paths: Sequence[str]) -> dict[str, str]:
+    """The shortest tail of each path that no other path shares."""
+    names: dict[str, str] = {}
+    for path in paths:
+        tails = [".".join(path.split(".")[-length:]) for length in range(1, path.count(".") + 2)]
+        names[path] = next(t for t in tails if t != MAIN and sum(p == t or p.endswith("." + t) for p in paths) == 1)
+    return names
+
+
+def _assign(
+    graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]
+) -> dict[fx.Node, str]:
+    """Component of every node that is not shared."""
+    owner: dict[fx.Node, str] = {}
+    upstream: dict[str, set[str]] = defaultdict(set)
+    undecided: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function" or sources[node] is None:
+            continue
+        before = {owner[source] for source in node.all_input_nodes if source in owner}
+        named = next((b.name for b in branches if _inside(node.meta["module_path"], b.module)), None)
+        if MAIN in before:
+            owner[node] = MAIN
+        elif named is not None:
+            owner[node] = named
+        elif not before:
+            undecided.append(node)
+            continue
+        else:
+            last = [name for name in before if before - {name} <= upstream[name]]
+            owner[node] = last[0] if last and node.op == "call_function" and not _merges(node, sources, branches) else MAIN
+        for name in before - {owner[node]}:
+            upstream[owner[node]] |= {name} | upstream[name]
+    for node in reversed(undecided):  # nothing of a component comes before: it belongs to the first that reads it
+        readers = [owner[user] for user in node.users if user in owner]
+        earliest = [name for name in readers if not upstream[name] & set(readers)]
+        owner[node] = (earliest or [MAIN])[0]
+    return _settle(graph, owner)
+
+
+def _merges(node: fx.Node, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]) -> bool:
+    """It reads a value from sources that none of the branches before it has, as where features enter the text."""
+    reach = sources[node]
+    assert reach is not None
+    return not any(reach <= branch.sources for branch in branches)
+
+
+def _settle(graph: fx.Graph, owner: dict[fx.Node, str]) -> dict[fx.Node, str]:
+    """What comes after a language-model node is language model: late assignments may have put one before a branch node."""
+    for node in graph.nodes:
+        if node in owner and any(owner.get(source) == MAIN for source in node.all_input_nodes):
+            owner[node] = MAIN
+    return owner
+
+
+def _inside(path: str, module: str) -> bool:
+    return path == module or path.startswith(module + ".")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LayerIndex:
+    index: Mapping[fx.Node, int]
+    names: Mapping[str, Sequence[str]]
+
+
+def _layers(graph: fx.Graph, owner: Mapping[fx.Node, str], reference: Mapping[str, Component]) -> _LayerIndex:
+    """Number the layers of each component so that no edge goes from a later layer to an earlier one."""
+    index: dict[fx.Node, int] = {}
+    names: dict[str, list[str]] = {name: [layer.name for layer in c.layers] for name, c in reference.items()}
+    for node in graph.nodes:
+        component = owner.get(node)
+        if component is None:
+            continue
+        floor = max((index[source] for source in node.all_input_nodes if owner.get(source) == component), default=0)
+        block = _block_of(node.meta["module_path"])
+        known = names.setdefault(component, [])
+        if component in reference:
+            index[node] = max(floor, known.index(block)) if block in known else floor
+            continue
+        if block is not None and block not in known:
+            known.append(block)
+        elif block is None and not known:
+            known.append(node.meta["module_path"])
+        index[node] = max(floor, known.index(block)) if block is not None else floor
+    for component, known in names.items():
+        _split_tail(graph, owner, component, known, index, reference.get(component))
+    return _LayerIndex(index=index, names=names)
+
+
+def _block_of(path: str) -> str | None:
+    """Path of the outermost numbered module: "model.layers.3.mlp" -> "model.layers.3"."""
+    return next((prefix for prefix in _prefixes(path)[1:] if _is_block(prefix)), None)
+
+
+def _split_tail(
+    graph: fx.Graph,
+    owner: Mapping[fx.Node, str],
+    component: str,
+    names: list[str],
+    index: dict[fx.Node, int],
+    reference: Component | None,
+) -> None:
+    """What follows the last block (final norm, head, loss) is a layer of its own."""
+    has_tail = reference is not None and len(names) > 1 and _block_of(names[-1]) != names[-1]
+    last = len(names) - (2 if has_tail else 1)
+    if reference is not None and not has_tail or last < 0 or _block_of(names[last]) != names[last]:
+        return
+    in_tail: set[fx.Node] = set()
+    for node in graph.nodes:
+        if owner.get(node) != component or index[node] < last or _block_of(node.meta["module_path"]) is not None:
+            continue
+        in_tail.add(node)
+        index[node] = last + 1
+    if in_tail and not has_tail:
+        names.append(next(n.meta["module_path"] or "output" for n in graph.nodes if n in in_tail))
+
+
+def _components(
+    graph: fx.Graph,
+    branches: Iterable[_Branch],
+    sources: Mapping[fx.Node, Sources | None],
+    owner: Mapping[fx.Node, str],
+    layers: _LayerIndex,
+) -> list[Component]:
+    parameters: dict[tuple[str, int], set[str]] = defaultdict(set)
+    reached: dict[str, Sources] = defaultdict(frozenset)
+    for node, name in owner.items():
+        reached[name] |= sources[node] or frozenset()
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and sources[source] is not None:
+                parameters[name, layers.index[node]].add(str(source.target))
+    order = list(dict.fromkeys(owner[node] for node in graph.nodes if node in owner))
+    by_name = {branch.name: branch for branch in branches}
+    components = []
+    for name in sorted(order, key=lambda name: (name == MAIN, order.index(name))):
+        branch = by_name.get(name)
+        components.append(
+            Component(
+                name=name,
+                kind=branch.kind if branch else ComponentKind.LANGUAGE_MODEL,
+                sources=tuple(sorted(reached[name])),
+                modules=(branch.module,) if branch else (),
+                layers=tuple(
+                    Layer(index=i, name=layer or "inputs", parameters=tuple(sorted(parameters[name, i])))
+                    for i, layer in enumerate(layers.names[name])
+                ),
+            )
+        )
+    return components
+
+
+def _edges(graph: fx.Graph) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    tensors: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for source in node.all_input_nodes:
+            if source.op == "call_function" and not info(source).shared and not info(node).shared:
+                pair = (info(source).component, info(node).component)
+                if pair[0] != pair[1] and source.name not in tensors[pair]:
+                    tensors[pair].append(source.name)
+    return tuple((source, target, tuple(names)) for (source, target), names in tensors.items())

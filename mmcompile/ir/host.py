@@ -1,0 +1,208 @@
+"""The host program: what a pattern needs to know of a batch's integers, computed on CPU before the batch is run.
+
+Three kinds of result: *reads*, values that Python looked at during capture (the graph holds for a batch with equal reads);
+*host values*, tensors whose shape depends on values (positions of a mask), handed to the stages as inputs; and the number of
+tokens that carry loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from mmcompile.ir.compat import FakeTensor
+from mmcompile.ir.known_values import MAX_KNOWN_FLOATS, MAX_KNOWN_INTEGERS, is_boolean
+from mmcompile.ir.nodes import VALUE_READ, token_loss
+
+aten = torch.ops.aten
+HOST_PREFIX = "host_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostResult:
+    """What the host program found in one batch."""
+
+    reads: tuple[object, ...]
+    """In graph order: lists and numbers that Python read."""
+    values: Mapping[str, torch.Tensor]
+    """Host input name -> value."""
+    num_tokens: int | None
+    """Tokens that carry loss; None when the loss is not ours."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostProgram:
+    """A small graph over integer inputs, run eagerly."""
+
+    module: fx.GraphModule = field(repr=False)
+    inputs: tuple[str, ...]
+    num_reads: int
+    values: tuple[str, ...]
+    counts_tokens: bool
+
+    def run(self, batch: Mapping[str, torch.Tensor]) -> HostResult:
+        """Evaluate on a batch of the pattern's shapes; a few small integer ops, no gradients."""
+        with torch.no_grad():
+            results = self.module(*(batch[name] for name in self.inputs))
+        reads = results[: self.num_reads]
+        values = results[self.num_reads : self.num_reads + len(self.values)]
+        return HostResult(
+            reads=tuple(read.tolist() if isinstance(read, torch.Tensor) else read for read in reads),
+            values=dict(zip(self.values, values, strict=True)),
+            num_tokens=int(results[-1]) if self.counts_tokens else None,
+        )
+
+
+def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor]) -> HostProgram:
+    """Take value reads and dynamic-shape ops out of a captured graph; in `module` they become `host_*` inputs.
+
+    Args:
+        module: captured graph, functional, placeholders named as in `batch`; changed in place.
+        batch: the captured batch, real values.
+    """
+    graph = module.graph
+    known = _evaluate(module, batch)
+    _concrete_mask_indices(graph, known)
+    reads = [node for node in graph.nodes if node.target is VALUE_READ or (_reads_value(node) and node in known)]
+    dynamic = [node for node in graph.nodes if node in known and _has_dynamic_shape(node, known)]
+    labels = [node.args[1] for node in graph.nodes if node.target is token_loss and node.args[1] in known]
+    host, inputs = _extract(module, reads, dynamic, labels)
+    names: dict[fx.Node, str] = {}
+    last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for index, node in enumerate(dynamic):
+        names[node] = f"{HOST_PREFIX}{index}"
+        with graph.inserting_after(last_placeholder):
+            last_placeholder = graph.placeholder(names[node])
+        last_placeholder.meta = {"val": known[node], "host": True}
+        node.replace_all_uses_with(last_placeholder)
+    for node in graph.nodes:
+        if node.target is VALUE_READ:
+            graph.erase_node(node)
+    return HostProgram(
+        module=host,
+        inputs=inputs,
+        num_reads=len(reads),
+        values=tuple(names.values()),
+        counts_tokens=bool(labels),
+    )
+
+
+def _reads_value(node: fx.Node) -> bool:
+    return node.op == "call_function" and torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
+
+
+def _has_dynamic_shape(node: fx.Node, known: Mapping[fx.Node, object]) -> bool:
+    if node.op != "call_function" or not isinstance(known[node], torch.Tensor):
+        return False
+    if node.target is aten.index.Tensor:
+        return any(isinstance(index, fx.Node) and is_boolean(known[index]) for index in node.args[1])
+    if node.target is aten.repeat_interleave.self_Tensor:
+        return True
+    return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+
+
+def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor]) -> dict[fx.Node, object]:
+    """Real value of every node that depends on inputs, buffers and constants only, within the size limits."""
+    known: dict[fx.Node, object] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            known[node] = batch[str(node.target)]
+        elif node.op == "get_attr":
+            value = attribute(module, str(node.target))
+            if not isinstance(value, (torch.nn.Parameter, FakeTensor)) and _small(value):
+                known[node] = value
+        elif node.op == "call_function" and node.target is not VALUE_READ and _deterministic(node):
+            if node.all_input_nodes and all(source in known for source in node.all_input_nodes) or _is_factory(node):
+                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+                with torch.no_grad():
+                    value = node.target(*args, **kwargs)
+                if all(_small(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)):
+                    known[node] = value
+    return known
+
+
+def _is_factory(node: fx.Node) -> bool:
+    return not node.all_input_nodes and isinstance(node.target, torch._ops.OpOverload) and "empty" not in node.target.name()
+
+
+def _deterministic(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return torch.Tag.nondeterministic_seeded not in tags and not mutable and "dropout" not in str(node.target)
+
+
+def _small(value: torch.Tensor) -> bool:
+    return value.numel() <= (MAX_KNOWN_FLOATS if value.is_floating_point() else MAX_KNOWN_INTEGERS)
+
+
+def attribute(module: torch.nn.Module, path: str) -> torch.Tensor:
+    """The tensor at a dotted path."""
+    owner, _, name = path.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def _concrete_mask_indices(graph: fx.Graph, known: dict[fx.Node, object]) -> None:
+    """Selecting an unknown tensor by a known mask: by the mask's positions instead, which are then host values."""
+    for node in list(graph.nodes):
+        if node.target in (aten.index.Tensor, aten.index_put.default) and node not in known:
+            masks = [i for i in node.args[1] if isinstance(i, fx.Node) and i in known and is_boolean(known[i])]
+            if masks:
+                with graph.inserting_before(node):
+                    indices = [
+                        position
+                        for index in node.args[1]
+                        for position in (_positions(graph, index, known) if index in masks else [index])
+                    ]
+                node.args = (node.args[0], indices, *node.args[2:])
+        elif node.target is aten.masked_select.default and node not in known and node.args[1] in known:
+            mask = node.args[1]
+            if tuple(known[mask].shape) == tuple(node.args[0].meta["val"].shape):
+                with graph.inserting_before(node):
+                    indices = _positions(graph, mask, known)
+                node.target, node.args = aten.index.Tensor, (node.args[0], indices)
+
+
+def _positions(graph: fx.Graph, mask: fx.Node, known: dict[fx.Node, object]) -> list[fx.Node]:
+    """One index node per dim of `mask`, from a single `nonzero` node."""
+
+    def call(target: object, *args: object) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta = {key: value for key, value in mask.meta.items() if key != "val"}
+        real_args = fx.map_arg(args, known.__getitem__)
+        known[node] = target(*real_args)
+        node.meta["val"] = known[node]
+        return node
+
+    nonzero = call(aten.nonzero.default, mask)
+    return [call(aten.select.int, nonzero, 1, dim) for dim in range(known[mask].dim())]
+
+
+def _extract(
+    module: fx.GraphModule, reads: list[fx.Node], dynamic: list[fx.Node], labels: list[fx.Node]
+) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """A graph module computing reads, dynamic values and the token count from the inputs."""
+    wanted = [*(node.args[0] if node.target is VALUE_READ else node for node in reads), *dynamic, *labels]
+    needed: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    graph, copies = fx.Graph(), {}
+    for node in module.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = [copies[node] for node in wanted]
+    if labels:
+        ignore_index = next(node.args[2] for node in module.graph.nodes if node.target is token_loss)
+        valid = graph.call_function(aten.ne.Scalar, (results[-1], ignore_index))
+        results[-1] = graph.call_function(aten.sum.default, (valid,))
+    graph.output(tuple(results))
+    tensors = {str(node.target): attribute(module, str(node.target)) for node in needed if node.op == "get_attr"}
+    names = tuple(str(node.target) for node in module.graph.nodes if node in needed and node.op == "placeholder")
+    return fx.GraphModule(tensors, graph), names

@@ -1,0 +1,234 @@
+"""Known values: during a capture, inputs keep their real values while parameters and activations stay fake.
+
+Multimodal models compute sizes from small integer inputs (image grids, feature lengths, placeholder positions) in plain Python.
+A fake tensor has no values, so `torch.export` fails there. Here every op whose inputs are all known is also run for real,
+beside the trace; whatever Python then asks (`.tolist()`, `if mask.all()`, `nonzero`) is answered with the real value, and the
+question is marked in the graph (`value_read`). The graph thus specialises on the answers as it does on static shapes, and the
+marks tell for which other batches it holds.
+
+Limit: large float activations are never known, so a branch on one has no answer and the capture fails with a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmcompile.ir.compat import FakeTensor, FakeTensorMode, fake_copy, patched_tolist, real_execution
+from mmcompile.ir.nodes import VALUE_READ
+
+aten = torch.ops.aten
+
+# Integer tensors hold masks and positions, up to [batch, 1, 4096, 4096]; floats beyond a table of sizes are activations.
+MAX_KNOWN_INTEGERS = 1 << 25
+MAX_KNOWN_FLOATS = 1 << 16
+
+_VALUE_READS: tuple[Callable[..., Any], ...] = (
+    torch.Tensor.tolist,
+    torch.Tensor.item,
+    torch.Tensor.numpy,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+)
+_COPIES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
+
+
+def is_boolean(value: object) -> bool:
+    """A tensor that indexes as a mask."""
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+class KnownValues:
+    """Fake tensor -> its real value, for the tensors whose value is known."""
+
+    def __init__(self) -> None:
+        self._real: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._alive: list[torch.Tensor] = []  # ids are reused once a tensor dies
+        self.fake_mode: FakeTensorMode | None = None
+
+    def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Remember that `fake` has the value `real`."""
+        self._real[id(fake)] = (weakref.ref(fake), real)
+        self._alive.append(fake)
+        if isinstance(fake, FakeTensor):
+            self.fake_mode = fake.fake_mode
+
+    def forget(self, fake: torch.Tensor) -> None:
+        self._real.pop(id(fake), None)
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The real value of `tensor`, or None."""
+        entry = self._real.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
+        if not isinstance(tensor, FakeTensor):
+            return tensor if type(tensor) is torch.Tensor and tensor.device.type != "meta" else None
+        return tensor.constant
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run `func` for real on known values, on CPU."""
+        real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, self.get, (tuple(args), dict(kwargs)))
+        if real_kwargs.get("device") is not None:
+            real_kwargs["device"] = "cpu"
+        with real_execution():
+            return func(*real_args, **real_kwargs)
+
+    def fake_of(self, real: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A new fake tensor with a known value."""
+        assert self.fake_mode is not None
+        with real_execution():
+            value = real.detach().clone()
+        fake = fake_copy(self.fake_mode, value, device)
+        self.learn(fake, value)
+        return fake
+
+
+class _KnownDispatch(TorchDispatchMode):
+    """Below the tracer, above the fake mode: runs every op on fakes, and for real too where its inputs are known."""
+
+    def __init__(self, known: KnownValues) -> None:
+        super().__init__()
+        self.known = known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for tensor in tensors:
+            if isinstance(tensor, FakeTensor):
+                self.known.fake_mode = tensor.fake_mode
+                break
+        if func is VALUE_READ:
+            return None
+        symbolic = any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        all_known = not symbolic and not random and all(self.known.get(tensor) is not None for tensor in tensors)
+        if all_known and tensors and self._needs_value(func, args):
+            return pytree.tree_map_only(
+                torch.Tensor, lambda real: self.known.fake_of(real, tensors[0].device), self.known.run(func, args, kwargs)
+            )
+        args, kwargs, func_output = self._with_concrete_indices(func, args, kwargs)
+        if func_output is not None:
+            return func_output
+        output = func(*args, **kwargs)
+        if func._schema.is_mutable and tensors:
+            self._after_mutation(func, args, kwargs, all_known)
+        elif all_known:
+            self._learn_outputs(func, args, kwargs, tensors, output)
+        return output
+
+    def _needs_value(self, func: Any, args: Sequence[Any]) -> bool:
+        """The answer depends on values: a Python number, or a tensor whose shape is not known otherwise."""
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            return True
+        return func is aten.index.Tensor and any(is_boolean(index) for index in args[1])
+
+    def _with_concrete_indices(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """An unknown tensor selected by a known mask or known counts: give the op a static output shape."""
+        known = self.known
+        if func is aten.index.Tensor and any(is_boolean(i) and known.get(i) is not None for i in args[1]):
+            indices: list[torch.Tensor | None] = []
+            for index in args[1]:
+                mask = known.get(index) if is_boolean(index) else None
+                if mask is None:
+                    indices.append(index)
+                    continue
+                with real_execution():
+                    positions = mask.nonzero(as_tuple=True)
+                indices.extend(known.fake_of(position, index.device) for position in positions)
+            return (args[0], indices), kwargs, None
+        if func is aten.masked_select.default and (mask := known.get(args[1])) is not None:
+            with real_execution():
+                count = int(mask.expand(torch.broadcast_shapes(tuple(args[0].shape), mask.shape)).sum())
+            return args, kwargs, args[0].new_empty((count,))
+        if func is aten.repeat_interleave.self_Tensor and (repeats := known.get(args[1])) is not None:
+            with real_execution():
+                return args, {**kwargs, "output_size": int(repeats.sum())}, None
+        return args, kwargs, None
+
+    def _after_mutation(self, func: Any, args: Any, kwargs: Any, all_known: bool) -> None:
+        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if target is None or self.known.get(target) is None:
+            return
+        if all_known:
+            self.known.run(func, args, kwargs)  # real views share storage as the fake ones do
+        else:
+            self.known.forget(target)
+
+    def _learn_outputs(self, func: Any, args: Any, kwargs: Any, inputs: Sequence[torch.Tensor], output: Any) -> None:
+        outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if not outputs or not all(isinstance(out, FakeTensor) and self._worth_knowing(func, out, inputs) for out in outputs):
+            return
+        reals = [leaf for leaf in pytree.tree_leaves(self.known.run(func, args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        for fake, real in zip(outputs, reals, strict=True):
+            if tuple(fake.shape) == tuple(real.shape):
+                self.known.learn(fake, real)
+
+    def _worth_knowing(self, func: Any, out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+        if not all(isinstance(size, int) for size in out.shape) or out.numel() > MAX_KNOWN_INTEGERS:
+            return False
+        if not inputs and any(word in func.name() for word in ("empty", "rand")):
+            return False
+        if out.is_floating_point() or out.is_complex():
+            # Beyond the limit only copies of inputs stay known, so that tests like `(pixels == 0).all()` have an answer.
+            return out.numel() <= MAX_KNOWN_FLOATS or (bool(inputs) and (func.is_view or func in _COPIES))
+        return True
+
+
+class _KnownFunctions(TorchFunctionMode):
+    """Above the tracer: answers Python's reads with real values and marks them in the graph."""
+
+    def __init__(self, known: KnownValues) -> None:
+        super().__init__()
+        self.known = known
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
+            return self._tensor_of_list(func, args, kwargs)
+        if func in _VALUE_READS and isinstance(args[0], FakeTensor):
+            real = self.known.get(args[0])
+            if real is not None:
+                return self.read(args[0], real, func, args[1:], kwargs)
+        return func(*args, **kwargs)
+
+    def read(self, fake: torch.Tensor, real: torch.Tensor, func: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        VALUE_READ(fake)
+        with real_execution():
+            return func(real, *args, **(kwargs or {}))
+
+    def _tensor_of_list(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def literal(value: Any) -> Any:
+            real = self.known.get(value)
+            return value if real is None else self.read(value, real, torch.Tensor.tolist)
+
+        data = pytree.tree_map_only(torch.Tensor, literal, args[0])
+        out = func(data, *args[1:], **kwargs)
+        leaves = pytree.tree_leaves(data)
+        plain = not any(isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) for x in leaves)
+        if isinstance(out, torch.Tensor) and plain and self.known.get(out) is None:
+            with real_execution():
+                self.known.learn(out, torch.tensor(data, dtype=out.dtype, device="cpu"))
+        return out
+
+
+@contextlib.contextmanager
+def known_values(known: KnownValues) -> Iterator[None]:
+    """Answer value questions about known tensors while the block is traced."""
+    functions = _KnownFunctions(known)
+
+    def tolist(fake: FakeTensor) -> list[object] | None:
+        real = known.get(fake)
+        return None if real is None else functions.read(fake, real, torch.Tensor.tolist)
+
+    with patched_tolist(tolist), _KnownDispatch(known), functions:
+        yield

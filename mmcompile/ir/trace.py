@@ -1,0 +1,294 @@
+"""Value-aware export: one FX graph of a model's training step, from inputs by name to the loss."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mmcompile.errors import BatchError, CaptureError
+from mmcompile.ir.compat import FakeTensor, fake_mode_of, transformers_eager_paths
+from mmcompile.ir.functional import functionalize
+from mmcompile.ir.graph import LossInfo
+from mmcompile.ir.host import HostProgram, attribute, split_host_program
+from mmcompile.ir.known_values import KnownValues, known_values
+from mmcompile.ir.nodes import VALUE_READ, merge_features, token_loss
+
+aten = torch.ops.aten
+
+_ASSERTIONS = (
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "_assert_async",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
+_LOSS_PRESERVING = (aten.view.default, aten.reshape.default, aten.squeeze.default, aten.alias.default, aten.clone.default)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """A captured training step, functional and free of value reads."""
+
+    module: fx.GraphModule = field(repr=False)
+    """Placeholders in `input_names` order -> (loss_sum, num_tokens) or (loss,). Parameters are the model's own tensors."""
+    input_names: tuple[str, ...]
+    """Batch tensors read, then host values."""
+    host: HostProgram
+    loss: LossInfo
+
+
+class _LossOnly(nn.Module):
+    """The model as a function of its tensor inputs, by name, that returns only the loss."""
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, torch.Tensor], options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._batch = batch
+        self._options = options
+        names = list(batch)
+        self.forward = _named_forward(self._run, names)
+
+    def _run(self, **inputs: torch.Tensor) -> torch.Tensor:
+        if not any(isinstance(value, FakeTensor) for value in inputs.values()):
+            return loss_of(self.model(**inputs, **self._options))
+        known = KnownValues()
+        for name, value in inputs.items():
+            if isinstance(value, FakeTensor):
+                known.learn(value, self._batch[name])
+        with transformers_eager_paths(), known_values(known):
+            return loss_of(self.model(**inputs, **self._options))
+
+
+def _named_forward(run: Any, names: list[str]) -> Any:
+    """A function with one parameter per input, as `torch.export` wants a flat signature."""
+
+    def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return run(**dict(zip(names, args, strict=False)), **kwargs)
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return forward
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returned: `.loss`, `["loss"]`, the first of a tuple, or the value itself."""
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif hasattr(output, "loss"):
+        loss = output.loss
+    elif isinstance(output, (tuple, list)):
+        loss = output[0]
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = "none" if loss is None else f"{type(loss).__name__} of shape {tuple(getattr(loss, 'shape', ()))}"
+        raise BatchError(
+            f"the model returned no scalar loss (got {got}); pass `labels` in the batch, or let forward return a scalar, "
+            "a mapping with 'loss', or an object with .loss"
+        )
+    return loss
+
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Switch `use_cache` off on every sub-config (a cache adds two cats per layer), and give the call options that help."""
+    configs = {id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None}
+    changed = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    for config in changed:
+        config.use_cache = False
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    try:
+        yield options
+    finally:
+        for config in changed:
+            config.use_cache = True
+
+
+def export_step(model: nn.Module, batch: Mapping[str, Any]) -> Trace:
+    """Capture `loss = model(**batch)` as one functional graph.
+
+    Args:
+        model: any module, with real or fake parameters; `requires_grad` flags and train/eval mode are taken as they are.
+        batch: input name -> tensor (real values), or a plain Python value that is fixed.
+
+    Raises:
+        BatchError: the model itself refused the batch.
+        CaptureError: a value was needed that depends on activations.
+    """
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    fixed = {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
+    with _without_cache(model) as options:
+        wrapper = _LossOnly(model, tensors, {**options, **fixed})
+        mode = fake_mode_of(model)
+        inputs = {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
+        with mode or contextlib.nullcontext():
+            exported = torch.export.export(wrapper, (), dict(inputs), strict=False)
+    module = _rooted_at_model(exported.module(check_guards=False), model)
+    functionalize(module.graph)
+    _name_merges(module.graph)
+    loss = _own_loss(module.graph)
+    _drop_dead(module.graph, keep_reads=True)
+    host = split_host_program(module, tensors)
+    _drop_dead(module.graph, keep_reads=False)
+    for node in list(module.graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            module.graph.erase_node(node)
+    module.graph.lint()
+    module.recompile()
+    names = tuple(str(node.target) for node in module.graph.nodes if node.op == "placeholder")
+    return Trace(module=module, input_names=names, host=host, loss=loss)
+
+
+def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModule:
+    """The exported graph with the model's own tensors under their own names; everything else becomes `constant_<n>`."""
+    _inline_regions(exported)
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    first_name: dict[int, str] = {}
+    for name, tensor in own.items():
+        first_name.setdefault(id(tensor), name)
+    tensors: dict[str, torch.Tensor] = {}
+    for node in exported.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name = str(node.target).removeprefix("model.")
+        if name in own:
+            node.target = first_name[id(own[name])]
+            tensors[node.target] = own[name]
+        else:
+            value = attribute(exported, str(node.target))
+            node.target = f"constant_{len(tensors)}"
+            tensors[node.target] = value.detach() if isinstance(value, torch.Tensor) else value
+    exported.graph.set_codegen(fx.graph.CodeGen())
+    _clean_module_paths(exported.graph)
+    return fx.GraphModule(tensors, exported.graph, type(model).__name__)
+
+
+def _inline_regions(exported: fx.GraphModule) -> None:
+    """Put the bodies of `torch.no_grad` and autocast-off regions in line; what leaves a no_grad region is detached."""
+    graph = exported.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not str(node.target).startswith("wrap_with_"):
+            continue
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, body, *inputs = node.args
+        elif node.args[3] is False or node.args[1] is False:
+            enabled, body, *inputs = True, *(arg for arg in node.args[4:])
+        else:
+            raise CaptureError("the model switches autocast on inside forward; enable it outside, or cast explicitly")
+        region = attribute(exported, str(body.target))
+        assert isinstance(region, fx.GraphModule)
+        with graph.inserting_before(node):
+            outputs = _copy_body(graph, region, inputs, detach=not enabled)
+        for user in list(node.users):
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        _inline_regions(exported)
+        return
+
+
+def _copy_body(graph: fx.Graph, region: fx.GraphModule, inputs: list[fx.Node], *, detach: bool) -> list[fx.Node]:
+    copies: dict[fx.Node, fx.Node] = {}
+    arguments = iter(inputs)
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = next(arguments)
+        elif node.op == "output":
+            outputs = [copies[value] for value in node.args[0]]
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    if not detach:
+        return outputs
+    detached = []
+    for output in outputs:
+        barrier = graph.call_function(aten.detach.default, (output,))
+        barrier.meta = dict(output.meta)
+        detached.append(barrier)
+    return detached
+
+
+def _clean_module_paths(graph: fx.Graph) -> None:
+    """Keep one string per node, the innermost module's path in the model: `node.meta["module_path"]`."""
+    for node in graph.nodes:
+        stack = node.meta.pop("nn_module_stack", None)
+        path = next(reversed(stack.values()))[0] if stack else ""
+        path = path.removeprefix("L['self'].")
+        path = ".".join(part.split("@")[0] for part in path.split("."))
+        node.meta["module_path"] = "" if path == "model" else path.removeprefix("model.")
+
+
+def _name_merges(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target is aten.masked_scatter.default and node.meta["val"].is_floating_point():
+            node.target = merge_features
+
+
+def _own_loss(graph: fx.Graph) -> LossInfo:
+    """Replace a mean cross-entropy that is the loss by our sum and count; otherwise say why not."""
+    output = graph.output_node()
+    (loss,) = output.args[0]
+    node = loss
+    while node.op == "call_function" and node.target in _LOSS_PRESERVING:
+        node = node.all_input_nodes[0]
+    if node.target is not aten.cross_entropy_loss.default:
+        return LossInfo(per_token=False, reason=f"the loss ends in {_op_name(node)}, not in a cross-entropy")
+    arguments = dict(zip(("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"), node.args, strict=False))
+    arguments.update(node.kwargs)
+    if arguments.get("reduction", 1) != 1 or arguments.get("weight") is not None or arguments.get("label_smoothing", 0.0):
+        return LossInfo(per_token=False, reason="the cross-entropy is weighted, smoothed or not a mean")
+    if arguments["target"].meta["val"].is_floating_point():
+        return LossInfo(per_token=False, reason="the cross-entropy has class probabilities as targets")
+    with graph.inserting_before(node):
+        logits = _before_narrowing(arguments["self"])
+        pair = graph.call_function(token_loss, (logits, arguments["target"], arguments.get("ignore_index", -100)))
+        pair.meta = dict(node.meta)
+        results = []
+        for index, value in enumerate((node.meta["val"], arguments["target"].meta["val"].sum())):
+            item = graph.call_function(operator.getitem, (pair, index))
+            item.meta = {**node.meta, "val": value}
+            results.append(item)
+        pair.meta["val"] = tuple(item.meta["val"] for item in results)
+    output.args = (tuple(results),)
+    return LossInfo(per_token=True)
+
+
+def _before_narrowing(logits: fx.Node) -> fx.Node:
+    """Skip a cast to float32 of float64 logits: models mean it as an upcast from half precision."""
+    chain = [logits]
+    while chain[-1].target in (*_LOSS_PRESERVING, aten.slice.Tensor, aten.select.int, aten.transpose.int):
+        chain.append(chain[-1].all_input_nodes[0])
+    cast = chain[-1]
+    if cast.target is aten.to.dtype and cast.args[0].meta["val"].dtype == torch.float64:
+        cast.replace_all_uses_with(cast.args[0], delete_user_cb=lambda user: user in chain)
+        return cast.args[0] if cast is logits else logits
+    return logits
+
+
+def _op_name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _drop_dead(graph: fx.Graph, *, keep_reads: bool) -> None:
+    """Erase assertions and every call without users, except updates of the model's buffers (and reads of values)."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("placeholder", "output") or node.users:
+            continue
+        if node.op == "call_module" or node.op == "get_attr" or any(name in str(node.target) for name in _ASSERTIONS):
+            graph.erase_node(node)
+        elif not _updates_buffer(node) and not (keep_reads and _reads_value(node)):
+            graph.erase_node(node)
+
+
+def _updates_buffer(node: fx.Node) -> bool:
+    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return mutable and isinstance(node.args[0], fx.Node)
+
+
+def _reads_value(node: fx.Node) -> bool:
+    return node.target is VALUE_READ or torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
