@@ -7,6 +7,7 @@ encoders and projectors. The rest, with everything downstream of the merge, is t
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import fx, nn
 from mmcompile.ir.graph import META_KEY, Component, ComponentKind, Layer, NodeInfo, info
 
 MAIN = "language_model"
+INPUTS, OUTPUTS = "inputs", "outputs"
 Sources = frozenset[str]
 
 
@@ -33,7 +35,6 @@ class _Branch:
     name: str
     module: str
     sources: Sources
-    kind: ComponentKind
 
 
 def find_structure(module: fx.GraphModule, reference: Sequence[Component] | None = None) -> Structure:
@@ -49,10 +50,11 @@ def find_structure(module: fx.GraphModule, reference: Sequence[Component] | None
         branches = _branches(module.graph, sources)
     else:
         branches = [
-            _Branch(name=c.name, module=path, sources=frozenset(c.sources), kind=c.kind) for c in reference for path in c.modules
+            _Branch(name=c.name, module=path, sources=frozenset(c.sources)) for c in reference for path in c.modules
         ]
-    owner = _assign(module.graph, sources, branches)
-    layers = _layers(module.graph, owner, {c.name: c for c in reference or ()})
+    owner, branches = _assign_until_pure(module.graph, sources, branches)
+    wrappers = _wrappers(branches)
+    layers = _layers(module.graph, owner, wrappers, {c.name: c for c in reference or ()})
     for node in module.graph.nodes:
         if node.op == "call_function":
             component = owner.get(node)
@@ -70,9 +72,8 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
         before = node.all_input_nodes
         roots[node] = frozenset().union(*(roots[source] for source in before))
         if node.op == "placeholder":
-            is_data = node.meta["val"].is_floating_point() and not node.meta.get("host")
-            roots[node] = frozenset((str(node.target),))
-            result[node] = roots[node] if is_data else None
+            roots[node] = node.meta.get("roots", frozenset((str(node.target),)))
+            result[node] = roots[node] if _is_data(node) else None
         elif node.op == "get_attr":
             result[node] = frozenset() if isinstance(_tensor(module, node), nn.Parameter) else None
         elif node.op == "call_function":
@@ -85,6 +86,11 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
             else:
                 result[node] = frozenset().union(*floats)
     return result
+
+
+def _is_data(placeholder: fx.Node) -> bool:
+    """Images and sounds are data; floats that the host computed from integers alone (interpolation weights) are not."""
+    return placeholder.meta["val"].is_floating_point() and not placeholder.meta.get("from_integers", False)
 
 
 def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
@@ -130,33 +136,28 @@ def _is_block(path: str) -> bool:
 def _branches(graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> list[_Branch]:
     tree = _Tree(graph, sources)
     everything = tree.sources[""]
+    data = frozenset().union(*(sources[node] or () for node in graph.nodes if node.op == "placeholder"))
     found: list[tuple[str, Sources]] = []
 
     def descend(path: str) -> None:
         for child in sorted(tree.children[path]):
             if _is_block(child) or child not in tree.with_parameters or not tree.sources[child]:
                 continue
-            if tree.sources[child] != everything and not _splits(tree, child):
+            if tree.sources[child] != everything and not _splits(tree, child, data):
                 found.append((child, tree.sources[child]))
             else:
                 descend(child)
 
     descend("")
-    with_blocks = [(path, reached) for path, reached in found if tree.has_blocks(path)]
-    floats = {str(n.target) for n in graph.nodes if n.op == "placeholder" and sources[n] is not None}
-    kept = []
-    for path, reached in found:
-        # A table of word embeddings has no blocks and no float source: it stays with what reads it.
-        if tree.has_blocks(path) or reached & floats or any(reached <= other and path != p for p, other in with_blocks):
-            behind = not tree.has_blocks(path) and any(other & reached for p, other in with_blocks if p != path)
-            kept.append((path, reached, ComponentKind.PROJECTOR if behind else ComponentKind.ENCODER))
-    names = _short_names([path for path, _, _ in kept])
-    return [_Branch(name=names[p], module=p, sources=reached, kind=kind) for p, reached, kind in kept]
+    # A table of word embeddings has no blocks and no float source: it stays with what reads it.
+    kept = [(path, reached) for path, reached in found if tree.has_blocks(path) or reached & data]
+    names = _short_names([path for path, _ in kept])
+    return [_Branch(name=names[path], module=path, sources=reached) for path, reached in kept]
 
 
-def _splits(tree: _Tree, path: str) -> bool:
-    """Its children work on disjoint sources: several components in one wrapper."""
-    parts = [tree.sources[child] for child in tree.children[path] if child in tree.with_parameters and not _is_block(child)]
+def _splits(tree: _Tree, path: str, data: Sources) -> bool:
+    """Its children work on disjoint data: several components in one wrapper."""
+    parts = [tree.sources[child] & data for child in tree.children[path] if child in tree.with_parameters and not _is_block(child)]
     return any(not (a & b) for i, a in enumerate(parts) for b in parts[i + 1 :] if a and b)
 
 
@@ -169,10 +170,36 @@ def _short_names(paths: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _assign(
+def _wrappers(branches: Sequence[_Branch]) -> set[str]:
+    """Modules that hold branches; their own forward is glue between components."""
+    return {prefix for branch in branches for prefix in _prefixes(branch.module)[:-1]}
+
+
+def _assign_until_pure(
     graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]
+) -> tuple[dict[fx.Node, str], list[_Branch]]:
+    """Assign nodes, giving up branches that turn out to run after the merge (the encoder of an encoder-decoder text model)."""
+    kept = list(branches)
+    while True:
+        owner = _assign(graph, sources, kept, _wrappers(kept))
+        mixed = {
+            branch.name
+            for branch in kept
+            if any(_inside(node.meta["module_path"], branch.module) and name == MAIN for node, name in owner.items())
+        }
+        if not mixed:
+            return owner, kept
+        kept = [branch for branch in kept if branch.name not in mixed]
+
+
+def _assign(
+    graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch], wrappers: set[str]
 ) -> dict[fx.Node, str]:
-    """Component of every node that is not shared."""
+    """Component of every node that is not shared.
+
+    Nodes of branch modules are theirs; nodes of wrappers (the forward of a module that holds branches) go with what they read;
+    everything else is language model.
+    """
     owner: dict[fx.Node, str] = {}
     upstream: dict[str, set[str]] = defaultdict(set)
     undecided: list[fx.Node] = []
@@ -180,17 +207,22 @@ def _assign(
         if node.op != "call_function" or sources[node] is None:
             continue
         before = {owner[source] for source in node.all_input_nodes if source in owner}
+        if node.target is operator.getitem and before:
+            (owner[node],) = before  # a tuple never crosses a link
+            continue
         named = next((b.name for b in branches if _inside(node.meta["module_path"], b.module)), None)
         if MAIN in before:
             owner[node] = MAIN
         elif named is not None:
             owner[node] = named
+        elif node.meta["module_path"] not in wrappers:
+            owner[node] = MAIN
         elif not before:
             undecided.append(node)
             continue
         else:
             last = [name for name in before if before - {name} <= upstream[name]]
-            owner[node] = last[0] if last and node.op == "call_function" and not _merges(node, sources, branches) else MAIN
+            owner[node] = last[0] if last and not _merges(node, sources, branches) else MAIN
         for name in before - {owner[node]}:
             upstream[owner[node]] |= {name} | upstream[name]
     for node in reversed(undecided):  # nothing of a component comes before: it belongs to the first that reads it
@@ -225,56 +257,75 @@ class _LayerIndex:
     names: Mapping[str, Sequence[str]]
 
 
-def _layers(graph: fx.Graph, owner: Mapping[fx.Node, str], reference: Mapping[str, Component]) -> _LayerIndex:
+def _layers(
+    graph: fx.Graph, owner: Mapping[fx.Node, str], wrappers: set[str], reference: Mapping[str, Component]
+) -> _LayerIndex:
     """Number the layers of each component so that no edge goes from a later layer to an earlier one."""
     index: dict[fx.Node, int] = {}
     names: dict[str, list[str]] = {name: [layer.name for layer in c.layers] for name, c in reference.items()}
+    blocks = _blocks(graph, owner)
     for node in graph.nodes:
         component = owner.get(node)
         if component is None:
             continue
         floor = max((index[source] for source in node.all_input_nodes if owner.get(source) == component), default=0)
-        block = _block_of(node.meta["module_path"])
+        block = blocks[component].get(node) if node.target is not operator.getitem else None
         known = names.setdefault(component, [])
-        if component in reference:
-            index[node] = max(floor, known.index(block)) if block in known else floor
-            continue
-        if block is not None and block not in known:
-            known.append(block)
-        elif block is None and not known:
-            known.append(node.meta["module_path"])
-        index[node] = max(floor, known.index(block)) if block is not None else floor
-    for component, known in names.items():
-        _split_tail(graph, owner, component, known, index, reference.get(component))
+        if component not in reference and (block is not None and block not in known or not known):
+            known.append(block or INPUTS)
+        index[node] = max(floor, known.index(block)) if block in known else floor
+    for component in set(owner.values()):
+        _split_tail(graph, owner, component, names[component], index, fixed=component in reference)
+    for component in set(owner.values()) - set(reference):
+        names[component] = _labels(graph, owner, wrappers, component, names[component], index)
     return _LayerIndex(index=index, names=names)
 
 
-def _block_of(path: str) -> str | None:
-    """Path of the outermost numbered module: "model.layers.3.mlp" -> "model.layers.3"."""
+def _blocks(graph: fx.Graph, owner: Mapping[fx.Node, str]) -> dict[str, dict[fx.Node, str]]:
+    """Component -> node -> path of the block it is in: "model.layers.3.mlp" -> "model.layers.3".
+
+    Blocks are numbered modules with modules inside; where a component has none, numbered leaves (`nn.Sequential` of linears).
+    """
+    composite: dict[str, dict[fx.Node, str]] = defaultdict(dict)
+    leaves: dict[str, dict[fx.Node, str]] = defaultdict(dict)
+    numbered = {node: _numbered(node.meta["module_path"]) for node in owner}
+    has_inside = {path for node, path in numbered.items() if path and path != node.meta["module_path"]}
+    for node, path in numbered.items():
+        if path is not None:
+            (composite if path in has_inside else leaves)[owner[node]][node] = path
+    return {component: composite[component] or leaves[component] for component in set(owner.values())}
+
+
+def _numbered(path: str) -> str | None:
+    """The outermost numbered module on a path."""
     return next((prefix for prefix in _prefixes(path)[1:] if _is_block(prefix)), None)
 
 
 def _split_tail(
-    graph: fx.Graph,
-    owner: Mapping[fx.Node, str],
-    component: str,
-    names: list[str],
-    index: dict[fx.Node, int],
-    reference: Component | None,
+    graph: fx.Graph, owner: Mapping[fx.Node, str], component: str, names: list[str], index: dict[fx.Node, int], *, fixed: bool
 ) -> None:
     """What follows the last block (final norm, head, loss) is a layer of its own."""
-    has_tail = reference is not None and len(names) > 1 and _block_of(names[-1]) != names[-1]
-    last = len(names) - (2 if has_tail else 1)
-    if reference is not None and not has_tail or last < 0 or _block_of(names[last]) != names[last]:
+    blocks = _blocks(graph, owner)[component]
+    last = max((names.index(block) for block in blocks.values() if block in names), default=len(names))
+    if last >= len(names) or fixed and last == len(names) - 1:
         return
-    in_tail: set[fx.Node] = set()
-    for node in graph.nodes:
-        if owner.get(node) != component or index[node] < last or _block_of(node.meta["module_path"]) is not None:
-            continue
-        in_tail.add(node)
+    tail = [n for n in graph.nodes if owner.get(n) == component and index[n] >= last and n not in blocks]
+    for node in tail:
         index[node] = last + 1
-    if in_tail and not has_tail:
-        names.append(next(n.meta["module_path"] or "output" for n in graph.nodes if n in in_tail))
+    if tail and not fixed:
+        names.append(OUTPUTS)
+
+
+def _labels(
+    graph: fx.Graph, owner: Mapping[fx.Node, str], wrappers: set[str], component: str, names: list[str], index: Mapping[fx.Node, int]
+) -> list[str]:
+    """Name the layers before and after the blocks by the first module in them."""
+    labels = list(names)
+    for position, name in enumerate(names):
+        if name in (INPUTS, OUTPUTS):
+            paths = [n.meta["module_path"] for n in graph.nodes if owner.get(n) == component and index[n] == position]
+            labels[position] = next((path for path in paths if path not in wrappers and path not in labels), name)
+    return labels
 
 
 def _components(
@@ -292,23 +343,23 @@ def _components(
             if source.op == "get_attr" and sources[source] is not None:
                 parameters[name, layers.index[node]].add(str(source.target))
     order = list(dict.fromkeys(owner[node] for node in graph.nodes if node in owner))
-    by_name = {branch.name: branch for branch in branches}
-    components = []
-    for name in sorted(order, key=lambda name: (name == MAIN, order.index(name))):
-        branch = by_name.get(name)
-        components.append(
-            Component(
-                name=name,
-                kind=branch.kind if branch else ComponentKind.LANGUAGE_MODEL,
-                sources=tuple(sorted(reached[name])),
-                modules=(branch.module,) if branch else (),
-                layers=tuple(
-                    Layer(index=i, name=layer or "inputs", parameters=tuple(sorted(parameters[name, i])))
-                    for i, layer in enumerate(layers.names[name])
-                ),
-            )
+    module_of = {branch.name: branch.module for branch in branches}
+    behind = {owner[n] for n in owner for source in n.all_input_nodes if source in owner and owner[source] != owner[n]}
+    kinds = {name: ComponentKind.PROJECTOR if name in behind else ComponentKind.ENCODER for name in order}
+    kinds[MAIN] = ComponentKind.LANGUAGE_MODEL
+    return [
+        Component(
+            name=name,
+            kind=kinds[name],
+            sources=tuple(sorted(reached[name])),
+            modules=(module_of[name],) if name in module_of else (),
+            layers=tuple(
+                Layer(index=i, name=layer, parameters=tuple(sorted(parameters[name, i])))
+                for i, layer in enumerate(layers.names[name])
+            ),
         )
-    return components
+        for name in sorted(order, key=lambda name: (name == MAIN, order.index(name)))
+    ]
 
 
 def _edges(graph: fx.Graph) -> tuple[tuple[str, str, tuple[str, ...]], ...]:

@@ -72,12 +72,14 @@ def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor]
     labels = [node.args[1] for node in graph.nodes if node.target is token_loss and node.args[1] in known]
     host, inputs = _extract(module, reads, dynamic, labels)
     names: dict[fx.Node, str] = {}
+    roots = _roots(graph)
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for index, node in enumerate(dynamic):
         names[node] = f"{HOST_PREFIX}{index}"
         with graph.inserting_after(last_placeholder):
             last_placeholder = graph.placeholder(names[node])
-        last_placeholder.meta = {"val": known[node], "host": True}
+        last_placeholder.meta = {"val": known[node], "roots": roots[node]}
+        last_placeholder.meta["from_integers"] = not any(batch[name].is_floating_point() for name in roots[node])
         node.replace_all_uses_with(last_placeholder)
     for node in graph.nodes:
         if node.target is VALUE_READ:
@@ -89,6 +91,15 @@ def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor]
         values=tuple(names.values()),
         counts_tokens=bool(labels),
     )
+
+
+def _roots(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
+    """Names of the inputs that each node depends on."""
+    roots: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        own = frozenset((str(node.target),)) if node.op == "placeholder" else frozenset()
+        roots[node] = own.union(*(roots[source] for source in node.all_input_nodes))
+    return roots
 
 
 def _reads_value(node: fx.Node) -> bool:

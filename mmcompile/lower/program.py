@@ -79,3 +79,5 @@ class PreparedMicrobatch:
     """Value of every "root" and "host" port, by port name, on CPU."""
     link_shapes: Mapping[str, tuple[int, ...]]
     """Static shape of every "link" value, by port name."""
+    num_tokens: int | None = None
+    """Valid tokens, as the loss stage will count them. Needed when `programs.per_token`."""

@@ -1,0 +1,209 @@
+"""What scripts and the command line call: capture, freeze, plan, look at stages, parallelize."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.errors import ConfigError
+from mmcompile.ir.capture import Capture
+from mmcompile.ir.capture import capture as _capture
+from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.lower.cut import cut
+from mmcompile.lower.patterns import Patterns
+from mmcompile.lower.program import StageProgram
+from mmcompile.lower.stages import links, lower
+from mmcompile.passes.cost import Cost
+from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.pipeline import Pipeline
+from mmcompile.plan.chains import ProjectorPlacement
+from mmcompile.plan.plan import Fingerprint, Plan, check_fingerprint
+from mmcompile.plan.search import search
+from mmcompile.runtime.engine import Engine
+
+DEFAULT_MICROBATCHES = 4
+
+
+def capture(model: nn.Module, batch: Mapping[str, Any]) -> ModelGraph:
+    """Capture the training step of a model as a graph of components and layers, with gradient flow annotated.
+
+    Args:
+        model: a Hugging Face model or any module whose forward returns a loss; real weights or fake ones.
+        batch: what the model is called with, by name; at best two samples or more, with every modality in it.
+
+    Raises:
+        BatchError: the model refuses the batch.
+        CaptureError: the model cannot be captured; the message has the reasons.
+    """
+    return _captured(model, batch).graph
+
+
+def freeze(model: nn.Module, train: str | Sequence[str]) -> None:
+    """Train what matches and freeze the rest.
+
+    Args:
+        model: changed in place (`requires_grad`).
+        train: `"all"`, or patterns over parameter names: a component or module name (`projector`, `language_model`), or a
+            glob (`*.lora_*`).
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+    patterns = [train] if isinstance(train, str) else list(train)
+    names = [name for name, _ in model.named_parameters()]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in names if _matches(name, pattern)}
+        if not matched:
+            modules = sorted({name.rpartition(".")[0].split(".")[i] for name in names for i in range(name.count("."))})
+            known = ", ".join(part for part in modules if not part.isdigit())
+            raise ConfigError(f"train pattern {pattern!r} matches no parameter; use 'all', a glob, or one of: {known}")
+        chosen |= matched
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern == "all":
+        return True
+    if any(mark in pattern for mark in "*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    parts = name.split(".")
+    wanted = pattern.split(".")
+    inside = any(parts[i : i + len(wanted)] == wanted for i in range(len(parts)))
+    return inside or any(part.endswith("_" + pattern) for part in parts)
+
+
+def plan(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    cluster: Cluster | str = "local",
+    num_microbatches: int = DEFAULT_MICROBATCHES,
+    stages: Mapping[str, int] | None = None,
+    projector: ProjectorPlacement | None = None,
+) -> Plan:
+    """Find where every layer runs.
+
+    Args:
+        model: with `requires_grad` as it will train.
+        batch: one microbatch, with every modality in it.
+        cluster: for example `"4x8xH100"`, or `"local"` for this machine.
+        num_microbatches: microbatches of a step.
+        stages: chain name -> number of stages, where that is decided already.
+        projector: `"with_encoder"`, `"alone"`, `"with_language_model"`; None lets the simulator choose.
+
+    Raises:
+        BatchError, CaptureError: from the capture.
+        PlanError: nothing fits, or `stages` asks for what does not exist.
+    """
+    return _planned(_captured(model, batch), cluster, num_microbatches, stages, projector)
+
+
+def stage_programs(model: nn.Module, batch: Mapping[str, Any], plan: Plan) -> Mapping[str, StageProgram]:
+    """The programs that the stages of a plan run for batches like `batch`, by stage name."""
+    captured = _captured(model, batch)
+    check_fingerprint(plan, fingerprint_of(captured.graph))
+    return lower(captured, plan).programs
+
+
+def parallelize(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    plan: Plan | None = None,
+    *,
+    cluster: Cluster | str = "local",
+    num_microbatches: int = DEFAULT_MICROBATCHES,
+    stages: Mapping[str, int] | None = None,
+    projector: ProjectorPlacement | None = None,
+    on_capture: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Engine:
+    """Split a model over processes and return the engine that trains it.
+
+    In a plain script the other processes are started here; under torchrun the launched ranks are used.
+
+    Args:
+        model: on rank 0, with real weights.
+        batch: one microbatch, with every modality in it; its values are not trained on.
+        plan: as made by `plan`; by default it is made here, for `cluster`.
+        cluster, num_microbatches, stages, projector: as for `plan`, when none is given.
+        on_capture: called before each later capture with the number of captures so far.
+        options: of `Engine` (optimizer, scheduler, clip_norm, compile, ...).
+    """
+    captured = _captured(model, batch)
+    if plan is None:
+        plan = _planned(captured, cluster, num_microbatches, stages, projector)
+    check_fingerprint(plan, fingerprint_of(captured.graph))
+    patterns = Patterns(model, plan, captured, on_capture)
+    return Engine(plan, patterns, model=model, **options)
+
+
+def _captured(model: nn.Module, batch: Mapping[str, Any]) -> Capture:
+    captured = _capture(model, batch)
+    Pipeline(passes=(GradientFlow(),)).run(captured.graph)
+    return captured
+
+
+def _planned(
+    captured: Capture,
+    cluster: Cluster | str,
+    num_microbatches: int,
+    stages: Mapping[str, int] | None,
+    projector: ProjectorPlacement | None,
+) -> Plan:
+    graph = captured.graph
+    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    costs = Cost().run(graph)
+    found = search(
+        graph,
+        {component.name: costs[component.name] for component in graph.components},
+        where,
+        num_microbatches=num_microbatches,
+        dtype=_main_dtype(graph),
+        fingerprint=fingerprint_of(graph),
+        stages=stages,
+        projector=projector,
+        entries=_entries(graph),
+    )
+    return replace(found, links=links(graph, found), shared_values=cut(graph, found).shared_values)
+
+
+def _entries(graph: ModelGraph) -> dict[tuple[str, str], int]:
+    """(producer, consumer) -> first layer of the consumer that reads the producer."""
+    first: dict[tuple[str, str], int] = {}
+    for node in graph.module.graph.nodes:
+        for source in node.all_input_nodes if node.op == "call_function" else ():
+            if source.op == "call_function" and not info(source).shared and not info(node).shared:
+                pair = (info(source).component, info(node).component)
+                if pair[0] != pair[1]:
+                    first[pair] = min(first.get(pair, info(node).layer), info(node).layer)
+    return first
+
+
+def _main_dtype(graph: ModelGraph) -> str:
+    """The dtype of most parameter elements."""
+    counts: Counter[str] = Counter()
+    for spec in graph.parameters:
+        counts[spec.dtype] += spec.num_elements
+    return counts.most_common(1)[0][0] if counts else "float32"
+
+
+def fingerprint_of(graph: ModelGraph) -> Fingerprint:
+    """What a plan for this graph belongs to."""
+    text = "\n".join(f"{p.name} {p.shape} {p.dtype} {p.trainable}" for p in graph.parameters)
+    return Fingerprint(
+        model=graph.name,
+        parameters=hashlib.sha256(text.encode()).hexdigest(),
+        torch=torch.__version__.split("+")[0],
+        transformers=version("transformers"),
+    )

@@ -1,0 +1,117 @@
+"""`capture`: from a model and a batch to a `ModelGraph`, on the best road that works, saying why better ones did not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mmcompile.errors import BatchError, CaptureError
+from mmcompile.ir.components import find_structure
+from mmcompile.ir.graph import Component, ModelGraph, ParameterSpec, Road, TensorSpec, dtype_name
+from mmcompile.ir.host import HostProgram
+from mmcompile.ir.trace import Trace, export_step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """A graph together with what tells for which other batches it holds."""
+
+    graph: ModelGraph
+    host: HostProgram = field(repr=False)
+    reads: tuple[object, ...]
+    """Values that Python read while the batch was captured."""
+
+
+def capture(model: nn.Module, batch: Mapping[str, Any], reference: Sequence[Component] | None = None) -> Capture:
+    """Capture the training step of `model` on `batch`, with no knowledge of the model's code.
+
+    Args:
+        model: any module whose forward takes the batch by name and returns a loss; real or fake parameters.
+        batch: input name -> tensor or plain value. At best two or more samples with real padding: sizes of 1 and absent
+            padding are baked in (and guarded).
+        reference: components of an earlier capture of this model, whose layer order is then kept.
+
+    Raises:
+        BatchError: the model refused the batch (wrong number of image tokens, a missing input, no loss).
+        CaptureError: no road worked; the message has one reason per road.
+    """
+    trace = _trace(model, batch)
+    structure = find_structure(trace.module, reference)
+    parameters, buffers = _parameters(model), tuple(name for name, _ in model.named_buffers())
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    graph = ModelGraph(
+        name=type(model).__name__,
+        module=trace.module,
+        components=structure.components,
+        edges=structure.edges,
+        inputs=tuple(_spec(node) for node in trace.module.graph.nodes if node.op == "placeholder"),
+        parameters=parameters,
+        buffers=buffers,
+        loss=trace.loss,
+        road=Road.BUCKET,
+        num_samples=num_samples(batch),
+    )
+    return Capture(graph=graph, host=trace.host, reads=trace.host.run(tensors).reads)
+
+
+def num_samples(batch: Mapping[str, Any]) -> int:
+    """Samples in a batch: the leading size of `input_ids`, else of `labels`, else of the first tensor."""
+    for name in ("input_ids", "labels", *batch):
+        if isinstance(batch.get(name), torch.Tensor):
+            return int(batch[name].shape[0])
+    raise BatchError("the batch holds no tensor; pass input name -> tensor")
+
+
+def _trace(model: nn.Module, batch: Mapping[str, Any]) -> Trace:
+    try:
+        return export_step(model, batch)
+    except (BatchError, CaptureError):
+        raise
+    except Exception as error:  # export raises whatever the model's own Python raises
+        raise _explained(model, batch, error) from error
+
+
+def _explained(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> BatchError | CaptureError:
+    """Tell a batch the model refuses from a model that cannot be captured."""
+    text = str(error).strip().split("\n")[0][:400]
+    shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items() if isinstance(v, torch.Tensor))
+    symbolic = ("data-dependent", "Could not guard", "unbacked", "GuardOnDataDependent", "DataDependent")
+    if any(word in f"{type(error).__name__} {error}" for word in symbolic):
+        return CaptureError(
+            f"{type(model).__name__} makes a decision in Python on a value that depends on activations: {text}. "
+            "Only values of the inputs are known during capture; compute the decision from integer inputs, or with torch.where"
+        )
+    if isinstance(error, (ValueError, TypeError, KeyError, IndexError, RuntimeError, AttributeError)):
+        return BatchError(
+            f"{type(model).__name__} refused the batch: {type(error).__name__}: {text}. Got {shapes}; "
+            "check that every input is there and that placeholder tokens match the features"
+        )
+    return CaptureError(f"{type(model).__name__} could not be captured: {type(error).__name__}: {text}. Got {shapes}")
+
+
+def _parameters(model: nn.Module) -> tuple[ParameterSpec, ...]:
+    """One spec per parameter; tied parameters have one spec with aliases."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    return tuple(
+        ParameterSpec(
+            name=names[key][0],
+            shape=tuple(parameter.shape),
+            dtype=dtype_name(parameter.dtype),
+            trainable=parameter.requires_grad,
+            aliases=tuple(names[key][1:]),
+        )
+        for key, parameter in tensors.items()
+    )
+
+
+def _spec(node: fx.Node) -> TensorSpec:
+    value = node.meta["val"]
+    return TensorSpec(name=str(node.target), shape=tuple(value.shape), dtype=dtype_name(value.dtype))

@@ -1,0 +1,59 @@
+"""Turn a `StageProgram` back into a module."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from mmcompile.errors import VerifyError
+from mmcompile.lower.program import StageProgram
+from mmcompile.lower.stage_module import StageModule
+
+
+def load_stage(program: StageProgram, tensors: Mapping[str, Tensor]) -> StageModule:
+    """Execute a program's source and build its `Stage` on the given tensors.
+
+    Args:
+        program: the stage.
+        tensors: every parameter and buffer it reads, by original name. An `nn.Parameter` is used as it is (so patterns
+            of one stage share it); a plain tensor is wrapped, sharing storage, with `requires_grad` as in its
+            `ParameterSpec`.
+
+    Returns:
+        A module whose `forward` takes `program.inputs` in order and returns a tuple in `program.outputs` order.
+
+    Raises:
+        VerifyError: the source does not compile, defines no `Stage(StageModule)`, or a tensor is missing.
+    """
+    wanted = [spec.name for spec in program.parameters] + list(program.buffers)
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise VerifyError(f"stage {program.stage} of pattern {program.pattern} reads {missing}, which were not given")
+    parameters = {spec.name: _parameter(tensors[spec.name], spec.trainable) for spec in program.parameters}
+    buffers = {name: tensors[name] for name in program.buffers}
+    return _stage_class(program)(parameters, buffers, program.constants)
+
+
+def _parameter(tensor: Tensor, trainable: bool) -> nn.Parameter:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor.detach(), requires_grad=trainable)
+
+
+def _stage_class(program: StageProgram) -> type[StageModule]:
+    filename = f"<stage {program.stage} of pattern {program.pattern}>"
+    lines = program.source.splitlines(keepends=True)
+    # No modification time: linecache then never drops the entry, so tracebacks and `inspect` show the source.
+    linecache.cache[filename] = (len(program.source), None, lines, filename)
+    namespace: dict[str, object] = {"__name__": "mmcompile_stage", "torch": torch, "StageModule": StageModule}
+    try:
+        exec(compile(program.source, filename, "exec"), namespace)
+    except SyntaxError as error:
+        raise VerifyError(f"the source of stage {program.stage} does not compile: {error}") from error
+    stage = namespace.get("Stage")
+    if not (isinstance(stage, type) and issubclass(stage, StageModule)):
+        raise VerifyError(f"the source of stage {program.stage} defines no class Stage(StageModule)")
+    return stage
