@@ -18,6 +18,7 @@ from mmcompile.ir.functional import functionalize
 from mmcompile.ir.graph import LossInfo
 from mmcompile.ir.host import HostProgram, attribute, split_host_program
 from mmcompile.ir.known_values import KnownValues, known_values
+from mmcompile.ir.packed import packed_towers
 from mmcompile.ir.nodes import VALUE_READ, merge_features, token_loss
 
 aten = torch.ops.aten
@@ -127,7 +128,7 @@ def export_step(model: nn.Module, batch: Mapping[str, Any]) -> Trace:
         wrapper = _LossOnly(model, tensors, {**options, **fixed})
         mode = fake_mode_of(model)
         inputs = {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
-        with mode or contextlib.nullcontext():
+        with packed_towers(model), mode or contextlib.nullcontext():
             exported = torch.export.export(wrapper, (), dict(inputs), strict=False)
     module = _rooted_at_model(exported.module(check_guards=False), model)
     functionalize(module.graph)

@@ -1,0 +1,66 @@
+"""Let transformers' packed towers (images end to end, `cu_seqlens`) call one attention op instead of a loop over images.
+
+transformers takes its packed path for an attention implementation whose name says "flash"; ours is registered under such a
+name through its public interface, and switched on only while a model is traced, and only for modules that take `cu_seqlens`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmcompile.kernels.packed_attention import packed_attention
+
+IMPLEMENTATION = "flash_mmcompile_packed"
+
+
+@contextlib.contextmanager
+def packed_towers(model: nn.Module) -> Iterator[None]:
+    """While the block runs, attention modules of `model` that take `cu_seqlens` use `packed_attention`."""
+    configs = {
+        id(module.config): module.config
+        for module in model.modules()
+        if "cu_seqlens" in inspect.signature(module.forward).parameters
+        and getattr(module.__dict__.get("config"), "_attn_implementation", None) is not None
+    }
+    if not configs or "transformers" not in sys.modules:
+        yield
+        return
+    _register()
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+def _register() -> None:
+    transformers = sys.modules["transformers"]
+    transformers.AttentionInterface.register(IMPLEMENTATION, _forward)
+    transformers.AttentionMaskInterface.register(IMPLEMENTATION, transformers.masking_utils.flash_attention_mask)
+
+
+def _forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature; [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    assert cu_seq_lens_q is not None and attention_mask is None and not dropout
+    return packed_attention(query, key, value, cu_seq_lens_q, scale).transpose(1, 2), None
