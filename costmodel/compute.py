@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmcompile.costmodel.cluster import Device
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
@@ -28,3 +30,48 @@ class LayerCost:
     trainable_bytes: int
     output_bytes: int
     """Bytes that cross to the next layer, if a stage is cut here."""
+
+    @property
+    def has_backward(self) -> bool:
+        return self.input_grad_flops + self.weight_grad_flops > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTimes:
+    """Predicted seconds of one layer for one microbatch."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+def seconds(flops: int, num_bytes: int, kernels: int, device: Device, dtype: str) -> float:
+    """Roofline time: `max(flops / reachable peak, bytes / bandwidth) + kernels * launch`.
+
+    Raises:
+        ConfigError: the device has no peak for the dtype.
+    """
+    busy_s = max(flops / device.flops_per_s(dtype), num_bytes / device.memory_bytes_per_s)
+    return busy_s + kernels * device.launch_s
+
+
+def layer_times(cost: LayerCost, device: Device, dtype: str) -> LayerTimes:
+    """Seconds of a layer's forward, input gradient and weight gradient.
+
+    The backward's bytes and kernels are known as a whole; the two gradients share them in proportion to their FLOPs.
+    """
+    forward_s = seconds(cost.forward_flops, cost.forward_bytes, cost.kernels, device, dtype)
+    if not cost.has_backward:
+        return LayerTimes(forward_s=forward_s, input_grad_s=0.0, weight_grad_s=0.0)
+    backward_flops = cost.input_grad_flops + cost.weight_grad_flops
+    backward_s = seconds(backward_flops, cost.backward_bytes, cost.backward_kernels, device, dtype)
+    input_grad_s = backward_s * cost.input_grad_flops / backward_flops
+    return LayerTimes(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=backward_s - input_grad_s)

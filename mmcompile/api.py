@@ -145,7 +145,16 @@ def parallelize(
         plan = _planned(captured, cluster, num_microbatches, stages, projector)
     check_fingerprint(plan, fingerprint_of(captured.graph))
     patterns = Patterns(model, plan, captured, on_capture)
+    options.setdefault("pad", _padding(model))
     return Engine(plan, patterns, model=model, **options)
+
+
+def _padding(model: nn.Module) -> dict[str, int]:
+    """What `input_ids` are padded with: the pad token of the model's text config, if it names one."""
+    config = model.__dict__.get("config") or getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    pad = getattr(text, "pad_token_id", None)
+    return {} if pad is None else {"input_ids": int(pad)}
 
 
 def _captured(model: nn.Module, batch: Mapping[str, Any]) -> Capture:

@@ -34,6 +34,10 @@ class CheckpointError(MMCompileError):
     """A checkpoint is missing, incomplete, or could not be written."""
 
 
+class OutputError(MMCompileError):
+    """A file could not be written (no such folder, no permission, disk full); what was there is untouched."""
+
+
 class EngineError(RuntimeError):
     """A rank failed while training; the message names rank, stage, step and action."""
 

@@ -46,7 +46,8 @@ class StageProgram:
     inputs: tuple[Port, ...]
     """In the order of `forward`'s arguments."""
     outputs: tuple[Port, ...]
-    """In the order of `forward`'s results. The loss stage returns `loss_sum` and `num_tokens` last, with no peers."""
+    """In the order of `forward`'s results. The loss stage returns `loss_sum` last, or `loss_sum` and `num_tokens`, without
+    peers."""
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[str, ...]
     """Model buffers read, by original name."""
@@ -65,7 +66,7 @@ class PatternPrograms:
     programs: Mapping[str, StageProgram]
     """Stage name -> program; stages without work are absent."""
     per_token: bool
-    """The loss stage returns a sum over valid tokens and their number; else a mean and the number of samples."""
+    """The loss stage returns a sum over valid tokens and their number; else a mean over samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 
@@ -21,6 +22,8 @@ class StageModule(nn.Module):
 
     t: dict[str, Tensor]
     c: dict[str, Tensor]
+    device: torch.device
+    """Where its tensors live; sources make new tensors there. CPU for a stage without tensors."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], constants: Mapping[str, Tensor]
@@ -28,6 +31,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.t = {**parameters, **buffers}
         self.c = dict(constants)
+        self.device = next((tensor.device for tensor in (*self.t.values(), *self.c.values())), torch.device("cpu"))
         for name, parameter in parameters.items():
             owner, leaf = _owner(self, name)
             owner.register_parameter(leaf, parameter)

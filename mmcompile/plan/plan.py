@@ -6,11 +6,19 @@ ranges of the concatenated layers. A stage lists its layers as segments, one per
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from mmcompile.costmodel.cluster import Cluster
+from mmcompile.errors import PlanError, StalePlanError
+from mmcompile.files import write_atomic
 from mmcompile.ir.graph import TensorSpec
+from mmcompile.plan.table import format_plan
 
 PLAN_VERSION = 1
 
@@ -161,3 +169,82 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         return 1 + max(rank for stage in self.stages for rank in stage.ranks)
+
+    def __str__(self) -> str:
+        return format_plan(self)
+
+    def to_json(self) -> str:
+        """The plan as indented JSON; `from_json` reads it back to an equal value."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "plan") -> Plan:
+        """Read a plan.
+
+        Args:
+            where: named in errors, the file for example.
+
+        Raises:
+            PlanError: not JSON (with the position), another version, or a missing, unknown or ill-typed field (with
+            its path).
+        """
+        try:
+            raw = msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise PlanError(f"{where} is no plan: {error}; {_REMAKE}") from None
+        version = raw.get("version") if isinstance(raw, dict) else None
+        if version != PLAN_VERSION:
+            raise PlanError(f"{where} has plan version {version!r}, this mmcompile reads {PLAN_VERSION}; {_REMAKE}")
+        try:
+            plan = msgspec.convert(raw, cls)
+        except msgspec.ValidationError as error:
+            raise PlanError(f"{where} is no plan: {error}; {_REMAKE}") from None
+        for path in _unknown(raw, msgspec.to_builtins(plan), "$"):
+            raise PlanError(
+                f"{where} has an unknown field {path}; remove it, or read it with the mmcompile that wrote it"
+            )
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan, whole or not at all. Raises OutputError if it cannot be written; nothing is changed then."""
+        write_atomic(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan file. Raises PlanError as `from_json`, or if the file cannot be read."""
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise PlanError(f"cannot read plan {os.fspath(path)}: {error.strerror}") from error
+        return cls.from_json(text, where=os.fspath(path))
+
+
+_REMAKE = "make it anew with `mmcompile plan`"
+
+
+def check_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
+    """Refuse a plan made for another model, other parameters or other library versions.
+
+    Raises:
+        StalePlanError: naming the first field that differs, what the plan has and what the model at hand has.
+    """
+    for item in fields(Fingerprint):
+        got, wanted = getattr(plan.fingerprint, item.name), getattr(fingerprint, item.name)
+        if got != wanted:
+            raise StalePlanError(
+                f"the plan does not belong to this model: its {item.name} is {got}, the model at hand has {wanted}; "
+                f"{_REMAKE}"
+            )
+
+
+def _unknown(raw: object, known: object, path: str) -> Iterator[str]:
+    """Paths of fields in `raw` that the value read from it lacks."""
+    if isinstance(raw, Mapping) and isinstance(known, Mapping):
+        for key, value in raw.items():
+            if key in known:
+                yield from _unknown(value, known[key], f"{path}.{key}")
+            else:
+                yield f"{path}.{key}"
+    elif isinstance(raw, list) and isinstance(known, list | tuple):
+        for index, (value, own) in enumerate(zip(raw, known, strict=True)):
+            yield from _unknown(value, own, f"{path}[{index}]")

@@ -37,6 +37,9 @@ class MicrobatchPlan:
     """Root and host inputs, sent by rank 0 to the ranks whose stages read them."""
     links: tuple[ValueShape, ...]
     """Link values, by name."""
+    loss_weight: float = 1.0
+    """Factor of what the loss stage returns: 1 / the step's valid tokens, or samples / the step's samples for a mean.
+    0 if the microbatch has no token to learn from; nothing is differentiated then and gradients are zero."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,4 +49,6 @@ class StepPlan:
     step: int
     num_samples: int
     microbatches: tuple[MicrobatchPlan, ...]
+    num_tokens: int = 0
+    """Valid tokens of all microbatches; the loss stages must count as many (0: not counted)."""
     version: int = PROTOCOL_VERSION

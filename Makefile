@@ -1,0 +1,54 @@
+# Every target makes .venv first if it is missing or older than what it was made from.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# One thread per process: the stages are the parallelism. Nothing here downloads a model.
+export OMP_NUM_THREADS := 1
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help venv demo test test-all lint type format bench bench-chain coverage clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+venv: $(STAMP)  ## make .venv with everything tests, demo and benchmarks need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## train a small LLaVA on scanned digits in a pipeline of local processes; writes demo_out/
+	$(BIN)/python -P examples/digits_llava.py --out demo_out
+
+test: $(STAMP)  ## the tests that take minutes
+	$(BIN)/pytest -q
+
+test-all: $(STAMP)  ## the slow tests as well
+	$(BIN)/pytest -q -m "not gpu"
+
+lint: $(STAMP)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)  ## ruff: rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: $(STAMP)  ## pyright
+	$(BIN)/pyright
+
+bench: $(STAMP)  ## capture and plan real-size models from their configs: seconds and memory
+	$(BIN)/python -P benchmarks/real_size.py
+
+bench-chain: $(STAMP)  ## a text-only chain against torch's Schedule1F1B; fails below a ratio of 1.0
+	$(BIN)/python -P benchmarks/chain.py
+
+coverage: $(STAMP)  ## capture every family and rewrite docs/coverage.md
+	$(BIN)/python -P benchmarks/coverage.py --out docs/coverage.md
+
+clean:  ## remove .venv and everything written by the targets
+	rm -rf .venv demo_out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,236 @@
+"""Capture every multimodal family of the zoo and say how it went: `make coverage` writes docs/coverage.md.
+
+Each family is checked in a process of its own, since a failed export can poison the next. A family passes if loss and every
+parameter gradient of the captured graph equal eager's to 1e-5, on the captured batch and on one of another size.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # for `zoo` and `oracles`, which the tests share with this file
+
+import msgspec  # noqa: E402  (after the path)
+import torch  # noqa: E402
+import transformers  # noqa: E402
+import typer  # noqa: E402
+from mmcompile.errors import MMCompileError  # noqa: E402
+from mmcompile.ir.capture import Capture, capture  # noqa: E402
+from oracles.eager import difference, eager_outcome, graph_outcome, holds_for  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
+from zoo import ALL, FAMILIES, Batch, Family  # noqa: E402
+
+TOLERANCE = 1e-5
+TIMEOUT_S = 600
+WANTED = 45
+
+OTHER_SIZE = "other size"
+OTHER_VALUES = "other values"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """A batch that was run through a captured graph and through the eager model."""
+
+    ok: bool
+    recaptured: bool
+    """The batch needed a new graph (another bucket)."""
+    text: str
+    """`identical`, or the differences."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the matrix."""
+
+    family: str
+    passed: bool
+    road: str = ""
+    nodes: int = 0
+    capture_s: float = 0.0
+    components: tuple[tuple[str, int], ...] = ()
+    """Name and number of layers."""
+    dynamic: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Input and its dims that may vary without a new capture."""
+    captured_batch: str = ""
+    other_size: Check | None = None
+    """More samples, longer text and, where the model takes it, more media a sample."""
+    other_values: Check | None = None
+    """The captured sizes with other tokens, pixels and sounds."""
+    reasons: tuple[str, ...] = ()
+    """Why better roads were left, or what failed."""
+
+
+def check_family(family: Family) -> Row:
+    """Capture a family and compare three batches with eager."""
+    model = family.build()
+    batch = family.batch()
+    started = time.perf_counter()
+    captured = capture(model, batch)
+    capture_s = time.perf_counter() - started
+    first = difference(graph_outcome(model, captured, batch), eager_outcome(model, batch))
+    other_size = _check(model, captured, family.second_batch())
+    other_values = _check(model, captured, family.draw(family.first, seed=7))
+    graph = captured.graph
+    return Row(
+        family=family.name,
+        passed=first.within(TOLERANCE) and other_size.ok and other_values.ok,
+        road=graph.road.value,
+        nodes=sum(node.op == "call_function" for node in graph.module.graph.nodes),
+        capture_s=capture_s,
+        components=tuple((component.name, len(component.layers)) for component in graph.components),
+        dynamic=tuple((name, tuple(dims)) for name, dims in graph.dynamic.items()),
+        captured_batch="identical" if first.identical else str(first),
+        other_size=other_size,
+        other_values=other_values,
+        reasons=(*graph.reasons, *((graph.loss.reason,) if graph.loss.reason else ())),
+    )
+
+
+def _check(model: torch.nn.Module, captured: Capture, batch: Batch) -> Check:
+    recaptured = not (_fits(captured, batch) and holds_for(captured, batch))
+    if recaptured:
+        captured = capture(model, batch, reference=captured.graph.components)
+    found = difference(graph_outcome(model, captured, batch), eager_outcome(model, batch))
+    return Check(
+        ok=found.within(TOLERANCE), recaptured=recaptured, text="identical" if found.identical else str(found)
+    )
+
+
+def _fits(captured: Capture, batch: Batch) -> bool:
+    """True if the batch has the captured sizes in every dim that is not dynamic."""
+    dynamic = captured.graph.dynamic
+    for spec in captured.graph.inputs:
+        if spec.name in batch:
+            for dim, (size, wanted) in enumerate(zip(batch[spec.name].shape, spec.shape, strict=True)):
+                if size != wanted and dim not in dynamic.get(spec.name, ()):
+                    return False
+    return True
+
+
+def rows(names: Sequence[str], jobs: int, console: Console) -> Iterator[Row]:
+    """Check families in processes of their own, `jobs` at a time, in the order they end."""
+    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
+        task = progress.add_task("capturing", total=len(names))
+        for future in as_completed([pool.submit(_in_own_process, name) for name in names]):
+            row = future.result()
+            progress.update(task, advance=1, description=row.family)
+            if not row.passed:
+                progress.console.print(f"[red]{row.family} failed[/]: {'; '.join(_failures(row))}", highlight=False)
+            yield row
+
+
+def _in_own_process(name: str) -> Row:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-P", str(Path(__file__).resolve()), "--one", name]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    except subprocess.TimeoutExpired:
+        return Row(family=name, passed=False, reasons=(f"did not end within {TIMEOUT_S} s",))
+    if ended.returncode != 0:
+        last = (ended.stderr.strip() or "no message").splitlines()[-1]
+        return Row(family=name, passed=False, reasons=(f"the process ended with {ended.returncode}: {last}",))
+    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=Row)
+
+
+def _failures(row: Row) -> list[str]:
+    checks = {OTHER_SIZE: row.other_size, OTHER_VALUES: row.other_values}
+    failed = [f"{what}: {check.text}" for what, check in checks.items() if check is not None and not check.ok]
+    return [text for text in (row.captured_batch, *failed, *row.reasons) if text and text != "identical"]
+
+
+def markdown(matrix: Sequence[Row]) -> str:
+    """The matrix as docs/coverage.md."""
+    passed = sum(row.passed for row in matrix)
+    lines = [
+        "# Capture coverage",
+        "",
+        f"{passed} of {len(matrix)} multimodal families are captured with no per-model code. Made by `make coverage` with "
+        f"torch {torch.__version__.split('+')[0]} and transformers {transformers.__version__}; tiny random configurations, "
+        "float32, one CPU thread.",
+        "",
+        "- **captured batch**: loss and every parameter gradient of the graph against eager; `identical` means every bit.",
+        "- **other size**: more samples, longer text, other number of images. **other values**: the captured sizes, new tokens, "
+        "pixels and sounds. `same graph` ran without a new capture, `new bucket` through one more.",
+        "- **dynamic dims**: input and dims that may vary without a new capture. **nodes**: calls in the graph. "
+        "**s**: seconds to capture.",
+        "- **components**: found from the graph, with their number of layers.",
+        "",
+        "| family | road | captured batch | other size | other values | nodes | s | dynamic dims | components | reason |",
+        "|---|---|---|---|---|---:|---:|---|---|---|",
+    ]
+    return "\n".join([*lines, *map(_line, matrix)]) + "\n"
+
+
+def _line(row: Row) -> str:
+    dynamic = ", ".join(f"{name} {list(dims)}" for name, dims in row.dynamic)
+    components = ", ".join(f"{name} {layers}" for name, layers in row.components)
+    cells = (
+        row.family,
+        row.road or "FAILED",
+        row.captured_batch,
+        _cell(row.other_size),
+        _cell(row.other_values),
+        str(row.nodes),
+        f"{row.capture_s:.1f}",
+        dynamic or "none",
+        components,
+        "; ".join(row.reasons),
+    )
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _cell(check: Check | None) -> str:
+    if check is None:
+        return ""
+    where = "new bucket" if check.recaptured else "same graph"
+    return f"{where}, {check.text}" if check.ok else f"FAILED: {check.text}"
+
+
+def main(
+    families: Annotated[list[str] | None, typer.Argument(help="Families to check; all 47 by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the matrix here, as Markdown.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the matrix as JSON.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = 2,
+    one: Annotated[str | None, typer.Option(hidden=True, help="Check one family in this process, print its row.")] = None,
+) -> None:
+    """Exit 1 if fewer than 45 families pass (or, with families named, any of them fails)."""
+    if one is not None:
+        torch.set_num_threads(1)
+        try:
+            row = check_family(ALL[one])
+        except MMCompileError as error:
+            row = Row(family=one, passed=False, reasons=(str(error),))
+        print(msgspec.json.encode(row).decode())
+        return
+    names = list(families or FAMILIES)
+    unknown = [name for name in names if name not in ALL]
+    if unknown:
+        raise typer.BadParameter(f"no family {', '.join(unknown)}; there are {', '.join(ALL)}")
+    console = Console(stderr=True)
+    found = {row.family: row for row in rows(names, jobs, console)}
+    matrix = [found[name] for name in names]
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(markdown(matrix))
+    if as_json:
+        print(msgspec.json.encode(matrix).decode())
+    passed = sum(row.passed for row in matrix)
+    wanted = len(names) if families else WANTED
+    console.print(f"{passed} of {len(matrix)} families pass (wanted: {wanted})", highlight=False)
+    raise typer.Exit(0 if passed >= wanted else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,234 @@
+"""From components to chains: what is planned as one line of layers, and which lines feed which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, get_args
+
+import networkx as nx
+
+from mmcompile.costmodel.cluster import Device
+from mmcompile.costmodel.compute import LayerCost, LayerTimes, layer_times
+from mmcompile.errors import ConfigError, PlanError
+from mmcompile.ir.graph import ComponentKind, ModelGraph
+
+ProjectorPlacement = Literal["with_encoder", "alone", "with_language_model"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainLayer:
+    """One layer of a chain, with its cost and times."""
+
+    component: str
+    index: int
+    """Within the component."""
+    name: str
+    cost: LayerCost
+    times: LayerTimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainSpec:
+    """Components planned as one line; named after the encoder or language model in it, else after its projector."""
+
+    name: str
+    components: tuple[str, ...]
+    layers: tuple[ChainLayer, ...]
+
+    @cached_property
+    def total_s(self) -> float:
+        """Forward and backward of one microbatch through all layers."""
+        return sum(layer.times.total_s for layer in self.layers)
+
+    def between(self, first: int, last: int) -> tuple[float, float, bool]:
+        """Forward seconds, backward seconds, whether there is a backward: of layers `first` to `last` (excluded)."""
+        forward, backward, with_backward = self._prefixes
+        return (
+            forward[last] - forward[first],
+            backward[last] - backward[first],
+            with_backward[last] > with_backward[first],
+        )
+
+    @cached_property
+    def _prefixes(self) -> tuple[list[float], list[float], list[int]]:
+        return (
+            [0.0, *accumulate(layer.times.forward_s for layer in self.layers)],
+            [0.0, *accumulate(layer.times.backward_s for layer in self.layers)],
+            [0, *accumulate(int(layer.cost.has_backward) for layer in self.layers)],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainEdge:
+    """Values that leave after one layer and enter before another, of another chain or further on in the same."""
+
+    source: int
+    """Index of the chain."""
+    source_layer: int
+    target: int
+    target_layer: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainSet:
+    """One way to line up the components: chains in topological order (the last ends in the loss) and their edges."""
+
+    placement: ProjectorPlacement | None
+    """Where projectors went; None for a model without any."""
+    chains: tuple[ChainSpec, ...]
+    edges: tuple[ChainEdge, ...]
+
+    def longest_path_s(self) -> float:
+        """Seconds of one microbatch, forward to the loss and backward again, along the longest path of layers."""
+        entering: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for edge in self.edges:
+            entering.setdefault((edge.target, edge.target_layer), []).append((edge.source, edge.source_layer))
+        # (chain, layer) -> longest forward and longest backward of a path that ends with the layer.
+        longest: dict[tuple[int, int], tuple[float, float]] = {}
+        for index, chain in enumerate(self.chains):
+            for position, layer in enumerate(chain.layers):
+                before = list(entering.get((index, position), ()))
+                if position and chain.layers[position - 1].component == layer.component:
+                    before.append((index, position - 1))
+                forward_s = max((longest[key][0] for key in before), default=0.0) + layer.times.forward_s
+                backward_s = max((longest[key][1] for key in before), default=0.0) + layer.times.backward_s
+                longest[index, position] = forward_s, backward_s
+        return sum(longest[len(self.chains) - 1, len(self.chains[-1].layers) - 1])
+
+
+def chain_sets(
+    graph: ModelGraph,
+    costs: Mapping[str, Sequence[LayerCost]],
+    device: Device,
+    dtype: str,
+    *,
+    projector: ProjectorPlacement | None = None,
+    entries: Mapping[tuple[str, str], int] | None = None,
+) -> tuple[ChainSet, ...]:
+    """Every way to line up a model's components that `projector` allows, each once.
+
+    Args:
+        graph: only its components and edges are read.
+        costs: component name -> one cost a layer.
+        projector: where projectors go; None tries all three. A projector with several producers (consumers) cannot
+            join one, and stays alone.
+        entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
+
+    Raises:
+        PlanError: costs and components do not match, or the components have no single end.
+        ConfigError: `projector` is given for a model without projectors, or is not one of the placements.
+    """
+    _check(graph, costs, projector)
+    kinds = {component.name: component.kind for component in graph.components}
+    has_projector = ComponentKind.PROJECTOR in kinds.values()
+    placements = get_args(ProjectorPlacement) if projector is None else (projector,)
+    sets: dict[tuple[tuple[str, ...], ...], ChainSet] = {}
+    for placement in placements if has_projector else (None,):
+        groups = _groups(graph, kinds, placement)
+        if groups not in sets:
+            layers = {name: _layers(graph, name, costs[name], device, dtype) for name in kinds}
+            sets[groups] = _chain_set(graph, kinds, placement, groups, layers, entries or {})
+    return tuple(sets.values())
+
+
+def _check(graph: ModelGraph, costs: Mapping[str, Sequence[LayerCost]], projector: ProjectorPlacement | None) -> None:
+    for component in graph.components:
+        got, wanted = len(costs.get(component.name, ())), len(component.layers)
+        if got != wanted or wanted == 0:
+            raise PlanError(
+                f"component {component.name} has {wanted} layers and {got} costs; it needs one cost a layer"
+            )
+    dag = graph.dag()
+    ends = [name for name, degree in dag.out_degree() if degree == 0]
+    if not nx.is_directed_acyclic_graph(dag) or len(ends) != 1:
+        raise PlanError(f"components must form a DAG that ends in the loss; edges {graph.edges}, ends {ends}")
+    if projector is None:
+        return
+    if projector not in get_args(ProjectorPlacement):
+        raise ConfigError(f"projector {projector!r} is not one of {', '.join(get_args(ProjectorPlacement))}")
+    if all(component.kind is not ComponentKind.PROJECTOR for component in graph.components):
+        names = ", ".join(component.name for component in graph.components)
+        raise ConfigError(
+            f"projector={projector!r} has no effect: {graph.name} has no projector; its components are {names}"
+        )
+
+
+def _groups(
+    graph: ModelGraph, kinds: Mapping[str, ComponentKind], placement: ProjectorPlacement | None
+) -> tuple[tuple[str, ...], ...]:
+    """Components of each chain in order, chains in topological order (ties by the model's own order)."""
+    dag = graph.dag()
+    position = {component.name: index for index, component in enumerate(graph.components)}
+    order = list(nx.lexicographical_topological_sort(dag, key=position.__getitem__))
+    leader = {name: name for name in order}
+    for name in order if placement == "with_encoder" else reversed(order):
+        peers = {"with_encoder": dag.predecessors, "with_language_model": dag.successors}.get(placement or "")
+        if kinds[name] is not ComponentKind.PROJECTOR or peers is None:
+            continue
+        neighbours = list(peers(name))
+        if len(neighbours) == 1:
+            leader[name] = leader[neighbours[0]]
+    members: dict[str, list[str]] = {}
+    for name in order:
+        members.setdefault(leader[name], []).append(name)
+    joined = nx.DiGraph()
+    joined.add_nodes_from(members)
+    joined.add_edges_from((leader[a], leader[b]) for a, b in dag.edges if leader[a] != leader[b])
+    chains = nx.lexicographical_topological_sort(joined, key=position.__getitem__)
+    return tuple(tuple(members[name]) for name in chains)
+
+
+def _layers(
+    graph: ModelGraph, component: str, costs: Sequence[LayerCost], device: Device, dtype: str
+) -> tuple[ChainLayer, ...]:
+    return tuple(
+        ChainLayer(
+            component=component,
+            index=layer.index,
+            name=layer.name,
+            cost=cost,
+            times=layer_times(cost, device, dtype),
+        )
+        for layer, cost in zip(graph.component(component).layers, costs, strict=True)
+    )
+
+
+def _chain_set(
+    graph: ModelGraph,
+    kinds: Mapping[str, ComponentKind],
+    placement: ProjectorPlacement | None,
+    groups: tuple[tuple[str, ...], ...],
+    layers: Mapping[str, tuple[ChainLayer, ...]],
+    entries: Mapping[tuple[str, str], int],
+) -> ChainSet:
+    chains = tuple(
+        ChainSpec(
+            name=next((name for name in group if kinds[name] is not ComponentKind.PROJECTOR), group[0]),
+            components=group,
+            layers=tuple(layer for name in group for layer in layers[name]),
+        )
+        for group in groups
+    )
+    # component -> (chain, chain-relative index of its first layer)
+    start: dict[str, tuple[int, int]] = {}
+    for index, group in enumerate(groups):
+        first = 0
+        for name in group:
+            start[name] = (index, first)
+            first += len(layers[name])
+    edges: list[ChainEdge] = []
+    for producer, consumer, _ in graph.edges:
+        source, first = start[producer]
+        target, entry = start[consumer]
+        edges.append(
+            ChainEdge(
+                source=source,
+                source_layer=first + len(layers[producer]) - 1,
+                target=target,
+                target_layer=entry + entries.get((producer, consumer), 0),
+            )
+        )
+    return ChainSet(placement=placement, chains=chains, edges=tuple(edges))

@@ -1,0 +1,131 @@
+"""Boxes in columns with right-angled edges between them, in character cells. One layout serves text and SVG.
+
+Columns run left to right, rows are lanes of equal height. An edge leaves its box at the right, turns in the gap behind its
+column on a track of its own source, and enters its target at the left. An edge that skips columns runs below its row first.
+Edges of one source share tracks (they fork), edges into one target share its entry (they join).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_ROW_GAP = 1
+"""Free cells between rows, before lanes are added."""
+_COLUMN_GAP = 4
+"""Cells between columns, before tracks are added; the arrow head takes the last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What to draw: a key, the grid cell it wants, and its lines of text."""
+
+    name: str
+    column: int
+    row: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A placed node; x, y of its top left cell, frame included in the size."""
+
+    node: Node
+    x: int
+    y: int
+    width: int
+    height: int
+
+    @property
+    def middle(self) -> int:
+        return self.y + self.height // 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Path:
+    """An edge as corner points (x, y), from the cell right of its source to the cell left of its target."""
+
+    source: str
+    target: str
+    points: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Everything placed, and the size of the whole in cells."""
+
+    boxes: tuple[Box, ...]
+    paths: tuple[Path, ...]
+    width: int
+    height: int
+
+
+def lay_out(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> Layout:
+    """Place nodes and route edges (source name, target name), each from a lower to a higher column."""
+    tracks, lanes = _tracks(nodes, edges)
+    boxes = _place(nodes, tracks, lanes)
+    paths = tuple(_route(boxes[source], boxes[target], boxes, tracks, lanes) for source, target in edges)
+    placed = tuple(boxes.values())
+    corners = [point for path in paths for point in path.points]
+    width = max([box.x + box.width for box in placed] + [x + 1 for x, _ in corners])
+    height = max([box.y + box.height for box in placed] + [y + 1 for _, y in corners])
+    return Layout(boxes=placed, paths=paths, width=width, height=height)
+
+
+_Numbers = dict[int, dict[str, int]]
+"""Column (or row) -> source name -> number of its track (or lane) in the gap behind it."""
+
+
+def _tracks(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> tuple[_Numbers, _Numbers]:
+    by_name = {node.name: node for node in nodes}
+    tracks: _Numbers = defaultdict(dict)
+    lanes: _Numbers = defaultdict(dict)
+    for source, target in edges:
+        first, last = by_name[source], by_name[target].column - 1
+        assert first.column <= last, f"edge {source} -> {target} does not go right"
+        for column in {first.column, last}:
+            tracks[column].setdefault(source, len(tracks[column]))
+        if last > first.column:
+            lanes[first.row].setdefault(source, len(lanes[first.row]))
+    return tracks, lanes
+
+
+def _place(nodes: Sequence[Node], tracks: _Numbers, lanes: _Numbers) -> dict[str, Box]:
+    columns = sorted({node.column for node in nodes})
+    rows = sorted({node.row for node in nodes})
+    widths = {column: max(_width(node) for node in nodes if node.column == column) for column in columns}
+    heights = {row: max(2 + len(node.lines) for node in nodes if node.row == row) for row in rows}
+    x_of, y_of, x, y = {}, {}, 0, 0
+    for column in columns:
+        x_of[column] = x
+        x += widths[column] + _COLUMN_GAP + len(tracks[column])
+    for row in rows:
+        y_of[row] = y
+        y += heights[row] + _ROW_GAP + len(lanes[row])
+    return {
+        node.name: Box(
+            node=node, x=x_of[node.column], y=y_of[node.row], width=widths[node.column], height=heights[node.row]
+        )
+        for node in nodes
+    }
+
+
+def _width(node: Node) -> int:
+    return 4 + max(len(line) for line in node.lines)
+
+
+def _route(source: Box, target: Box, boxes: dict[str, Box], tracks: _Numbers, lanes: _Numbers) -> Path:
+    name, row = source.node.name, source.node.row
+    start = (source.x + source.width, source.middle)
+    end = (target.x - 1, target.middle)
+    first = start[0] + 1 + tracks[source.node.column][name]
+    corners = [(first, source.middle)]
+    if target.node.column > source.node.column + 1:
+        before = max(box.x + box.width for box in boxes.values() if box.node.column == target.node.column - 1)
+        last = before + 1 + tracks[target.node.column - 1][name]
+        lane = source.y + source.height + lanes[row][name]
+        corners += [(first, lane), (last, lane), (last, target.middle)]
+    else:
+        corners.append((first, target.middle))
+    return Path(source=name, target=target.node.name, points=(start, *corners, end))

@@ -1,0 +1,104 @@
+"""What rank 0 tells the other ranks. Each command is one broadcast, some followed by tensors from rank to rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from mmcompile.errors import EngineError
+from mmcompile.runtime import wire
+from mmcompile.runtime.groups import Groups
+from mmcompile.runtime.optimizer import OptimizerSpec
+from mmcompile.runtime.stages import PlacedStage
+from mmcompile.step.step_plan import PROTOCOL_VERSION, StepPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """First command: what stays the same for the life of an engine."""
+
+    stages: tuple[PlacedStage, ...]
+    optimizer: OptimizerSpec
+    clip_norm: float | None
+    compiled: bool
+    version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Install:
+    """A new pattern. Every rank then gets its programs and the tensors it lacks."""
+
+    pattern: str
+    tied: dict[str, tuple[int, ...]]
+    """Trainable parameter -> ranks that hold it, for those on several ranks, over all patterns so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One optimizer step."""
+
+    plan: StepPlan
+    hyper: dict[str, Any]
+    """The optimizer's settings for this step, learning rate included."""
+    trace: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gather:
+    """Send tensors to rank 0."""
+
+    what: Literal["weights", "optimizer"]
+    names: dict[int, tuple[str, ...]]
+    """Rank -> parameters it sends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Events:
+    """Send the measured events of the last step to rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Receive weights and optimizer state from rank 0, for parameters held already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refuse:
+    """Rank 0 refused the user's call, and nothing happened; ranks that wait in the same call raise the same error."""
+
+    error: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """The user's call is complete."""
+
+    call: str
+    """Name of the engine's method."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Close:
+    """The engine ends."""
+
+
+Command: TypeAlias = Setup | Install | Step | Gather | Events | Load | Refuse | Done | Close
+
+_KINDS: tuple[type[Command], ...] = (Setup, Install, Step, Gather, Events, Load, Refuse, Done, Close)
+
+
+def announce(groups: Groups, command: Command) -> None:
+    """Rank 0: broadcast a command."""
+    wire.broadcast(groups, bytes([_KINDS.index(type(command))]) + wire.encode(command))
+
+
+def hear(groups: Groups) -> Command:
+    """Other ranks: the next command of rank 0."""
+    data = wire.broadcast(groups, None)
+    command = wire.decode(memoryview(data)[1:], _KINDS[data[0]])
+    if isinstance(command, Setup) and command.version != PROTOCOL_VERSION:
+        raise EngineError(
+            f"rank {groups.rank} runs protocol {PROTOCOL_VERSION}, rank 0 runs {command.version}: install one version everywhere"
+        )
+    return command

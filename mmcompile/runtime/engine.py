@@ -1,0 +1,386 @@
+"""`Engine`: trains a model over several processes, one call a step."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import math
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from mmcompile import errors
+from mmcompile.errors import CheckpointError, ConfigError, EngineError
+from mmcompile.lower.program import PreparedMicrobatch
+from mmcompile.plan.schedule import Placed
+from mmcompile.runtime import checkpoint
+from mmcompile.runtime.checkpoint import Checkpoint, TrainerState
+from mmcompile.runtime.commands import Close, Done, Refuse, Setup, Step
+from mmcompile.runtime.executor import Event
+from mmcompile.runtime.follower import Follower
+from mmcompile.runtime.leader import Leader
+from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory
+from mmcompile.runtime.session import LaunchedSession, Session, SpawnedSession
+from mmcompile.runtime.source import PatternSource
+from mmcompile.runtime.stages import PlacedStage
+from mmcompile.step.collate import Sample, check_labels, collate, split_microbatches
+
+DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """What one step did."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """Mean over the step's valid tokens (over its samples, where the model gives no loss per token)."""
+    num_tokens: int
+    """Valid tokens; 0 where the model gives no loss per token."""
+    num_samples: int
+    seconds: float
+    grad_norm: float | None
+    """Global norm before clipping; None without `clip_norm`."""
+    busy_s: tuple[float, ...]
+    """Per rank, the time in forwards and backwards."""
+
+
+class Layout(Protocol):
+    """A plan, as far as the engine needs to know it (`mmcompile.plan.plan.Plan` is one)."""
+
+    @property
+    def stages(self) -> Sequence[Placed]: ...
+    @property
+    def num_microbatches(self) -> int: ...
+
+
+class Engine:
+    """Trains a model whose stages run on several ranks.
+
+    In a plain script, this process is rank 0 and starts the others on this machine. Under torchrun (or any launcher that
+    sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) every process makes the engine and makes the same calls; rank 0's
+    arguments count, those of other ranks are ignored.
+
+    After an EngineError the engine is over: all ranks were stopped. A BatchError, ConfigError or CheckpointError leaves it
+    as it was.
+
+    Args:
+        plan: its stages by rank (rank 0 is this process), and the number of microbatches of a step.
+        source: the stage programs (rank 0).
+        model: the user's module, for `save` and `state_dict`; None if there is only a source.
+        pad: padding value by key of a sample (`{"input_ids": tokenizer.pad_token_id}`).
+        optimizer: a torch.optim class, or a functools.partial of one with keyword arguments.
+        scheduler: makes a learning-rate scheduler for an optimizer; stepped after each step.
+        clip_norm: largest global gradient norm, if clipped.
+        compile: run stages through torch.compile(backend="inductor").
+        device: "cpu" or "cuda"; None takes cuda where every rank gets one.
+
+    Raises:
+        ConfigError: the launcher's processes do not fit the plan, or an optimizer cannot travel.
+        EngineError: a worker could not start.
+    """
+
+    def __init__(
+        self,
+        plan: Layout,
+        source: PatternSource,
+        *,
+        model: nn.Module | None = None,
+        pad: Mapping[str, int | float] | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] = DEFAULT_OPTIMIZER,
+        scheduler: SchedulerFactory | None = None,
+        clip_norm: float | None = None,
+        compile: bool = False,
+        device: str | None = None,
+    ) -> None:
+        placed = tuple(PlacedStage(name=stage.name, ranks=stage.ranks, depth=stage.depth) for stage in plan.stages)
+        spec = OptimizerSpec.of(optimizer)
+        setup = Setup(stages=placed, optimizer=spec, clip_norm=clip_norm, compiled=compile)
+        self._source = source
+        self._model = model
+        self._num_microbatches = plan.num_microbatches
+        self._pad = pad
+        self._setup = setup
+        self._scheduler_factory = scheduler
+        self._num_steps = 0
+        self._events: list[Event] = []
+        self._session = _open_session(placed, device)
+        atexit.register(_close, weakref.ref(self))
+        try:
+            self._side = self._session.call(functools.partial(_take_side, self._session, setup))
+            self._leader = self._side if isinstance(self._side, Leader) else None
+            self._initial_hyper = self._side.rank.optimizer.hyper
+            self._scheduler = self._make_scheduler(self._leader)
+        except BaseException:
+            self._session.close(None)
+            raise
+        atexit.register(_close, weakref.ref(self))
+
+    @property
+    def rank(self) -> int:
+        """This process; 0 in a plain script."""
+        return self._session.rank
+
+    @property
+    def num_steps(self) -> int:
+        """Steps done."""
+        return self._num_steps
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step (on ranks other than 0, of the last)."""
+        return float(self._side.rank.optimizer.hyper["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self._side.rank.optimizer.hyper = {**self._side.rank.optimizer.hyper, "lr": value}
+
+    def step(self, samples: Sequence[Sample], *, trace: bool = False) -> StepMetrics:
+        """Train on samples: forward, backward, gradient clipping, one optimizer update.
+
+        Args:
+            samples: one dict a conversation, as a processor returns it.
+            trace: measure every action, for `trace()`.
+
+        Raises:
+            BatchError: the samples do not fit the model; nothing happened.
+            EngineError: a rank failed; the engine is over.
+        """
+        start = time.perf_counter()
+        if self._leader is None:
+            return self._follow_step(start)
+        leader = self._leader
+        with self._refusing(leader):
+            groups = self._split(samples)
+            prepared = [self._source.prepare(collate([samples[i] for i in group], self._pad)) for group in groups]
+            plan = leader.plan(self._num_steps + 1, groups, prepared)
+        command = Step(plan=plan, hyper=leader.rank.optimizer.hyper, trace=trace)
+        totals = self._session.call(functools.partial(self._run, leader, command, prepared))
+        self._num_steps += 1
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return self._metrics(totals, len(samples), start)
+
+    def trace(self) -> list[Event]:
+        """Measured actions of all ranks in the last step that was traced, on one clock (rank 0 only)."""
+        return self._events
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters and buffers by original name, tied names too, on the CPU (empty on ranks other than 0)."""
+        if self._leader is None:
+            self._take_part("state_dict")
+            return {}
+        weights = self._session.call(functools.partial(_weights, self._leader, "state_dict"))
+        return self._complete(weights)
+
+    def pull(self) -> None:
+        """Copy the trained weights into the user's model (rank 0)."""
+        if self._leader is None:
+            return self._take_part("pull")
+        weights = self._session.call(functools.partial(_weights, self._leader, "pull"))
+        self._put(weights)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a checkpoint: the model, loadable with `from_pretrained`, and what `load` needs to go on.
+
+        Raises:
+            CheckpointError: the disk is full or the folder not writable; the checkpoint there before is untouched.
+        """
+        if self._leader is None:
+            return self._take_part("save")
+        leader = self._leader
+        weights, state = self._session.call(functools.partial(_weights_and_state, leader))
+        trainer = TrainerState(step=self._num_steps, optimizer=self._setup.optimizer, hyper=leader.rank.optimizer.hyper)
+        content = Checkpoint(trainer=trainer, weights=weights, optimizer=state)
+        checkpoint.write(Path(folder), content, self._model, self._complete(weights))
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from a checkpoint: weights (the user's model gets them too), optimizer, step count, learning rate.
+
+        The model must be the one that was trained, with the same frozen weights.
+
+        Raises:
+            CheckpointError: none there, damaged, or of another model or optimizer. Nothing was changed.
+        """
+        if self._leader is None:
+            return self._take_part("load")
+        leader = self._leader
+        with self._refusing(leader):
+            content = checkpoint.read(Path(folder))
+            self._check(content, folder)
+        self._put(content.weights)
+        self._session.call(functools.partial(_load, leader, dict(self._source.parameters()), content.optimizer))
+        self._num_steps = content.trainer.step
+        leader.rank.optimizer.hyper = self._initial_hyper
+        self._scheduler = self._make_scheduler(leader)
+        leader.rank.optimizer.hyper = content.trainer.hyper
+
+    def close(self) -> None:
+        """End all ranks. Safe to call twice; also called at exit."""
+        farewell = None if self._leader is None else functools.partial(self._leader.tell, Close())
+        self._session.close(farewell)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _split(self, samples: Sequence[Sample]) -> tuple[tuple[int, ...], ...]:
+        groups = split_microbatches(len(samples), self._num_microbatches)
+        check_labels(samples)
+        return groups
+
+    def _run(self, leader: Leader, command: Step, prepared: Sequence[PreparedMicrobatch]) -> Tensor:
+        """Install new patterns, run the step, collect its events."""
+        for microbatch in prepared:
+            if not leader.knows(microbatch.programs.pattern):
+                leader.install(microbatch.programs, self._source.parameters())
+        values = [microbatch.values for microbatch in prepared]
+        reads = [leader.reads(microbatch.programs.pattern) for microbatch in prepared]
+        totals = leader.step(command, (values, reads))
+        if command.trace:
+            self._events = leader.events()
+            leader.tell(Done(call="step"))
+        return totals
+
+    def _follow_step(self, start: float) -> StepMetrics:
+        """Other ranks: take part in rank 0's step."""
+        self._take_part("step")
+        self._num_steps += 1
+        last = self._side.rank.last
+        assert last is not None, "a step was followed, but left no totals"
+        return self._metrics(*last, start)
+
+    def _metrics(self, totals: Tensor, num_samples: int, start: float) -> StepMetrics:
+        return StepMetrics(
+            step=self._num_steps,
+            loss=float(totals[0]),
+            num_tokens=int(totals[1]),
+            num_samples=num_samples,
+            seconds=time.perf_counter() - start,
+            grad_norm=None if self._setup.clip_norm is None else math.sqrt(float(totals[2])),
+            busy_s=tuple(totals[3:].tolist()),
+        )
+
+    def _take_part(self, call: str) -> None:
+        """Other ranks: follow rank 0 through one call of the user's."""
+        assert isinstance(self._side, Follower)
+        while True:
+            command = self._session.call(self._side.follow)
+            match command:
+                case Refuse():
+                    raise getattr(errors, command.error)(command.message)
+                case Close():
+                    self.close()
+                    raise EngineError(f"rank 0 closed the engine while rank {self.rank} was in {call}()")
+                case Done() | Step(trace=False):
+                    done = command.call if isinstance(command, Done) else "step"
+                    if done != call:
+                        raise EngineError(f"rank 0 called {done}() while rank {self.rank} called {call}(): make the same calls on all ranks")
+                    return
+                case _:
+                    pass
+
+    @contextlib.contextmanager
+    def _refusing(self, leader: Leader) -> Iterator[None]:
+        """Tell ranks that wait in the same call if rank 0 refuses it, so that they raise the same error."""
+        try:
+            yield
+        except Exception as error:
+            name = type(error).__name__ if hasattr(errors, type(error).__name__) else EngineError.__name__
+            self._session.call(functools.partial(leader.tell, Refuse(error=name, message=str(error))))
+            raise
+
+    def _complete(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All names of the model: trained weights, and what never changes from the model itself."""
+        assert self._leader is not None
+        kept = self._source.parameters() if self._model is None else self._model.state_dict()
+        aliases = self._leader.aliases
+        return {name: weights.get(aliases.get(name, name), tensor).detach().cpu() for name, tensor in kept.items()}
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        """Write trained weights into the user's model; tied names share storage."""
+        parameters = self._source.parameters()
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
+
+    def _check(self, content: Checkpoint, folder: str | os.PathLike[str]) -> None:
+        """Refuse a checkpoint of another model or optimizer."""
+        parameters = self._source.parameters()
+        saved = content.trainer.optimizer
+        if (saved.module, saved.name) != (self._setup.optimizer.module, self._setup.optimizer.name):
+            raise CheckpointError(f"{folder} was saved with {saved.name}, this engine has {self._setup.optimizer.name}")
+        for name, tensor in content.weights.items():
+            if name not in parameters:
+                raise CheckpointError(f"{folder} trains {name}, which this model does not have: it belongs to another model")
+            if (have := parameters[name]).shape != tensor.shape or have.dtype != tensor.dtype:
+                raise CheckpointError(
+                    f"{folder} has {name} as {tensor.dtype} {tuple(tensor.shape)}; this model has {have.dtype} {tuple(have.shape)}"
+                )
+
+    def _make_scheduler(self, leader: Leader | None) -> LRScheduler | None:
+        """The scheduler as it stands after the steps done, replayed rather than stored: its state need not be plain."""
+        if self._scheduler_factory is None or leader is None:
+            return None
+        scheduler = self._scheduler_factory(leader.rank.optimizer.optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError("ReduceLROnPlateau needs a measured value at each step; set engine.learning_rate yourself instead")
+        with warnings.catch_warnings():
+            # No optimizer step comes between; there is none to lose.
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(self._num_steps):
+                scheduler.step()
+        return scheduler
+
+
+def _open_session(stages: tuple[PlacedStage, ...], device: str | None) -> Session:
+    num_ranks = 1 + max(rank for stage in stages for rank in stage.ranks)
+    if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        kind = device or ("cuda" if torch.cuda.device_count() > local else "cpu")
+        return LaunchedSession(stages, num_ranks, "cpu" if kind == "cpu" else f"cuda:{local}")
+    kind = device or ("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
+    return SpawnedSession(stages, num_ranks, ["cpu" if kind == "cpu" else f"cuda:{rank}" for rank in range(num_ranks)])
+
+
+def _take_side(session: Session, setup: Setup) -> Leader | Follower:
+    if session.rank == 0:
+        return Leader(session.groups, setup, session.board)
+    return Follower(session.groups, session.board)
+
+
+def _weights(leader: Leader, call: str) -> dict[str, Tensor]:
+    weights = leader.weights()
+    leader.tell(Done(call=call))
+    return weights
+
+
+def _weights_and_state(leader: Leader) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    weights, state = leader.weights(), leader.optimizer_state()
+    leader.tell(Done(call="save"))
+    return weights, state
+
+
+def _load(leader: Leader, values: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    leader.load(values, state)
+    leader.tell(Done(call="load"))
+
+
+def _close(engine: weakref.ref[Engine]) -> None:
+    """At exit: do not leave workers to find out by themselves."""
+    if (alive := engine()) is not None:
+        alive.close()

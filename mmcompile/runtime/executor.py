@@ -1,0 +1,170 @@
+"""`Executor`: one rank's part of one step, forwards, backwards and messages in the order of its action list."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mmcompile.plan.schedule import Action, ActionKind
+from mmcompile.runtime.links import Mail, Stages
+from mmcompile.runtime.stages import InputSlot, LoadedStage, OutputSlot
+from mmcompile.runtime.status import IDLE, StatusBoard
+from mmcompile.step.step_plan import StepPlan
+
+_KINDS = {kind: position for position, kind in enumerate(ActionKind)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One measured action. Times [s] are on the wall clock, which ranks of one machine share."""
+
+    rank: int
+    stage: str
+    kind: ActionKind
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class StepResult:
+    """What one rank has to say about a step."""
+
+    loss: Tensor
+    """Weighted loss of the microbatches whose loss stage is here; float64 scalar on the CPU."""
+    num_tokens: int = 0
+    """Valid tokens its loss stage counted."""
+    busy_s: float = 0.0
+    """Time in forwards and backwards."""
+    events: list[tuple[Action, float, float]] = field(default_factory=list)
+    """(action, start, end) by time.perf_counter, if traced."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What a backward needs of its forward. Only graph edges of results are kept, not their data."""
+
+    leaves: list[tuple[InputSlot, Tensor]]
+    edges: list[tuple[OutputSlot, GradientEdge | None]]
+    loss: tuple[GradientEdge, Tensor] | None
+    """Edge of the loss, and the gradient it is seeded with."""
+
+
+class Executor:
+    """Runs the actions of one step on one rank.
+
+    Gradients add up in the parameters' `.grad`; results and inputs of a microbatch are freed after its backward.
+    """
+
+    def __init__(
+        self, plan: StepPlan, loaded: Sequence[Stages], mail: Mail, board: StatusBoard, rank: int, *, trace: bool
+    ) -> None:
+        """
+        Args:
+            loaded: per microbatch, this rank's stages.
+            board: told before every action.
+            trace: keep the time of every action.
+        """
+        self._plan = plan
+        self._loaded = loaded
+        self._mail = mail
+        self._board = board
+        self._rank = rank
+        self._trace = trace
+        self._backward = [frozenset(microbatch.flow.backward) for microbatch in plan.microbatches]
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._losses: list[tuple[Tensor, Tensor | int, float]] = []
+
+    def run(self, actions: Sequence[Action], stage_names: Sequence[str]) -> StepResult:
+        """Execute the action list to its end. Raises PeerLost if another rank is gone."""
+        result = StepResult(loss=torch.zeros((), dtype=torch.float64))
+        for action in actions:
+            kind = action.kind
+            self._board.write(self._rank, self._plan.step, action.stage, _KINDS[kind], action.microbatch)
+            start = time.perf_counter()
+            if kind is ActionKind.F:
+                stage = self._loaded[action.microbatch][action.stage]
+                self._run_forward(stage, action.microbatch, stage_names[action.stage] in self._backward[action.microbatch])
+                result.busy_s += time.perf_counter() - start
+            elif kind is ActionKind.B:
+                self._run_backward(self._loaded[action.microbatch][action.stage], action.microbatch)
+                result.busy_s += time.perf_counter() - start
+            elif kind.is_send:
+                self._mail.send(action)
+            else:
+                self._mail.receive(action)
+            if self._trace:
+                result.events.append((action, start, time.perf_counter()))
+        self._mail.finish()
+        self._board.write(self._rank, self._plan.step, IDLE, 0, 0)
+        for loss, tokens, weight in self._losses:
+            result.loss += loss.double().cpu() * weight
+            result.num_tokens += int(tokens)
+        return result
+
+    def _run_forward(self, stage: LoadedStage, microbatch: int, backward: bool) -> None:
+        leaves: list[tuple[InputSlot, Tensor]] = []
+        arguments = self._arguments(stage, microbatch, leaves if backward else None)
+        with torch.set_grad_enabled(backward):
+            results = stage.run(*arguments)
+        edges: list[tuple[OutputSlot, GradientEdge | None]] = []
+        for slot in stage.outputs:
+            value = results[slot.position]
+            if backward and slot.gradient:
+                edges.append((slot, get_gradient_edge(value) if value.requires_grad else None))
+            for consumer in slot.consumers:
+                self._mail.put_value(microbatch, stage.index, slot.name, consumer, value)
+        loss = self._keep_loss(stage, results, microbatch)
+        if backward:
+            self._saved[microbatch, stage.index] = _Saved(leaves, edges, loss)
+
+    def _arguments(
+        self, stage: LoadedStage, microbatch: int, leaves: list[tuple[InputSlot, Tensor]] | None
+    ) -> list[Tensor | int]:
+        """Inputs of a stage in order; link inputs whose gradient flows back become leaves, noted in `leaves`."""
+        roots: Mapping[str, Tensor] = self._mail.roots(microbatch)
+        sizes = self._plan.microbatches[microbatch].sizes
+        arguments: list[Tensor | int] = []
+        for slot in stage.inputs:
+            if slot.kind == "link":
+                value = self._mail.take_value(microbatch, stage.index, slot.name)
+                if leaves is not None and slot.gradient:
+                    leaves.append((slot, value.requires_grad_()))
+                arguments.append(value)
+            else:
+                arguments.append(sizes[slot.name] if slot.kind == "size" else roots[slot.name])
+        return arguments
+
+    def _keep_loss(
+        self, stage: LoadedStage, results: Sequence[Tensor], microbatch: int
+    ) -> tuple[GradientEdge, Tensor] | None:
+        """Note the loss, unless the microbatch has no token to learn from (its mean would be 0 / 0)."""
+        weight = self._plan.microbatches[microbatch].loss_weight
+        if stage.loss is None or weight == 0:
+            return None
+        loss = results[stage.loss]
+        self._losses.append((loss.detach(), 0 if stage.tokens is None else results[stage.tokens], weight))
+        return (get_gradient_edge(loss), torch.full_like(loss, weight)) if loss.requires_grad else None
+
+    def _run_backward(self, stage: LoadedStage, microbatch: int) -> None:
+        saved = self._saved.pop((microbatch, stage.index))
+        edges: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        for slot, edge in saved.edges:
+            gradient = self._mail.take_gradient(microbatch, stage.index, slot.name, slot.consumers)
+            if edge is not None:
+                edges.append(edge)
+                gradients.append(gradient)
+        if saved.loss is not None:
+            edges.append(saved.loss[0])
+            gradients.append(saved.loss[1])
+        if edges:
+            torch.autograd.backward(edges, gradients)
+        for slot, leaf in saved.leaves:
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            self._mail.put_gradient(microbatch, stage.index, slot.name, slot.producer, gradient)

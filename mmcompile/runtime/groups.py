@@ -1,0 +1,130 @@
+"""Process groups of one engine: a gloo group for control and CPU tensors, and NCCL pairs for CUDA tensors.
+
+The groups are made directly on a store and never become torch's default group, so a user's own use of
+torch.distributed is left alone, and two engines can live in one process one after the other.
+
+gloo on torch 2.13 offers no way to wait for a message for a while and then go on waiting: a `wait` that times out closes
+the pair, `is_completed` stays false, and an abort from another thread releases nobody. So waits block, and what ends
+them is the end of the process on the other side (`launch` sees to that).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_NEVER = timedelta(days=7)
+"""Rank 0 may think for hours between two steps; a dead peer is noticed by other means."""
+
+
+class PeerLost(Exception):
+    """A message could not be sent or received because the other side is gone; another rank holds the cause."""
+
+
+class Work(Protocol):
+    """A message on its way (`torch.distributed.Work`, as far as we use it)."""
+
+    def wait(self) -> bool: ...
+
+
+def wait(work: Work) -> None:
+    """Block until a message is through. Raises PeerLost."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """One direction between two stages. Messages of a lane are sent and received in the same order on both sides."""
+
+    source: int
+    """Rank that sends."""
+    target: int
+    """Rank that receives."""
+    name: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Groups:
+    """The groups of one rank.
+
+    Args:
+        store: shared by all ranks, fresh for this engine.
+        device: where stages compute. On CUDA, lanes are pairs of ranks joined by NCCL, one communicator a lane since
+            NCCL matches messages by order only; control messages and batch inputs stay on gloo.
+    """
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    _lanes: dict[Lane, dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def connect(cls, store: dist.Store, rank: int, world_size: int, device: torch.device, *, local: bool) -> Groups:
+        """Meet all other ranks. `local`: all ranks are on this machine, so only its loopback address is used."""
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = _NEVER
+        options._threads = 2
+        create = dist.ProcessGroupGloo.create_device if local else dist.ProcessGroupGloo.create_default_device
+        options._devices = [create(hostname="127.0.0.1") if local else create()]
+        control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, world_size, options)
+        return cls(store=store, rank=rank, world_size=world_size, device=device, control=control)
+
+    def send(self, tensor: Tensor, lane: Lane, tag: int) -> Work:
+        """Start to send. The tensor must be contiguous, kept and unchanged until the work is through."""
+        if tensor.is_cuda:
+            return self._pair(lane).send([tensor], 1, tag)
+        return self.send_control(tensor, lane.target, tag)
+
+    def receive(self, tensor: Tensor, lane: Lane, tag: int) -> Work:
+        """Start to receive into a contiguous tensor."""
+        if tensor.is_cuda:
+            return self._pair(lane).recv([tensor], 0, tag)
+        return self.receive_control(tensor, lane.source, tag)
+
+    def send_control(self, tensor: Tensor, rank: int, tag: int) -> Work:
+        """Start to send a CPU tensor to a rank."""
+        try:
+            return self.control.send([tensor], rank, tag)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+
+    def receive_control(self, tensor: Tensor, rank: int, tag: int) -> Work:
+        """Start to receive a CPU tensor from a rank."""
+        try:
+            return self.control.recv([tensor], rank, tag)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give every rank rank 0's CPU tensor."""
+        if self.world_size > 1:
+            try:
+                wait(self.control.broadcast(tensor, 0))
+            except RuntimeError as error:
+                raise PeerLost(str(error)) from error
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a CPU tensor over all ranks, in place. All ranks get the same bits."""
+        if self.world_size > 1:
+            try:
+                wait(self.control.allreduce([tensor]))
+            except RuntimeError as error:
+                raise PeerLost(str(error)) from error
+
+    def _pair(self, lane: Lane) -> dist.ProcessGroup:
+        if lane not in self._lanes:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _NEVER
+            store = dist.PrefixStore(f"{lane.name}/{lane.source}/{lane.target}", self.store)
+            self._lanes[lane] = dist.ProcessGroupNCCL(store, int(self.rank == lane.target), 2, options)
+        return self._lanes[lane]

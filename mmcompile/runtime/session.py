@@ -1,0 +1,216 @@
+"""`Session`: the ranks of one engine, however they were started, and what happens when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mmcompile.errors import ConfigError, EngineError
+from mmcompile.plan.schedule import ActionKind
+from mmcompile.runtime.groups import Groups, PeerLost
+from mmcompile.runtime.launch import Failure, Workers
+from mmcompile.runtime.runner import Runner
+from mmcompile.runtime.stages import PlacedStage
+from mmcompile.runtime.status import IDLE, Status, StatusBoard
+
+T = TypeVar("T")
+
+_CAUSE_S = 2.0
+"""How long a rank that lost a peer waits to hear why."""
+_CLOSE_S = 5.0
+_ABORT_POLL_S = 0.25
+_ABORT_KEY = "abort"
+_ADVICE = "all ranks were stopped; start a new engine and engine.load() the last checkpoint"
+
+_launched: Iterator[int] = itertools.count()
+"""Engines made by this process under a launcher; the same number on all ranks, so it names their keys in the store."""
+
+
+class Session(ABC):
+    """Ranks joined by groups. `call` runs what communicates, and turns every failure into one EngineError."""
+
+    groups: Groups
+    board: StatusBoard
+
+    def __init__(self, stages: tuple[PlacedStage, ...]) -> None:
+        self._stages = stages
+        self._runner = Runner()
+        self._broken = ""
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function that talks to other ranks.
+
+        Raises:
+            EngineError: any rank failed, in this call or an earlier one; the message names rank, stage, step and action.
+            KeyboardInterrupt: Ctrl-C. All ranks are stopped.
+        """
+        if self._broken:
+            raise EngineError(self._broken)
+        try:
+            return self._runner.call(function, self._check)
+        except PeerLost as error:
+            self._fail(self._cause(error), None)
+        except Exception as error:
+            self._fail(self._own(error), error)
+        except BaseException as interrupt:
+            self._stop(f"rank {self.rank} was interrupted by {type(interrupt).__name__}; {_ADVICE}")
+            raise
+
+    def close(self, farewell: Callable[[], None] | None) -> None:
+        """End the session. `farewell` tells the other ranks, unless something failed already. Safe to call twice."""
+        if self._broken:
+            return
+        self._broken = "the engine is closed; start a new one"
+        if farewell is not None:
+            deadline = time.monotonic() + _CLOSE_S
+            try:
+                self._runner.call(farewell, lambda: _expire(deadline))
+            except (PeerLost, TimeoutError):
+                pass
+        self._end(_CLOSE_S)
+        self._runner.end(_CLOSE_S)
+
+    def _fail(self, message: str, error: Exception | None) -> NoReturn:
+        self._stop(message)
+        raise EngineError(message) from error
+
+    def _stop(self, message: str) -> None:
+        self._broken = message
+        self._abort(message)
+        self._runner.end(1.0)
+
+    def _own(self, error: Exception) -> str:
+        if isinstance(error, EngineError):
+            return str(error)
+        return self._describe(Failure(rank=self.rank, cause=f"failed: {type(error).__name__}: {error}"))
+
+    def _describe(self, failure: Failure) -> str:
+        """`rank 2 (stage language_model.1) died with signal 9 (SIGKILL) in step 5 while F3; ...`"""
+        status = self.board.read(failure.rank)
+        mine = [stage.name for stage in self._stages if failure.rank in stage.ranks]
+        where = self._stages[status.stage].name if status.stage != IDLE else ", ".join(mine) or "none"
+        cause, _, rest = failure.cause.partition(": ")
+        message = f"rank {failure.rank} (stage {where}) {cause} {_moment(status)}{': ' if rest else ''}{rest}; {_ADVICE}"
+        return f"{message}\n{failure.traceback}" if failure.traceback else message
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raise EngineError if another rank is known to have failed."""
+
+    @abstractmethod
+    def _cause(self, error: PeerLost) -> str:
+        """Why a peer is gone, as a full message."""
+
+    @abstractmethod
+    def _abort(self, message: str) -> None:
+        """Stop all ranks at once."""
+
+    @abstractmethod
+    def _end(self, timeout_s: float) -> None:
+        """Wait for ranks that were told to end."""
+
+
+class SpawnedSession(Session):
+    """A plain script: rank 0 is this process and starts the others here."""
+
+    def __init__(self, stages: tuple[PlacedStage, ...], num_ranks: int, devices: list[str]) -> None:
+        super().__init__(stages)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        file = StatusBoard.create(num_ranks)
+        try:
+            self.board = StatusBoard(file, num_ranks)
+            self._workers = Workers(num_ranks, store.port, file, devices)
+        finally:
+            os.close(file)
+        try:
+            self._await_workers(store, num_ranks)
+            self.groups = Groups.connect(store, 0, num_ranks, torch.device(devices[0]), local=True)
+        except BaseException:
+            self._workers.kill()
+            raise
+
+    def _await_workers(self, store: dist.Store, num_ranks: int) -> None:
+        """Wait until all have started, so that meeting them cannot block."""
+        keys = [f"ready/{rank}" for rank in range(1, num_ranks)]
+        while keys and not store.check(keys):
+            self._check()
+            time.sleep(0.02)
+
+    def _check(self) -> None:
+        if self._workers.failure is not None:
+            raise EngineError(self._describe(self._workers.failure))
+
+    def _cause(self, error: PeerLost) -> str:
+        failure = self._workers.wait_for_failure(_CAUSE_S)
+        return self._describe(failure) if failure is not None else f"rank 0 lost a peer: {error}; {_ADVICE}"
+
+    def _abort(self, message: str) -> None:
+        self._workers.kill()
+
+    def _end(self, timeout_s: float) -> None:
+        self._workers.close(timeout_s)
+
+
+class LaunchedSession(Session):
+    """Ranks started by torchrun, or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+
+    def __init__(self, stages: tuple[PlacedStage, ...], num_ranks: int, device: str) -> None:
+        super().__init__(stages)
+        store, rank, world_size = next(iter(dist.rendezvous("env://")))
+        if world_size != num_ranks:
+            raise ConfigError(
+                f"the plan has stages on {num_ranks} ranks, the launcher started {world_size}: "
+                f"start {num_ranks} processes, or make a plan for {world_size}"
+            )
+        self._store = dist.PrefixStore(f"mmcompile/{next(_launched)}", store)
+        self.board = StatusBoard.private(world_size)
+        self.groups = Groups.connect(self._store, rank, world_size, torch.device(device), local=False)
+        self._next_poll_s = 0.0
+
+    def _check(self) -> None:
+        if time.monotonic() >= self._next_poll_s:
+            self._next_poll_s = time.monotonic() + _ABORT_POLL_S
+            if message := self._heard():
+                raise EngineError(message)
+
+    def _cause(self, error: PeerLost) -> str:
+        deadline = time.monotonic() + _CAUSE_S
+        while time.monotonic() < deadline:
+            if message := self._heard():
+                return message
+            time.sleep(0.05)
+        return f"rank {self.rank} lost a peer: {error}; {_ADVICE}"
+
+    def _abort(self, message: str) -> None:
+        # The first message is the cause; what others say after it is its consequence.
+        with contextlib.suppress(dist.DistError):  # The store may be gone with the launcher; then there is nobody to tell.
+            self._store.compare_set(_ABORT_KEY, "", message)
+
+    def _end(self, timeout_s: float) -> None:
+        pass
+
+    def _heard(self) -> str:
+        return self._store.get(_ABORT_KEY).decode() if self._store.check([_ABORT_KEY]) else ""
+
+
+def _moment(status: Status) -> str:
+    if status.stage == IDLE:
+        return f"between actions, after those of step {status.step}" if status.step else "before its first action"
+    return f"in step {status.step} while {tuple(ActionKind)[status.kind]}{status.microbatch}"
+
+
+def _expire(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError

@@ -1,0 +1,139 @@
+"""Samples into a microbatch: concatenate on dim 0, pad the rest on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmcompile.errors import BatchError
+
+IGNORED_LABEL = -100
+"""Label of a position that does not count in the loss."""
+
+Value: TypeAlias = Tensor | bool | int | float | str | None
+Sample: TypeAlias = Mapping[str, Value]
+"""What a processor returns for one conversation."""
+
+_PAD: Mapping[str, int | float] = {"labels": IGNORED_LABEL}
+
+
+def collate(samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None) -> dict[str, Value]:
+    """Join per-conversation samples into one batch.
+
+    Tensors of one key are concatenated on dim 0; other dims that differ are padded on the right. A key that only some
+    samples have is joined from those. If texts differ in length and no sample has an `attention_mask`, one is made.
+
+    Args:
+        samples: each as a Hugging Face processor returns it with `return_tensors="pt"`: `input_ids` [1, S],
+            `attention_mask` [1, S], `labels` [1, S], `pixel_values` [images, ...] or [patches, D], `image_grid_thw`
+            [images, 3], ... With `input_ids` [S], every 1-D tensor of that length gains the batch dim.
+        pad: padding value by key. Defaults: labels -100, all others 0 (give `input_ids` the tokenizer's pad id).
+
+    Returns:
+        The batch by key. A value that is no tensor is passed on, and must be equal in all samples that have it.
+
+    Raises:
+        BatchError: no samples, ranks or dtypes that differ within a key, or values that are neither tensors nor scalars.
+    """
+    if not samples:
+        raise BatchError("no samples to collate: got an empty list, wanted at least one sample")
+    fill = {**_PAD, **(pad or {})}
+    rows = _with_masks([_with_batch_dim(sample) for sample in samples])
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: _join(key, [(i, row[key]) for i, row in enumerate(rows) if key in row], fill.get(key, 0)) for key in keys}
+
+
+def split_microbatches(num_samples: int, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """Contiguous, near-equal groups of sample positions; the first ones are larger by one.
+
+    With fewer samples than microbatches there are as many microbatches as samples.
+    """
+    if num_samples < 1:
+        raise BatchError("a step needs at least one sample, got an empty list")
+    count = min(num_samples, num_microbatches)
+    size, larger = divmod(num_samples, count)
+    bounds = [i * size + min(i, larger) for i in range(count + 1)]
+    return tuple(tuple(range(first, last)) for first, last in zip(bounds, bounds[1:], strict=False))
+
+
+def check_labels(samples: Sequence[Sample]) -> None:
+    """Refuse a step without a single label to learn from.
+
+    Raises:
+        BatchError: samples have integer `labels`, and all are -100.
+    """
+    labels = [sample["labels"] for sample in samples if isinstance(sample.get("labels"), Tensor)]
+    tokens = [label for label in labels if isinstance(label, Tensor) and not label.is_floating_point()]
+    if tokens and len(tokens) == len(labels) and all(bool((label == IGNORED_LABEL).all()) for label in tokens):
+        raise BatchError(
+            f"every label of the step is {IGNORED_LABEL} (ignored): {len(samples)} samples, 0 tokens to learn from; "
+            "give at least one sample labels for the tokens of its answer"
+        )
+
+
+def _with_batch_dim(sample: Sample) -> dict[str, Value]:
+    ids = sample.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 1:
+        return dict(sample)
+    length = len(ids)
+    return {
+        key: value[None] if isinstance(value, Tensor) and value.dim() == 1 and len(value) == length else value
+        for key, value in sample.items()
+    }
+
+
+def _with_masks(rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
+    """Give every text an `attention_mask` of ones if some have one, or if lengths differ."""
+    texts = [ids for row in rows if isinstance(ids := row.get("input_ids"), Tensor) and ids.dim() == 2]
+    masked = any("attention_mask" in row for row in rows)
+    if not masked and len({text.shape[1] for text in texts}) < 2:
+        return rows
+    return [
+        row if "attention_mask" in row or not isinstance(ids := row.get("input_ids"), Tensor)
+        else {**row, "attention_mask": torch.ones_like(ids)}
+        for row in rows
+    ]  # fmt: skip
+
+
+def _join(key: str, items: list[tuple[int, Value]], fill: int | float) -> Value:
+    first_index, first = items[0]
+    if not isinstance(first, Tensor):
+        return _same(key, items)
+    tensors: list[Tensor] = []
+    for index, value in items:
+        if not isinstance(value, Tensor):
+            raise BatchError(f"{key!r} is a tensor in sample {first_index} and {type(value).__name__} in sample {index}")
+        if value.dim() != first.dim() or value.dim() == 0 or value.dtype != first.dtype:
+            raise BatchError(
+                f"{key!r} of sample {index} has shape {tuple(value.shape)} and dtype {value.dtype}; sample {first_index} "
+                f"has {tuple(first.shape)} and {first.dtype}: wanted the same number of dims (at least 1) and dtype"
+            )
+        tensors.append(value)
+    sizes = [max(tensor.shape[dim] for tensor in tensors) for dim in range(1, first.dim())]
+    return torch.cat([_padded(tensor, sizes, fill) for tensor in tensors])
+
+
+def _padded(tensor: Tensor, sizes: Sequence[int], fill: int | float) -> Tensor:
+    missing = [size - have for size, have in zip(sizes, tensor.shape[1:], strict=True)]
+    if not any(missing):
+        return tensor
+    # functional.pad lists dims from the last, as (left, right) pairs.
+    widths = [width for amount in reversed(missing) for width in (0, amount)]
+    return functional.pad(tensor, widths, value=fill)
+
+
+def _same(key: str, items: list[tuple[int, Value]]) -> Value:
+    first_index, first = items[0]
+    for index, value in items:
+        if not isinstance(value, bool | int | float | str | None):
+            raise BatchError(
+                f"{key!r} of sample {index} is a {type(value).__name__}, wanted a tensor; "
+                'call the processor with return_tensors="pt"'
+            )
+        if value != first:
+            raise BatchError(f"{key!r} is {first!r} in sample {first_index} and {value!r} in sample {index}: wanted equal")
+    return first

@@ -1,0 +1,55 @@
+"""What a pass is: a frozen dataclass whose fields are its options, with one method `run`.
+
+An analysis annotates nodes or returns a value; a rewrite returns another `ModelGraph`. Neither measures time, prints,
+reads the environment or verifies: `Pipeline` does that between passes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import StrEnum
+from typing import ClassVar, Generic, TypeVar
+
+from mmcompile.ir.graph import ModelGraph
+
+ResultT = TypeVar("ResultT")
+
+
+class Fact(StrEnum):
+    """Something that holds of a graph once a pass has run."""
+
+    ANNOTATED = "annotated"
+    """Every `call_function` node has a `NodeInfo`; capture promises it."""
+    VERIFIED = "verified"
+    """No rule of `Verify` is broken."""
+    GRADIENT_FLOW = "gradient-flow"
+    """`NodeInfo.carries_gradient` is set."""
+    COST = "cost"
+    """`NodeInfo.*_flops` and `bytes_moved` are set."""
+
+
+class Pass(ABC):
+    """Base of `Analysis` and `Rewrite`; not to be derived from directly."""
+
+    name: ClassVar[str]
+    """The name users see: the class name in kebab case."""
+    requires: ClassVar[tuple[Fact, ...]] = ()
+    """Facts that must hold before it runs."""
+    ensures: ClassVar[tuple[Fact, ...]] = ()
+    """Facts that hold afterwards."""
+
+
+class Analysis(Pass, Generic[ResultT]):
+    """Looks at a graph: returns a value, and may set fields of `NodeInfo` through `annotate`."""
+
+    @abstractmethod
+    def run(self, graph: ModelGraph) -> ResultT:
+        """Analyse `graph`; its nodes and edges stay as they are."""
+
+
+class Rewrite(Pass):
+    """Makes another graph. Afterwards only the facts in `ensures` are known to hold."""
+
+    @abstractmethod
+    def run(self, graph: ModelGraph) -> ModelGraph:
+        """The rewritten graph; `graph` itself is left untouched."""

@@ -1,0 +1,171 @@
+"""`GradientFlow`: through which nodes does gradient pass, and which parameters receive one?
+
+A node carries gradient if an input carries gradient or a parameter it reads is trainable (thesis section 3.3.1,
+Eq. 3.1-3.3: p(L) = trainable(L) or p(any input of L)), *and* the loss depends on it through differentiable nodes. The
+second half makes the answer exact: a trainable parameter that the loss does not see gets no gradient, and no stage
+waits for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mmcompile.errors import VerifyError
+from mmcompile.ir.graph import ModelGraph, annotate, info
+from mmcompile.passes.base import Analysis, Fact
+from mmcompile.passes.values import aten_ops, op_name, tensors
+
+# Float results without history in autograd. Not floor or sign: their gradient is zero, not absent.
+NOT_DIFFERENTIABLE = aten_ops(
+    "detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty "
+    "new_empty_strided empty_strided zeros ones full empty arange linspace scalar_tensor nextafter heaviside histc"
+)
+SET_GRAD_REGION = "wrap_with_set_grad_enabled"
+SET_GRAD_SWITCH = torch._C._set_grad_enabled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComponentGradient:
+    """Gradient within one component."""
+
+    component: str
+    trainable: int
+    """Trainable parameters in its layers."""
+    receiving: int
+    """Parameters in its layers that receive a gradient."""
+    nodes: int
+    carrying: int
+    """Nodes through which gradient passes; 0: the component only runs forward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientReport:
+    """Who receives a gradient."""
+
+    parameters_with_gradient: frozenset[str]
+    """Original names; a tied parameter appears once, under its first name."""
+    unused: frozenset[str]
+    """Trainable, but the loss does not depend on them: their `.grad` stays None."""
+    components: tuple[ComponentGradient, ...]
+    edges: tuple[tuple[str, str, bool], ...]
+    """(producer, consumer, gradient flows back), for each edge of the component DAG."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{row.component}: {row.carrying} of {row.nodes} nodes carry gradient, "
+            f"{row.receiving} of {row.trainable} trainable parameters receive one"
+            for row in self.components
+        ]
+        lines += [
+            f"{producer} -> {consumer}: {'gradient' if flows else 'forward only'}"
+            for producer, consumer, flows in self.edges
+        ]
+        lines += [f"unused: {name}" for name in sorted(self.unused)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientFlow(Analysis[GradientReport]):
+    """Sets `NodeInfo.carries_gradient` and returns who receives a gradient."""
+
+    name: ClassVar[str] = "gradient-flow"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.GRADIENT_FLOW,)
+
+    def run(self, graph: ModelGraph) -> GradientReport:
+        fx_graph = graph.module.graph
+        trainable = trainable_names(graph)
+        requiring = _requires_grad(fx_graph, trainable.keys())
+        flowing = _reached(loss_node(fx_graph), requiring)
+        for node in fx_graph.nodes:
+            if node.op == "call_function":
+                annotate(node, carries_gradient=node in flowing)
+        receiving = frozenset(trainable[str(node.target)] for node in flowing if node.op == "get_attr")
+        return _report(graph, flowing, receiving, frozenset(trainable.values()))
+
+
+def trainable_names(graph: ModelGraph) -> dict[str, str]:
+    """Every name of a trainable parameter, aliases included -> its first name."""
+    return {name: spec.name for spec in graph.parameters if spec.trainable for name in (spec.name, *spec.aliases)}
+
+
+def loss_node(graph: fx.Graph) -> fx.Node:
+    """The node whose value is differentiated: the first result of the graph."""
+    result = graph.output_node().args[0]
+    first = result[0] if isinstance(result, (tuple, list)) else result
+    if not isinstance(first, fx.Node):
+        raise VerifyError(f"the graph returns {result!r}; the first result must be the loss")
+    return first
+
+
+def is_no_grad_region(node: fx.Node) -> bool:
+    """A `torch.no_grad()` block, which torch.export keeps as one node with a graph of its own."""
+    return op_name(node) == SET_GRAD_REGION and node.args[0] is False
+
+
+def _requires_grad(graph: fx.Graph, trainable: Iterable[str]) -> set[fx.Node]:
+    """Nodes whose value would have `requires_grad` in eager mode."""
+    names = frozenset(trainable)
+    requiring: set[fx.Node] = set()
+    enabled = True
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            if node.target in names:
+                requiring.add(node)
+        elif node.op == "call_function":
+            if node.target is SET_GRAD_SWITCH:
+                enabled = bool(node.args[0])
+            elif enabled and _differentiable(node) and any(source in requiring for source in node.all_input_nodes):
+                requiring.add(node)
+    return requiring
+
+
+def _differentiable(node: fx.Node) -> bool:
+    if op_name(node) in NOT_DIFFERENTIABLE or is_no_grad_region(node):
+        return False
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors(node))
+
+
+def _reached(loss: fx.Node, requiring: set[fx.Node]) -> set[fx.Node]:
+    """Nodes of `requiring` that the loss depends on."""
+    reached: set[fx.Node] = set()
+    waiting = [loss] if loss in requiring else []
+    while waiting:
+        node = waiting.pop()
+        if node not in reached:
+            reached.add(node)
+            waiting += [source for source in node.all_input_nodes if source in requiring]
+    return reached
+
+
+def _report(
+    graph: ModelGraph, flowing: set[fx.Node], receiving: frozenset[str], trainable: frozenset[str]
+) -> GradientReport:
+    names = {node.name: node for node in graph.module.graph.nodes}
+    annotated = [node for node in names.values() if node.op == "call_function"]
+    first_name = {alias: spec.name for spec in graph.parameters for alias in (spec.name, *spec.aliases)}
+    components = []
+    for component in graph.components:
+        own = {first_name[parameter] for layer in component.layers for parameter in layer.parameters}
+        nodes = [node for node in annotated if info(node).component == component.name]
+        components.append(
+            ComponentGradient(
+                component=component.name,
+                trainable=len(own & trainable),
+                receiving=len(own & receiving),
+                nodes=len(nodes),
+                carrying=sum(node in flowing for node in nodes),
+            )
+        )
+    edges = tuple(
+        (producer, consumer, any(names[tensor] in flowing for tensor in flowing_names if tensor in names))
+        for producer, consumer, flowing_names in graph.edges
+    )
+    return GradientReport(
+        parameters_with_gradient=receiving, unused=trainable - receiving, components=tuple(components), edges=edges
+    )

@@ -1,0 +1,236 @@
+"""FLOPs of a node and of the gradient of each of its operands, from torch's own formulas.
+
+Composite ops (linear, matmul, conv2d, attention, einsum) are mapped onto the ops that
+`torch.utils.flop_counter.flop_registry` has formulas for, so that our totals equal what `FlopCounterMode` counts on a
+real forward and backward. As there, a multiply-add is two FLOPs, causal masks are not discounted, and everything but
+matrix products and convolutions counts zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import attrgetter
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from mmcompile.passes.values import arguments, concrete_shape, op_name, tensors
+
+aten = torch.ops.aten
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpFlops:
+    """Work of one node."""
+
+    forward: int = 0
+    operands: tuple[tuple[fx.Node, int], ...] = ()
+    """(operand, FLOPs of its gradient). An operand read twice appears twice."""
+    joint: int = 0
+    """FLOPs of one backward for all operands at once (attention); paid if any of them needs a gradient."""
+    joint_operands: tuple[fx.Node, ...] = ()
+
+
+NOTHING = OpFlops()
+
+
+def op_flops(node: fx.Node) -> OpFlops:
+    """FLOPs of a `call_function` node; zeros for an op that is neither a matrix product nor a convolution."""
+    rule = _RULES.get(op_name(node))
+    return rule(node) if rule else NOTHING
+
+
+def passed(node: fx.Node) -> Mapping[str, object]:
+    """What an ATen or custom op is called with, by the names of its schema; defaults left out."""
+    return {argument.name: value for argument, value in arguments(node)}
+
+
+def shape_of(node: fx.Node) -> Shape:
+    """Shape of a node's first tensor, at the captured batch."""
+    return concrete_shape(tensors(node)[0])
+
+
+def _linear(node: fx.Node) -> OpFlops:
+    given = passed(node)
+    source, weight = _node(given["input"]), _node(given["weight"])
+    size_out, size_in = shape_of(weight)
+    rows = prod(shape_of(source)) // size_in
+    return OpFlops(
+        forward=_mm(rows, size_in, size_out),
+        operands=((source, _mm(rows, size_out, size_in)), (weight, _mm(size_out, rows, size_in))),
+    )
+
+
+def _mm(m: int, k: int, n: int) -> int:
+    return flop_registry[aten.mm]((m, k), (k, n))
+
+
+def _product(first: str, second: str) -> Callable[[fx.Node], OpFlops]:
+    """A (batched, broadcast) matrix product: both gradients cost as much as the forward."""
+
+    def rule(node: fx.Node) -> OpFlops:
+        given = passed(node)
+        left, right = _node(given[first]), _node(given[second])
+        left_shape, right_shape = shape_of(left), shape_of(right)
+        rows, inner = (1, *left_shape)[-2:]
+        columns = right_shape[-1] if len(right_shape) > 1 else 1
+        batch = prod(torch.broadcast_shapes(left_shape[:-2], right_shape[:-2]))
+        flops = flop_registry[aten.bmm]((batch, rows, inner), (batch, inner, columns))
+        return OpFlops(forward=flops, operands=((left, flops), (right, flops)))
+
+    return rule
+
+
+def _convolution(dims: int, *, transposed: bool) -> Callable[[fx.Node], OpFlops]:
+    """Products of a convolution. torch's weight gradient forgets that groups do not mix; corrected here."""
+
+    def rule(node: fx.Node) -> OpFlops:
+        given = passed(node)
+        source, weight = _node(given["input"]), _node(given["weight"])
+        x, w, out = _batched(shape_of(source), dims), shape_of(weight), _batched(shape_of(node), dims)
+        unread = (None, None, None, None)  # bias, stride, padding, dilation
+
+        def backward(mask: tuple[bool, bool, bool]) -> int:
+            formula = flop_registry[aten.convolution_backward]
+            return formula(out, x, w, *unread, transposed, None, None, mask, out_val=(x, w, None))
+
+        forward = flop_registry[aten.convolution](x, w, *unread, transposed, out_val=out)
+        groups = given.get("groups", 1)
+        assert isinstance(groups, int)
+        input_grad, weight_grad = backward((True, False, False)), backward((False, True, False)) // groups
+        return OpFlops(forward=forward, operands=((source, input_grad), (weight, weight_grad)))
+
+    return rule
+
+
+def _solve_triangular(node: fx.Node) -> OpFlops:
+    """torch counts a triangular solve as nothing; the gradient of the matrix is a product of gradient and solution."""
+    given = passed(node)
+    matrix, solution = _node(given["self"]), shape_of(node)
+    (*batch, rows, columns) = solution
+    outer = flop_registry[aten.bmm]((prod(batch), rows, columns), (prod(batch), columns, rows))
+    return OpFlops(operands=((matrix, outer),))
+
+
+def _batched(shape: Shape, dims: int) -> Shape:
+    return shape if len(shape) == dims + 2 else (1, *shape)
+
+
+def _attention(node: fx.Node) -> OpFlops:
+    given = passed(node)
+    operands = tuple(_node(given[name]) for name in ("query", "key", "value"))
+    given_shapes = [shape_of(operand) for operand in operands]
+    batch = prod(torch.broadcast_shapes(*(shape[:-3] for shape in given_shapes)))
+    shapes = tuple((batch, *shape[-3:]) for shape in given_shapes)
+    out = (*shapes[0][:-1], shapes[2][-1])
+    return OpFlops(
+        forward=flop_registry[aten._scaled_dot_product_flash_attention](*shapes),
+        joint=flop_registry[aten._scaled_dot_product_flash_attention_backward](out, *shapes),
+        joint_operands=operands,
+    )
+
+
+def _packed_attention(node: fx.Node) -> OpFlops:
+    """Block-diagonal attention, [1, H, S, D]: each segment attends to itself."""
+    given = passed(node)
+    operands = tuple(_node(given[name]) for name in ("query", "key", "value"))
+    query, key, value = (shape_of(operand) for operand in operands)
+    forward = backward = 0
+    for size in _segments(_node(given["cu_seqlens"]), query[-2]):
+        q, k, v = ((*shape[:-2], size, shape[-1]) for shape in (query, key, value))
+        forward += flop_registry[aten._scaled_dot_product_flash_attention](q, k, v)
+        backward += flop_registry[aten._scaled_dot_product_flash_attention_backward]((*q[:-1], v[-1]), q, k, v)
+    return OpFlops(forward=forward, joint=backward, joint_operands=operands)
+
+
+def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
+    """Segment lengths: real ones if `cu_seqlens` is a constant of the graph, else as equal as can be. [Approximation]
+
+    Equal lengths give the least work for that many segments; windows of one size, the usual case, are close to it.
+    """
+    known = _constant(cu_seqlens)
+    if known is not None:
+        return [int(length) for length in known.diff()]
+    count = max(1, shape_of(cu_seqlens)[0] - 1)
+    return [num_tokens // count + (index < num_tokens % count) for index in range(count)]
+
+
+def _constant(node: fx.Node) -> torch.Tensor | None:
+    """The value of a constant of the graph, or None for an input and for a tensor without values (fake, meta)."""
+    if node.op != "get_attr":
+        return None
+    value = attrgetter(str(node.target))(node.graph.owning_module)
+    return value if type(value) is torch.Tensor and value.device.type != "meta" else None
+
+
+def _einsum(node: fx.Node) -> OpFlops:
+    """Pairs from left to right, as torch contracts them; a pair without a contracted dim is an elementwise product.
+
+    With more than two operands the backward is counted for all of them together, as two products per pair.
+    """
+    given = passed(node)
+    nodes = [_node(operand) for operand in given["tensors"]]  # type: ignore[attr-defined]
+    terms, output = _einsum_labels(str(given["equation"]), [len(shape_of(operand)) for operand in nodes])
+    size: dict[str, int] = {}
+    for term, operand in zip(terms, nodes, strict=True):
+        for label, extent in zip(term, shape_of(operand), strict=True):
+            size[label] = max(extent, size.get(label, 1))
+    done, total = set(terms[0]), 0
+    for index, term in enumerate(terms[1:], start=1):
+        kept = set(output).union(*terms[index + 1 :])
+        contracted = {label for label in (done & set(term)) - kept if size[label] > 1}
+        total += 2 * prod(size[label] for label in ((done | set(term)) & kept) | contracted) if contracted else 0
+        done = (done | set(term)) & kept
+    if len(nodes) <= 2:
+        return OpFlops(forward=total, operands=tuple((operand, total) for operand in nodes))
+    return OpFlops(forward=total, joint=2 * total, joint_operands=tuple(nodes))
+
+
+def _einsum_labels(equation: str, num_dims: Sequence[int]) -> tuple[list[str], str]:
+    """Labels of each operand and of the output, with `...` and a missing output written out."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    hidden = max(dims - len(term) + 3 if "..." in term else 0 for term, dims in zip(terms, num_dims, strict=True))
+    names = "".join(chr(0x100 + index) for index in range(hidden))
+    written_out = [
+        term.replace("...", names[hidden - (dims - len(term) + 3) :]) if "..." in term else term
+        for term, dims in zip(terms, num_dims, strict=True)
+    ]
+    letters = "".join(terms).replace(".", "")
+    implicit = names + "".join(sorted(label for label in set(letters) if letters.count(label) == 1))
+    return written_out, right.replace("...", names) if arrow else implicit
+
+
+def _region(node: fx.Node) -> OpFlops:
+    """A `torch.no_grad()` region: the forward of its body."""
+    body = attrgetter(str(_node(node.args[1]).target))(node.graph.owning_module)
+    return OpFlops(forward=sum(op_flops(child).forward for child in body.graph.nodes if child.op == "call_function"))
+
+
+def _node(value: object) -> fx.Node:
+    assert isinstance(value, fx.Node), f"expected a tensor of the graph, got {value!r}"
+    return value
+
+
+_RULES: Mapping[str, Callable[[fx.Node], OpFlops]] = {
+    "aten.linear": _linear,
+    "aten.matmul": _product("self", "other"),
+    "aten.mm": _product("self", "mat2"),
+    "aten.bmm": _product("self", "mat2"),
+    "aten.mv": _product("self", "vec"),
+    "aten.dot": _product("self", "tensor"),
+    "aten.addmm": _product("mat1", "mat2"),
+    "aten.baddbmm": _product("batch1", "batch2"),
+    "aten.addbmm": _product("batch1", "batch2"),
+    "aten.einsum": _einsum,
+    "aten.linalg_solve_triangular": _solve_triangular,
+    "aten.scaled_dot_product_attention": _attention,
+    "mmcompile.packed_attention": _packed_attention,
+    "wrap_with_set_grad_enabled": _region,
+    **{f"aten.conv{dims}d": _convolution(dims, transposed=False) for dims in (1, 2, 3)},
+    **{f"aten.conv_transpose{dims}d": _convolution(dims, transposed=True) for dims in (1, 2, 3)},
+}

@@ -1,0 +1,135 @@
+"""`Pipeline`: runs passes in order; everything that happens between passes happens here."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from mmcompile.errors import ConfigError
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.passes.base import Analysis, Fact, Pass, ResultT, Rewrite
+from mmcompile.passes.debug import DebugLevel, debug_level
+from mmcompile.passes.text import graph_text, place_text
+from mmcompile.passes.values import op_name
+from mmcompile.passes.verify import Verify
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineResult:
+    """The graph after the last pass, and what the analyses returned."""
+
+    graph: ModelGraph
+    results: Mapping[Pass, object] = field(repr=False)
+    seconds: tuple[tuple[str, float], ...]
+    """(pass, time taken [s])."""
+
+    def of(self, analysis: Analysis[ResultT]) -> ResultT:
+        """What `analysis` returned; KeyError if it was not in the pipeline."""
+        return cast(ResultT, self.results[analysis])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """Passes in the order they run.
+
+    Raises:
+        ConfigError: a pass requires a fact that neither `given` nor an earlier pass ensures.
+    """
+
+    passes: tuple[Analysis[object] | Rewrite, ...]
+    given: tuple[Fact, ...] = (Fact.ANNOTATED,)
+    """What holds of the graph before the first pass."""
+    verify: bool = True
+    """Verify the graph before the first pass and after each rewrite."""
+    debug: DebugLevel = field(default_factory=debug_level)
+
+    def __post_init__(self) -> None:
+        facts = set(self.given)
+        for pass_ in self.passes:
+            missing = [fact for fact in pass_.requires if fact not in facts]
+            if missing:
+                names = ", ".join(missing)
+                raise ConfigError(
+                    f"pass {pass_.name} requires {names}, which nothing before it ensures; "
+                    "put a pass that ensures it in front"
+                )
+            facts = set(pass_.ensures) if isinstance(pass_, Rewrite) else facts | set(pass_.ensures)
+
+    def run(self, graph: ModelGraph) -> PipelineResult:
+        """Run all passes over `graph`.
+
+        Raises:
+            VerifyError: the graph, or one that a rewrite made, breaks a rule.
+        """
+        hook = _Hook(debug=self.debug, verify=self.verify)
+        hook.start(graph)
+        results: dict[Pass, object] = {}
+        seconds = []
+        for pass_ in self.passes:
+            began = time.perf_counter()
+            if isinstance(pass_, Rewrite):
+                after = pass_.run(graph)
+            else:
+                after, results[pass_] = graph, pass_.run(graph)
+            seconds.append((pass_.name, time.perf_counter() - began))
+            hook.between(pass_, graph, after, seconds[-1][1])
+            graph = after
+        return PipelineResult(graph=graph, results=results, seconds=tuple(seconds))
+
+
+class _Hook:
+    """What happens between passes: verification, and the printing that `MMCOMPILE_DEBUG` asks for, on stderr."""
+
+    def __init__(self, *, debug: DebugLevel, verify: bool) -> None:
+        self._debug = debug
+        self._verify = verify
+        self._made_by: dict[str, str] = {}
+
+    def start(self, graph: ModelGraph) -> None:
+        """Before the first pass."""
+        self._made_by = {node.name: "capture" for node in graph.module.graph.nodes}
+        self._check(graph)
+
+    def between(self, pass_: Pass, before: ModelGraph, after: ModelGraph, seconds: float) -> None:
+        """After `pass_` turned `before` into `after` (the same graph, if it was an analysis)."""
+        self._tell(DebugLevel.TIME, f"pass {pass_.name}: {seconds * 1e3:.1f} ms")
+        self._tell(DebugLevel.DIFF, f"  {op_diff(before, after)}")
+        if after is not before:
+            made = {node.name: self._made_by.get(node.name, pass_.name) for node in after.module.graph.nodes}
+            self._made_by = made
+            self._check(after)
+        if self._debug >= DebugLevel.GRAPH:
+            self._tell(DebugLevel.GRAPH, graph_text(after))
+        if self._debug >= DebugLevel.PROVENANCE:
+            for node in after.module.graph.nodes:
+                if node.op == "call_function":
+                    self._tell(
+                        DebugLevel.PROVENANCE, f"  {node.name}: made by {self._made_by[node.name]}; {place_text(node)}"
+                    )
+
+    def _check(self, graph: ModelGraph) -> None:
+        if self._verify:
+            summary = Verify().run(graph)
+            self._tell(DebugLevel.VERIFY, f"  verify: {summary}")
+
+    def _tell(self, level: DebugLevel, text: str) -> None:
+        if self._debug >= level:
+            print(text, file=sys.stderr)
+
+
+def op_diff(before: ModelGraph, after: ModelGraph) -> str:
+    """`aten.linear 8 -> 6, aten.mul 0 -> 2`, or `no op changed`."""
+    counts = [
+        Counter(op_name(node) for node in graph.module.graph.nodes if node.op == "call_function")
+        for graph in (before, after)
+    ]
+    changed = [
+        f"{name} {counts[0][name]} -> {counts[1][name]}"
+        for name in sorted(counts[0] | counts[1])
+        if counts[0][name] != counts[1][name]
+    ]
+    return ", ".join(changed) or "no op changed"

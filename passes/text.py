@@ -1,0 +1,58 @@
+"""Text of a graph, one line a node: what `MMCOMPILE_DEBUG=4` prints and what an error shows around a bad node."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mmcompile.ir.graph import META_KEY, ModelGraph, dtype_name, info
+from mmcompile.passes.values import op_name, tensors
+
+CONTEXT_LINES = 5
+
+
+def graph_text(graph: ModelGraph) -> str:
+    """All nodes of a graph. Equal text means equal graph, annotations included."""
+    return "\n".join(node_text(node) for node in graph.module.graph.nodes)
+
+
+def node_text(node: fx.Node) -> str:
+    """`linear: float32[2, 8] = aten.linear(x, a_weight, a_bias)  # encoder.0 a`."""
+    if node.op == "output":
+        return f"return {_value_text(node.args[0])}"
+    kind = (
+        ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors(node))
+        if "val" in node.meta
+        else "?"
+    )
+    if node.op in ("placeholder", "get_attr"):
+        return f"{node.name}: {kind} = {node.op} {node.target}"
+    arguments = [_value_text(value) for value in node.args] + [
+        f"{name}={_value_text(value)}" for name, value in node.kwargs.items()
+    ]
+    return f"{node.name}: {kind} = {op_name(node)}({', '.join(arguments)})  # {place_text(node)}"
+
+
+def place_text(node: fx.Node) -> str:
+    """Component, layer and module of a node, with a mark if it carries gradient."""
+    if META_KEY not in node.meta:
+        return "not annotated"
+    note = info(node)
+    where = "shared" if note.shared else f"{note.component}.{note.layer}"
+    return " ".join(part for part in (where, note.module_path, "gradient" if note.carries_gradient else "") if part)
+
+
+def around(node: fx.Node) -> str:
+    """A node, marked, with five lines of its graph on either side."""
+    nodes = list(node.graph.nodes)
+    index = nodes.index(node)
+    first = max(0, index - CONTEXT_LINES)
+    shown = nodes[first : index + CONTEXT_LINES + 1]
+    return "\n".join(f"{'>' if shown_node is node else ' '} {node_text(shown_node)}" for shown_node in shown)
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(_value_text(item) for item in value)}]"
+    return str(value)

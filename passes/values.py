@@ -1,0 +1,102 @@
+"""What a node computes, read from the graph: op name, recorded tensors, sizes, views and writes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from mmcompile.errors import VerifyError
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.linear`, `mmcompile.packed_attention`, or a Python function's own name (`getitem`, `token_loss`)."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._opname}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name()
+    return target if isinstance(target, str) else target.__name__
+
+
+def aten_ops(names: str) -> frozenset[str]:
+    """`"add sub"` -> the `op_name`s of these ATen ops."""
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The tensors a node produces, as described in `node.meta["val"]`; none for sizes and for nodes without a result.
+
+    Raises:
+        VerifyError: the node has no recorded value.
+    """
+    if "val" not in node.meta:
+        raise VerifyError(
+            f"node {node.format_node()} has no recorded value; a pass that makes a node must set node.meta['val']"
+        )
+    return tuple(leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor))
+
+
+def concrete_int(size: int | torch.SymInt) -> int:
+    """A size at the captured batch: ints as they are, symbols by their hint."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    if hint is None:
+        raise VerifyError(f"size {size} has no value at the captured batch; it depends on the data")
+    return int(hint)
+
+
+def concrete_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape at the captured batch."""
+    return tuple(concrete_int(size) for size in tensor.shape)
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements at the captured batch (an expanded view counts each element)."""
+    count = tensor.element_size()
+    for size in concrete_shape(tensor):
+        count *= size
+    return count
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a recorded value: views share it."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the memory behind a recorded value, at the captured batch."""
+    return concrete_int(tensor.untyped_storage().nbytes())
+
+
+def arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, object]]:
+    """(schema argument, what the node passes for it), for an ATen or custom op; nothing for other targets."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    for position, argument in enumerate(node.target._schema.arguments):
+        if position < len(node.args):
+            yield argument, node.args[position]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def written(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Inputs that the node changes in place."""
+    return tuple(
+        value
+        for argument, value in arguments(node)
+        if isinstance(value, fx.Node) and argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def aliased(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Inputs that the node's result may be a view of."""
+    if node.target is operator.getitem:
+        return (node.args[0],) if isinstance(node.args[0], fx.Node) else ()
+    return tuple(
+        value for argument, value in arguments(node) if isinstance(value, fx.Node) and argument.alias_info is not None
+    )

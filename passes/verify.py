@@ -1,0 +1,282 @@
+"""`Verify`: the rules a `ModelGraph` keeps, as a table. A broken rule is a bug of ours and raises `VerifyError`."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import networkx as nx
+import torch
+from torch import fx
+
+from mmcompile.errors import VerifyError
+from mmcompile.ir.graph import META_KEY, ModelGraph, Road, dtype_name, info
+from mmcompile.passes.base import Analysis, Fact
+from mmcompile.passes.gradient_flow import is_no_grad_region, trainable_names
+from mmcompile.passes.text import around
+from mmcompile.passes.values import aliased, op_name, tensors, written
+
+KNOWN_OPS = ("placeholder", "get_attr", "call_function", "output")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Violation:
+    """One breach of a rule."""
+
+    message: str
+    node: fx.Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """A named property of a graph."""
+
+    name: str
+    check: Callable[[ModelGraph], Iterator[Violation]]
+    """Yields what breaks it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifySummary:
+    """What was checked."""
+
+    rules: tuple[str, ...]
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"{len(self.rules)} rules hold over {self.nodes} nodes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verify(Analysis[VerifySummary]):
+    """Checks every rule; the first breach raises."""
+
+    name: ClassVar[str] = "verify"
+    requires: ClassVar[tuple[Fact, ...]] = ()
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.VERIFIED)
+
+    def run(self, graph: ModelGraph) -> VerifySummary:
+        """Raises VerifyError: the rule, what broke it, and the node with five lines around it."""
+        for rule in RULES:
+            for violation in rule.check(graph):
+                where = f"\n{around(violation.node)}" if violation.node is not None else ""
+                raise VerifyError(f"{graph.name} breaks rule {rule.name}: {violation.message}{where}")
+        return VerifySummary(rules=tuple(rule.name for rule in RULES), nodes=len(graph.module.graph.nodes))
+
+
+def _calls(graph: ModelGraph) -> list[fx.Node]:
+    return [node for node in graph.module.graph.nodes if node.op == "call_function"]
+
+
+def _annotated(graph: ModelGraph) -> Iterator[Violation]:
+    for node in graph.module.graph.nodes:
+        if node.op not in KNOWN_OPS:
+            yield Violation(message=f"{node.name} is a {node.op}; nodes are {', '.join(KNOWN_OPS)}", node=node)
+        elif node.op == "call_function" and META_KEY not in node.meta:
+            yield Violation(message=f"{node.name} has no NodeInfo", node=node)
+        elif node.op in ("placeholder", "call_function") and "val" not in node.meta:
+            yield Violation(message=f"{node.name} has no recorded value (node.meta['val'])", node=node)
+
+
+def _place(graph: ModelGraph) -> Iterator[Violation]:
+    layers = {component.name: len(component.layers) for component in graph.components}
+    for node in _calls(graph):
+        note = info(node)
+        if note.component is not None and note.component not in layers:
+            yield Violation(
+                message=f"{node.name} is in component {note.component!r}; components are {', '.join(layers)}", node=node
+            )
+        elif note.component is not None and not 0 <= note.layer < layers[note.component]:
+            message = (
+                f"{node.name} is in layer {note.layer} of {note.component}, which has {layers[note.component]} layers"
+            )
+            yield Violation(message=message, node=node)
+    for component in graph.components:
+        indices = [layer.index for layer in component.layers]
+        if indices != list(range(len(indices))):
+            yield Violation(message=f"layers of {component.name} are numbered {indices}, not 0 to {len(indices) - 1}")
+
+
+def _layer_order(graph: ModelGraph) -> Iterator[Violation]:
+    for node in _calls(graph):
+        note = info(node)
+        for source in node.all_input_nodes:
+            if source.op != "call_function" or note.shared or info(source).component != note.component:
+                continue
+            later = info(source).layer
+            if later > note.layer:
+                place = f"layer {note.layer} of {note.component}"
+                yield Violation(message=f"{node.name} ({place}) reads {source.name} of later layer {later}", node=node)
+
+
+def _component_dag(graph: ModelGraph) -> Iterator[Violation]:
+    dag = graph.dag()
+    if not nx.is_directed_acyclic_graph(dag):
+        yield Violation(message=f"components form a cycle: {' -> '.join(str(edge[0]) for edge in nx.find_cycle(dag))}")
+        return
+    sinks = sorted(name for name, degree in dag.out_degree() if degree == 0)
+    if len(sinks) != 1:
+        yield Violation(message=f"components {', '.join(sinks)} have no consumer; exactly one ends in the loss")
+    real, readers = _real_edges(graph)
+    stated = {(producer, consumer): set(names) for producer, consumer, names in graph.edges}
+    for pair in sorted(real.keys() | stated.keys()):
+        if real.get(pair) != stated.get(pair):
+            wanted, got = _names(real.get(pair)), _names(stated.get(pair))
+            message = f"edge {pair[0]} -> {pair[1]} is stated with {got} but the nodes read {wanted}"
+            yield Violation(message=message, node=readers.get(pair))
+
+
+def _real_edges(graph: ModelGraph) -> tuple[dict[tuple[str, str], set[str]], dict[tuple[str, str], fx.Node]]:
+    """(producer, consumer) -> tensors read across, and a node that reads one."""
+    edges: dict[tuple[str, str], set[str]] = defaultdict(set)
+    readers: dict[tuple[str, str], fx.Node] = {}
+    for node in _calls(graph):
+        for source in node.all_input_nodes:
+            if source.op == "call_function" and not info(source).shared and not info(node).shared:
+                pair = (str(info(source).component), str(info(node).component))
+                if pair[0] != pair[1]:
+                    edges[pair].add(source.name)
+                    readers.setdefault(pair, node)
+    return dict(edges), readers
+
+
+def _names(names: set[str] | None) -> str:
+    return ", ".join(sorted(names)) if names else "nothing"
+
+
+def _shared(graph: ModelGraph) -> Iterator[Violation]:
+    trainable = trainable_names(graph)
+    for node in _calls(graph):
+        if not info(node).shared:
+            continue
+        for source in node.all_input_nodes:
+            reason = None
+            if source.op == "call_function" and not info(source).shared:
+                reason = f"a node of {info(source).component}"
+            elif source.op == "get_attr" and source.target in trainable:
+                reason = "a parameter that trains"
+            elif source.op == "placeholder" and not _from_integers(source):
+                reason = "a float input"
+            if reason:
+                yield Violation(message=f"shared node {node.name} reads {source.name}, {reason}", node=node)
+
+
+def _from_integers(placeholder: fx.Node) -> bool:
+    """An integer input, or floats that the host computed from integers alone (interpolation weights)."""
+    floating = any(tensor.is_floating_point() for tensor in tensors(placeholder))
+    return not floating or placeholder.meta.get("from_integers", False)
+
+
+def _parameters(graph: ModelGraph) -> Iterator[Violation]:
+    module = dict(graph.module.named_parameters(remove_duplicate=False))
+    stated = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
+    for spec in graph.parameters:
+        if not module.keys() & {spec.name, *spec.aliases}:
+            yield Violation(message=f"parameter {spec.name} is stated but the module has none of that name")
+    for name in sorted(module.keys() - stated.keys()):
+        yield Violation(message=f"the module has parameter {name} but it is not stated")
+    for name in sorted(stated.keys() & module.keys()):
+        spec, value = stated[name], module[name]
+        if tuple(value.shape) != spec.shape or dtype_name(value.dtype) != spec.dtype:
+            got = f"{dtype_name(value.dtype)}{list(value.shape)}"
+            yield Violation(message=f"parameter {name} is stated as {spec.dtype}{list(spec.shape)} but is {got}")
+    for component in graph.components:
+        for layer in component.layers:
+            for name in sorted(set(layer.parameters) - stated.keys()):
+                yield Violation(
+                    message=f"layer {layer.name} of {component.name} lists parameter {name}, which is not stated"
+                )
+
+
+def _tied(graph: ModelGraph) -> Iterator[Violation]:
+    counts = Counter(name for spec in graph.parameters for name in (spec.name, *spec.aliases))
+    for name in sorted(name for name, count in counts.items() if count > 1):
+        yield Violation(
+            message=f"parameter {name} is stated {counts[name]} times; a tied parameter is one spec with aliases"
+        )
+    module = dict(graph.module.named_parameters(remove_duplicate=False))
+    for spec in graph.parameters:
+        names = [name for name in (spec.name, *spec.aliases) if name in module]
+        for alias in names[1:]:
+            if module[alias] is not module[names[0]]:
+                yield Violation(message=f"{alias} is stated as tied to {names[0]} but is another tensor")
+
+
+def _output(graph: ModelGraph) -> Iterator[Violation]:
+    node = graph.module.graph.output_node()
+    results = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
+    wanted = ("loss sum", "valid tokens") if graph.loss.per_token else ("loss",)
+    if len(results) != len(wanted):
+        yield Violation(message=f"the graph returns {len(results)} values, wanted ({', '.join(wanted)})", node=node)
+        return
+    for label, value in zip(wanted, results, strict=True):
+        found = tensors(value) if isinstance(value, fx.Node) else ()
+        floating = label != "valid tokens"
+        if len(found) != 1 or found[0].dim() != 0 or found[0].is_floating_point() != floating:
+            kind = "float" if floating else "integer"
+            yield Violation(
+                message=f"{label} must be one {kind} scalar, got {value}",
+                node=value if isinstance(value, fx.Node) else node,
+            )
+
+
+def _static_shapes(graph: ModelGraph) -> Iterator[Violation]:
+    """An op whose output shape depends on values is fine where these are known; elsewhere no link has a size."""
+    for node in _calls(graph):
+        if not _data_dependent(node):
+            continue
+        unknown = any(
+            isinstance(size, torch.SymInt) and size.node.hint is None
+            for tensor in tensors(node)
+            for size in tensor.shape
+        )
+        if unknown or (graph.road is Road.SYMBOLIC and not info(node).shared):
+            yield Violation(
+                message=f"the shape of {node.name} depends on values ({op_name(node)}); fold or pad it at capture",
+                node=node,
+            )
+
+
+def _data_dependent(node: fx.Node) -> bool:
+    if op_name(node) == "aten.index":  # tagged dynamic for the sake of boolean indices only
+        indices = [index for index in node.args[1] if isinstance(index, fx.Node)]  # type: ignore[union-attr]
+        return any(tensors(index)[0].dtype in (torch.bool, torch.uint8) for index in indices)
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in node.target.tags
+
+
+def _functional(graph: ModelGraph) -> Iterator[Violation]:
+    """A value that changes after it was made cannot be sent. The model's own buffers are state, and may change."""
+    for node in _calls(graph):
+        for target in written(node):
+            base = target
+            while base.op == "call_function" and aliased(base):
+                base = aliased(base)[0]
+            if base.op != "get_attr" or base.target not in graph.buffers:
+                yield Violation(message=f"{node.name} changes {target.name} in place ({op_name(node)})", node=node)
+
+
+def _regions(graph: ModelGraph) -> Iterator[Violation]:
+    for node in _calls(graph):
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and not is_no_grad_region(node):
+            yield Violation(
+                message=f"{node.name} is a {op_name(node)}; of the ops that hold a graph only no_grad is known",
+                node=node,
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(name="annotated", check=_annotated),
+    Rule(name="place", check=_place),
+    Rule(name="layer-order", check=_layer_order),
+    Rule(name="component-dag", check=_component_dag),
+    Rule(name="shared", check=_shared),
+    Rule(name="parameters", check=_parameters),
+    Rule(name="tied", check=_tied),
+    Rule(name="output", check=_output),
+    Rule(name="static-shapes", check=_static_shapes),
+    Rule(name="functional", check=_functional),
+    Rule(name="regions", check=_regions),
+)
+"""In the order they are checked: each may rely on those before it."""

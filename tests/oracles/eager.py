@@ -1,0 +1,101 @@
+"""A captured graph against the eager model: the same loss and the same gradient of every parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mmcompile.ir.capture import Capture
+from torch import Tensor, nn
+
+NEGLIGIBLE = 1e-3
+"""Share of the model's largest gradient below which an entry is rounding (key biases have a true gradient of zero)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Loss and gradients of one forward and backward."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    """By name; parameters without a gradient are absent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How far one outcome is from another."""
+
+    loss: float
+    """|a - b| / |b|."""
+    gradient: float
+    """Largest over parameters of max|a - b| / max|b|, where max|b| counts as at least `NEGLIGIBLE` of the model's largest."""
+    worst: str
+    """Parameter with the largest difference."""
+    missing: tuple[str, ...]
+    """Parameters with a gradient in one outcome only."""
+    identical: bool
+    """Every bit of loss and gradients is the same."""
+
+    def within(self, tolerance: float) -> bool:
+        """True if losses and gradients agree to `tolerance` and exist for the same parameters."""
+        return not self.missing and self.loss <= tolerance and self.gradient <= tolerance
+
+    def __str__(self) -> str:
+        if self.missing:
+            return f"gradients on one side only: {', '.join(self.missing[:4])} ({len(self.missing)} in all)"
+        return f"loss differs by {self.loss:.1e}, gradients by up to {self.gradient:.1e} ({self.worst})"
+
+
+def eager_outcome(model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+    """One forward and backward of the model as it is, on the loss it returns."""
+    model.zero_grad()
+    loss = model(**batch)["loss"]
+    loss.backward()
+    return _outcome(model, loss)
+
+
+def graph_outcome(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> Outcome:
+    """One forward and backward of the captured graph, whose parameters are the model's own tensors."""
+    model.zero_grad()
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    inputs = {**tensors, **captured.host.run(tensors).values}
+    module = captured.graph.module
+    names = [str(node.target) for node in module.graph.nodes if node.op == "placeholder"]
+    results = module(*(inputs[name] for name in names))
+    loss = results[0] / results[1] if captured.graph.loss.per_token else results[0]
+    loss.backward()
+    return _outcome(model, loss)
+
+
+def holds_for(captured: Capture, batch: Mapping[str, Any]) -> bool:
+    """True if Python would read the same values from `batch` (of the captured shapes) as it did during capture."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    return captured.host.run(tensors).reads == captured.reads
+
+
+def difference(got: Outcome, wanted: Outcome) -> Difference:
+    """Compare `got` with `wanted`, which is the reference of all relative errors."""
+    shared = got.gradients.keys() & wanted.gradients.keys()
+    largest = max((float(gradient.abs().max()) for gradient in wanted.gradients.values()), default=0.0)
+    worst, error = "", 0.0
+    for name in sorted(shared):
+        reference = wanted.gradients[name]
+        scale = max(float(reference.abs().max()), NEGLIGIBLE * largest, torch.finfo(reference.dtype).tiny)
+        found = float((got.gradients[name] - reference).abs().max()) / scale
+        if found > error or math.isnan(found):
+            worst, error = name, found if not math.isnan(found) else math.inf
+    return Difference(
+        loss=abs(got.loss - wanted.loss) / max(abs(wanted.loss), 1e-30),
+        gradient=error,
+        worst=worst,
+        missing=tuple(sorted(got.gradients.keys() ^ wanted.gradients.keys())),
+        identical=got.loss == wanted.loss and all(torch.equal(got.gradients[n], wanted.gradients[n]) for n in shared),
+    )
+
+
+def _outcome(model: nn.Module, loss: Tensor) -> Outcome:
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(loss=float(loss.detach()), gradients=gradients)

@@ -1,0 +1,119 @@
+"""A rank that dies, fails or is interrupted ends everything within seconds, with one message that says where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hand_stages import HandModel, HandPlan, HandSource, hand_plan, hand_samples
+
+from mmcompile.errors import BatchError, EngineError
+from mmcompile.runtime.engine import Engine
+
+TESTS = Path(__file__).parent.parent
+TWO_RANKS = {"lm0": 0, "lm1": 1, "lm2": 0}
+SECOND_STEP = "self.calls = getattr(self, 'calls', 0) + 1; import os; self.calls < 7 or "
+"""Precedes an expression evaluated in microbatch 2 of step 2."""
+
+
+def run_until_error(plan: HandPlan, fault: str) -> tuple[str, float, Engine]:
+    """Message of the EngineError that ends training, and how long its step took."""
+    engine = Engine(plan, HandSource(HandModel(), fault))
+    for _ in range(2):
+        start = time.monotonic()
+        try:
+            engine.step(hand_samples(4))
+        except EngineError as error:
+            return str(error), time.monotonic() - start, engine
+    pytest.fail("two steps ran without an error")
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """False too for a zombie, which only waits to be counted."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_killed_worker_is_named_with_stage_step_and_action() -> None:
+    message, seconds, engine = run_until_error(hand_plan(**TWO_RANKS), SECOND_STEP + "os.kill(os.getpid(), 9)")
+    assert message.startswith("rank 1 (stage language_model.1) died with signal 9 (SIGKILL) in step 2 while F2; ")
+    assert seconds < 3
+    assert children(os.getpid()) == []
+    with pytest.raises(EngineError, match="died with signal 9"):
+        engine.step(hand_samples(4))
+    engine.close()
+
+
+def test_exception_in_a_stage_of_a_worker_is_reported_with_its_source_line() -> None:
+    plan = hand_plan(lm0=0, lm1=1, lm2=2)
+    message, seconds, _ = run_until_error(plan, SECOND_STEP + "self.t['no such tensor']")
+    assert message.startswith("rank 1 (stage language_model.1) failed in step 2 while F2: KeyError: 'no such tensor'; ")
+    assert "self.calls < 7 or self.t['no such tensor']" in message
+    assert seconds < 3
+    assert children(os.getpid()) == []
+
+
+def test_exception_in_a_stage_of_rank_0() -> None:
+    plan = hand_plan(lm0=1, lm1=0, lm2=1)
+    message, seconds, _ = run_until_error(plan, SECOND_STEP + "self.t['no such tensor']")
+    assert message.startswith("rank 0 (stage language_model.1) failed in step 2 while F2: KeyError: 'no such tensor'; ")
+    assert seconds < 3
+    assert children(os.getpid()) == []
+
+
+def test_bad_batch_leaves_the_engine_usable() -> None:
+    with Engine(hand_plan(**TWO_RANKS), HandSource(HandModel())) as engine:
+        samples = hand_samples(4)
+        ignored = [{**sample, "labels": sample["labels"] * 0 - 100} for sample in samples]
+        with pytest.raises(BatchError, match="every label of the step is -100"):
+            engine.step(ignored)
+        assert engine.step(samples).step == 1
+        engine.close()
+        engine.close()
+        with pytest.raises(EngineError, match="the engine is closed"):
+            engine.step(samples)
+
+
+SCRIPT = """
+from hand_stages import HandModel, HandSource, hand_plan, hand_samples
+from mmcompile.runtime.engine import Engine
+
+engine = Engine(hand_plan(lm0=0, lm1=1, lm2=0), HandSource(HandModel(), "import time; time.sleep(60)"))
+print("ready", flush=True)
+engine.step(hand_samples(4))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_signal_to_rank_0_in_a_step_leaves_no_process_behind(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    workers = children(process.pid)
+    assert len(workers) == 1
+    time.sleep(0.3)  # Into the step, so that both ranks wait for the sleeping stage.
+    start = time.monotonic()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=10)
+    assert ("KeyboardInterrupt" in errors) == (number is signal.SIGINT)
+    while any(alive(worker) for worker in workers):
+        assert time.monotonic() - start < 5
+        time.sleep(0.02)
+    assert process.returncode == (-number if number is not signal.SIGINT else -signal.SIGINT)

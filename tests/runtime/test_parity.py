@@ -1,0 +1,115 @@
+"""Training over real processes equals training in one, in float64 to 1e-12."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hand_stages import HandModel, HandPlan, HandSource, hand_plan, hand_samples
+from torch import nn
+
+from mmcompile.runtime.engine import Engine
+from mmcompile.step.collate import Sample, collate, split_microbatches
+
+OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.8, 0.9))
+SCHEDULER = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.7)
+SPREAD = {"vision": 1, "audio": 2, "lm0": 0, "lm1": 1, "lm2": 2}
+
+
+def one_process(
+    model: HandModel, steps: Sequence[Sequence[Sample]], microbatches: int, clip_norm: float | None
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of plain training; the model is trained in place."""
+    optimizer = OPTIMIZER(parameter for parameter in model.parameters() if parameter.requires_grad)
+    scheduler = SCHEDULER(optimizer)
+    losses: list[float] = []
+    norms: list[float] = []
+    for samples in steps:
+        parts = [model(collate([samples[i] for i in group])) for group in split_microbatches(len(samples), microbatches)]
+        loss = torch.stack([part[0] for part in parts]).sum() / torch.stack([part[1] for part in parts]).sum()
+        loss.backward()
+        if clip_norm is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses, norms
+
+
+def assert_parity(
+    model: HandModel,
+    plan: HandPlan,
+    steps: Sequence[Sequence[Sample]],
+    clip_norm: float | None = None,
+) -> None:
+    reference = copy.deepcopy(model)
+    losses, norms = one_process(reference, steps, plan.num_microbatches, clip_norm)
+    with Engine(
+        plan,
+        HandSource(model),
+        model=model,
+        optimizer=OPTIMIZER,
+        scheduler=SCHEDULER,
+        clip_norm=clip_norm,
+    ) as engine:
+        metrics = [engine.step(samples) for samples in steps]
+        state = engine.state_dict()
+        engine.pull()
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-12)
+    assert [m.grad_norm for m in metrics] == (pytest.approx(norms, rel=1e-12) if norms else [None] * len(steps))
+    assert [m.num_samples for m in metrics] == [len(samples) for samples in steps]
+    expected = reference.state_dict()
+    assert state.keys() == expected.keys()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+        assert torch.equal(tensor, state[name])
+
+
+def test_chain_of_three_with_tied_weights_and_clipping() -> None:
+    steps = [hand_samples(6, seed=seed) for seed in range(3)]
+    assert_parity(HandModel(tied=True), hand_plan(lm0=0, lm1=1, lm2=2), steps, clip_norm=0.3)
+
+
+def test_two_encoders_with_branches_absent_in_microbatches_and_in_a_whole_step() -> None:
+    steps = [
+        hand_samples(8, images=(0, 1, 5), sounds=(2, 5), seed=0),
+        hand_samples(5, seed=1),
+        hand_samples(3, images=(0, 2), sounds=(0, 1), seed=2),
+    ]
+    assert_parity(HandModel(), hand_plan(**SPREAD), steps)
+
+
+def test_frozen_first_stages_and_a_microbatch_without_labels() -> None:
+    model = HandModel()
+    for part in (model.vision, model.audio, model.embed, model.blocks[0]):
+        part.requires_grad_(False)
+    steps = [hand_samples(4, images=(0, 3), seed=seed) for seed in range(2)]
+    for sample in steps[0][:1]:
+        labels = sample["labels"]
+        assert isinstance(labels, torch.Tensor)
+        labels.fill_(-100)
+    assert_parity(model, hand_plan(vision=1, lm0=1, lm1=0, lm2=1), steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [(), ("vision",), ("vision.body", "audio.body"), ("embed", "vision", "blocks.0")])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"vision": 0, "audio": 0, "lm0": 0, "lm1": 0, "lm2": 0},
+        {"vision": 1, "audio": 1, "lm0": 0, "lm1": 0, "lm2": 1},
+        {"vision": 0, "audio": 1, "lm0": 2, "lm1": 3, "lm2": 4},
+        {"vision": 2, "audio": 2, "lm0": 1, "lm1": 0, "lm2": 2},
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_layout_and_freeze_pattern(ranks: dict[str, int], frozen: tuple[str, ...], tied: bool) -> None:
+    model = HandModel(tied=tied)
+    for prefix in frozen:
+        model.get_submodule(prefix).requires_grad_(False)
+    steps = [hand_samples(9, images=(0, 1, 5), sounds=(2, 5), seed=0), hand_samples(2, seed=1), hand_samples(7, images=(6,))]
+    assert_parity(model, hand_plan(**ranks), steps, clip_norm=0.5)

@@ -1,0 +1,34 @@
+"""Tiny random models of 47 multimodal families of transformers and two of our own, with batches for each.
+
+The only code about particular models: test data for a compiler that has none.
+"""
+
+from __future__ import annotations
+
+from zoo import audio, contrastive, encoder_decoder, hand_written, llava_like, qwen_like, tiled
+from zoo.family import Batch, Draw, Family, Size, pad_last_row
+from zoo.samples import MIXED_MEDIA, PARITY_FAMILIES, samples
+
+_TRANSFORMERS = (llava_like, qwen_like, tiled, encoder_decoder, audio, contrastive)
+
+FAMILIES: dict[str, Family] = {family.name: family for module in _TRANSFORMERS for family in module.FAMILIES}
+"""Multimodal families of transformers, by name."""
+
+HAND_WRITTEN: dict[str, Family] = {family.name: family for family in hand_written.FAMILIES}
+"""Plain modules, by name."""
+
+ALL: dict[str, Family] = {**FAMILIES, **HAND_WRITTEN}
+
+__all__ = [
+    "ALL",
+    "FAMILIES",
+    "HAND_WRITTEN",
+    "MIXED_MEDIA",
+    "PARITY_FAMILIES",
+    "Batch",
+    "Draw",
+    "Family",
+    "Size",
+    "pad_last_row",
+    "samples",
+]
