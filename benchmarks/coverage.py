@@ -74,13 +74,13 @@ class Row:
 def check_family(family: Family) -> Row:
     """Capture a family and compare three batches with eager."""
     model = family.build()
-    batch = family.batch()
+    batch, second = family.batch(), family.second_batch()
     started = time.perf_counter()
-    captured = capture(model, batch)
+    captured = capture(model, batch, dynamic=second)
     capture_s = time.perf_counter() - started
     first = difference(graph_outcome(model, captured, batch), eager_outcome(model, batch))
-    other_size = _check(model, captured, family.second_batch())
-    other_values = _check(model, captured, family.draw(family.first, seed=7))
+    other_size = _check(model, captured, batch, second)
+    other_values = _check(model, captured, batch, family.draw(family.first, seed=7))
     graph = captured.graph
     return Row(
         family=family.name,
@@ -97,25 +97,15 @@ def check_family(family: Family) -> Row:
     )
 
 
-def _check(model: torch.nn.Module, captured: Capture, batch: Batch) -> Check:
-    recaptured = not (_fits(captured, batch) and holds_for(captured, batch))
+def _check(model: torch.nn.Module, captured: Capture, batch: Batch, other: Batch) -> Check:
+    """Run `other` through the graph captured on `batch` if it holds, else through a new one."""
+    recaptured = not holds_for(model, captured, other)
     if recaptured:
-        captured = capture(model, batch, reference=captured.graph.components)
-    found = difference(graph_outcome(model, captured, batch), eager_outcome(model, batch))
+        captured = capture(model, other, dynamic=batch, reference=captured.graph.components)
+    found = difference(graph_outcome(model, captured, other), eager_outcome(model, other))
     return Check(
         ok=found.within(TOLERANCE), recaptured=recaptured, text="identical" if found.identical else str(found)
     )
-
-
-def _fits(captured: Capture, batch: Batch) -> bool:
-    """True if the batch has the captured sizes in every dim that is not dynamic."""
-    dynamic = captured.graph.dynamic
-    for spec in captured.graph.inputs:
-        if spec.name in batch:
-            for dim, (size, wanted) in enumerate(zip(batch[spec.name].shape, spec.shape, strict=True)):
-                if size != wanted and dim not in dynamic.get(spec.name, ()):
-                    return False
-    return True
 
 
 def rows(names: Sequence[str], jobs: int, console: Console) -> Iterator[Row]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -110,7 +111,7 @@ class Cluster:
         Args:
             num_devices: cores to use; all that this process may run on by default.
         """
-        cores = num_devices or len(os.sched_getaffinity(0))
+        cores = num_devices or _num_cores()
         device, intra, inter = DEVICES[LOCAL_NAME]
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         device = replace(device, memory_bytes=memory // cores)
@@ -120,6 +121,12 @@ class Cluster:
 def device_names() -> str:
     """Every name `Cluster.parse` knows, comma separated."""
     return ", ".join(DEVICES)
+
+
+def _num_cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _find(name: str) -> tuple[Device, Interconnect, Interconnect]:

@@ -33,18 +33,19 @@ from mmcompile.runtime.engine import Engine
 DEFAULT_MICROBATCHES = 4
 
 
-def capture(model: nn.Module, batch: Mapping[str, Any]) -> ModelGraph:
+def capture(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, Any] | None = None) -> ModelGraph:
     """Capture the training step of a model as a graph of components and layers, with gradient flow annotated.
 
     Args:
         model: a Hugging Face model or any module whose forward returns a loss; real weights or fake ones.
         batch: what the model is called with, by name; at best two samples or more, with every modality in it.
+        dynamic: a second batch: sizes in which it differs stay symbolic where the model's code allows.
 
     Raises:
         BatchError: the model refuses the batch.
         CaptureError: the model cannot be captured; the message has the reasons.
     """
-    return _captured(model, batch).graph
+    return _captured(model, batch, dynamic).graph
 
 
 def freeze(model: nn.Module, train: str | Sequence[str]) -> None:
@@ -144,7 +145,7 @@ def parallelize(
     if plan is None:
         plan = _planned(captured, cluster, num_microbatches, stages, projector)
     check_fingerprint(plan, fingerprint_of(captured.graph))
-    patterns = Patterns(model, plan, captured, on_capture)
+    patterns = Patterns(model, plan, captured, batch, on_capture)
     options.setdefault("pad", _padding(model))
     return Engine(plan, patterns, model=model, **options)
 
@@ -157,8 +158,8 @@ def _padding(model: nn.Module) -> dict[str, int]:
     return {} if pad is None else {"input_ids": int(pad)}
 
 
-def _captured(model: nn.Module, batch: Mapping[str, Any]) -> Capture:
-    captured = _capture(model, batch)
+def _captured(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, Any] | None = None) -> Capture:
+    captured = _capture(model, batch, dynamic=dynamic)
     Pipeline(passes=(GradientFlow(),)).run(captured.graph)
     return captured
 

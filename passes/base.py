@@ -12,7 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from mmcompile.ir.graph import ModelGraph
 
-ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
 class Fact(StrEnum):
@@ -39,11 +39,11 @@ class Pass(ABC):
     """Facts that hold afterwards."""
 
 
-class Analysis(Pass, Generic[ResultT]):
+class Analysis(Pass, Generic[ResultT_co]):
     """Looks at a graph: returns a value, and may set fields of `NodeInfo` through `annotate`."""
 
     @abstractmethod
-    def run(self, graph: ModelGraph) -> ResultT:
+    def run(self, graph: ModelGraph) -> ResultT_co:
         """Analyse `graph`; its nodes and edges stay as they are."""
 
 

@@ -7,15 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ModelGraph
-from mmcompile.passes.base import Analysis, Fact, Pass, ResultT, Rewrite
+from mmcompile.passes.base import Analysis, Fact, Pass, Rewrite
 from mmcompile.passes.debug import DebugLevel, debug_level
 from mmcompile.passes.text import graph_text, place_text
 from mmcompile.passes.values import op_name
 from mmcompile.passes.verify import Verify
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
-import mmcompile.kernels.packed_attention  # noqa: F401  (registers the op)
+from mmcompile.kernels.packed_attention import ops
 
 aten = torch.ops.aten
 
@@ -17,6 +18,11 @@ aten = torch.ops.aten
 def _unwrapped(formula: Callable[..., int]) -> Callable[..., int]:
     """The formula over shapes, which FlopCounterMode wraps itself."""
     return inspect.unwrap(formula)
+
+
+def _packet(op: Any) -> object:
+    """The overload packet under which dispatch sees a custom op."""
+    return op._opoverload.overloadpacket
 
 
 def _packed_forward(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, **_: object) -> int:
@@ -40,8 +46,8 @@ _packed_forward._get_raw = _packed_backward._get_raw = True  # type: ignore[attr
 _FORMULAS: dict[object, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _unwrapped(sdpa_flop),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _unwrapped(sdpa_backward_flop),
-    torch.ops.mmcompile.packed_attention: _packed_forward,
-    torch.ops.mmcompile.packed_attention_backward: _packed_backward,
+    _packet(ops.packed_attention): _packed_forward,
+    _packet(ops.packed_attention_backward): _packed_backward,
 }
 
 

@@ -42,7 +42,7 @@ KINDS = {
     "projector": ComponentKind.PROJECTOR,
     "language_model": ComponentKind.LANGUAGE_MODEL,
 }
-PARTS = ("encoder", "projector", "language_model", "adapter")
+PARTS: tuple[str, ...] = ("encoder", "projector", "language_model", "adapter")
 
 
 class Adapter(nn.Module):

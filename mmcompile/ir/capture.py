@@ -13,6 +13,8 @@ from mmcompile.errors import BatchError, CaptureError
 from mmcompile.ir.components import find_structure
 from mmcompile.ir.graph import Component, ModelGraph, ParameterSpec, Road, TensorSpec, dtype_name
 from mmcompile.ir.host import HostProgram
+from mmcompile.ir.inputs import with_positions
+from mmcompile.ir.sizes import Sizes, shape_of
 from mmcompile.ir.trace import Trace, export_step
 
 
@@ -22,24 +24,35 @@ class Capture:
 
     graph: ModelGraph
     host: HostProgram = field(repr=False)
+    sizes: Sizes = field(repr=False)
     reads: tuple[object, ...]
     """Values that Python read while the batch was captured."""
 
 
-def capture(model: nn.Module, batch: Mapping[str, Any], reference: Sequence[Component] | None = None) -> Capture:
+def capture(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    dynamic: Mapping[str, Any] | None = None,
+    reference: Sequence[Component] | None = None,
+) -> Capture:
     """Capture the training step of `model` on `batch`, with no knowledge of the model's code.
 
     Args:
         model: any module whose forward takes the batch by name and returns a loss; real or fake parameters.
         batch: input name -> tensor or plain value. At best two or more samples with real padding: sizes of 1 and absent
             padding are baked in (and guarded).
+        dynamic: a second batch of the same inputs: dims in which it differs are kept symbolic as far as the model's code lets
+            them be; where it does not, or symbolic capture fails, the graph holds for one size (a bucket) and says why.
         reference: components of an earlier capture of this model, whose layer order is then kept.
 
     Raises:
         BatchError: the model refused the batch (wrong number of image tokens, a missing input, no loss).
         CaptureError: no road worked; the message has one reason per road.
     """
-    trace = _trace(model, batch)
+    batch = with_positions(model, batch)
+    varying = differing_dims(batch, with_positions(model, dynamic)) if dynamic is not None else {}
+    trace, reasons = _trace(model, batch, varying)
     structure = find_structure(trace.module, reference)
     parameters, buffers = _parameters(model), tuple(name for name, _ in model.named_buffers())
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -48,14 +61,49 @@ def capture(model: nn.Module, batch: Mapping[str, Any], reference: Sequence[Comp
         module=trace.module,
         components=structure.components,
         edges=structure.edges,
-        inputs=tuple(_spec(node) for node in trace.module.graph.nodes if node.op == "placeholder"),
+        inputs=tuple(_spec(n) for n in trace.module.graph.nodes if n.op == "placeholder" and "size" not in n.meta),
         parameters=parameters,
         buffers=buffers,
         loss=trace.loss,
-        road=Road.BUCKET,
+        road=Road.SYMBOLIC if trace.sizes.dynamic() else Road.BUCKET,
+        reasons=(*reasons, *_fixed(varying, trace.sizes.dynamic())),
+        dynamic=trace.sizes.dynamic(),
+        hints={str(symbol): value for symbol, value in (trace.sizes.bind(tensors) or {}).items()},
         num_samples=num_samples(batch),
     )
-    return Capture(graph=graph, host=trace.host, reads=trace.host.run(tensors).reads)
+    bound = trace.sizes.bind(tensors) or {}
+    reads = trace.host.run({**tensors, **trace.sizes.size_inputs(bound)}).reads
+    return Capture(graph=graph, host=trace.host, sizes=trace.sizes, reads=reads)
+
+
+def differing_dims(batch: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Input name -> dims in which two batches of the same inputs differ.
+
+    Raises:
+        BatchError: an input is in one batch only, or has another rank.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        second = other.get(name)
+        if not isinstance(second, torch.Tensor) or second.dim() != value.dim():
+            got = f"shape {tuple(second.shape)}" if isinstance(second, torch.Tensor) else "nothing"
+            raise BatchError(f"the second batch has {got} for {name!r}, the first {tuple(value.shape)}; give both the same inputs")
+        dims = tuple(dim for dim in range(value.dim()) if value.shape[dim] != second.shape[dim])
+        if dims:
+            found[name] = dims
+    return found
+
+
+def _fixed(wanted: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """One line per input whose dims the model's code fixed."""
+    lines = []
+    for name, dims in wanted.items():
+        fixed = [dim for dim in dims if dim not in kept.get(name, ())]
+        if fixed:
+            lines.append(f"{name} dim {', '.join(map(str, fixed))}: fixed by the model's Python (or its size is 1 in the batch)")
+    return tuple(lines)
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
@@ -66,12 +114,21 @@ def num_samples(batch: Mapping[str, Any]) -> int:
     raise BatchError("the batch holds no tensor; pass input name -> tensor")
 
 
-def _trace(model: nn.Module, batch: Mapping[str, Any]) -> Trace:
+def _trace(
+    model: nn.Module, batch: Mapping[str, Any], varying: Mapping[str, tuple[int, ...]]
+) -> tuple[Trace, tuple[str, ...]]:
+    """The best trace that works, and why better ones did not."""
+    reasons: tuple[str, ...] = ()
+    if varying:
+        try:
+            return export_step(model, batch, varying), ()
+        except Exception as error:  # export raises whatever the model's own Python raises; the fixed road decides
+            reasons = (f"symbolic sizes: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",)
     try:
-        return export_step(model, batch)
+        return export_step(model, batch), reasons
     except (BatchError, CaptureError):
         raise
-    except Exception as error:  # export raises whatever the model's own Python raises
+    except Exception as error:  # as above
         raise _explained(model, batch, error) from error
 
 
@@ -113,5 +170,4 @@ def _parameters(model: nn.Module) -> tuple[ParameterSpec, ...]:
 
 
 def _spec(node: fx.Node) -> TensorSpec:
-    value = node.meta["val"]
-    return TensorSpec(name=str(node.target), shape=tuple(value.shape), dtype=dtype_name(value.dtype))
+    return TensorSpec(name=str(node.target), shape=shape_of(node), dtype=dtype_name(node.meta["val"].dtype))

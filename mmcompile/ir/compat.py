@@ -10,11 +10,24 @@ import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["FakeTensor", "FakeTensorMode", "fake_copy", "fake_mode_of", "patched_tolist", "real_execution", "transformers_eager_paths"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "fake_copy",
+    "fake_mode_of",
+    "patched_tolist",
+    "real_execution",
+    "shape_guards",
+    "shape_hint",
+    "size_expression",
+    "size_hint",
+    "transformers_eager_paths",
+]
 
 _TRACING_PREDICATES = ("is_tracing", "is_torchdynamo_exporting", "is_torchdynamo_compiling")
 
@@ -38,6 +51,27 @@ def fake_mode_of(module: torch.nn.Module) -> FakeTensorMode | None:
         if isinstance(parameter, FakeTensor):
             return parameter.fake_mode
     return None
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value of a size in the captured batch, without guarding on it."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def shape_hint(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor in the captured batch, without guarding on it."""
+    return tuple(size_hint(size) for size in tensor.shape)
+
+
+def size_expression(size: torch.SymInt) -> sympy.Expr:
+    """A symbolic size as an expression over size symbols, equalities already used."""
+    return size.node.shape_env.replace(size.node._expr)
+
+
+def shape_guards(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
+    """Everything a symbolic capture assumed of its size symbols."""
+    env = value.fake_mode.shape_env  # type: ignore[attr-defined]
+    return tuple(env.replace(guard.expr) for guard in env.guards)
 
 
 @contextlib.contextmanager

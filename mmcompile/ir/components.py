@@ -90,7 +90,8 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
 
 def _is_data(placeholder: fx.Node) -> bool:
     """Images and sounds are data; floats that the host computed from integers alone (interpolation weights) are not."""
-    return placeholder.meta["val"].is_floating_point() and not placeholder.meta.get("from_integers", False)
+    value = placeholder.meta["val"]
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and not placeholder.meta.get("from_integers", False)
 
 
 def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:

@@ -117,7 +117,7 @@ def _write_back(graph: fx.Graph, node: fx.Node, view: fx.Node, new: fx.Node) -> 
     elif view.target in _ALIASES:
         return new
     elif view.target in _RESHAPES:
-        written = graph.call_function(aten.reshape.default, (new, list(source.meta["val"].shape)))
+        written = graph.call_function(aten.reshape_as.default, (new, source))
     elif view.target in _TRANSPOSES:
         written = graph.call_function(view.target, (new, *view.args[1:]))
     else:

@@ -44,8 +44,8 @@ class HostProgram:
     values: tuple[str, ...]
     counts_tokens: bool
 
-    def run(self, batch: Mapping[str, torch.Tensor]) -> HostResult:
-        """Evaluate on a batch of the pattern's shapes; a few small integer ops, no gradients."""
+    def run(self, batch: Mapping[str, torch.Tensor | int]) -> HostResult:
+        """Evaluate on a batch (with its sizes) that the capture's shapes hold for; a few small ops, no gradients."""
         with torch.no_grad():
             results = self.module(*(batch[name] for name in self.inputs))
         reads = results[: self.num_reads]
@@ -57,12 +57,12 @@ class HostProgram:
         )
 
 
-def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor]) -> HostProgram:
+def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -> HostProgram:
     """Take value reads and dynamic-shape ops out of a captured graph; in `module` they become `host_*` inputs.
 
     Args:
         module: captured graph, functional, placeholders named as in `batch`; changed in place.
-        batch: the captured batch, real values.
+        batch: the captured batch, real values, and the sizes in it.
     """
     graph = module.graph
     known = _evaluate(module, batch)
@@ -79,7 +79,7 @@ def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor]
         with graph.inserting_after(last_placeholder):
             last_placeholder = graph.placeholder(names[node])
         last_placeholder.meta = {"val": known[node], "roots": roots[node]}
-        last_placeholder.meta["from_integers"] = not any(batch[name].is_floating_point() for name in roots[node])
+        last_placeholder.meta["from_integers"] = not any(_is_float(batch[name]) for name in roots[node])
         node.replace_all_uses_with(last_placeholder)
     for node in graph.nodes:
         if node.target is VALUE_READ:
@@ -91,6 +91,10 @@ def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor]
         values=tuple(names.values()),
         counts_tokens=bool(labels),
     )
+
+
+def _is_float(value: torch.Tensor | int) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _roots(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
@@ -116,7 +120,7 @@ def _has_dynamic_shape(node: fx.Node, known: Mapping[fx.Node, object]) -> bool:
     return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
 
 
-def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor]) -> dict[fx.Node, object]:
+def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -> dict[fx.Node, object]:
     """Real value of every node that depends on inputs, buffers and constants only, within the size limits."""
     known: dict[fx.Node, object] = {}
     for node in module.graph.nodes:

@@ -12,6 +12,7 @@ Limit: large float activations are never known, so a branch on one has no answer
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmcompile.ir.compat import FakeTensor, FakeTensorMode, fake_copy, patched_tolist, real_execution
+from mmcompile.ir.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_copy,
+    patched_tolist,
+    real_execution,
+    shape_hint,
+    size_hint,
+)
 from mmcompile.ir.nodes import VALUE_READ
 
 aten = torch.ops.aten
@@ -77,6 +86,7 @@ class KnownValues:
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run `func` for real on known values, on CPU."""
         real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, self.get, (tuple(args), dict(kwargs)))
+        real_args, real_kwargs = pytree.tree_map_only(torch.SymInt, size_hint, (real_args, real_kwargs))
         if real_kwargs.get("device") is not None:
             real_kwargs["device"] = "cpu"
         with real_execution():
@@ -109,7 +119,7 @@ class _KnownDispatch(TorchDispatchMode):
                 break
         if func is VALUE_READ:
             return None
-        symbolic = any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves)
+        symbolic = any(isinstance(leaf, (torch.SymFloat, torch.SymBool)) for leaf in leaves)
         random = torch.Tag.nondeterministic_seeded in func.tags
         all_known = not symbolic and not random and all(self.known.get(tensor) is not None for tensor in tensors)
         if all_known and tensors and self._needs_value(func, args):
@@ -148,7 +158,7 @@ class _KnownDispatch(TorchDispatchMode):
             return (args[0], indices), kwargs, None
         if func is aten.masked_select.default and (mask := known.get(args[1])) is not None:
             with real_execution():
-                count = int(mask.expand(torch.broadcast_shapes(tuple(args[0].shape), mask.shape)).sum())
+                count = int(mask.expand(torch.broadcast_shapes(shape_hint(args[0]), mask.shape)).sum())
             return args, kwargs, args[0].new_empty((count,))
         if func is aten.repeat_interleave.self_Tensor and (repeats := known.get(args[1])) is not None:
             with real_execution():
@@ -170,17 +180,18 @@ class _KnownDispatch(TorchDispatchMode):
             return
         reals = [leaf for leaf in pytree.tree_leaves(self.known.run(func, args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for fake, real in zip(outputs, reals, strict=True):
-            if tuple(fake.shape) == tuple(real.shape):
+            if shape_hint(fake) == tuple(real.shape):
                 self.known.learn(fake, real)
 
     def _worth_knowing(self, func: Any, out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-        if not all(isinstance(size, int) for size in out.shape) or out.numel() > MAX_KNOWN_INTEGERS:
+        num_elements = math.prod(shape_hint(out))
+        if num_elements > MAX_KNOWN_INTEGERS:
             return False
         if not inputs and any(word in func.name() for word in ("empty", "rand")):
             return False
         if out.is_floating_point() or out.is_complex():
             # Beyond the limit only copies of inputs stay known, so that tests like `(pixels == 0).all()` have an answer.
-            return out.numel() <= MAX_KNOWN_FLOATS or (bool(inputs) and (func.is_view or func in _COPIES))
+            return num_elements <= MAX_KNOWN_FLOATS or (bool(inputs) and (func.is_view or func in _COPIES))
         return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export import Dim
 
 from mmcompile.errors import BatchError, CaptureError
 from mmcompile.ir.compat import FakeTensor, fake_mode_of, transformers_eager_paths
@@ -18,8 +20,9 @@ from mmcompile.ir.functional import functionalize
 from mmcompile.ir.graph import LossInfo
 from mmcompile.ir.host import HostProgram, attribute, split_host_program
 from mmcompile.ir.known_values import KnownValues, known_values
-from mmcompile.ir.packed import packed_towers
 from mmcompile.ir.nodes import VALUE_READ, merge_features, token_loss
+from mmcompile.ir.packed import packed_towers
+from mmcompile.ir.sizes import Sizes, take_sizes
 
 aten = torch.ops.aten
 
@@ -42,6 +45,7 @@ class Trace:
     input_names: tuple[str, ...]
     """Batch tensors read, then host values."""
     host: HostProgram
+    sizes: Sizes = field(repr=False)
     loss: LossInfo
 
 
@@ -111,12 +115,15 @@ def _without_cache(model: nn.Module) -> Iterator[dict[str, Any]]:
             config.use_cache = True
 
 
-def export_step(model: nn.Module, batch: Mapping[str, Any]) -> Trace:
+def export_step(
+    model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, tuple[int, ...]] | None = None
+) -> Trace:
     """Capture `loss = model(**batch)` as one functional graph.
 
     Args:
         model: any module, with real or fake parameters; `requires_grad` flags and train/eval mode are taken as they are.
         batch: input name -> tensor (real values), or a plain Python value that is fixed.
+        dynamic: input name -> dims to keep symbolic; the model's code may still fix some of them.
 
     Raises:
         BatchError: the model itself refused the batch.
@@ -128,14 +135,17 @@ def export_step(model: nn.Module, batch: Mapping[str, Any]) -> Trace:
         wrapper = _LossOnly(model, tensors, {**options, **fixed})
         mode = fake_mode_of(model)
         inputs = {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
-        with packed_towers(model), mode or contextlib.nullcontext():
-            exported = torch.export.export(wrapper, (), dict(inputs), strict=False)
+        dims = {name: {dim: Dim.AUTO for dim in (dynamic or {}).get(name, ())} or None for name in tensors}
+        with packed_towers(model), _quiet_export(), mode or contextlib.nullcontext():
+            exported = torch.export.export(wrapper, (), dict(inputs), strict=False, dynamic_shapes=dims if dynamic else None)
     module = _rooted_at_model(exported.module(check_guards=False), model)
+    sizes = take_sizes(module.graph)
     functionalize(module.graph)
     _name_merges(module.graph)
     loss = _own_loss(module.graph)
     _drop_dead(module.graph, keep_reads=True)
-    host = split_host_program(module, tensors)
+    hints = {str(n.target): n.meta["val"] for n in module.graph.nodes if n.op == "placeholder" and "size" in n.meta}
+    host = split_host_program(module, {**tensors, **hints})
     _drop_dead(module.graph, keep_reads=False)
     for node in list(module.graph.nodes):
         if node.op == "placeholder" and not node.users:
@@ -143,7 +153,19 @@ def export_step(model: nn.Module, batch: Mapping[str, Any]) -> Trace:
     module.graph.lint()
     module.recompile()
     names = tuple(str(node.target) for node in module.graph.nodes if node.op == "placeholder")
-    return Trace(module=module, input_names=names, host=host, loss=loss)
+    return Trace(module=module, input_names=names, host=host, sizes=sizes, loss=loss)
+
+
+@contextlib.contextmanager
+def _quiet_export() -> Iterator[None]:
+    """Silence export's remarks on dims that the model fixes; we report those ourselves."""
+    logger = logging.getLogger("torch._export.non_strict_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModule:

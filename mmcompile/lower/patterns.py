@@ -1,7 +1,8 @@
 """`Patterns`: finds, for every batch, the stage programs that hold for it, and captures new ones when none does.
 
-A pattern holds for a batch with the same inputs, shapes and plain values if the host program reads the same values from it
-(image grids, whether the mask is all true). Everything else of the batch is free: token ids, pixels, where placeholders stand.
+A pattern holds for a batch with the same inputs if its shapes fit (sizes may vary where the capture is symbolic) and the host
+program reads the same values from it (image grids, whether the mask is all true). Everything else of the batch is free: token
+ids, pixels, where placeholders stand.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmcompile.errors import CaptureError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.host import HostResult
+from mmcompile.ir.inputs import with_positions
+from mmcompile.ir.sizes import Shape, evaluate
 from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch
 from mmcompile.lower.stages import lower
 from mmcompile.passes.gradient_flow import GradientFlow
@@ -30,6 +34,35 @@ class _Pattern:
     capture: Capture = field(repr=False)
     programs: PatternPrograms
     host_shapes: Mapping[str, tuple[int, ...]]
+    link_shapes: Mapping[str, Shape]
+
+    def match(self, tensors: Mapping[str, torch.Tensor]) -> PreparedMicrobatch | None:
+        """The batch prepared for this pattern, or None if it does not hold for it."""
+        bound = self.capture.sizes.bind(tensors)
+        if bound is None:
+            return None
+        sizes = self.capture.sizes.size_inputs(bound)
+        host = self.capture.host.run({**tensors, **sizes})
+        if host.reads != self.capture.reads or _shapes(host) != self.host_shapes:
+            return None
+        ports = [port for program in self.programs.programs.values() for port in program.inputs]
+        values = {**tensors, **host.values}
+        return PreparedMicrobatch(
+            programs=self.programs,
+            sizes={port.name: sizes[port.name] for port in ports if port.kind == "size"},
+            values={port.name: values[port.name] for port in ports if port.kind in ("root", "host")},
+            link_shapes={name: tuple(_number(size, bound) for size in shape) for name, shape in self.link_shapes.items()},
+            num_tokens=host.num_tokens,
+        )
+
+
+@dataclass(slots=True)
+class _Family:
+    """Patterns of batches with the same inputs."""
+
+    patterns: list[_Pattern] = field(default_factory=list)
+    example: Mapping[str, Any] | None = None
+    """The first batch: sizes in which a later one differs are worth keeping symbolic."""
 
 
 class Patterns:
@@ -39,18 +72,26 @@ class Patterns:
         model: what to capture; its parameters' values are not read.
         plan: where layers run.
         first: the capture the plan was made from; its layer order holds for all later ones.
-        on_capture: called with the number of patterns so far before a new capture, for progress output.
+        batch: what `first` was captured on.
+        on_capture: called before each capture with the number of captures so far, for progress output.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, first: Capture, on_capture: Callable[[int], None] | None = None
+        self,
+        model: nn.Module,
+        plan: Plan,
+        first: Capture,
+        batch: Mapping[str, Any],
+        on_capture: Callable[[int], None] | None = None,
     ) -> None:
         self._model = model
         self._plan = plan
         self._components = first.graph.components
-        self._known: dict[Key, list[_Pattern]] = {}
+        self._families: dict[Key, _Family] = {}
         self._on_capture = on_capture
-        self.num_captures = 0
+        self.num_captures = 1
+        batch = with_positions(model, batch)
+        self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], example=batch)
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter and buffer of the model under every name it has."""
@@ -64,31 +105,51 @@ class Patterns:
             BatchError: the model refuses the batch.
             CaptureError: the model cannot be captured on it.
         """
+        batch = with_positions(self._model, batch)
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        candidates = self._known.setdefault(_key(batch), [])
-        for pattern in candidates:
-            host = pattern.capture.host.run(tensors)
-            if host.reads == pattern.capture.reads and _shapes(host) == pattern.host_shapes:
-                return _prepared(pattern, tensors, host)
-        pattern = self._capture(batch)
-        host = pattern.capture.host.run(tensors)
-        pattern = _Pattern(capture=pattern.capture, programs=pattern.programs, host_shapes=_shapes(host))
-        candidates.append(pattern)
-        return _prepared(pattern, tensors, host)
+        family = self._families.setdefault(_key(batch), _Family())
+        for pattern in family.patterns:
+            prepared = pattern.match(tensors)
+            if prepared is not None:
+                return prepared
+        pattern = self._capture(batch, family)
+        prepared = pattern.match(tensors)
+        if prepared is None:
+            raise CaptureError("a graph does not hold for the batch it was captured on; please report the model and the batch")
+        family.patterns.append(pattern)
+        return prepared
 
-    def _capture(self, batch: Mapping[str, Any]) -> _Pattern:
+    def _capture(self, batch: Mapping[str, Any], family: _Family) -> _Pattern:
         if self._on_capture is not None:
             self._on_capture(self.num_captures)
-        captured = capture(self._model, batch, reference=self._components)
+        captured = capture(self._model, batch, dynamic=family.example, reference=self._components)
+        if family.example is None:
+            family.example = batch
         Pipeline(passes=(GradientFlow(),)).run(captured.graph)
         self.num_captures += 1
-        return _Pattern(capture=captured, programs=lower(captured, self._plan), host_shapes={})
+        return self._lowered(captured, batch)
+
+    def _lowered(self, captured: Capture, batch: Mapping[str, Any]) -> _Pattern:
+        programs = lower(captured, self._plan)
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        sizes = captured.sizes.size_inputs(captured.sizes.bind(tensors) or {})
+        links = {p.name for program in programs.programs.values() for p in program.inputs if p.kind == "link"}
+        return _Pattern(
+            capture=captured,
+            programs=programs,
+            host_shapes=_shapes(captured.host.run({**tensors, **sizes})),
+            link_shapes={
+                node.name: node.meta.get("symbolic_shape") or tuple(node.meta["val"].shape)
+                for node in captured.graph.module.graph.nodes
+                if node.name in links
+            },
+        )
 
 
 def _key(batch: Mapping[str, Any]) -> Key:
-    """What must be equal before values are compared: inputs, shapes, dtypes, plain values."""
+    """What must be equal before sizes and values are compared: inputs, ranks, dtypes, plain values."""
     return tuple(
-        (name, tuple(value.shape), dtype_name(value.dtype)) if isinstance(value, torch.Tensor) else (name, repr(value))
+        (name, value.dim(), dtype_name(value.dtype)) if isinstance(value, torch.Tensor) else (name, repr(value))
         for name, value in sorted(batch.items())
     )
 
@@ -97,13 +158,7 @@ def _shapes(host: HostResult) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in host.values.items()}
 
 
-def _prepared(pattern: _Pattern, tensors: Mapping[str, torch.Tensor], host: HostResult) -> PreparedMicrobatch:
-    ports = [port for program in pattern.programs.programs.values() for port in (*program.inputs, *program.outputs)]
-    values = {**tensors, **host.values}
-    return PreparedMicrobatch(
-        programs=pattern.programs,
-        sizes={},
-        values={port.name: values[port.name] for port in ports if port.kind in ("root", "host")},
-        link_shapes={port.name: tuple(int(size) for size in port.shape) for port in ports if port.kind == "link" and port.peers},
-        num_tokens=host.num_tokens,
-    )
+def _number(size: object, bound: Mapping[Any, int]) -> int:
+    number = evaluate(size, bound)  # type: ignore[arg-type]
+    assert number is not None
+    return number

@@ -12,6 +12,7 @@ from mmcompile.ir.capture import Capture
 from mmcompile.ir.compat import FakeTensor
 from mmcompile.ir.graph import ModelGraph, ParameterSpec, TensorSpec, dtype_name
 from mmcompile.ir.host import attribute
+from mmcompile.ir.sizes import shape_of
 from mmcompile.lower.cut import Cut, StageCut, cut
 from mmcompile.lower.program import PatternPrograms, Port, StageProgram
 from mmcompile.lower.source import stage_source
@@ -43,7 +44,7 @@ def links(graph: ModelGraph, plan: Plan) -> tuple[Link, ...]:
                     source=name,
                     target=target,
                     tensors=tuple(
-                        TensorSpec(name=n.name, shape=tuple(n.meta["val"].shape), dtype=dtype_name(n.meta["val"].dtype)) for n in nodes
+                        TensorSpec(name=n.name, shape=shape_of(n), dtype=dtype_name(n.meta["val"].dtype)) for n in nodes
                     ),
                     gradient=tuple(n.name for n in nodes if n in parts.needs_gradient),
                     num_bytes=sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in nodes),
@@ -85,18 +86,18 @@ def _notes(stage: object, parameters: tuple[ParameterSpec, ...]) -> str:
 
 
 def _root_port(node: fx.Node) -> Port:
-    value = node.meta["val"]
+    if "size" in node.meta:
+        return Port(name=node.name, kind="size", shape=(), dtype="int64", expression=node.meta["size"])
     kind = "host" if "roots" in node.meta else "root"
-    return Port(name=node.name, kind=kind, shape=tuple(value.shape), dtype=dtype_name(value.dtype))
+    return Port(name=node.name, kind=kind, shape=shape_of(node), dtype=dtype_name(node.meta["val"].dtype))
 
 
 def _link_port(node: fx.Node, parts: Cut, peers: tuple[str, ...]) -> Port:
-    value = node.meta["val"]
     return Port(
         name=node.name,
         kind="link",
-        shape=tuple(value.shape),
-        dtype=dtype_name(value.dtype),
+        shape=shape_of(node),
+        dtype=dtype_name(node.meta["val"].dtype),
         gradient=node in parts.needs_gradient,
         peers=peers,
     )

@@ -190,7 +190,7 @@ class Plan:
         """
         try:
             raw = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise PlanError(f"{where} is no plan: {error}; {_REMAKE}") from None
         version = raw.get("version") if isinstance(raw, dict) else None
         if version != PLAN_VERSION:
@@ -203,6 +203,8 @@ class Plan:
             raise PlanError(
                 f"{where} has an unknown field {path}; remove it, or read it with the mmcompile that wrote it"
             )
+        if not plan.stages:
+            raise PlanError(f"{where} is no plan: it has no stages; {_REMAKE}")
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -31,7 +31,7 @@ from mmcompile.plan.plan import Fingerprint, Plan, Prediction, Rejected
 MAX_LISTED = 4000
 """Allocations of one chain set up to which all are considered."""
 TOLERANCE = 0.005
-"""A plan must promise to be this much faster to be worth simulating: less is below what costs can tell."""
+"""Times closer than this are equal, for costs cannot tell them apart: the simpler plan wins."""
 MAX_REJECTED = 5
 
 
@@ -76,6 +76,11 @@ def search(
     if best is None:
         raise PlanError(_no_plan(run, sets))
     return _plan(run, best, fingerprint)
+
+
+def _simplest(judged: _Judged) -> tuple[int, int, float]:
+    """Order of plans that take the same time: fewer devices, then fewer stages, then the faster."""
+    return judged.candidate.num_ranks, len(judged.candidate.ranges), judged.iteration_s
 
 
 def _budget(cluster: Cluster, num_devices: int | None) -> int:
@@ -125,7 +130,7 @@ class _Search:
     budget: int
     listed: bool = True
     """False if some chain set has too many allocations to list."""
-    simulated: list[tuple[float, _Allocation]] = field(default_factory=list)
+    simulated: list[_Judged] = field(default_factory=list)
     bounded: list[tuple[float, _Allocation]] = field(default_factory=list)
     too_big: list[_Allocation] = field(default_factory=list)
 
@@ -136,8 +141,8 @@ class _Search:
             for number, allocation in enumerate(self._allocations(sets, stages))
         ]
         heapify(queue)
-        best: _Judged | None = None
-        while queue and (best is None or queue[0][0][0] < best.iteration_s * (1 - TOLERANCE)):
+        fastest_s = float("inf")
+        while queue and queue[0][0][0] < fastest_s * (1 - TOLERANCE / 2):
             (_, num_ranks, number), allocation, candidate = heappop(queue)
             if candidate is None:
                 refined = self._draft(allocation)
@@ -146,11 +151,11 @@ class _Search:
                     heappush(queue, ((bound_s, num_ranks, number), allocation, refined))
                 continue
             judged = self._judge(allocation, candidate)
-            self.simulated.append((judged.iteration_s, allocation))
-            if best is None or judged.iteration_s < best.iteration_s:
-                best = judged
+            self.simulated.append(judged)
+            fastest_s = min(fastest_s, judged.iteration_s)
         self.bounded = [(bound_s, allocation) for (bound_s, _, _), allocation, _ in queue]
-        return best
+        close = (judged for judged in self.simulated if judged.iteration_s <= fastest_s * (1 + TOLERANCE / 2))
+        return min(close, key=_simplest, default=None)
 
     def _allocations(self, sets: Sequence[ChainSet], stages: Mapping[str, int]) -> list[_Allocation]:
         found: list[_Allocation] = []
@@ -338,7 +343,7 @@ def _notes(run: _Search, best: _Judged) -> Iterator[Rejected]:
 
 def _rejected(run: _Search, best: _Judged) -> list[Rejected]:
     """The closest losers, the closest of each other projector placement first."""
-    losers = [(seconds, allocation, True) for seconds, allocation in run.simulated if allocation is not best.allocation]
+    losers = [(judged.iteration_s, judged.allocation, True) for judged in run.simulated if judged is not best]
     losers += [(seconds, allocation, False) for seconds, allocation in run.bounded]
     losers.sort(key=lambda loser: loser[0])
     placements = {best.allocation.splitter.chains.placement}
@@ -360,6 +365,8 @@ def _rejected(run: _Search, best: _Judged) -> list[Rejected]:
 def _slower(seconds: float, best_s: float, known: bool) -> str:
     if not known:
         return f"cannot take less than {seconds * 1e3:.4g} ms"
+    if seconds < best_s * (1 + TOLERANCE):
+        return f"takes {seconds * 1e3:.4g} ms, which is no faster to {TOLERANCE:.1%}"
     return f"takes {seconds * 1e3:.4g} ms, {100 * (seconds / best_s - 1):.1f}% more"
 
 

@@ -103,13 +103,12 @@ def _shared(values: Sequence[SharedValue]) -> Iterator[str]:
         (
             value.name,
             value.choice,
-            f"recompute {value.recompute_s * 1e6:.3g} us",
-            f"send {value.send_s * 1e6:.3g} us",
+            f"{value.recompute_s * 1e6:.3g} us to compute, {value.send_s * 1e6:.3g} us to send",
             f"for {_names(value.stages)}",
         )
         for value in values[:_MAX_ROWS]
     ]
-    yield from _columns(rows, left={0, 1, 4})
+    yield from _columns(rows, left={0, 1, 2, 3})
     yield from _more(len(values) - _MAX_ROWS, "shared values")
 
 

@@ -45,17 +45,19 @@ def draw_timeline(path: str | os.PathLike[str], measured: Sequence[Event], predi
 
     ranks = {name: sorted({event.rank for event in events}) for name, events in groups.items()}
     lengths = [length_s(events) for events in groups.values()]
+    one_axis = max(lengths) <= _COMPARABLE * min(lengths)
     figure = Figure(figsize=(14, 1.4 + sum(0.9 + 0.45 * len(rows) for rows in ranks.values())), layout="constrained")
     axes = figure.subplots(
         len(groups),
-        sharex=max(lengths) <= _COMPARABLE * min(lengths),
+        sharex=one_axis,
         squeeze=False,
         height_ratios=[1 + len(rows) for rows in ranks.values()],
     )[:, 0]
-    palette = colours(sorted({event.stage for events in groups.values() for event in events}))
+    palette = colours(event.stage for events in groups.values() for event in sorted(events, key=lambda e: e.start_s))
     for axis, (name, events) in zip(axes, groups.items(), strict=True):
         _draw_rows(axis, events, ranks[name], palette)
-        axis.set_title(f"{name}: {length_s(events) * 1e3:.4g} ms, {idle_share(events):.0%} idle", loc="left")
+        title = f"{name}: {length_s(events) * 1e3:.4g} ms, {idle_share(events):.0%} idle"
+        axis.set_title(title if one_axis else f"{title} (time axis of its own)", loc="left")
     axes[-1].set_xlabel("ms")
     _legend(axes[0], groups.values(), palette)
     picture = io.BytesIO()

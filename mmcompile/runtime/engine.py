@@ -203,8 +203,9 @@ class Engine:
         leader = self._leader
         weights, state = self._session.call(functools.partial(_weights_and_state, leader))
         trainer = TrainerState(step=self._num_steps, optimizer=self._setup.optimizer, hyper=leader.rank.optimizer.hyper)
-        content = Checkpoint(trainer=trainer, weights=weights, optimizer=state)
-        checkpoint.write(Path(folder), content, self._model, self._complete(weights))
+        complete = self._complete(weights)
+        content = Checkpoint(trainer=trainer, weights=self._trainable(complete), optimizer=state)
+        checkpoint.write(Path(folder), content, self._model, complete)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint: weights (the user's model gets them too), optimizer, step count, learning rate.
@@ -259,10 +260,10 @@ class Engine:
     def _follow_step(self, start: float) -> StepMetrics:
         """Other ranks: take part in rank 0's step."""
         self._take_part("step")
-        self._num_steps += 1
-        last = self._side.rank.last
-        assert last is not None, "a step was followed, but left no totals"
-        return self._metrics(*last, start)
+        assert self._side.rank.last is not None, "a step was followed, but left no totals"
+        plan, totals = self._side.rank.last
+        self._num_steps = plan.step
+        return self._metrics(totals, plan.num_samples, start)
 
     def _metrics(self, totals: Tensor, num_samples: int, start: float) -> StepMetrics:
         return StepMetrics(
@@ -310,6 +311,14 @@ class Engine:
         kept = self._source.parameters() if self._model is None else self._model.state_dict()
         aliases = self._leader.aliases
         return {name: weights.get(aliases.get(name, name), tensor).detach().cpu() for name, tensor in kept.items()}
+
+    def _trainable(self, complete: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters that train, each under one name; also those no step has reached yet."""
+        names: dict[int, str] = {}
+        for name, tensor in self._source.parameters().items():
+            if tensor.requires_grad:
+                names.setdefault(id(tensor), name)
+        return {name: complete[name] for name in names.values()}
 
     @torch.no_grad()
     def _put(self, weights: Mapping[str, Tensor]) -> None:

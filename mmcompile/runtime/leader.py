@@ -93,11 +93,11 @@ class Leader:
         return {**self._waiting, **self._gather("optimizer", self._trainable & self._holders.keys())}
 
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Give every holder its weights and optimizer state; state of parameters not held yet waits for its rank."""
+        """Give every holder its trainable weights and optimizer state; state of parameters not held yet waits for its rank."""
         self._waiting = {path: t for path, t in state.items() if _parameter_of(path) not in self._holders}
         announce(self._groups, Load())
         for rank in range(self._groups.world_size):
-            held = {name for name, ranks in self._holders.items() if rank in ranks}
+            held = {name for name, ranks in self._holders.items() if rank in ranks and name in self._trainable}
             tensors = {f"value/{name}": weights[name] for name in held}
             tensors |= {f"state/{path}": t for path, t in state.items() if _parameter_of(path) in held}
             if rank == 0:

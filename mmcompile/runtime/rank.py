@@ -43,8 +43,8 @@ class Rank:
         self._tied: Mapping[str, tuple[int, ...]] = {}
         self._schedules: dict[tuple[Flow, ...], Schedule] = {}
         self._events: list[Event] = []
-        self.last: tuple[Tensor, int] | None = None
-        """What the last step returned, and its number of samples."""
+        self.last: tuple[StepPlan, Tensor] | None = None
+        """The last step, and what it returned."""
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ class Rank:
         if self._setup.clip_norm is not None:
             gradients.scale(trainable.values(), math.sqrt(float(totals[2])), self._setup.clip_norm)
         self.optimizer.step()
-        self.last = totals, plan.num_samples
+        self.last = plan, totals
         return totals
 
     def events(self) -> list[Event]:

@@ -45,7 +45,7 @@ def test_loss_and_every_gradient_equal_eager(name: str) -> None:
 def test_one_graph_serves_other_values(name: str) -> None:
     family, model, captured = _captured(name)
     batch = family.draw(family.first, seed=7)
-    assert holds_for(captured, batch)
+    assert holds_for(model, captured, batch)
     _assert_equals_eager(model, captured, batch)
 
 
@@ -53,7 +53,7 @@ def test_a_model_whose_python_reads_every_token_is_captured_for_every_batch() ->
     """Limit: Qwen2.5-Omni walks through the token ids as a Python list, and the graph holds for equal reads only."""
     family, model, captured = _captured(READS_EVERY_TOKEN)
     batch = family.draw(family.first, seed=7)
-    assert not holds_for(captured, batch)
+    assert not holds_for(model, captured, batch)
     _assert_equals_eager(model, capture(model, batch, reference=captured.graph.components), batch)
 
 
@@ -85,8 +85,8 @@ def test_padding_is_noticed_where_the_model_skips_an_all_true_mask(name: str, ho
     for side in ("right", "left"):
         batch = family.padded_batch(side)
         if side == "right":
-            assert holds_for(captured, batch) is holds
-        if not holds_for(captured, batch):
+            assert holds_for(model, captured, batch) is holds
+        if not holds_for(model, captured, batch):
             captured = capture(model, batch, reference=captured.graph.components)
         _assert_equals_eager(model, captured, batch)
 
@@ -124,9 +124,9 @@ def test_a_branch_on_integers_is_taken_as_eager_takes_it_and_guarded() -> None:
     with_three, without, also_with = _ids(1, 2, 3, 4), _ids(1, 2, 5, 4), _ids(3, 7, 7, 7)
     captured = capture(model, with_three)
     _assert_equals_eager(model, captured, with_three)
-    assert holds_for(captured, also_with)
+    assert holds_for(model, captured, also_with)
     _assert_equals_eager(model, captured, also_with)
-    assert not holds_for(captured, without)
+    assert not holds_for(model, captured, without)
     _assert_equals_eager(model, capture(model, without), without)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from mmcompile.ir.capture import Capture
+from mmcompile.ir.inputs import with_positions
 from torch import Tensor, nn
 
 NEGLIGIBLE = 1e-3
@@ -58,10 +59,15 @@ def eager_outcome(model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
 
 
 def graph_outcome(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> Outcome:
-    """One forward and backward of the captured graph, whose parameters are the model's own tensors."""
+    """One forward and backward of the captured graph, whose parameters are the model's own tensors.
+
+    Raises:
+        ValueError: the graph does not hold for the batch.
+    """
+    inputs = _inputs(model, captured, batch)
+    if inputs is None:
+        raise ValueError("the graph does not hold for this batch")
     model.zero_grad()
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    inputs = {**tensors, **captured.host.run(tensors).values}
     module = captured.graph.module
     names = [str(node.target) for node in module.graph.nodes if node.op == "placeholder"]
     results = module(*(inputs[name] for name in names))
@@ -70,10 +76,21 @@ def graph_outcome(model: nn.Module, captured: Capture, batch: Mapping[str, Any])
     return _outcome(model, loss)
 
 
-def holds_for(captured: Capture, batch: Mapping[str, Any]) -> bool:
-    """True if Python would read the same values from `batch` (of the captured shapes) as it did during capture."""
+def holds_for(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> bool:
+    """True if the graph may run `batch`: its sizes fit, and Python would read the values from it that capture read."""
+    return _inputs(model, captured, batch) is not None
+
+
+def _inputs(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> dict[str, Tensor | int] | None:
+    """Everything the graph takes, by name; None if it does not hold for the batch."""
+    batch = with_positions(model, batch)
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    return captured.host.run(tensors).reads == captured.reads
+    bound = captured.sizes.bind(tensors)
+    if bound is None:
+        return None
+    known = {**tensors, **captured.sizes.size_inputs(bound)}
+    host = captured.host.run(known)
+    return {**known, **host.values} if host.reads == captured.reads else None
 
 
 def difference(got: Outcome, wanted: Outcome) -> Difference:

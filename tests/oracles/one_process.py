@@ -81,7 +81,8 @@ def accumulate(model: nn.Module, samples: Sequence[Sample], num_microbatches: in
     total = 0.0
     for batch in batches:
         loss_sum = token_loss_sum(model(**batch)["logits"], batch["labels"])
-        (loss_sum / count).backward()
+        if loss_sum.requires_grad:  # not where everything that trains sits behind media this microbatch lacks
+            (loss_sum / count).backward()
         total += float(loss_sum.detach())
     return total / count, count
 

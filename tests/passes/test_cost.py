@@ -13,6 +13,7 @@ from torch import nn
 
 from mmcompile.costmodel.compute import LayerCost
 from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.kernels.packed_attention.ops import packed_attention
 from mmcompile.passes.cost import Cost, CostTable
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
@@ -103,6 +104,24 @@ def test_groups_of_a_convolution_do_not_mix_in_the_weight_gradient() -> None:
     total = cost_of(build_graph(model, {"x": torch.randn(1)}, ONE_LAYER)).total()
     assert total.forward_flops == 2 * (2 * 4 * 9 * 3)
     assert total.input_grad_flops + total.weight_grad_flops == 2 * total.forward_flops
+
+
+@pytest.mark.parametrize(("constant", "squares"), [(True, 1 + 4 + 25), (False, 9 + 9 + 4)])
+def test_packed_attention_pays_for_each_segment(constant: bool, squares: int) -> None:
+    # Eight tokens in segments of 1, 2 and 5; where only their number is known, 3, 3 and 2 are assumed.
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.Parameter(torch.randn(1, 2, 8, 4))
+            self.bounds = nn.Buffer(torch.tensor([0, 1, 3, 8], dtype=torch.int32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            bounds = self.bounds if constant else self.bounds + x.int().sum() * 0
+            return packed_attention(self.heads, self.heads, self.heads, bounds, 0.5).sum()
+
+    cost = cost_of(build_graph(Packed(), {"x": torch.randn(1)}, ONE_LAYER)).total()
+    product = 2 * 2 * 4 * squares
+    assert flops(cost) == (2 * product, 5 * product)
 
 
 def test_a_no_grad_region_costs_its_forward_only() -> None:

@@ -13,6 +13,7 @@ from hand_graph import with_flags
 from zoo import FAMILIES
 
 from mmcompile.ir.capture import capture
+from mmcompile.ir.inputs import with_positions
 from mmcompile.passes.cost import Cost
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
@@ -27,6 +28,7 @@ def test_flops_and_saved_bytes_equal_the_graphs_own(name: str) -> None:
     family = FAMILIES[name]
     model, batch = family.build(), family.batch()
     captured = capture(model, batch)
+    batch = with_positions(model, batch)
     graph, cost = captured.graph, Cost()
     tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
     values = {**tensors, **captured.host.run(tensors).values}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def node(graph: ModelGraph, name: str) -> fx.Node:
 
 
 def insert(
-    graph: ModelGraph, after: str, target: Callable[..., object], args: tuple[object, ...], *, shared: bool
+    graph: ModelGraph, after: str, target: Callable[..., object], args: tuple[Any, ...], *, shared: bool
 ) -> None:
     """A new call after node `after`, annotated like it."""
     before = node(graph, after)

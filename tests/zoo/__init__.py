@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zoo import audio, contrastive, encoder_decoder, hand_written, llava_like, qwen_like, tiled
 from zoo.family import Batch, Draw, Family, Size, pad_last_row
-from zoo.samples import MIXED_MEDIA, PARITY_FAMILIES, samples
+from zoo.samples import PARITY_FAMILIES, samples
 
 _TRANSFORMERS = (llava_like, qwen_like, tiled, encoder_decoder, audio, contrastive)
 
@@ -23,7 +23,6 @@ __all__ = [
     "ALL",
     "FAMILIES",
     "HAND_WRITTEN",
-    "MIXED_MEDIA",
     "PARITY_FAMILIES",
     "Batch",
     "Draw",

@@ -73,6 +73,8 @@ class Family:
     """Differs from `first` in samples, text length and number of media."""
     text_only: bool = False
     """`inputs` accepts a `Size` without media."""
+    aligned_media: bool = False
+    """Images have a sample dim, so samples with and without images cannot be in one batch."""
 
     def build(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
         """The model with random weights, in training mode, without dropout."""

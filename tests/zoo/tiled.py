@@ -128,6 +128,7 @@ def _idefics(name: str, class_name: str, make: Callable[[], PretrainedConfig], t
         first=Size(samples=2, length=40, media=2),
         second=Size(samples=3, length=60, media=3),
         text_only=True,
+        aligned_media=True,
     )
 
 
@@ -288,6 +289,7 @@ FAMILIES = (
         first=Size(samples=2, length=24, media=1),
         second=Size(samples=3, length=40, media=2),
         text_only=True,
+        aligned_media=True,
     ),
     Family(
         name="llama4",

@@ -1,0 +1,40 @@
+"""What commands say and where: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+ERRORS = Console(stderr=True, highlight=False)
+
+
+def print_text(text: str) -> None:
+    """A result for people: never wrapped, so that tables survive a narrow terminal or a pipe."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def print_json(value: Any) -> None:
+    """A result for programs: one object."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A spinner on a terminal while something takes seconds."""
+    with ERRORS.status(what):
+        yield
+
+
+def silence_libraries() -> None:
+    """Keep other people's progress bars and advice out of our output."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    warnings.simplefilter("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,0 +1,26 @@
+"""`mmcompile show`: what does a plan file say?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmcompile.cli.console import print_json, print_text
+from mmcompile.cli.options import JsonOption
+from mmcompile.plan.plan import Plan
+from mmcompile.report.stage_graph import stage_graph_text
+from mmcompile.report.summary import plan_summary
+
+
+def show(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)],
+    json: JsonOption = False,
+) -> None:
+    """Print a plan: its table, and the graph of its stages."""
+    loaded = Plan.load(plan)
+    if json:
+        print_json(plan_summary(loaded))
+    else:
+        print_text(f"{loaded}\n\n{stage_graph_text(loaded)}")

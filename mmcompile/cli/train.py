@@ -1,0 +1,163 @@
+"""`mmcompile train`: train a model as a pipeline of processes on this machine, or on the ranks of torchrun."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from mmcompile import api
+from mmcompile.cli.console import ERRORS, busy, print_json, print_text
+from mmcompile.cli.data import DATA_HELP, epochs, load_samples, richest
+from mmcompile.cli.model import Weights, load_model
+from mmcompile.cli.options import (
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    Projector,
+    ProjectorOption,
+    StagesOption,
+    TrainOption,
+    parse_stages,
+)
+from mmcompile.cli.planning import Subject, make_plan, refuse_with_plan, set_trainable, torch_dtype_of
+from mmcompile.errors import ConfigError
+from mmcompile.files import write_atomic
+from mmcompile.plan.plan import Plan
+from mmcompile.report.run_folder import PLAN, write_events, write_programs
+from mmcompile.runtime.engine import Engine, StepMetrics
+from mmcompile.step.collate import Sample, collate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Result:
+    steps: int
+    loss: float
+    tokens: int
+    samples: int
+    seconds: float
+
+
+def train(
+    model: ModelArgument,
+    data: Annotated[str, typer.Option(help=DATA_HELP, show_default=False)],
+    plan: Annotated[Path | None, typer.Option(help="Train by this plan instead of making one.", show_default=False)] = None,
+    train: TrainOption = None,
+    stages: StagesOption = None,
+    projector: ProjectorOption = Projector.SEARCH,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches of a step.", show_default="the plan's, else 4")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 16,
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 1e-4,
+    clip_norm: Annotated[float | None, typer.Option(min=0.0, help="Largest global gradient norm.", show_default="no clipping")] = None,
+    seed: Annotated[int, typer.Option(help="Of the order of samples, and of random weights.")] = 0,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights, not stored ones.")] = False,
+    dtype: DtypeOption = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Run stages through torch.compile.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Run folder: plan, stage sources, measured events.", show_default=False)] = None,
+    save: Annotated[Path | None, typer.Option(help="Checkpoint folder to write at the end.", show_default=False)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Train MODEL on DATA, one process a stage, with AdamW."""
+    counts = parse_stages(stages)
+    if plan is not None:
+        refuse_with_plan(stages=counts, microbatches=microbatches)
+    samples = load_samples(data)
+    torch.manual_seed(seed)
+    with busy(f"loading {model}"):
+        loaded = load_model(model, Weights.RANDOM if random_weights else Weights.STORED, torch_dtype_of(dtype))
+        set_trainable(loaded.model, train)
+    made, batch = _planned(loaded.model, samples, batch_size, plan, microbatches, counts, projector)
+    if out is not None:
+        write_atomic(out / PLAN, made.to_json())
+        write_programs(out, api.stage_programs(loaded.model, batch, made))
+    optimizer = functools.partial(torch.optim.AdamW, lr=lr)
+    options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "compile": compile, "pad": _padding(loaded.model)}
+    with api.parallelize(loaded.model, batch, made, **options) as engine:
+        result = _run(engine, samples, steps, batch_size, seed, traced=out is not None)
+        if out is not None:
+            write_events(out, engine.trace())
+        if save is not None:
+            engine.save(save)
+    _report(result, out, save, json)
+
+
+def _planned(
+    model: nn.Module,
+    samples: Sequence[Sample],
+    batch_size: int,
+    path: Path | None,
+    microbatches: int | None,
+    stages: dict[str, int] | None,
+    projector: Projector,
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan, and the microbatch it is for."""
+    stored = None if path is None else Plan.load(path)
+    count = stored.num_microbatches if stored is not None else microbatches or api.DEFAULT_MICROBATCHES
+    if batch_size < count:
+        raise ConfigError(f"--batch-size {batch_size} is less than the {count} microbatches of a step; raise it, or plan for fewer")
+    batch = collate(richest(samples, -(-batch_size // count)), _padding(model))
+    if stored is not None:
+        return stored, batch
+    return make_plan(Subject(model=model, batch=batch), "local", count, stages, projector), batch
+
+
+def _padding(model: nn.Module) -> dict[str, int | float] | None:
+    """What fills short texts, where the model's config says so."""
+    config = getattr(model, "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        token = getattr(part, "pad_token_id", None)
+        if isinstance(token, int) and token >= 0:
+            return {"input_ids": token}
+    return None
+
+
+def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int, seed: int, *, traced: bool) -> _Result:
+    columns = (
+        TextColumn("step"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    done: list[StepMetrics] = []
+    with Progress(*columns, console=ERRORS) as progress:
+        task = progress.add_task("step", total=steps, loss=float("nan"), rate="")
+        for step, chosen in zip(range(steps), epochs(samples, batch_size, seed), strict=False):
+            metrics = engine.step(chosen, trace=traced and step == steps - 1)
+            done.append(metrics)
+            progress.update(task, advance=1, loss=metrics.loss, rate=_rate(metrics))
+    return _Result(
+        steps=steps,
+        loss=done[-1].loss,
+        tokens=sum(metrics.num_tokens for metrics in done),
+        samples=sum(metrics.num_samples for metrics in done),
+        seconds=sum(metrics.seconds for metrics in done),
+    )
+
+
+def _rate(metrics: StepMetrics) -> str:
+    """Tokens with a label a second; samples where the model does not say."""
+    if metrics.num_tokens:
+        return f"{metrics.num_tokens / metrics.seconds:,.0f} tokens/s"
+    return f"{metrics.num_samples / metrics.seconds:,.0f} samples/s"
+
+
+def _report(result: _Result, out: Path | None, save: Path | None, json: bool) -> None:
+    if json:
+        folders = {"out": None if out is None else str(out), "checkpoint": None if save is None else str(save)}
+        figures = {name: getattr(result, name) for name in ("steps", "loss", "tokens", "samples", "seconds")}
+        print_json(figures | folders)
+        return
+    print_text(f"{result.steps} steps, {result.samples} samples in {result.seconds:.1f} s; last loss {result.loss:.4f}")
+    if out is not None:
+        print_text(f"run folder {out}; `mmcompile trace {out}` draws its last step")
+    if save is not None:
+        print_text(f"checkpoint {save}")

@@ -1,0 +1,159 @@
+"""Example batches for models that are only a configuration, made from the conventions of their forward signature and config."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmcompile.errors import ConfigError
+from mmcompile.ir.compat import fake_mode_of, shape_hint
+
+DEFAULT_TEXT_TOKENS = 1024
+DEFAULT_IMAGE_SIZE = 448
+IGNORE = -100
+
+
+def example_batch(
+    model: nn.Module,
+    *,
+    batch_size: int = 2,
+    text_tokens: int = DEFAULT_TEXT_TOKENS,
+    images: int = 1,
+    image_size: int = DEFAULT_IMAGE_SIZE,
+    audios: int = 1,
+) -> dict[str, torch.Tensor]:
+    """A batch of random tokens with images and sounds where the model takes them, labels on the text.
+
+    Args:
+        model: a Hugging Face model, real or a skeleton.
+        batch_size: samples.
+        text_tokens: text tokens per sample, before image and audio placeholders.
+        images: per sample, for models with `pixel_values`.
+        image_size: height and width in pixels, for models that take any size.
+        audios: per sample, for models with `input_features`.
+
+    Raises:
+        ConfigError: the model takes inputs that have no common convention (tiles, crops); pass a batch of your own.
+    """
+    config = model.config
+    takes = inspect.signature(model.forward).parameters
+    spans: list[tuple[int, int]] = []
+    batch: dict[str, torch.Tensor] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if "pixel_values" in takes and images:
+            features = _images(model, batch, batch_size * images, image_size)
+            spans += [(_token(config, "image"), features)] * images
+        if "input_features" in takes and audios:
+            features = _audios(model, batch, batch_size * audios)
+            spans += [(_token(config, "audio"), features)] * audios
+        batch.update(_text(config, batch_size, text_tokens, spans))
+    if "mm_token_type_ids" in takes and spans:
+        batch["mm_token_type_ids"] = (batch["labels"] == IGNORE).int()
+    if "token_type_ids" in takes and spans:
+        batch["token_type_ids"] = (batch["labels"] == IGNORE).long()
+    return batch
+
+
+def _text(config: Any, batch_size: int, text_tokens: int, spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Two text tokens, then each span of placeholders with a text token after it, then the rest of the text."""
+    special = [value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)]
+    ceiling = min([config.get_text_config().vocab_size, *(value for value in special if value > 16)])
+    length = text_tokens + sum(count for _, count in spans)
+    ids = torch.randint(min(10, ceiling - 1), ceiling, (batch_size, length))
+    labels = ids.clone()
+    position = 2
+    for token, count in spans:
+        ids[:, position : position + count] = token
+        labels[:, position : position + count] = IGNORE
+        position += count + 1
+    if position > length:
+        raise ConfigError(f"{text_tokens} text tokens are too few around {len(spans)} images or sounds; use at least {len(spans) + 2}")
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def _token(config: Any, modality: str) -> int:
+    for name in (f"{modality}_token_id", f"{modality}_token_index"):
+        if isinstance(getattr(config, name, None), int):
+            return getattr(config, name)
+    raise _unknown(f"its config names no {modality} placeholder token")
+
+
+def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_size: int) -> int:
+    """Add images to the batch; placeholders per image."""
+    vision = getattr(model.config, "vision_config", None)
+    if vision is None:
+        raise _unknown("it takes pixel_values but has no vision_config")
+    takes = inspect.signature(model.forward).parameters
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    channels = _first(vision, "num_channels", "in_channels", "in_chans", default=3)
+    if "image_grid_thw" in takes:
+        patch, merge = vision.patch_size, getattr(vision, "spatial_merge_size", 1)
+        side = max(1, image_size // (patch * merge)) * merge
+        depth = getattr(vision, "temporal_patch_size", 1)
+        batch["image_grid_thw"] = torch.tensor([[1, side, side]] * count)
+        batch["pixel_values"] = torch.randn(count * side * side, channels * depth * patch * patch, dtype=dtype)
+        return side * side // merge**2
+    if unusual := {"aspect_ratio_ids", "pixel_attention_mask", "spatial_shapes"} & set(takes):
+        raise _unknown(f"it takes {', '.join(sorted(unusual))}")
+    if getattr(model.config, "image_grid_pinpoints", None) or getattr(vision, "model_type", "") == "pixtral":
+        raise _unknown("it cuts images of any size into crops (image_sizes)")
+    size = _first(vision, "image_size", default=image_size)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    batch["pixel_values"] = torch.randn(count, channels, height, width, dtype=dtype)
+    return _num_features(model, "get_image_features", pixel_values=batch["pixel_values"]) // count
+
+
+def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int:
+    """Add sounds to the batch; placeholders per sound."""
+    audio = getattr(model.config, "audio_config", None)
+    if audio is None:
+        raise _unknown("it takes input_features but has no audio_config")
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    frames = 2 * _first(audio, "max_source_positions", default=1500)
+    batch["input_features"] = torch.randn(count, audio.num_mel_bins, frames, dtype=dtype)
+    mask = torch.ones(count, frames, dtype=torch.long)
+    takes = inspect.signature(model.forward).parameters
+    for name in ("feature_attention_mask", "input_features_mask"):
+        if name in takes:
+            batch[name] = mask
+    return _num_features(model, "get_audio_features", **{k: v for k, v in batch.items() if "feature" in k}) // count
+
+
+def _num_features(model: nn.Module, accessor: str, **inputs: torch.Tensor) -> int:
+    """Rows that an encoder and its projector make of the inputs, by running them (on fake tensors for a skeleton)."""
+    owner = model if hasattr(model, accessor) else getattr(model, "model", None)
+    if owner is None or not hasattr(owner, accessor):
+        raise _unknown(f"it has no {accessor}")
+    mode = fake_mode_of(model)
+    parameters = inspect.signature(getattr(owner, accessor)).parameters
+    arguments = {name: value for name, value in inputs.items() if name in parameters}
+    with _fake_or_real(mode), torch.no_grad():
+        if mode is not None:
+            arguments = {name: mode.from_tensor(value, static_shapes=True) for name, value in arguments.items()}
+        output = getattr(owner, accessor)(**arguments)
+    features = getattr(output, "pooler_output", output)
+    parts = features if isinstance(features, (list, tuple)) else [features]
+    shapes = [shape_hint(part) for part in parts]
+    return sum(shape[0] * shape[1] if len(shape) == 3 else shape[0] for shape in shapes)
+
+
+@contextlib.contextmanager
+def _fake_or_real(mode: Any) -> Iterator[None]:
+    with mode or contextlib.nullcontext():
+        yield
+
+
+def _first(config: Any, *names: str, default: Any) -> Any:
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), default)
+
+
+def _unknown(reason: str) -> ConfigError:
+    return ConfigError(
+        f"no example batch can be made for this model: {reason}; pass MODEL as package.module:function returning (model, batch)"
+    )

@@ -1,0 +1,133 @@
+"""Sizes that vary: which batches a symbolic capture holds for, and what every size is in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from mmcompile.ir.compat import shape_guards, shape_hint, size_expression, size_hint
+
+Shape = tuple[int | sympy.Expr, ...]
+SIZE_PREFIX = "size_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """The size symbols of a capture. Without symbols, `bind` only compares shapes."""
+
+    inputs: Mapping[str, Shape]
+    """Input name -> shape, with symbols where it may vary."""
+    guards: tuple[sympy.Expr, ...] = ()
+    """Hold for every batch the capture holds for."""
+    values: Mapping[str, sympy.Expr] = field(default_factory=dict)
+    """Size input of the graph (`size_0`) -> its value over symbols."""
+
+    def bind(self, batch: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, int] | None:
+        """Symbol -> value for a batch, or None if the capture does not hold for its shapes."""
+        bound: dict[sympy.Symbol, int] = {}
+        for name, shape in self.inputs.items():
+            actual = batch[name].shape
+            if len(actual) != len(shape):
+                return None
+            for size, expected in zip(actual, shape, strict=True):
+                if isinstance(expected, sympy.Symbol):
+                    if bound.setdefault(expected, int(size)) != size:
+                        return None
+        if any(value < 2 for value in bound.values()):  # sizes of 0 and 1 mean something else (broadcasting)
+            return None
+        for name, shape in self.inputs.items():
+            if any(evaluate(e, bound) != int(size) for size, e in zip(batch[name].shape, shape, strict=True)):
+                return None
+        return bound if all(guard.subs(bound) == True for guard in self.guards) else None  # noqa: E712 (sympy truth)
+
+    def size_inputs(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, int]:
+        """Value of every size input of the graph."""
+        return {name: value for name, expression in self.values.items() if (value := evaluate(expression, bound)) is not None}
+
+    def dynamic(self) -> dict[str, tuple[int, ...]]:
+        """Input name -> dims that may vary."""
+        found = {n: tuple(i for i, size in enumerate(shape) if not isinstance(size, int)) for n, shape in self.inputs.items()}
+        return {name: dims for name, dims in found.items() if dims}
+
+
+def evaluate(size: int | sympy.Expr, bound: Mapping[sympy.Symbol, int]) -> int | None:
+    """A size as a number; None if a symbol in it has no value."""
+    if isinstance(size, int):
+        return size
+    value = size.subs(bound)
+    return int(value) if value.is_number else None
+
+
+def take_sizes(graph: fx.Graph) -> Sizes:
+    """Turn every size that the graph computes into an input of it, and give all nodes concrete example values.
+
+    The symbolic shape of a node stays in `node.meta["symbolic_shape"]` where it has one.
+    """
+    shapes: dict[str, Shape] = {}
+    guards: tuple[sympy.Expr, ...] = ()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            shapes[str(node.target)] = _symbolic_shape(value)
+            if any(isinstance(size, torch.SymInt) for size in value.shape):
+                guards = shape_guards(value)
+    values = _size_placeholders(graph)
+    for node in graph.nodes:
+        if "val" in node.meta:
+            _make_concrete(node)
+    return Sizes(inputs=shapes, guards=guards, values=values)
+
+
+def _symbolic_shape(value: torch.Tensor) -> Shape:
+    return tuple(size if isinstance(size, int) else _number_or_expression(size_expression(size)) for size in value.shape)
+
+
+def _number_or_expression(expression: sympy.Expr) -> int | sympy.Expr:
+    return int(expression) if expression.is_number else expression
+
+
+def _size_placeholders(graph: fx.Graph) -> dict[str, sympy.Expr]:
+    """Replace nodes whose value is a size: by a number where it is one, else by a placeholder per distinct expression."""
+    made: dict[sympy.Expr, fx.Node] = {}
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.SymInt):
+            continue
+        expression = _number_or_expression(size_expression(value))
+        if isinstance(expression, int):
+            for user in list(node.users):
+                user.args = fx.map_arg(user.args, lambda n, old=node, number=expression: number if n is old else n)
+                user.kwargs = fx.map_arg(user.kwargs, lambda n, old=node, number=expression: number if n is old else n)
+            continue
+        if expression not in made:
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"{SIZE_PREFIX}{len(made)}")
+            last.meta = {"val": size_hint(value), "size": str(expression)}
+            made[expression] = last
+        node.replace_all_uses_with(made[expression])
+    return {str(node.target): expression for expression, node in made.items()}
+
+
+def _make_concrete(node: fx.Node) -> None:
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+        node.meta["symbolic_shape"] = _symbolic_shape(value)
+    node.meta["val"] = pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: torch.empty(shape_hint(t), dtype=t.dtype, device="meta")
+        if any(isinstance(size, torch.SymInt) for size in t.shape)
+        else t,
+        pytree.tree_map_only(torch.SymInt, size_hint, value),
+    )
+
+
+def shape_of(node: fx.Node) -> tuple[int | str, ...]:
+    """Shape of a tensor node, symbolic sizes as text."""
+    shape = node.meta.get("symbolic_shape") or node.meta["val"].shape
+    return tuple(size if isinstance(size, int) else str(size) for size in shape)

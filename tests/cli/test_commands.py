@@ -1,0 +1,114 @@
+"""The commands one after another, as a user would: plan, show, stages, train, trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from cli_run import Run
+from safetensors.torch import save_file
+
+from mmcompile.cli.data import epochs, load_samples, richest
+from mmcompile.plan.plan import Plan
+
+TWO = ("--stages", "language_model=2", "--projector", "with_encoder", "--microbatches", 2)
+STAGES = ["vision_tower.0", "language_model.0", "language_model.1"]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand beside `toy.py`, which `toy:build` then names."""
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+def test_plan_show_and_stages(run: Run, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    made = run("plan", tiny, *TWO, "--train", "projector", "-o", file, "--json")
+    assert made.code == 0, made.err
+    assert [stage["name"] for stage in made.json["stages"]] == STAGES
+    assert made.json["timing"].keys() == {"build_s", "capture_and_search_s", "peak_rss_bytes"}
+    plan = Plan.load(file)
+    assert [stage.name for stage in plan.stages] == STAGES
+
+    table = run("show", file)
+    assert table.code == 0 and str(plan) in table.out and "│ vision_tower.0 @ rank 0" in table.out
+    shown = run("show", file, "--json").json
+    assert shown == {key: value for key, value in made.json.items() if key != "timing"}
+
+    svg = run("stages", file, "--emit", "svg")
+    assert ElementTree.fromstring(svg.out).tag.endswith("svg")
+    assert run("stages", file, "--emit", "dot").out.startswith("digraph plan {")
+    assert run("stages", file).out in table.out
+
+    model = ("stages", tiny, "--plan", file, "--train", "projector")
+    source = run(*model, "--stage", "language_model.1", "--emit", "source")
+    assert source.code == 0, source.err
+    compile(source.out, "language_model.1", "exec")
+    assert "class Stage(StageModule)" in source.out
+    inside = run(*model, "--stage", "language_model.1", "--json").json
+    assert inside.keys() == {"language_model.1"} and "model.language_model.norm" in inside["language_model.1"]
+    written = run(*model, "--emit", "source", "-o", tmp_path / "stages")
+    assert written.code == 0
+    assert sorted(path.stem for path in (tmp_path / "stages").iterdir()) == sorted(STAGES)
+
+
+def test_stale_plan_is_refused(run: Run, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert run("plan", tiny, *TWO, "-o", file).code == 0
+    frozen = run("stages", tiny, "--plan", file, "--train", "projector", "--emit", "source")
+    assert frozen.code == 1 and "the plan does not belong to this model" in frozen.err
+    file.write_text(file.read_text()[:200])
+    cut = run("show", file)
+    assert cut.code == 1 and "is no plan" in cut.err
+
+
+@pytest.mark.usefixtures("here")
+def test_train_and_trace(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained = run(
+        *("train", "toy:build", "--data", "toy:build_samples", "--microbatches", 2, "--batch-size", 4),
+        *("--steps", 3, "--lr", 0.01, "--out", out, "--save", tmp_path / "checkpoint", "--json"),
+    )
+    assert trained.code == 0, trained.err
+    assert trained.json["steps"] == 3 and trained.json["samples"] == 12 and 0 < trained.json["loss"] < 10
+    assert (tmp_path / "checkpoint" / "model.safetensors").is_file()
+    plan = Plan.load(out / "plan.json")
+    assert sorted(path.stem for path in (out / "stages").iterdir()) == sorted(stage.name for stage in plan.stages)
+
+    traced = run("trace", out)
+    assert traced.code == 0, traced.err
+    assert "measured" in traced.out and "predicted" in traced.out
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    records = json.loads((out / "trace.json").read_text())["traceEvents"]
+    measured = [r for r in records if r["ph"] == "X" and r["pid"] < 1000]
+    assert len(measured) >= 2 * 2 * len(plan.stages), "a forward and a backward for each stage and microbatch"
+    assert run("trace", out, "-o", tmp_path / "elsewhere", "--json").json["measured"]["step_s"] > 0
+
+
+@pytest.mark.usefixtures("here")
+def test_plan_of_a_function_with_its_own_batch(run: Run) -> None:
+    made = run("plan", "toy:build_with_batch", "--json")
+    assert made.code == 0, made.err
+    assert made.json["model"] == "Captioner"
+
+
+def test_samples_from_a_folder(tmp_path: Path) -> None:
+    import torch
+
+    for index in range(3):
+        extra = {"pixel_values": torch.zeros(1, 4)} if index == 2 else {}
+        save_file({"input_ids": torch.full((1, 2), index), **extra}, tmp_path / f"{index}.safetensors")
+    samples = load_samples(str(tmp_path))
+    assert [int(sample["input_ids"][0, 0]) for sample in samples] == [0, 1, 2]
+    assert "pixel_values" in richest(samples, 1)[0]
+
+
+def test_every_epoch_has_every_sample_once() -> None:
+    steps = epochs([{"id": index} for index in range(5)], 2, seed=7)
+    seen = [sample["id"] for _ in range(5) for sample in next(steps)]
+    assert sorted(seen[:5]) == sorted(seen[5:]) == list(range(5))
+    assert seen[:5] != seen[5:]
+    again = epochs([{"id": index} for index in range(5)], 2, seed=7)
+    assert [sample["id"] for sample in next(again)] == seen[:2]

@@ -1,0 +1,87 @@
+"""A user's mistake: a message that says what to do, the right exit code, no traceback, nothing half-written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_run import CONFIGS, Run
+
+TINY = str(CONFIGS / "llava-tiny.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("show nothing.json", r"cannot read plan nothing\.json: No such file or directory"),
+        ("show toy.py", r"toy\.py is no plan: .*make it anew with `mmcompile plan`"),
+        ("plan nothing", r"no model 'nothing': it is no file, .*nothing is downloaded"),
+        ("plan toy:missing", r"toy:missing: module toy has no function 'missing'"),
+        ("plan absent.module:build", r"absent\.module:build: no module named 'absent'"),
+        ("plan toy:nothing", r"toy:nothing returned NoneType; wanted an nn\.Module, or \(nn\.Module, batch"),
+        (f"plan {TINY} --train nope", r"train pattern 'nope' matches no parameter; use 'all', .*vision_tower"),
+        (f"plan {TINY} --stages language_model", r"--stages 'language_model' is not NAME=N"),
+        (f"plan {TINY} --stages a=1,a=2", r"--stages names 'a' twice: 1 and 2"),
+        (f"plan {TINY} --stages language_model=99", r"language_model.*99"),
+        (f"plan {TINY} --cluster 8xTPU", r"unknown device 'TPU'; known are .*H100"),
+        (f"stages {TINY} --plan x.json --stages language_model=2", r"--stages has no effect together with --plan"),
+        (f"train {TINY} --data toy:build_samples", r"holds no weights for its config; add --random-weights"),
+        (f"train {TINY} --data nowhere", r"no data 'nowhere': it is neither a folder nor package\.module:function"),
+        ("train toy:build --data __pycache__", r"no samples in __pycache__: wanted \.safetensors files"),
+        ("train toy:build --data toy:build_samples --batch-size 2", r"--batch-size 2 is less than the 4 microbatches"),
+        ("trace .", r"is no run folder: cannot read events\.json"),
+    ],
+)
+def test_problems(arguments: str, message: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    outcome = run(*arguments.split())
+    assert re.search(message, outcome.err), outcome.err
+    assert outcome.code == 1
+    assert "Traceback" not in outcome.err and outcome.out == ""
+
+
+@pytest.mark.parametrize("arguments", ["", "plan", "nonsense", f"plan {TINY} --microbatches 0", f"plan {TINY} --nope"])
+def test_bad_usage_is_2(arguments: str, run: Run) -> None:
+    outcome = run(*arguments.split())
+    assert outcome.code == 2
+    assert "Usage: mmcompile" in outcome.err + outcome.out
+
+
+def test_json_errors_are_objects(run: Run) -> None:
+    outcome = run("show", "nothing.json", "--json")
+    assert outcome.code == 1
+    assert outcome.json["error"]["kind"] == "PlanError" and "nothing.json" in outcome.json["error"]["message"]
+
+
+def test_unknown_family(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llava_of_tomorrow"}')
+    outcome = run("plan", tmp_path)
+    assert outcome.code == 1
+    assert "has model_type 'llava_of_tomorrow', which this transformers does not know" in outcome.err
+
+
+def test_full_disk(run: Run, tmp_path: Path) -> None:
+    """A folder stands where the file should go: the same path through the code as a write that fails."""
+    (tmp_path / "plan.json").mkdir()
+    outcome = run("plan", TINY, "-o", tmp_path / "plan.json")
+    assert outcome.code == 1 and "cannot write" in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_debug_shows_where_and_a_typo_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMCOMPILE_DEBUG", "1")
+    assert "Traceback" in run("show", "nothing.json").err
+    monkeypatch.setenv("MMCOMPILE_DEBUG", "loud")
+    typo = run("show", "nothing.json")
+    assert typo.code == 1 and "MMCOMPILE_DEBUG is 'loud'" in typo.err
+
+
+def test_the_installed_script_runs() -> None:
+    script = Path(sys.executable).parent / "mmcompile"
+    done = subprocess.run([str(script), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in ("plan", "show", "stages", "train", "trace"))

@@ -1,0 +1,178 @@
+"""The plan as a value: JSON and files, refusals, the table."""
+
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from toy_plan import FINGERPRINT, vision_language
+
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.errors import OutputError, PlanError, StalePlanError
+from mmcompile.ir.graph import TensorSpec
+from mmcompile.plan.plan import Link, Plan, SharedValue, check_fingerprint
+from mmcompile.plan.search import search
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    graph, costs = vision_language()
+    found = search(
+        graph,
+        costs,
+        Cluster.parse("1x4xH100"),
+        num_microbatches=8,
+        dtype="bfloat16",
+        fingerprint=FINGERPRINT,
+        stages={"vision": 1, "language_model": 2},
+        projector="with_encoder",
+    )
+    features = TensorSpec(name="image_features", shape=("s0*16", 64), dtype="bfloat16")
+    return replace(
+        found,
+        links=(
+            Link(
+                source="vision.0",
+                target="language_model.0",
+                tensors=(features,),
+                gradient=("image_features",),
+                num_bytes=2_500_000,
+            ),
+        ),
+        shared_values=(
+            SharedValue(
+                name="causal_mask",
+                stages=("language_model.0", "language_model.1"),
+                choice="recompute",
+                recompute_s=2e-6,
+                send_s=1.2e-5,
+            ),
+        ),
+    )
+
+
+def test_json_and_files_round_trip(plan: Plan, tmp_path: Path) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+    # Plain JSON, made to be read.
+    assert json.loads(path.read_text())["chains"][0]["stages"][0]["name"] == "vision.0"
+
+
+def edited(plan: Plan, *path: str | int, value: object) -> str:
+    """The plan's JSON with one field replaced or added."""
+    raw = json.loads(plan.to_json())
+    place = raw
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(raw)
+
+
+def test_what_is_no_plan_is_refused_with_file_place_and_remedy(plan: Plan, tmp_path: Path) -> None:
+    text = plan.to_json()
+    cases = [
+        (text[: len(text) // 2], "is no plan: Input data was truncated"),
+        ("", "is no plan: Input data was truncated"),
+        (text.replace("{", "{,", 1), "JSON is malformed: object keys must be strings (byte 1)"),
+        ("[1]", "has plan version None, this mmcompile reads 1; make it anew with `mmcompile plan`"),
+        (edited(plan, "version", value=7), "has plan version 7, this mmcompile reads 1"),
+        (edited(plan, "colour", value="red"), "has an unknown field $.colour; remove it"),
+        (edited(plan, "chains", 0, "stages", 0, "speed", value=1), "has an unknown field $.chains[0].stages[0].speed"),
+        (edited(plan, "num_microbatches", value="8"), "Expected `int`, got `str` - at `$.num_microbatches`"),
+        (edited(plan, "schedule", value="gpipe"), "Invalid enum value 'gpipe' - at `$.schedule`"),
+        (edited(plan, "chains", 0, "stages", value=None), "at `$.chains[0].stages`"),
+        (edited(plan, "chains", value=[]), "is no plan: it has no stages"),
+        ("[" * 100_000, "is no plan"),
+    ]
+    path = tmp_path / "plan.json"
+    for content, message in cases:
+        path.write_text(content)
+        with pytest.raises(PlanError) as caught:
+            Plan.load(path)
+        assert str(path) in str(caught.value)
+        assert message in str(caught.value)
+    path.write_bytes(b'{"version": 1, "model": "\xff\xfe"}')
+    with pytest.raises(PlanError, match="is no plan"):
+        Plan.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot read plan .*absent.json: No such file or directory"):
+        Plan.load(tmp_path / "absent.json")
+
+
+def test_a_full_disk_leaves_the_old_plan_whole(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("the old plan")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OutputError, match="cannot write .*plan.json"):
+            plan.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "the old plan"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "Other"}, "its model is Toy, the model at hand has Other"),
+        ({"parameters": "beef"}, "its parameters is 00ff, the model at hand has beef"),
+        ({"torch": "9.9"}, "its torch is 2.13.0, the model at hand has 9.9"),
+        ({"transformers": "9.9"}, "its transformers is 5.24.0, the model at hand has 9.9"),
+    ],
+)
+def test_a_stale_plan_is_refused_with_the_field_that_differs(plan: Plan, change: dict[str, str], message: str) -> None:
+    check_fingerprint(plan, FINGERPRINT)
+    with pytest.raises(StalePlanError, match=message):
+        check_fingerprint(plan, replace(FINGERPRINT, **change))
+
+
+def test_the_table_reads(plan: Plan) -> None:
+    assert str(plan).splitlines() == TABLE.splitlines()
+
+
+TABLE = """\
+Toy on 1x4xH100: 3 stages, 3 ranks, 1f1b, 8 microbatches, recompute none
+
+stage             layers                    rank  fwd ms   bwd ms  params MiB  grads MiB  optim MiB  activ MiB  in flight  gradient
+vision.0          vision 0..5, projector 0     0   2.716  0.09011        6.68       0.95       1.91       2.86          3  trains
+language_model.0  language_model 0..3          1  0.9686    1.937        3.81       3.81       7.63       7.63          2  trains
+language_model.1  language_model 4..7          2  0.9686    1.937        3.81       3.81       7.63       3.81          1  trains
+
+link                          tensors          MB  gradient back
+vision.0 -> language_model.0  image_features  2.5            yes
+
+shared values, without gradient, needed by several stages: computed again in each unless sending is faster
+causal_mask  recompute  2 us to compute, 12 us to send  for language_model.0, language_model.1
+
+predicted iteration 29.04 ms, bubble 20.9%, lower bound 17.23 ms, gap 68.5%
+"""  # noqa: E501
+
+
+def test_the_table_of_eight_stages_fits_forty_lines() -> None:
+    graph, costs = vision_language(encoder=8, language=16)
+    found = search(
+        graph,
+        costs,
+        Cluster.parse("1x8xH100"),
+        num_microbatches=8,
+        dtype="bfloat16",
+        fingerprint=FINGERPRINT,
+        stages={"vision": 3, "language_model": 5},
+    )
+    stages = [stage.name for stage in found.stages]
+    link = Link(source=stages[0], target=stages[1], tensors=(), gradient=(), num_bytes=1)
+    value = SharedValue(name="mask", stages=tuple(stages), choice="recompute", recompute_s=1e-6, send_s=1e-5)
+    lines = str(replace(found, links=(link,) * 30, shared_values=(value,) * 30)).splitlines()
+    assert len(lines) <= 40
+    assert "  and 22 more links" in lines
+    assert "  and 22 more shared values" in lines
