@@ -18,6 +18,7 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.capture import capture as _capture
 from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.lower.cut import cut
 from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import StageProgram
@@ -119,7 +120,7 @@ def stage_programs(model: nn.Module, batch: Mapping[str, Any], plan: Plan) -> Ma
 
 def parallelize(
     model: nn.Module,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, Any] | None = None,
     plan: Plan | None = None,
     *,
     cluster: Cluster | str = "local",
@@ -135,12 +136,14 @@ def parallelize(
 
     Args:
         model: on rank 0, with real weights.
-        batch: one microbatch, with every modality in it; its values are not trained on.
+        batch: one microbatch, with every modality in it; its values are not trained on. Made from the config for Hugging Face
+            models of common conventions when not given.
         plan: as made by `plan`; by default it is made here, for `cluster`.
         cluster, num_microbatches, stages, projector: as for `plan`, when none is given.
         on_capture: called before each later capture with the number of captures so far.
         options: of `Engine` (optimizer, scheduler, clip_norm, compile, ...).
     """
+    batch = example_batch(model) if batch is None else batch
     captured = _captured(model, batch)
     if plan is None:
         plan = _planned(captured, cluster, num_microbatches, stages, projector)

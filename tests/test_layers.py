@@ -91,8 +91,16 @@ def test_imports_point_down() -> None:
 @pytest.mark.parametrize(
     ("source", "module", "expected"),
     [
-        ("import os\nfrom mmcompile.plan.plan import Plan\n", "mmcompile.ir.capture", "x.py:2: mmcompile.ir.capture imports"),
-        ("def f():\n    import mmcompile.api\n", "mmcompile.runtime.engine", "x.py:2: mmcompile.runtime.engine imports"),
+        (
+            "import os\nfrom mmcompile.plan.plan import Plan\n",
+            "mmcompile.ir.capture",
+            "x.py:2: mmcompile.ir.capture imports",
+        ),
+        (
+            "def f():\n    import mmcompile.api\n",
+            "mmcompile.runtime.engine",
+            "x.py:2: mmcompile.runtime.engine imports",
+        ),
         ("from ..passes import cost\n", "mmcompile.costmodel.compute", "imports mmcompile.passes"),
         ("from mmcompile import api\n", "mmcompile.lower.source", "imports mmcompile.api"),
         ("", "mmcompile.novel.thing", "is in no layer"),

@@ -33,7 +33,9 @@ def load_samples(text: str) -> Sequence[Sample]:
     else:
         raise ConfigError(f"no data {text!r}: it is neither a folder nor package.module:function")
     if not samples:
-        raise ConfigError(f"no samples in {text}: wanted .safetensors files, or a function that returns at least one sample")
+        raise ConfigError(
+            f"no samples in {text}: wanted .safetensors files, or a function that returns at least one sample"
+        )
     return samples
 
 

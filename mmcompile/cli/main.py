@@ -37,7 +37,6 @@ EXAMPLES = {
 """Shown by `--help`; they run as they stand in a checkout, in this order."""
 
 
-
 def _wrapped(command: str) -> str:
     """The command in lines that fit the help's frame and still paste as one."""
     lines = textwrap.wrap(command, 74, break_long_words=False, break_on_hyphens=False)

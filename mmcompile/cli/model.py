@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import nn
 
 from mmcompile.errors import ConfigError
-from mmcompile.ir.compat import FakeTensorMode
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-_AUTO_CLASSES = (
-    "AutoModelForMultimodalLM",
-    "AutoModelForImageTextToText",
-    "AutoModelForSpeechSeq2Seq",
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-)
-"""Where a class is looked up when the config names none."""
+from mmcompile.ir.graph import torch_dtype
+from mmcompile.ir.skeleton import read_config, skeleton
 
 
 class Weights(StrEnum):
@@ -49,7 +35,7 @@ class Loaded:
     batch: Mapping[str, Any] | None = field(repr=False, default=None)
 
 
-def load_model(text: str, weights: Weights, dtype: torch.dtype | None = None) -> Loaded:
+def load_model(text: str, weights: Weights, dtype: str | None = None) -> Loaded:
     """Make the model that `text` names (see `MODEL_HELP`).
 
     Args:
@@ -63,13 +49,14 @@ def load_model(text: str, weights: Weights, dtype: torch.dtype | None = None) ->
     function = function_of(text)
     if function is not None:
         return _checked(text, function())
-    folder = Path(text).parent if Path(text).is_file() else Path(text)
-    if weights is Weights.STORED:
-        source = str(folder) if folder.is_dir() else text
-        return Loaded(model=_from_pretrained(source, _read_config(text), dtype))
-    config = _read_config(text)
-    with _without_storage() if weights is Weights.NONE else contextlib.nullcontext():
-        return Loaded(model=_from_config(config, dtype))
+    empty = skeleton(text, dtype)
+    if weights is Weights.NONE:
+        return Loaded(model=empty.train())
+    model_class: Any = type(empty)
+    if weights is Weights.RANDOM:
+        wanted = next(parameter.dtype for parameter in empty.parameters())
+        return Loaded(model=model_class._from_config(read_config(text), dtype=wanted).train())
+    return Loaded(model=_stored(text, model_class, dtype))
 
 
 def function_of(text: str) -> Any | None:
@@ -110,84 +97,12 @@ def _checked(text: str, made: object) -> Loaded:
     return Loaded(model=model, batch=batch)
 
 
-def _read_config(text: str) -> PretrainedConfig:
-    from transformers import AutoConfig
-
-    path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
-    if path.is_file():
-        values = _read_json(path)
-        kind = values.pop("model_type", None)
-        try:
-            return AutoConfig.for_model(kind, **values)
-        except ValueError as error:
-            raise ConfigError(
-                f"{path} has model_type {kind!r}, which this transformers does not know; give a class of your own as "
-                "package.module:function, or update transformers"
-            ) from error
-    if Path(text).is_dir():
-        raise ConfigError(f"folder {text} has no config.json")
+def _stored(text: str, model_class: Any, dtype: str | None) -> nn.Module:
+    source = str(Path(text).parent) if Path(text).is_file() else text
+    wanted = "auto" if dtype is None else torch_dtype(dtype)
     try:
-        return AutoConfig.from_pretrained(text, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no model {text!r}: it is no file, no folder, no package.module:function, and no Hugging Face id in the local "
-            "cache (nothing is downloaded here)"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read model config {path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"model config {path} holds a {type(values).__name__}, wanted an object with a model_type")
-    return values
-
-
-def _class_of(config: PretrainedConfig) -> Any:
-    import transformers
-
-    for name in config.architectures or ():
-        found = vars(transformers).get(name) or getattr(transformers, name, None)
-        if found is not None:
-            return found
-    for auto in _AUTO_CLASSES:
-        mapping = getattr(transformers, auto)._model_mapping
-        if type(config) in mapping:
-            return mapping[type(config)]
-    raise ConfigError(
-        f"no model class for {type(config).__name__}: the config's architectures are {config.architectures}; name a class "
-        "of transformers there, or give package.module:function"
-    )
-
-
-def _from_config(config: PretrainedConfig, dtype: torch.dtype | None) -> nn.Module:
-    if dtype is not None:
-        _set_dtype(config, dtype)
-    return _class_of(config)._from_config(config, dtype=dtype or config.dtype or torch.float32).train()
-
-
-def _set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
-    """Also in sub-configs: each part of a model asks its own."""
-    config.dtype = dtype
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None:
-            _set_dtype(part, dtype)
-
-
-def _from_pretrained(source: str, config: PretrainedConfig, dtype: torch.dtype | None) -> nn.Module:
-    try:
-        model = _class_of(config).from_pretrained(source, config=config, dtype=dtype or "auto", local_files_only=True)
+        return model_class.from_pretrained(source, dtype=wanted, local_files_only=True).train()
     except OSError as error:
-        raise ConfigError(f"{source} holds no weights for its config; add --random-weights to start from random ones") from error
-    return model.train()
-
-
-@contextlib.contextmanager
-def _without_storage() -> Iterator[None]:
-    from transformers.initialization import no_init_weights
-
-    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        yield
+        raise ConfigError(
+            f"{source} holds no weights for its config; add --random-weights to start from random ones"
+        ) from error

@@ -36,7 +36,9 @@ MODEL_HELP = (
 )
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
-ClusterOption = Annotated[str, typer.Option(help="[NODESx]DEVICESxNAME, for example 8x8xA100-80G; 'local' is this machine.")]
+ClusterOption = Annotated[
+    str, typer.Option(help="[NODESx]DEVICESxNAME, for example 8x8xA100-80G; 'local' is this machine.")
+]
 TrainOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -57,11 +59,10 @@ StagesOption = Annotated[
 ]
 ProjectorOption = Annotated[Projector, typer.Option(help="Where the projector goes.")]
 BatchSizeOption = Annotated[int, typer.Option(min=1, help="Samples of a microbatch, for the example batch.")]
-SeqLenOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens of a sample, image tokens included.", show_default="enough for its images and some text"),
-]
-ImagesOption = Annotated[int, typer.Option(min=0, help="Images (audio clips, videos) of a sample.")]
+TextTokensOption = Annotated[int, typer.Option(min=1, help="Text tokens of a sample, its image tokens not counted.")]
+ImagesOption = Annotated[int, typer.Option(min=0, help="Images of a sample, where the model takes any.")]
+ImageSizeOption = Annotated[int, typer.Option(min=1, help="Pixels a side, where the model takes any size.")]
+AudiosOption = Annotated[int, typer.Option(min=0, help="Sounds of a sample, where the model takes any.")]
 DtypeOption = Annotated[Dtype | None, typer.Option(help="Of the parameters.", show_default="the config's")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
 

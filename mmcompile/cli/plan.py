@@ -11,22 +11,25 @@ import typer
 
 from mmcompile.cli.console import print_json, print_text
 from mmcompile.cli.options import (
+    AudiosOption,
     BatchSizeOption,
     ClusterOption,
     DtypeOption,
     ImagesOption,
+    ImageSizeOption,
     JsonOption,
     MicrobatchesOption,
     ModelArgument,
     Projector,
     ProjectorOption,
-    SeqLenOption,
     StagesOption,
+    TextTokensOption,
     TrainOption,
     parse_stages,
 )
 from mmcompile.cli.planning import Example, load_subject, make_plan
 from mmcompile.files import write_atomic
+from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
 from mmcompile.report.summary import plan_summary
 
 
@@ -38,8 +41,10 @@ def plan(
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
     batch_size: BatchSizeOption = 2,
-    seq_len: SeqLenOption = None,
+    text_tokens: TextTokensOption = DEFAULT_TEXT_TOKENS,
     images: ImagesOption = 1,
+    image_size: ImageSizeOption = DEFAULT_IMAGE_SIZE,
+    audios: AudiosOption = 1,
     dtype: DtypeOption = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, as JSON.")] = None,
     json: JsonOption = False,
@@ -50,7 +55,10 @@ def plan(
     """
     started = time.perf_counter()
     counts = parse_stages(stages)
-    subject = load_subject(model, train, dtype, Example(batch_size=batch_size, seq_len=seq_len, num_images=images))
+    example = Example(
+        batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
+    )
+    subject = load_subject(model, train, dtype, example)
     built = time.perf_counter()
     made = make_plan(subject, cluster, microbatches, counts, projector)
     planned = time.perf_counter()

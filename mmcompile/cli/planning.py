@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from mmcompile import api
@@ -20,11 +19,13 @@ from mmcompile.plan.plan import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """The batch a model is captured on when none is at hand."""
+    """The batch a model is captured on when none is at hand: `example_batch`'s arguments."""
 
     batch_size: int
-    seq_len: int | None
-    num_images: int
+    text_tokens: int
+    images: int
+    image_size: int
+    audios: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +39,9 @@ class Subject:
 def load_subject(text: str, train: Sequence[str] | None, dtype: Dtype | None, example: Example) -> Subject:
     """A model without weights, its trainable part set, and a batch for it."""
     with busy(f"building {text}"):
-        loaded = load_model(text, Weights.NONE, torch_dtype_of(dtype))
+        loaded = load_model(text, Weights.NONE, dtype)
         set_trainable(loaded.model, train)
-        batch = loaded.batch
-        if batch is None:
-            batch = example_batch(
-                loaded.model, num_samples=example.batch_size, seq_len=example.seq_len, num_images=example.num_images
-            )
+        batch = example_batch(loaded.model, **asdict(example)) if loaded.batch is None else loaded.batch
     return Subject(model=loaded.model, batch=batch)
 
 
@@ -52,10 +49,6 @@ def set_trainable(model: nn.Module, train: Sequence[str] | None) -> None:
     """Apply `--train`; without it the model's own flags hold."""
     if train:
         api.freeze(model, train)
-
-
-def torch_dtype_of(dtype: Dtype | None) -> torch.dtype | None:
-    return None if dtype is None else getattr(torch, dtype)
 
 
 def make_plan(

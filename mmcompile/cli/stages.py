@@ -13,22 +13,25 @@ from mmcompile import api
 from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.options import (
     MODEL_HELP,
+    AudiosOption,
     BatchSizeOption,
     ClusterOption,
     DtypeOption,
     ImagesOption,
+    ImageSizeOption,
     JsonOption,
     MicrobatchesOption,
     Projector,
     ProjectorOption,
-    SeqLenOption,
     StagesOption,
+    TextTokensOption,
     TrainOption,
     parse_stages,
 )
 from mmcompile.cli.planning import Example, load_subject, make_plan, refuse_with_plan
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
+from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
 from mmcompile.lower.program import StageProgram
 from mmcompile.plan.plan import Plan
 from mmcompile.report.program_graph import program_dot, program_svg, program_text
@@ -49,33 +52,57 @@ _PLAN_GRAPH = {Emit.TEXT: stage_graph_text, Emit.DOT: stage_graph_dot, Emit.SVG:
 
 def stages(
     target: Annotated[
-        str, typer.Argument(metavar="PLAN|MODEL", help=f"A plan file, for its graph of stages; or a model. {MODEL_HELP}", show_default=False)
+        str,
+        typer.Argument(
+            metavar="PLAN|MODEL",
+            help=f"A plan file, for its graph of stages; or a model. {MODEL_HELP}",
+            show_default=False,
+        ),
     ],
-    plan: Annotated[Path | None, typer.Option(help="Cut MODEL by this plan instead of making one.", show_default=False)] = None,
-    stage: Annotated[str | None, typer.Option(help="Only this stage, for example language_model.0; its graph is the one inside.", show_default="all")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Cut MODEL by this plan instead of making one.", show_default=False)
+    ] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            help="Only this stage, for example language_model.0; its graph is the one inside.", show_default="all"
+        ),
+    ] = None,
     emit: Annotated[Emit, typer.Option(help="Python source, or the graph as text, DOT or SVG.")] = Emit.TEXT,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here instead; for the source of all stages, a folder.", show_default=False)] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write here instead; for the source of all stages, a folder.", show_default=False
+        ),
+    ] = None,
     cluster: ClusterOption = "local",
     train: TrainOption = None,
     microbatches: MicrobatchesOption = 8,
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
     batch_size: BatchSizeOption = 2,
-    seq_len: SeqLenOption = None,
+    text_tokens: TextTokensOption = DEFAULT_TEXT_TOKENS,
     images: ImagesOption = 1,
+    image_size: ImageSizeOption = DEFAULT_IMAGE_SIZE,
+    audios: AudiosOption = 1,
     dtype: DtypeOption = None,
     json: JsonOption = False,
 ) -> None:
     """Print the stages of a plan: their graph, or (with MODEL) the source each one runs and the graph inside it."""
     if _is_plan(target):
         if stage is not None or emit is Emit.SOURCE:
-            raise ConfigError(f"{target} is a plan; what is inside a stage needs the model: mmcompile stages MODEL --plan {target}")
+            raise ConfigError(
+                f"{target} is a plan; what is inside a stage needs the model: mmcompile stages MODEL --plan {target}"
+            )
         _deliver({"plan": _PLAN_GRAPH[emit](Plan.load(target))}, output, json)
         return
     counts = parse_stages(stages)
     if plan is not None:
         refuse_with_plan(stages=counts)
-    subject = load_subject(target, train, dtype, Example(batch_size=batch_size, seq_len=seq_len, num_images=images))
+    example = Example(
+        batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
+    )
+    subject = load_subject(target, train, dtype, example)
     made = make_plan(subject, cluster, microbatches, counts, projector) if plan is None else Plan.load(plan)
     if stage is None and emit is not Emit.SOURCE:
         _deliver({"plan": _PLAN_GRAPH[emit](made)}, output, json)

@@ -16,8 +16,12 @@ from mmcompile.report.timeline import computing, draw_timeline, idle_share, leng
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `mmcompile train --out` wrote.", show_default=False)],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the files.", show_default="the run's")] = None,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A folder that `mmcompile train --out` wrote.", show_default=False)
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the files.", show_default="the run's")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Write a run's traced step as trace.json (Chrome, Perfetto) and timeline.png, beside what the plan predicted."""

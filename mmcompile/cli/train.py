@@ -27,7 +27,7 @@ from mmcompile.cli.options import (
     TrainOption,
     parse_stages,
 )
-from mmcompile.cli.planning import Subject, make_plan, refuse_with_plan, set_trainable, torch_dtype_of
+from mmcompile.cli.planning import Subject, make_plan, refuse_with_plan, set_trainable
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.plan.plan import Plan
@@ -48,21 +48,33 @@ class _Result:
 def train(
     model: ModelArgument,
     data: Annotated[str, typer.Option(help=DATA_HELP, show_default=False)],
-    plan: Annotated[Path | None, typer.Option(help="Train by this plan instead of making one.", show_default=False)] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Train by this plan instead of making one.", show_default=False)
+    ] = None,
     train: TrainOption = None,
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches of a step.", show_default="the plan's, else 4")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Microbatches of a step.", show_default="the plan's, else 4")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 16,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 1e-4,
-    clip_norm: Annotated[float | None, typer.Option(min=0.0, help="Largest global gradient norm.", show_default="no clipping")] = None,
+    clip_norm: Annotated[
+        float | None, typer.Option(min=0.0, help="Largest global gradient norm.", show_default="no clipping")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the order of samples, and of random weights.")] = 0,
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Start from random weights, not stored ones.")] = False,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Start from random weights, not stored ones.")
+    ] = False,
     dtype: DtypeOption = None,
     compile: Annotated[bool, typer.Option("--compile", help="Run stages through torch.compile.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Run folder: plan, stage sources, measured events.", show_default=False)] = None,
-    save: Annotated[Path | None, typer.Option(help="Checkpoint folder to write at the end.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder: plan, stage sources, measured events.", show_default=False)
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder to write at the end.", show_default=False)
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Train MODEL on DATA, one process a stage, with AdamW."""
@@ -72,14 +84,14 @@ def train(
     samples = load_samples(data)
     torch.manual_seed(seed)
     with busy(f"loading {model}"):
-        loaded = load_model(model, Weights.RANDOM if random_weights else Weights.STORED, torch_dtype_of(dtype))
+        loaded = load_model(model, Weights.RANDOM if random_weights else Weights.STORED, dtype)
         set_trainable(loaded.model, train)
     made, batch = _planned(loaded.model, samples, batch_size, plan, microbatches, counts, projector)
     if out is not None:
         write_atomic(out / PLAN, made.to_json())
         write_programs(out, api.stage_programs(loaded.model, batch, made))
     optimizer = functools.partial(torch.optim.AdamW, lr=lr)
-    options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "compile": compile, "pad": _padding(loaded.model)}
+    options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "compile": compile}
     with api.parallelize(loaded.model, batch, made, **options) as engine:
         result = _run(engine, samples, steps, batch_size, seed, traced=out is not None)
         if out is not None:
@@ -102,21 +114,13 @@ def _planned(
     stored = None if path is None else Plan.load(path)
     count = stored.num_microbatches if stored is not None else microbatches or api.DEFAULT_MICROBATCHES
     if batch_size < count:
-        raise ConfigError(f"--batch-size {batch_size} is less than the {count} microbatches of a step; raise it, or plan for fewer")
-    batch = collate(richest(samples, -(-batch_size // count)), _padding(model))
+        raise ConfigError(
+            f"--batch-size {batch_size} is less than the {count} microbatches of a step; raise it, or plan for fewer"
+        )
+    batch = collate(richest(samples, -(-batch_size // count)))
     if stored is not None:
         return stored, batch
     return make_plan(Subject(model=model, batch=batch), "local", count, stages, projector), batch
-
-
-def _padding(model: nn.Module) -> dict[str, int | float] | None:
-    """What fills short texts, where the model's config says so."""
-    config = getattr(model, "config", None)
-    for part in (config, getattr(config, "text_config", None)):
-        token = getattr(part, "pad_token_id", None)
-        if isinstance(token, int) and token >= 0:
-            return {"input_ids": token}
-    return None
 
 
 def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int, seed: int, *, traced: bool) -> _Result:

@@ -13,7 +13,7 @@ from mmcompile.errors import BatchError, CaptureError
 from mmcompile.ir.components import find_structure
 from mmcompile.ir.graph import Component, ModelGraph, ParameterSpec, Road, TensorSpec, dtype_name
 from mmcompile.ir.host import HostProgram
-from mmcompile.ir.inputs import with_positions
+from mmcompile.ir.inputs import completed
 from mmcompile.ir.sizes import Sizes, shape_of
 from mmcompile.ir.trace import Trace, export_step
 
@@ -50,8 +50,8 @@ def capture(
         BatchError: the model refused the batch (wrong number of image tokens, a missing input, no loss).
         CaptureError: no road worked; the message has one reason per road.
     """
-    batch = with_positions(model, batch)
-    varying = differing_dims(batch, with_positions(model, dynamic)) if dynamic is not None else {}
+    batch = completed(model, batch)
+    varying = differing_dims(batch, completed(model, dynamic)) if dynamic is not None else {}
     trace, reasons = _trace(model, batch, varying)
     structure = find_structure(trace.module, reference)
     parameters, buffers = _parameters(model), tuple(name for name, _ in model.named_buffers())

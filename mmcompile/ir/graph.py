@@ -49,7 +49,8 @@ class NodeInfo:
     module_path: str
     """Dotted path of the innermost module that made the node, "" for the model's own forward."""
     carries_gradient: bool = False
-    """True if any input carries gradient or any parameter read is trainable (algorithm: Oobleck thesis, Eq. 3.1-3.3)."""
+    """Gradient passes through it: an input carries gradient or a parameter read is trainable (thesis, Eq. 3.1-3.3), and the
+    loss depends on it. Set by the gradient-flow pass."""
     forward_flops: int = 0
     input_grad_flops: int = 0
     weight_grad_flops: int = 0

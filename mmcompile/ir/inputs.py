@@ -1,4 +1,4 @@
-"""Inputs that the model would compute from other inputs in Python, computed before the graph instead of in it."""
+"""What is checked and computed from a batch before the graph: missing media, and positions the model would make in Python."""
 
 from __future__ import annotations
 
@@ -8,6 +8,41 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from mmcompile.errors import BatchError
+
+
+_MEDIA_INPUTS = {"image": ("pixel_values", "image"), "video": ("video",), "audio": ("audio", "features")}
+"""Modality -> words in the names of its inputs, by transformers' conventions."""
+
+
+def completed(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch as the graph takes it: checked for missing media, with positions.
+
+    Raises:
+        BatchError: the text has placeholders of a modality, and no input of that modality is there.
+    """
+    _check_media(model, batch)
+    return with_positions(model, batch)
+
+
+def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """A model without its images often trains on placeholder embeddings and says nothing."""
+    config, ids = getattr(model, "config", None), batch.get("input_ids")
+    if config is None or not isinstance(ids, torch.Tensor):
+        return
+    given = [name for name, value in batch.items() if isinstance(value, torch.Tensor)]
+    for modality, words in _MEDIA_INPUTS.items():
+        names = (f"{modality}_token_id", f"{modality}_token_index")
+        token = next((t for name in names if isinstance(t := getattr(config, name, None), int)), None)
+        if token is None or any(word in name for name in given for word in words):
+            continue
+        count = int((ids == token).sum())
+        if count:
+            raise BatchError(
+                f"input_ids hold {count} {modality} placeholders (token {token}) but the batch has no {modality} input; "
+                f"got {', '.join(given)}; add what the processor returns for the {modality}s, or remove the placeholders"
+            )
 
 
 def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,11 +55,11 @@ def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     accepts = "position_ids" in inspect.signature(model.forward).parameters
     if owner is None or not accepts or batch.get("position_ids") is not None or batch.get("input_ids") is None:
         return dict(batch)
-    parameters = inspect.signature(owner.get_rope_index).parameters
-    arguments = {name: batch[name] for name in parameters if name in batch}
-    missing = [name for name, p in parameters.items() if p.default is inspect.Parameter.empty and name not in arguments]
-    if any(name not in ("args", "kwargs") for name in missing):
+    takes = inspect.signature(model.forward).parameters
+    parameters = [name for name in inspect.signature(owner.get_rope_index).parameters if name not in ("args", "kwargs")]
+    if not set(parameters) <= set(takes):  # the model first computes what it passes here: leave that to its own forward
         return dict(batch)
+    arguments = {name: batch[name] for name in parameters if name in batch}
     with torch.no_grad():
         positions, _ = owner.get_rope_index(**arguments)
     return {**batch, "position_ids": positions}

@@ -40,7 +40,9 @@ def example_batch(
     Raises:
         ConfigError: the model takes inputs that have no common convention (tiles, crops); pass a batch of your own.
     """
-    config = model.config
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise _unknown(f"{type(model).__name__} is no transformers model")
     takes = inspect.signature(model.forward).parameters
     spans: list[tuple[int, int]] = []
     batch: dict[str, torch.Tensor] = {}
@@ -155,5 +157,6 @@ def _first(config: Any, *names: str, default: Any) -> Any:
 
 def _unknown(reason: str) -> ConfigError:
     return ConfigError(
-        f"no example batch can be made for this model: {reason}; pass MODEL as package.module:function returning (model, batch)"
+        f"no example batch can be made for this model: {reason}; pass a batch (on the command line, give MODEL as "
+        "package.module:function returning (model, batch))"
     )

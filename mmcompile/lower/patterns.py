@@ -18,7 +18,7 @@ from mmcompile.errors import CaptureError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.host import HostResult
-from mmcompile.ir.inputs import with_positions
+from mmcompile.ir.inputs import completed
 from mmcompile.ir.sizes import Shape, evaluate
 from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch
 from mmcompile.lower.stages import lower
@@ -90,7 +90,7 @@ class Patterns:
         self._families: dict[Key, _Family] = {}
         self._on_capture = on_capture
         self.num_captures = 1
-        batch = with_positions(model, batch)
+        batch = completed(model, batch)
         self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], example=batch)
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -105,7 +105,7 @@ class Patterns:
             BatchError: the model refuses the batch.
             CaptureError: the model cannot be captured on it.
         """
-        batch = with_positions(self._model, batch)
+        batch = completed(self._model, batch)
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         family = self._families.setdefault(_key(batch), _Family())
         for pattern in family.patterns:

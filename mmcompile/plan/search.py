@@ -142,7 +142,11 @@ class _Search:
         ]
         heapify(queue)
         fastest_s = float("inf")
-        while queue and queue[0][0][0] < fastest_s * (1 - TOLERANCE / 2):
+        while queue:
+            # Chains that share devices are few, and often equal: look at all of them, so that the simplest can win.
+            slack = TOLERANCE / 2 if queue[0][1].ranks is not None else -TOLERANCE / 2
+            if queue[0][0][0] >= fastest_s * (1 + slack):
+                break
             (_, num_ranks, number), allocation, candidate = heappop(queue)
             if candidate is None:
                 refined = self._draft(allocation)

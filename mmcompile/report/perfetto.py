@@ -34,7 +34,9 @@ def chrome_trace(measured: Sequence[Event], predicted: Sequence[Event] = ()) -> 
     return {"traceEvents": records, "displayTimeUnit": "ms"}
 
 
-def write_chrome_trace(path: str | os.PathLike[str], measured: Sequence[Event], predicted: Sequence[Event] = ()) -> Path:
+def write_chrome_trace(
+    path: str | os.PathLike[str], measured: Sequence[Event], predicted: Sequence[Event] = ()
+) -> Path:
     """Write `chrome_trace` to a file. Raises OutputError if it cannot be written."""
     return write_atomic(path, msgspec.json.encode(chrome_trace(measured, predicted)))
 

@@ -43,7 +43,10 @@ def program_groups(source: str) -> tuple[Group, ...]:
     results = tuple(name for s in forward.body if isinstance(s, ast.Return) for name in _names(s, ast.Load))
     groups = [_group(title, statements) for title, statements in drafts]
     read_later = {name for group in groups for name in group.reads} | set(results)
-    kept = (Group(title=g.title, ops=g.ops, reads=g.reads, writes=tuple(w for w in g.writes if w in read_later)) for g in groups)
+    kept = (
+        Group(title=g.title, ops=g.ops, reads=g.reads, writes=tuple(w for w in g.writes if w in read_later))
+        for g in groups
+    )
     first = Group(title=_INPUT, ops=(), reads=(), writes=inputs)
     return (first, *kept, Group(title=_OUTPUT, ops=(), reads=tuple(dict.fromkeys(results)), writes=()))
 

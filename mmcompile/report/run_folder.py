@@ -1,9 +1,9 @@
 """What a training run leaves in its folder, and how to read it back.
 
-    plan.json         the plan
-    stages/*.py       the program of each stage
-    events.json       measured actions of the last traced step
-    timeline.png, trace.json   the same as pictures (`mmcompile trace` makes them)
+plan.json         the plan
+stages/*.py       the program of each stage
+events.json       measured actions of the last traced step
+timeline.png, trace.json   the same as pictures (`mmcompile trace` makes them)
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def read_run(folder: Path) -> tuple[Plan, tuple[Event, ...]]:
     try:
         events = msgspec.json.decode(path.read_bytes(), type=tuple[Event, ...])
     except OSError as error:
-        raise ConfigError(f"{folder} is no run folder: cannot read {path.name}: {error.strerror}; train with --out first") from error
+        raise ConfigError(
+            f"{folder} is no run folder: cannot read {path.name}: {error.strerror}; train with --out first"
+        ) from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} holds no events: {error}; train with --out again") from error
     return Plan.load(folder / PLAN), events

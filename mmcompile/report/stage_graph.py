@@ -44,7 +44,11 @@ def stage_graph_text(plan: Plan) -> str:
 def stage_graph_dot(plan: Plan) -> str:
     """Graphviz text; links on which no gradient returns are dashed."""
     palette = colours(stage.name for stage in plan.stages)
-    lines = ["digraph plan {", "  rankdir=LR;", '  node [shape=box, style=filled, fontcolor=white, fontname="monospace"];']
+    lines = [
+        "digraph plan {",
+        "  rankdir=LR;",
+        '  node [shape=box, style=filled, fontcolor=white, fontname="monospace"];',
+    ]
     for stage in plan.stages:
         label = dot_text("\n".join(_stage_lines(stage)))
         lines.append(f'  {dot_text(stage.name)} [label={label}, fillcolor="{palette[chain_of(stage.name)]}"];')

@@ -100,7 +100,9 @@ def _draw_rows(axis: Axes, events: Sequence[Event], ranks: Sequence[int], palett
         )
         if length / width_ms > 0.007 * len(str(event.microbatch)):
             colour = "white" if forward else "black"
-            axis.text(start + length / 2, row, str(event.microbatch), ha="center", va="center", fontsize=8, color=colour)
+            axis.text(
+                start + length / 2, row, str(event.microbatch), ha="center", va="center", fontsize=8, color=colour
+            )
     axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axis.set_ylim(len(ranks) - 0.5, -0.5)
     axis.set_xlim(left=0)
@@ -117,4 +119,6 @@ def _legend(axis: Axes, groups: Iterable[Sequence[Event]], palette: dict[str, st
         for kind, white, label in ((ActionKind.F, 0.0, "forward"), (ActionKind.B, _BACKWARD_WHITE, "backward"))
         if (chain, kind) in drawn
     ]
-    axis.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), frameon=False, fontsize=8)
+    axis.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), frameon=False, fontsize=8
+    )

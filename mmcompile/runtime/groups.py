@@ -21,6 +21,9 @@ from torch import Tensor
 _NEVER = timedelta(days=7)
 """Rank 0 may think for hours between two steps; a dead peer is noticed by other means."""
 
+_STAR_TAG = 2**31 - 3
+"""Above the tags of links, below those of tied parameters and of control messages."""
+
 
 class PeerLost(Exception):
     """A message could not be sent or received because the other side is gone; another rank holds the cause."""
@@ -106,20 +109,32 @@ class Groups:
             raise PeerLost(str(error)) from error
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give every rank rank 0's CPU tensor."""
-        if self.world_size > 1:
-            try:
-                wait(self.control.broadcast(tensor, 0))
-            except RuntimeError as error:
-                raise PeerLost(str(error)) from error
+        """Give every rank rank 0's CPU tensor, of a size that all know.
+
+        Straight from rank 0, as `all_reduce`: for what we send this way, gloo's collectives cost more in hops between
+        threads and in rounds around a ring than they save.
+        """
+        if self.rank == 0:
+            for work in [self.send_control(tensor, rank, _STAR_TAG) for rank in range(1, self.world_size)]:
+                wait(work)
+        else:
+            wait(self.receive_control(tensor, 0, _STAR_TAG))
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a CPU tensor over all ranks, in place. All ranks get the same bits."""
-        if self.world_size > 1:
-            try:
-                wait(self.control.allreduce([tensor]))
-            except RuntimeError as error:
-                raise PeerLost(str(error)) from error
+        """Sum a CPU tensor over all ranks, in place and in order of ranks, so that all get the same bits."""
+        if self.rank == 0:
+            parts = [torch.empty_like(tensor) for _ in range(1, self.world_size)]
+            for work in [self.receive_control(part, rank, _STAR_TAG) for rank, part in enumerate(parts, 1)]:
+                wait(work)
+            for part in parts:
+                tensor += part
+            self.broadcast(tensor)
+        else:
+            mine = tensor.clone()
+            # Posted first: rank 0's answer then needs no asking.
+            answer = self.receive_control(tensor, 0, _STAR_TAG)
+            wait(self.send_control(mine, 0, _STAR_TAG))
+            wait(answer)
 
     def _pair(self, lane: Lane) -> dist.ProcessGroup:
         if lane not in self._lanes:

@@ -283,6 +283,7 @@ def test_fewer_devices_than_chains_share_them_by_time() -> None:
         load[stage.ranks[0]] += stage.prediction.forward_s + stage.prediction.backward_s
     assert max(load) < 0.75 * sum(load)
     assert plan.rejected[0].what == "a device for every chain"
+    assert [chain.name for chain in plan.chains] == ["vision", "audio", "video", "language_model"]
     single = find(three_encoders(), "1x1xH100")
     assert single.num_ranks == 1
     assert single.predicted.bubble == pytest.approx(0.0, abs=1e-9)
@@ -295,7 +296,7 @@ def test_processes_may_exceed_the_cores_of_this_machine_and_the_plan_says_so() -
     assert plan.rejected[0].what == "a core for every process"
     assert "4 processes share 2 cores" in plan.rejected[0].reason
     check_whole(plan, vision_language())
-    assert find(vision_language(), Cluster.local(2), num_devices=4).num_ranks == 4
+    assert find(vision_language(), Cluster.local(2), num_devices=4).num_ranks > 2
 
 
 def test_fewer_devices_can_be_asked_for() -> None:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from mmcompile.report.program_graph import program_dot, program_groups, program_svg, program_text
 
-SOURCE = '''
+SOURCE = """
 import torch
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ class Stage(StageModule):
         hidden = aten.mul.Tensor(left, positions)
         del split, left, merged
         return hidden, positions
-'''
+"""
 
 
 def test_text(golden: Callable[[str, str], None]) -> None:
