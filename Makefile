@@ -39,7 +39,7 @@ format: $(STAMP)  ## ruff: rewrite
 	$(BIN)/ruff format .
 
 type: $(STAMP)  ## pyright
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(STAMP)  ## capture and plan real-size models from their configs: seconds and memory
 	$(BIN)/python -P benchmarks/real_size.py

@@ -111,7 +111,12 @@ def stage_source(index: int) -> str:
     """The same stage as `TorchStage`, as a stage program."""
     arguments = "input_ids" if index == 0 else "x"
     arguments += ", labels" if index == NUM_STAGES - 1 else ""
-    lines = ["from torch.nn import functional", "class Stage(StageModule):", f"    def forward(self, {arguments}):", "        t = self.t"]
+    lines = [
+        "from torch.nn import functional",
+        "class Stage(StageModule):",
+        f"    def forward(self, {arguments}):",
+        "        t = self.t",
+    ]
     if index == 0:
         lines.append('        x = functional.embedding(input_ids, t["embed.weight"])')
     for block in range(index * BLOCKS_PER_STAGE, (index + 1) * BLOCKS_PER_STAGE):
@@ -166,7 +171,11 @@ class ChainSource:
 
     def _program(self, index: int) -> StageProgram:
         last = index == NUM_STAGES - 1
-        first = Port(name="input_ids", kind="root", shape=(), dtype="int64") if index == 0 else _link(index - 1, f"lm.{index - 1}")
+        first = (
+            Port(name="input_ids", kind="root", shape=(), dtype="int64")
+            if index == 0
+            else _link(index - 1, f"lm.{index - 1}")
+        )
         labels = Port(name="labels", kind="root", shape=(), dtype="int64")
         loss = tuple(Port(name=name, kind="link", shape=(), dtype="float32") for name in ("loss_sum", "num_tokens"))
         prefixes = tuple(f"blocks.{b}." for b in range(index * BLOCKS_PER_STAGE, (index + 1) * BLOCKS_PER_STAGE))
@@ -204,7 +213,9 @@ def torch_step(rank: int, samples: list[Sample]) -> Callable[[], float]:
     module = TorchStage(Chain(), rank)
     stage = PipelineStage(module, rank, NUM_STAGES, torch.device("cpu"))
     schedule = Schedule1F1B(
-        stage, NUM_MICROBATCHES, loss_fn=lambda logits, labels: functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        stage,
+        NUM_MICROBATCHES,
+        loss_fn=lambda logits, labels: functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
     )
     optimizer = OPTIMIZER(module.parameters())
 
@@ -274,7 +285,13 @@ def start_ranks() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(NUM_STAGES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(NUM_STAGES),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
         subprocess.Popen([sys.executable, "-P", *sys.argv], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(NUM_STAGES)

@@ -197,7 +197,9 @@ class HandSource:
         arguments = ", ".join(["self", "input_ids", *(port.name for port in features)])
         add = "".join(f" + {port.name}" for port in features)
         first = f"    def forward({arguments}):\n        t = self.t\n"
-        first += f"        x = functional.embedding(input_ids, t['embed.weight']){add}\n{_block(0)}        return (x,)\n"
+        first += (
+            f"        x = functional.embedding(input_ids, t['embed.weight']){add}\n{_block(0)}        return (x,)\n"
+        )
         middle = f"    def forward(self, x{''.join(f', {port.name}' for port in image)}):\n        t = self.t\n"
         middle += f"        {self._fault}\n"
         middle += "        x = x + t['scale'] * vision_out\n" if image else ""

@@ -1,9 +1,9 @@
 """Checkpoints: a folder that loads with `from_pretrained`, plus what training needs to go on. Replaced as a whole.
 
-    config.json, model*.safetensors     the model, as its own `save_pretrained` writes it; for other modules one
-                                        model.safetensors with all names
-    trainer.safetensors                 `weight/<name>` of trained parameters, `state/<key>/<name>` of the optimizer
-    trainer.json                        `TrainerState`
+config.json, model*.safetensors     the model, as its own `save_pretrained` writes it; for other modules one
+                                    model.safetensors with all names
+trainer.safetensors                 `weight/<name>` of trained parameters, `state/<key>/<name>` of the optimizer
+trainer.json                        `TrainerState`
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class TrainerState:
     step: int
     optimizer: OptimizerSpec
     hyper: dict[str, Any]
+    seed: int
     version: int = CHECKPOINT_VERSION
     files: tuple[str, ...] = ()
     """Everything this checkpoint wrote; other files in the folder are the user's and are kept."""
@@ -75,7 +76,9 @@ def write(folder: Path, checkpoint: Checkpoint, model: nn.Module | None, state_d
         _keep_foreign(target, fresh)
         _swap(fresh, target)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}; the one saved before, if any, is untouched") from error
+        raise CheckpointError(
+            f"cannot write a checkpoint to {folder}: {error}; the one saved before, if any, is untouched"
+        ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -94,7 +97,9 @@ def read(folder: Path) -> Checkpoint:
         raw = (place / _STATE).read_bytes()
         version = msgspec.json.decode(raw, type=_Version).version
         if version != CHECKPOINT_VERSION:
-            raise CheckpointError(f"{place / _STATE} has version {version}; this mmcompile reads version {CHECKPOINT_VERSION}")
+            raise CheckpointError(
+                f"{place / _STATE} has version {version}; this mmcompile reads version {CHECKPOINT_VERSION}"
+            )
         trainer = msgspec.json.decode(raw, type=TrainerState)
         tensors = load_file(place / _TENSORS)
     except (OSError, SafetensorError, msgspec.DecodeError) as error:
@@ -112,7 +117,9 @@ def _fill(folder: Path, checkpoint: Checkpoint, model: nn.Module | None, state_d
         model.save_pretrained(folder, state_dict=dict(state_dict))
     else:
         # Tied names are written once each, so that the file loads strictly into any module.
-        save_file({name: tensor.detach().cpu().clone() for name, tensor in state_dict.items()}, folder / "model.safetensors")
+        save_file(
+            {name: tensor.detach().cpu().clone() for name, tensor in state_dict.items()}, folder / "model.safetensors"
+        )
     tensors = {f"weight/{name}": tensor for name, tensor in checkpoint.weights.items()}
     tensors |= {f"state/{path}": tensor for path, tensor in checkpoint.optimizer.items()}
     save_file({path: tensor.contiguous() for path, tensor in tensors.items()}, folder / _TENSORS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from mmcompile.errors import EngineError
@@ -40,6 +40,8 @@ class Step:
     plan: StepPlan
     hyper: dict[str, Any]
     """The optimizer's settings for this step, learning rate included."""
+    seed: int
+    """With step, microbatch and stage, it keys the random numbers of a forward."""
     trace: bool
 
 

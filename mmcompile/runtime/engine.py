@@ -76,6 +76,9 @@ class Engine:
     After an EngineError the engine is over: all ranks were stopped. A BatchError, ConfigError or CheckpointError leaves it
     as it was.
 
+    Random numbers in a stage (dropout) depend on the seed given to `torch.manual_seed` before, the step, the microbatch and
+    the stage, not on the rank.
+
     Args:
         plan: its stages by rank (rank 0 is this process), and the number of microbatches of a step.
         source: the stage programs (rank 0).
@@ -115,6 +118,7 @@ class Engine:
         self._setup = setup
         self._scheduler_factory = scheduler
         self._num_steps = 0
+        self._seed = torch.initial_seed()
         self._events: list[Event] = []
         self._session = _open_session(placed, device)
         atexit.register(_close, weakref.ref(self))
@@ -166,7 +170,7 @@ class Engine:
             groups = self._split(samples)
             prepared = [self._source.prepare(collate([samples[i] for i in group], self._pad)) for group in groups]
             plan = leader.plan(self._num_steps + 1, groups, prepared)
-        command = Step(plan=plan, hyper=leader.rank.optimizer.hyper, trace=trace)
+        command = Step(plan=plan, hyper=leader.rank.optimizer.hyper, seed=self._seed, trace=trace)
         totals = self._session.call(functools.partial(self._run, leader, command, prepared))
         self._num_steps += 1
         if self._scheduler is not None:
@@ -202,7 +206,12 @@ class Engine:
             return self._take_part("save")
         leader = self._leader
         weights, state = self._session.call(functools.partial(_weights_and_state, leader))
-        trainer = TrainerState(step=self._num_steps, optimizer=self._setup.optimizer, hyper=leader.rank.optimizer.hyper)
+        trainer = TrainerState(
+            step=self._num_steps,
+            optimizer=self._setup.optimizer,
+            hyper=leader.rank.optimizer.hyper,
+            seed=self._seed,
+        )
         complete = self._complete(weights)
         content = Checkpoint(trainer=trainer, weights=self._trainable(complete), optimizer=state)
         checkpoint.write(Path(folder), content, self._model, complete)
@@ -224,6 +233,7 @@ class Engine:
         self._put(content.weights)
         self._session.call(functools.partial(_load, leader, dict(self._source.parameters()), content.optimizer))
         self._num_steps = content.trainer.step
+        self._seed = content.trainer.seed
         leader.rank.optimizer.hyper = self._initial_hyper
         self._scheduler = self._make_scheduler(leader)
         leader.rank.optimizer.hyper = content.trainer.hyper
@@ -236,7 +246,9 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _split(self, samples: Sequence[Sample]) -> tuple[tuple[int, ...], ...]:
@@ -290,7 +302,9 @@ class Engine:
                 case Done() | Step(trace=False):
                     done = command.call if isinstance(command, Done) else "step"
                     if done != call:
-                        raise EngineError(f"rank 0 called {done}() while rank {self.rank} called {call}(): make the same calls on all ranks")
+                        raise EngineError(
+                            f"rank 0 called {done}() while rank {self.rank} called {call}(): make the same calls on all ranks"
+                        )
                     return
                 case _:
                     pass
@@ -335,10 +349,13 @@ class Engine:
             raise CheckpointError(f"{folder} was saved with {saved.name}, this engine has {self._setup.optimizer.name}")
         for name, tensor in content.weights.items():
             if name not in parameters:
-                raise CheckpointError(f"{folder} trains {name}, which this model does not have: it belongs to another model")
+                raise CheckpointError(
+                    f"{folder} trains {name}, which this model does not have: it belongs to another model"
+                )
             if (have := parameters[name]).shape != tensor.shape or have.dtype != tensor.dtype:
                 raise CheckpointError(
-                    f"{folder} has {name} as {tensor.dtype} {tuple(tensor.shape)}; this model has {have.dtype} {tuple(have.shape)}"
+                    f"{folder} has {name} as {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"this model has {have.dtype} {tuple(have.shape)}"
                 )
 
     def _make_scheduler(self, leader: Leader | None) -> LRScheduler | None:
@@ -347,7 +364,9 @@ class Engine:
             return None
         scheduler = self._scheduler_factory(leader.rank.optimizer.optimizer)
         if isinstance(scheduler, ReduceLROnPlateau):
-            raise ConfigError("ReduceLROnPlateau needs a measured value at each step; set engine.learning_rate yourself instead")
+            raise ConfigError(
+                "ReduceLROnPlateau needs a measured value at each step; set engine.learning_rate yourself instead"
+            )
         with warnings.catch_warnings():
             # No optimizer step comes between; there is none to lose.
             warnings.simplefilter("ignore", UserWarning)

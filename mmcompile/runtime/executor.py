@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmcompile.plan.schedule import Action, ActionKind
+from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.links import Mail, Stages
 from mmcompile.runtime.stages import InputSlot, LoadedStage, OutputSlot
 from mmcompile.runtime.status import IDLE, StatusBoard
@@ -62,19 +63,30 @@ class Executor:
     """
 
     def __init__(
-        self, plan: StepPlan, loaded: Sequence[Stages], mail: Mail, board: StatusBoard, rank: int, *, trace: bool
+        self,
+        plan: StepPlan,
+        loaded: Sequence[Stages],
+        mail: Mail,
+        board: StatusBoard,
+        groups: Groups,
+        *,
+        seed: int,
+        trace: bool,
     ) -> None:
         """
         Args:
             loaded: per microbatch, this rank's stages.
             board: told before every action.
+            seed: of the random numbers in forwards, with step, microbatch and stage.
             trace: keep the time of every action.
         """
         self._plan = plan
+        self._seed = seed
         self._loaded = loaded
         self._mail = mail
         self._board = board
-        self._rank = rank
+        self._rank = groups.rank
+        self._generator = _generator(groups.device)
         self._trace = trace
         self._backward = [frozenset(microbatch.flow.backward) for microbatch in plan.microbatches]
         self._saved: dict[tuple[int, int], _Saved] = {}
@@ -83,13 +95,16 @@ class Executor:
     def run(self, actions: Sequence[Action], stage_names: Sequence[str]) -> StepResult:
         """Execute the action list to its end. Raises PeerLost if another rank is gone."""
         result = StepResult(loss=torch.zeros((), dtype=torch.float64))
+        before = self._generator.get_state()
         for action in actions:
             kind = action.kind
             self._board.write(self._rank, self._plan.step, action.stage, _KINDS[kind], action.microbatch)
             start = time.perf_counter()
             if kind is ActionKind.F:
                 stage = self._loaded[action.microbatch][action.stage]
-                self._run_forward(stage, action.microbatch, stage_names[action.stage] in self._backward[action.microbatch])
+                self._run_forward(
+                    stage, action.microbatch, stage_names[action.stage] in self._backward[action.microbatch]
+                )
                 result.busy_s += time.perf_counter() - start
             elif kind is ActionKind.B:
                 self._run_backward(self._loaded[action.microbatch][action.stage], action.microbatch)
@@ -101,6 +116,8 @@ class Executor:
             if self._trace:
                 result.events.append((action, start, time.perf_counter()))
         self._mail.finish()
+        # On rank 0 the generator is the user's.
+        self._generator.set_state(before)
         self._board.write(self._rank, self._plan.step, IDLE, 0, 0)
         for loss, tokens, weight in self._losses:
             result.loss += loss.double().cpu() * weight
@@ -110,6 +127,7 @@ class Executor:
     def _run_forward(self, stage: LoadedStage, microbatch: int, backward: bool) -> None:
         leaves: list[tuple[InputSlot, Tensor]] = []
         arguments = self._arguments(stage, microbatch, leaves if backward else None)
+        self._generator.manual_seed(_key(self._seed, self._plan.step, microbatch, stage.index))
         with torch.set_grad_enabled(backward):
             results = stage.run(*arguments)
         edges: list[tuple[OutputSlot, GradientEdge | None]] = []
@@ -168,3 +186,15 @@ class Executor:
         for slot, leaf in saved.leaves:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             self._mail.put_gradient(microbatch, stage.index, slot.name, slot.producer, gradient)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
+def _key(*parts: int) -> int:
+    """One seed from several numbers."""
+    key = 0
+    for part in parts:
+        key = (key * 1_000_003 + part) % 2**63
+    return key

@@ -77,7 +77,9 @@ def _tokens(microbatch: PreparedMicrobatch) -> int:
     if not microbatch.programs.per_token:
         return 0
     if microbatch.num_tokens is None:
-        raise VerifyError(f"pattern {microbatch.programs.pattern} has a loss per token, but its tokens were not counted")
+        raise VerifyError(
+            f"pattern {microbatch.programs.pattern} has a loss per token, but its tokens were not counted"
+        )
     return microbatch.num_tokens
 
 

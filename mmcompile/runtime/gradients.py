@@ -1,5 +1,8 @@
 """Gradients between the last backward and the optimizer: tied parameters summed, the global norm clipped."""
 
+# pyright: reportPrivateImportUsage=false
+# torch re-exports the functions its optimizers are built on without saying so.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

@@ -8,6 +8,9 @@ the pair, `is_completed` stays false, and an abort from another thread releases 
 them is the end of the process on the other side (`launch` sees to that).
 """
 
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+# torch.distributed re-exports its C++ classes without saying so, and their stubs lack a few members.
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -33,6 +36,13 @@ class Work(Protocol):
     """A message on its way (`torch.distributed.Work`, as far as we use it)."""
 
     def wait(self) -> bool: ...
+
+
+class Backend(Protocol):
+    """A process group made directly on a store (`ProcessGroupGloo`, `ProcessGroupNCCL`)."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
 
 
 def wait(work: Work) -> None:
@@ -68,8 +78,8 @@ class Groups:
     rank: int
     world_size: int
     device: torch.device
-    control: dist.ProcessGroup
-    _lanes: dict[Lane, dist.ProcessGroup] = field(default_factory=dict)
+    control: Backend
+    _lanes: dict[Lane, Backend] = field(default_factory=dict)
 
     @classmethod
     def connect(cls, store: dist.Store, rank: int, world_size: int, device: torch.device, *, local: bool) -> Groups:
@@ -136,7 +146,7 @@ class Groups:
             wait(self.send_control(mine, 0, _STAR_TAG))
             wait(answer)
 
-    def _pair(self, lane: Lane) -> dist.ProcessGroup:
+    def _pair(self, lane: Lane) -> Backend:
         if lane not in self._lanes:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _NEVER

@@ -6,6 +6,7 @@ dies, and exits. A worker that fails writes what went wrong first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -20,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-import mmcompile
 _GRACE_S = 0.3
 """How long to wait for the first cause: a neighbour of a dead rank often complains before the death is seen."""
 _POLL_S = 0.05
@@ -92,10 +92,8 @@ class Workers:
         self._closing = True
         deadline = time.monotonic() + timeout_s
         for process in self._processes.values():
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
         self.kill()
 
     def kill(self) -> None:
@@ -154,17 +152,17 @@ class Workers:
     def _failure(self, rank: int) -> Failure:
         if self._reports.get(rank):
             report = msgspec.json.decode(self._reports[rank], type=Report)
-            return Failure(rank=rank, cause=f"failed: {report.error}", traceback=report.traceback, peer_lost=report.peer_lost)
+            return Failure(
+                rank=rank, cause=f"failed: {report.error}", traceback=report.traceback, peer_lost=report.peer_lost
+            )
         code = self._processes[rank].wait()
         how = f"died with signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         return Failure(rank=rank, cause=how)
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _environment() -> dict[str, str]:

@@ -177,7 +177,10 @@ class Leader:
 
 
 def _tensors(
-    programs: Sequence[StageProgram], lacking: Sequence[str], values: Mapping[str, Tensor], trained: Mapping[str, Mapping[str, Tensor]]
+    programs: Sequence[StageProgram],
+    lacking: Sequence[str],
+    values: Mapping[str, Tensor],
+    trained: Mapping[str, Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Everything `Rank.install` wants, by path."""
     tensors = {f"value/{name}": values[name] for name in lacking}

@@ -117,7 +117,9 @@ class Mail:
         names = stage.to_peer[peer] if forward else stage.gradients_to[peer]
         lane = self._lane(action.stage, peer)
         for name, tensor in zip(names, self._outbox.pop(action), strict=True):
-            tag = self._tag(action.microbatch, self._link(action, name), peer if forward else action.stage, int(not forward))
+            tag = self._tag(
+                action.microbatch, self._link(action, name), peer if forward else action.stage, int(not forward)
+            )
             tensor = tensor.contiguous()
             if tensor.numel():
                 sent.append((action.microbatch, self._groups.send(tensor, lane, tag), tensor))
@@ -156,12 +158,16 @@ class Mail:
         for name in stage.from_peer[peer] if forward else stage.gradients_from[peer]:
             shape = self._shapes[action.microbatch][name][1]
             tensor = torch.empty(shape.shape, dtype=torch_dtype(shape.dtype), device=self._groups.device)
-            tag = self._tag(action.microbatch, self._link(action, name), action.stage if forward else peer, int(not forward))
+            tag = self._tag(
+                action.microbatch, self._link(action, name), action.stage if forward else peer, int(not forward)
+            )
             messages.append((self._groups.receive(tensor, lane, tag) if tensor.numel() else _ARRIVED, name, tensor))
         return messages
 
     def _lane(self, source: int, target: int) -> Lane:
-        return Lane(source=self._stages[source].ranks[0], target=self._stages[target].ranks[0], name=f"{source}>{target}")
+        return Lane(
+            source=self._stages[source].ranks[0], target=self._stages[target].ranks[0], name=f"{source}>{target}"
+        )
 
     def _link(self, action: Action, name: str) -> int:
         return self._shapes[action.microbatch][name][0]

@@ -46,11 +46,15 @@ class OptimizerSpec:
                 f"optimizer is {optimizer!r}; wanted a torch.optim class, or functools.partial(torch.optim.AdamW, lr=1e-4)"
             )
         if target.__module__ == "__main__" or target is torch.optim.LBFGS:
-            raise ConfigError(f"optimizer {target.__qualname__} cannot run in other processes: use one from an importable module")
+            raise ConfigError(
+                f"optimizer {target.__qualname__} cannot run in other processes: use one from an importable module"
+            )
         try:
             msgspec.msgpack.encode(keywords)
         except TypeError as error:
-            raise ConfigError(f"optimizer arguments {keywords} must be plain numbers, flags and text: {error}") from error
+            raise ConfigError(
+                f"optimizer arguments {keywords} must be plain numbers, flags and text: {error}"
+            ) from error
         return cls(module=target.__module__, name=target.__qualname__, arguments=dict(keywords))
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -106,7 +110,8 @@ class RankOptimizer:
                     continue
                 if not isinstance(value, Tensor):
                     raise CheckpointError(
-                        f"{type(self.optimizer).__name__} keeps {key} of {name} as {type(value).__name__}; only tensors can be saved"
+                        f"{type(self.optimizer).__name__} keeps {key} of {name} as {type(value).__name__}; "
+                        "only tensors can be saved"
                     )
                 found[f"{key}/{name}"] = value
         return found

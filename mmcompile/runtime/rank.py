@@ -51,7 +51,11 @@ class Rank:
         return tuple(stage.name for stage in self._setup.stages)
 
     def install(
-        self, pattern: str, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor], tied: Mapping[str, tuple[int, ...]]
+        self,
+        pattern: str,
+        programs: Sequence[StageProgram],
+        tensors: Mapping[str, Tensor],
+        tied: Mapping[str, tuple[int, ...]],
     ) -> None:
         """Build this rank's stages of a pattern.
 
@@ -91,7 +95,7 @@ class Rank:
         """
         plan = command.plan
         self.optimizer.hyper = command.hyper
-        result = self._execute(plan, command.trace, roots)
+        result = self._execute(command, roots)
         trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         gradients.sum_tied(self.groups, trainable, self._tied)
         totals = self._totals(result, trainable)
@@ -125,13 +129,14 @@ class Rank:
                 if name not in self.buffers:
                     self.buffers[name] = values[name].to(self.groups.device, copy=True)
 
-    def _execute(self, plan: StepPlan, trace: bool, roots: RootValues | None) -> StepResult:
+    def _execute(self, command: Step, roots: RootValues | None) -> StepResult:
+        plan = command.plan
         actions = self.schedule(plan).ranks[self.groups.rank]
         loaded: list[Stages] = [self._patterns.get(microbatch.pattern, {}) for microbatch in plan.microbatches]
         mail = Mail(self.groups, plan, self._setup.stages, loaded, actions)
         if roots is not None:
             mail.send_roots(*roots)
-        executor = Executor(plan, loaded, mail, self._board, self.groups.rank, trace=trace)
+        executor = Executor(plan, loaded, mail, self._board, self.groups, seed=command.seed, trace=command.trace)
         result = executor.run(actions, self.stages)
         wall = time.time() - time.perf_counter()
         self._events = [self._event(action, start + wall, end + wall) for action, start, end in result.events]
@@ -159,7 +164,9 @@ class Rank:
         totals[0] = result.loss
         totals[1] = result.num_tokens
         if self._setup.clip_norm is not None:
-            mine = [p for name, p in trainable.items() if self._tied.get(name, (self.groups.rank,))[0] == self.groups.rank]
+            mine = [
+                p for name, p in trainable.items() if self._tied.get(name, (self.groups.rank,))[0] == self.groups.rank
+            ]
             totals[2] = gradients.squared_norm(mine)
         totals[3 + self.groups.rank] = result.busy_s
         self.groups.all_reduce(totals)

@@ -1,5 +1,8 @@
 """`Session`: the ranks of one engine, however they were started, and what happens when one fails."""
 
+# pyright: reportPrivateImportUsage=false
+# torch.distributed re-exports its C++ classes without saying so.
+
 from __future__ import annotations
 
 import contextlib
@@ -75,10 +78,8 @@ class Session(ABC):
         self._broken = "the engine is closed; start a new one"
         if farewell is not None:
             deadline = time.monotonic() + _CLOSE_S
-            try:
+            with contextlib.suppress(PeerLost, TimeoutError):
                 self._runner.call(farewell, lambda: _expire(deadline))
-            except (PeerLost, TimeoutError):
-                pass
         self._end(_CLOSE_S)
         self._runner.end(_CLOSE_S)
 
@@ -100,9 +101,10 @@ class Session(ABC):
         """`rank 2 (stage language_model.1) died with signal 9 (SIGKILL) in step 5 while F3; ...`"""
         status = self.board.read(failure.rank)
         mine = [stage.name for stage in self._stages if failure.rank in stage.ranks]
-        where = self._stages[status.stage].name if status.stage != IDLE else ", ".join(mine) or "none"
+        names = [self._stages[status.stage].name] if status.stage != IDLE else mine
+        where = f"{'stage' if len(names) == 1 else 'stages'} {', '.join(names) or 'none'}"
         cause, _, rest = failure.cause.partition(": ")
-        message = f"rank {failure.rank} (stage {where}) {cause} {_moment(status)}{': ' if rest else ''}{rest}; {_ADVICE}"
+        message = f"rank {failure.rank} ({where}) {cause} {_moment(status)}{': ' if rest else ''}{rest}; {_ADVICE}"
         return f"{message}\n{failure.traceback}" if failure.traceback else message
 
     @abstractmethod
@@ -195,7 +197,9 @@ class LaunchedSession(Session):
 
     def _abort(self, message: str) -> None:
         # The first message is the cause; what others say after it is its consequence.
-        with contextlib.suppress(dist.DistError):  # The store may be gone with the launcher; then there is nobody to tell.
+        with contextlib.suppress(
+            dist.DistError
+        ):  # The store may be gone with the launcher; then there is nobody to tell.
             self._store.compare_set(_ABORT_KEY, "", message)
 
     def _end(self, timeout_s: float) -> None:

@@ -1,5 +1,8 @@
 """A worker process: `python -P -m mmcompile.runtime.worker ORDER`, started by rank 0 of a plain script."""
 
+# pyright: reportPrivateImportUsage=false
+# torch.distributed re-exports its C++ classes without saying so.
+
 from __future__ import annotations
 
 import os

@@ -44,7 +44,9 @@ def collate(samples: Sequence[Sample], pad: Mapping[str, int | float] | None = N
     fill = {**_PAD, **(pad or {})}
     rows = _with_masks([_with_batch_dim(sample) for sample in samples])
     keys = dict.fromkeys(key for row in rows for key in row)
-    return {key: _join(key, [(i, row[key]) for i, row in enumerate(rows) if key in row], fill.get(key, 0)) for key in keys}
+    return {
+        key: _join(key, [(i, row[key]) for i, row in enumerate(rows) if key in row], fill.get(key, 0)) for key in keys
+    }
 
 
 def split_microbatches(num_samples: int, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
@@ -106,7 +108,9 @@ def _join(key: str, items: list[tuple[int, Value]], fill: int | float) -> Value:
     tensors: list[Tensor] = []
     for index, value in items:
         if not isinstance(value, Tensor):
-            raise BatchError(f"{key!r} is a tensor in sample {first_index} and {type(value).__name__} in sample {index}")
+            raise BatchError(
+                f"{key!r} is a tensor in sample {first_index} and {type(value).__name__} in sample {index}"
+            )
         if value.dim() != first.dim() or value.dim() == 0 or value.dtype != first.dtype:
             raise BatchError(
                 f"{key!r} of sample {index} has shape {tuple(value.shape)} and dtype {value.dtype}; sample {first_index} "
@@ -135,5 +139,7 @@ def _same(key: str, items: list[tuple[int, Value]]) -> Value:
                 'call the processor with return_tensors="pt"'
             )
         if value != first:
-            raise BatchError(f"{key!r} is {first!r} in sample {first_index} and {value!r} in sample {index}: wanted equal")
+            raise BatchError(
+                f"{key!r} is {first!r} in sample {first_index} and {value!r} in sample {index}: wanted equal"
+            )
     return first

@@ -18,7 +18,7 @@ TINY = str(CONFIGS / "llava-tiny.json")
     [
         ("show nothing.json", r"cannot read plan nothing\.json: No such file or directory"),
         ("show toy.py", r"toy\.py is no plan: .*make it anew with `mmcompile plan`"),
-        ("plan nothing", r"no model 'nothing': it is no file, .*nothing is downloaded"),
+        ("plan nothing", r"no model configuration at 'nothing': .*pass a config\.json"),
         ("plan toy:missing", r"toy:missing: module toy has no function 'missing'"),
         ("plan absent.module:build", r"absent\.module:build: no module named 'absent'"),
         ("plan toy:nothing", r"toy:nothing returned NoneType; wanted an nn\.Module, or \(nn\.Module, batch"),
@@ -29,8 +29,8 @@ TINY = str(CONFIGS / "llava-tiny.json")
         (f"plan {TINY} --cluster 8xTPU", r"unknown device 'TPU'; known are .*H100"),
         (f"stages {TINY} --plan x.json --stages language_model=2", r"--stages has no effect together with --plan"),
         (f"train {TINY} --data toy:build_samples", r"holds no weights for its config; add --random-weights"),
-        (f"train {TINY} --data nowhere", r"no data 'nowhere': it is neither a folder nor package\.module:function"),
-        ("train toy:build --data __pycache__", r"no samples in __pycache__: wanted \.safetensors files"),
+        ("train toy:build --data nowhere", r"no data 'nowhere': it is neither a folder nor package\.module:function"),
+        ("train toy:build --data .", r"no samples in \.: wanted \.safetensors files"),
         ("train toy:build --data toy:build_samples --batch-size 2", r"--batch-size 2 is less than the 4 microbatches"),
         ("trace .", r"is no run folder: cannot read events\.json"),
     ],
@@ -59,9 +59,11 @@ def test_json_errors_are_objects(run: Run) -> None:
 def test_unknown_family(run: Run, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "llava_of_tomorrow"}')
-    outcome = run("plan", tmp_path)
+    outcome = run("plan", config)
     assert outcome.code == 1
-    assert "has model_type 'llava_of_tomorrow', which this transformers does not know" in outcome.err
+    assert re.search(r"has model_type 'llava_of_tomorrow', which transformers .* does not know", outcome.err)
+    folder = run("plan", tmp_path)
+    assert folder.code == 1 and "llava_of_tomorrow" in folder.err
 
 
 def test_full_disk(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 def test_help_shows_its_examples(command: str, run: Run) -> None:
     outcome = run(command, "--help")
     assert outcome.code == 0
-    shown = " ".join(outcome.out.replace("\\\n", " ").split())
+    shown = " ".join(re.sub(r"\\\s*\n", " ", outcome.out).split())
     for example in EXAMPLES[command]:
         assert example in shown
 

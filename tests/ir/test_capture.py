@@ -191,6 +191,14 @@ def test_too_few_placeholders_are_refused_with_the_shapes() -> None:
         capture(family.build(), batch)
 
 
+def test_missing_images_are_refused_though_the_model_would_run() -> None:
+    family = ALL["llava"]
+    batch = family.batch()
+    del batch["pixel_values"]
+    with pytest.raises(BatchError, match=r"32 image placeholders \(token 990\) but the batch has no image input"):
+        capture(family.build(), batch)
+
+
 def test_a_batch_without_labels_is_refused() -> None:
     family = ALL["llava"]
     batch = family.batch()

@@ -22,18 +22,24 @@ from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.optimizer import OptimizerSpec
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
-STEPS = [hand_samples(4, seed=0), hand_samples(4, images=(1, 2), seed=1), hand_samples(4, images=(0,), sounds=(3,), seed=2)]
+STEPS = [
+    hand_samples(4, seed=0),
+    hand_samples(4, images=(1, 2), seed=1),
+    hand_samples(4, images=(0,), sounds=(3,), seed=2),
+]
 PLAN = hand_plan(2, vision=1, audio=0, lm0=0, lm1=1, lm2=1)
 
 
 def new_engine(model: HandModel) -> Engine:
     scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
-    return Engine(PLAN, HandSource(model), model=model, optimizer=ADAMW, scheduler=scheduler, clip_norm=1.0)
+    source = HandSource(model, fault="x = functional.dropout(x, 0.2)")
+    return Engine(PLAN, source, model=model, optimizer=ADAMW, scheduler=scheduler, clip_norm=1.0)
 
 
 def new_model() -> HandModel:
-    torch.manual_seed(0)
-    return HandModel(tied=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return HandModel(tied=True)
 
 
 def run(engine: Engine, first: int) -> tuple[list[float], Mapping[str, Tensor]]:
@@ -62,6 +68,7 @@ def test_resume_goes_on_bit_by_bit(tmp_path: Path) -> None:
     assert again == losses
     assert_same(state, state_again)
 
+    torch.manual_seed(5)
     other = new_model()
     torch.nn.init.zeros_(other.embed.weight)
     with new_engine(other) as resumed:
@@ -77,8 +84,10 @@ def test_resume_goes_on_bit_by_bit(tmp_path: Path) -> None:
 
 @pytest.fixture
 def content() -> Checkpoint:
-    trainer = TrainerState(step=3, optimizer=OptimizerSpec.of(ADAMW), hyper={"lr": 0.1})
-    return Checkpoint(trainer=trainer, weights={"embed.weight": torch.ones(2000)}, optimizer={"step/embed.weight": torch.tensor(3.0)})
+    trainer = TrainerState(step=3, optimizer=OptimizerSpec.of(ADAMW), hyper={"lr": 0.1}, seed=0)
+    return Checkpoint(
+        trainer=trainer, weights={"embed.weight": torch.ones(2000)}, optimizer={"step/embed.weight": torch.tensor(3.0)}
+    )
 
 
 @contextmanager
@@ -150,9 +159,14 @@ def test_other_models_and_optimizers_are_refused(tmp_path: Path, content: Checkp
     target = tmp_path / "checkpoint"
     checkpoint.write(target, content, None, {"a": torch.ones(1)})
     one_rank = hand_plan(1, lm0=0, lm1=0, lm2=0)
-    with Engine(one_rank, HandSource(new_model()), optimizer=torch.optim.SGD) as engine:
-        with pytest.raises(CheckpointError, match="was saved with AdamW, this engine has SGD"):
-            engine.load(target)
-    with Engine(one_rank, HandSource(new_model()), optimizer=ADAMW) as engine:
-        with pytest.raises(CheckpointError, match=r"has embed.weight as torch.float32 \(2000,\); this model has torch.float64"):
-            engine.load(target)
+    with (
+        Engine(one_rank, HandSource(new_model()), optimizer=torch.optim.SGD) as engine,
+        pytest.raises(CheckpointError, match="was saved with AdamW, this engine has SGD"),
+    ):
+        engine.load(target)
+    message = r"has embed.weight as torch.float32 \(2000,\); this model has torch.float64"
+    with (
+        Engine(one_rank, HandSource(new_model()), optimizer=ADAMW) as engine,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        engine.load(target)

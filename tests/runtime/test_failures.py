@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hand_stages import HandModel, HandPlan, HandSource, hand_plan, hand_samples
 
 from mmcompile.errors import BatchError, EngineError
@@ -75,7 +76,7 @@ def test_exception_in_a_stage_of_rank_0() -> None:
 def test_bad_batch_leaves_the_engine_usable() -> None:
     with Engine(hand_plan(**TWO_RANKS), HandSource(HandModel())) as engine:
         samples = hand_samples(4)
-        ignored = [{**sample, "labels": sample["labels"] * 0 - 100} for sample in samples]
+        ignored = [{**sample, "labels": torch.full((1, 3), -100)} for sample in samples]
         with pytest.raises(BatchError, match="every label of the step is -100"):
             engine.step(ignored)
         assert engine.step(samples).step == 1

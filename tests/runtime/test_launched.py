@@ -59,7 +59,17 @@ def test_torchrun_with_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, tmp_path / "c"],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            script,
+            tmp_path / "c",
+        ],
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,

@@ -28,7 +28,9 @@ def one_process(
     losses: list[float] = []
     norms: list[float] = []
     for samples in steps:
-        parts = [model(collate([samples[i] for i in group])) for group in split_microbatches(len(samples), microbatches)]
+        parts = [
+            model(collate([samples[i] for i in group])) for group in split_microbatches(len(samples), microbatches)
+        ]
         loss = torch.stack([part[0] for part in parts]).sum() / torch.stack([part[1] for part in parts]).sum()
         loss.backward()
         if clip_norm is not None:
@@ -45,6 +47,7 @@ def assert_parity(
     plan: HandPlan,
     steps: Sequence[Sequence[Sample]],
     clip_norm: float | None = None,
+    compiled: bool = False,
 ) -> None:
     reference = copy.deepcopy(model)
     losses, norms = one_process(reference, steps, plan.num_microbatches, clip_norm)
@@ -55,6 +58,7 @@ def assert_parity(
         optimizer=OPTIMIZER,
         scheduler=SCHEDULER,
         clip_norm=clip_norm,
+        compile=compiled,
     ) as engine:
         metrics = [engine.step(samples) for samples in steps]
         state = engine.state_dict()
@@ -111,5 +115,16 @@ def test_every_layout_and_freeze_pattern(ranks: dict[str, int], frozen: tuple[st
     model = HandModel(tied=tied)
     for prefix in frozen:
         model.get_submodule(prefix).requires_grad_(False)
-    steps = [hand_samples(9, images=(0, 1, 5), sounds=(2, 5), seed=0), hand_samples(2, seed=1), hand_samples(7, images=(6,))]
+    steps = [
+        hand_samples(9, images=(0, 1, 5), sounds=(2, 5), seed=0),
+        hand_samples(2, seed=1),
+        hand_samples(7, images=(6,)),
+    ]
     assert_parity(model, hand_plan(**ranks), steps, clip_norm=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor itself calls torch.jit
+def test_compiled_stages() -> None:
+    steps = [hand_samples(4, images=(0, 3), seed=seed) for seed in range(2)]
+    assert_parity(HandModel(tied=True), hand_plan(2, vision=1, lm0=0, lm1=1, lm2=0), steps, compiled=True)
