@@ -16,8 +16,9 @@ LINKS = ("passes", "costmodel", "kernels")
 # Lowest first. Prefixes of one row may import each other and everything below.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("mmcompile.errors", "mmcompile.units", "mmcompile.files"),
+    ("mmcompile.kernels",),
     ("mmcompile.ir",),
-    ("mmcompile.kernels", "mmcompile.costmodel"),
+    ("mmcompile.costmodel",),
     ("mmcompile.passes",),
     ("mmcompile.plan", "mmcompile.step"),
     ("mmcompile.lower",),

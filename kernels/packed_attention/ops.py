@@ -40,7 +40,12 @@ def _(
 
 @torch.library.custom_op("mmcompile::packed_attention_backward", mutates_args=())
 def packed_attention_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; the forward of each group is run again."""
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
@@ -54,7 +59,10 @@ def packed_attention_backward(
 def _segment_gradients(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """P = softmax(scale q k^T); dv = P^T do; dS = P * (dP - rowsum(dP * P)) with dP = do v^T; dq = scale dS k; dk = scale dS^T q."""
+    """Gradients of softmax attention, in float32 or wider.
+
+    P = softmax(scale q k^T); dv = P^T do; dP = do v^T; dS = P * (dP - rowsum(dP * P)); dq = scale dS k; dk = scale dS^T q.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     grad, query, key, value = (x.to(wide) for x in (grad, query, key, value))
     repeats = query.shape[1] // key.shape[1]
@@ -68,7 +76,12 @@ def _segment_gradients(
 
 @packed_attention_backward.register_fake
 def _(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     return q, k, v

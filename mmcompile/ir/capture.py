@@ -89,7 +89,9 @@ def differing_dims(batch: Mapping[str, Any], other: Mapping[str, Any]) -> dict[s
         second = other.get(name)
         if not isinstance(second, torch.Tensor) or second.dim() != value.dim():
             got = f"shape {tuple(second.shape)}" if isinstance(second, torch.Tensor) else "nothing"
-            raise BatchError(f"the second batch has {got} for {name!r}, the first {tuple(value.shape)}; give both the same inputs")
+            raise BatchError(
+                f"the second batch has {got} for {name!r}, the first {tuple(value.shape)}; give both the same inputs"
+            )
         dims = tuple(dim for dim in range(value.dim()) if value.shape[dim] != second.shape[dim])
         if dims:
             found[name] = dims
@@ -102,7 +104,9 @@ def _fixed(wanted: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, 
     for name, dims in wanted.items():
         fixed = [dim for dim in dims if dim not in kept.get(name, ())]
         if fixed:
-            lines.append(f"{name} dim {', '.join(map(str, fixed))}: fixed by the model's Python (or its size is 1 in the batch)")
+            lines.append(
+                f"{name} dim {', '.join(map(str, fixed))}: fixed by the model's Python (or its size is 1 in the batch)"
+            )
     return tuple(lines)
 
 

@@ -91,7 +91,11 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
 def _is_data(placeholder: fx.Node) -> bool:
     """Images and sounds are data; floats that the host computed from integers alone (interpolation weights) are not."""
     value = placeholder.meta["val"]
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and not placeholder.meta.get("from_integers", False)
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and not placeholder.meta.get("from_integers", False)
+    )
 
 
 def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
@@ -125,7 +129,7 @@ class _Tree:
 
 
 def _prefixes(path: str) -> list[str]:
-    """"a.b.c" -> ["", "a", "a.b", "a.b.c"]."""
+    """ "a.b.c" -> ["", "a", "a.b", "a.b.c"]."""
     parts = path.split(".") if path else []
     return [".".join(parts[:length]) for length in range(len(parts) + 1)]
 
@@ -158,7 +162,8 @@ def _branches(graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> lis
 
 def _splits(tree: _Tree, path: str, data: Sources) -> bool:
     """Its children work on disjoint data: several components in one wrapper."""
-    parts = [tree.sources[child] & data for child in tree.children[path] if child in tree.with_parameters and not _is_block(child)]
+    children = [c for c in tree.children[path] if c in tree.with_parameters and not _is_block(c)]
+    parts = [tree.sources[child] & data for child in children]
     return any(not (a & b) for i, a in enumerate(parts) for b in parts[i + 1 :] if a and b)
 
 
@@ -303,7 +308,13 @@ def _numbered(path: str) -> str | None:
 
 
 def _split_tail(
-    graph: fx.Graph, owner: Mapping[fx.Node, str], component: str, names: list[str], index: dict[fx.Node, int], *, fixed: bool
+    graph: fx.Graph,
+    owner: Mapping[fx.Node, str],
+    component: str,
+    names: list[str],
+    index: dict[fx.Node, int],
+    *,
+    fixed: bool,
 ) -> None:
     """What follows the last block (final norm, head, loss) is a layer of its own."""
     blocks = _blocks(graph, owner)[component]
@@ -318,7 +329,12 @@ def _split_tail(
 
 
 def _labels(
-    graph: fx.Graph, owner: Mapping[fx.Node, str], wrappers: set[str], component: str, names: list[str], index: Mapping[fx.Node, int]
+    graph: fx.Graph,
+    owner: Mapping[fx.Node, str],
+    wrappers: set[str],
+    component: str,
+    names: list[str],
+    index: Mapping[fx.Node, int],
 ) -> list[str]:
     """Name the layers before and after the blocks by the first module in them."""
     labels = list(names)

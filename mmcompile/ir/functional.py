@@ -74,7 +74,9 @@ def _functional_call(graph: fx.Graph, node: fx.Node) -> fx.Node:
         cast.meta = dict(node.meta)
         cast.meta["val"] = rest[0].meta["val"].to(target.meta["val"].dtype)
     else:
-        plain = {"__ior__": "bitwise_or", "__iand__": "bitwise_and", "__ixor__": "bitwise_xor"}.get(name, name.rstrip("_"))
+        plain = {"__ior__": "bitwise_or", "__iand__": "bitwise_and", "__ixor__": "bitwise_xor"}.get(
+            name, name.rstrip("_")
+        )
         functional = getattr(getattr(aten, plain), overload)
         call = graph.call_function(functional, (target, *rest), dict(node.kwargs))
         if name == "zero_":

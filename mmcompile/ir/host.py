@@ -130,18 +130,27 @@ def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -
             value = attribute(module, str(node.target))
             if not isinstance(value, (torch.nn.Parameter, FakeTensor)) and _small(value):
                 known[node] = value
-        elif node.op == "call_function" and node.target is not VALUE_READ and _deterministic(node):
-            if node.all_input_nodes and all(source in known for source in node.all_input_nodes) or _is_factory(node):
-                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
-                with torch.no_grad():
-                    value = node.target(*args, **kwargs)
-                if all(_small(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)):
-                    known[node] = value
+        elif _computable(node, known):
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+            with torch.no_grad():
+                value = node.target(*args, **kwargs)
+            if all(_small(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)):
+                known[node] = value
     return known
 
 
+def _computable(node: fx.Node, known: Mapping[fx.Node, object]) -> bool:
+    if node.op != "call_function" or node.target is VALUE_READ or not _deterministic(node):
+        return False
+    return all(source in known for source in node.all_input_nodes) if node.all_input_nodes else _is_factory(node)
+
+
 def _is_factory(node: fx.Node) -> bool:
-    return not node.all_input_nodes and isinstance(node.target, torch._ops.OpOverload) and "empty" not in node.target.name()
+    return (
+        not node.all_input_nodes
+        and isinstance(node.target, torch._ops.OpOverload)
+        and "empty" not in node.target.name()
+    )
 
 
 def _deterministic(node: fx.Node) -> bool:

@@ -11,7 +11,6 @@ from torch import nn
 
 from mmcompile.errors import BatchError
 
-
 _MEDIA_INPUTS = {"image": ("pixel_values", "image"), "video": ("video",), "audio": ("audio", "features")}
 """Modality -> words in the names of its inputs, by transformers' conventions."""
 
@@ -51,7 +50,9 @@ def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     Multimodal rotary positions depend on where images stand among the tokens: computed inside, every new text would be a new
     pattern; as an input, one graph serves all. Values are the model's own, so results do not change.
     """
-    owner = next((m for m in (model, getattr(model, "model", None), _base(model)) if hasattr(m, "get_rope_index")), None)
+    owner = next(
+        (m for m in (model, getattr(model, "model", None), _base(model)) if hasattr(m, "get_rope_index")), None
+    )
     accepts = "position_ids" in inspect.signature(model.forward).parameters
     if owner is None or not accepts or batch.get("position_ids") is not None or batch.get("input_ids") is None:
         return dict(batch)

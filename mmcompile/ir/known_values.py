@@ -124,7 +124,9 @@ class _KnownDispatch(TorchDispatchMode):
         all_known = not symbolic and not random and all(self.known.get(tensor) is not None for tensor in tensors)
         if all_known and tensors and self._needs_value(func, args):
             return pytree.tree_map_only(
-                torch.Tensor, lambda real: self.known.fake_of(real, tensors[0].device), self.known.run(func, args, kwargs)
+                torch.Tensor,
+                lambda real: self.known.fake_of(real, tensors[0].device),
+                self.known.run(func, args, kwargs),
             )
         args, kwargs, func_output = self._with_concrete_indices(func, args, kwargs)
         if func_output is not None:
@@ -176,9 +178,13 @@ class _KnownDispatch(TorchDispatchMode):
 
     def _learn_outputs(self, func: Any, args: Any, kwargs: Any, inputs: Sequence[torch.Tensor], output: Any) -> None:
         outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if not outputs or not all(isinstance(out, FakeTensor) and self._worth_knowing(func, out, inputs) for out in outputs):
+        if not outputs or not all(
+            isinstance(out, FakeTensor) and self._worth_knowing(func, out, inputs) for out in outputs
+        ):
             return
-        reals = [leaf for leaf in pytree.tree_leaves(self.known.run(func, args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        reals = [
+            leaf for leaf in pytree.tree_leaves(self.known.run(func, args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
         for fake, real in zip(outputs, reals, strict=True):
             if shape_hint(fake) == tuple(real.shape):
                 self.known.learn(fake, real)
@@ -212,7 +218,9 @@ class _KnownFunctions(TorchFunctionMode):
                 return self.read(args[0], real, func, args[1:], kwargs)
         return func(*args, **kwargs)
 
-    def read(self, fake: torch.Tensor, real: torch.Tensor, func: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+    def read(
+        self, fake: torch.Tensor, real: torch.Tensor, func: Callable[..., Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
         VALUE_READ(fake)
         with real_execution():
             return func(real, *args, **(kwargs or {}))

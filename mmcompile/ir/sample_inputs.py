@@ -64,7 +64,11 @@ def example_batch(
 
 def _text(config: Any, batch_size: int, text_tokens: int, spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
     """Two text tokens, then each span of placeholders with a text token after it, then the rest of the text."""
-    special = [value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)]
+    special = [
+        value
+        for name, value in vars(config).items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    ]
     ceiling = min([config.get_text_config().vocab_size, *(value for value in special if value > 16)])
     length = text_tokens + sum(count for _, count in spans)
     ids = torch.randint(min(10, ceiling - 1), ceiling, (batch_size, length))
@@ -75,7 +79,9 @@ def _text(config: Any, batch_size: int, text_tokens: int, spans: list[tuple[int,
         labels[:, position : position + count] = IGNORE
         position += count + 1
     if position > length:
-        raise ConfigError(f"{text_tokens} text tokens are too few around {len(spans)} images or sounds; use at least {len(spans) + 2}")
+        raise ConfigError(
+            f"{text_tokens} text tokens are too few around {len(spans)} images or sounds; use at least {len(spans) + 2}"
+        )
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 

@@ -35,9 +35,8 @@ class Sizes:
             if len(actual) != len(shape):
                 return None
             for size, expected in zip(actual, shape, strict=True):
-                if isinstance(expected, sympy.Symbol):
-                    if bound.setdefault(expected, int(size)) != size:
-                        return None
+                if isinstance(expected, sympy.Symbol) and bound.setdefault(expected, int(size)) != size:
+                    return None
         if any(value < 2 for value in bound.values()):  # sizes of 0 and 1 mean something else (broadcasting)
             return None
         for name, shape in self.inputs.items():
@@ -47,11 +46,17 @@ class Sizes:
 
     def size_inputs(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, int]:
         """Value of every size input of the graph."""
-        return {name: value for name, expression in self.values.items() if (value := evaluate(expression, bound)) is not None}
+        return {
+            name: value
+            for name, expression in self.values.items()
+            if (value := evaluate(expression, bound)) is not None
+        }
 
     def dynamic(self) -> dict[str, tuple[int, ...]]:
         """Input name -> dims that may vary."""
-        found = {n: tuple(i for i, size in enumerate(shape) if not isinstance(size, int)) for n, shape in self.inputs.items()}
+        found = {
+            n: tuple(i for i, size in enumerate(shape) if not isinstance(size, int)) for n, shape in self.inputs.items()
+        }
         return {name: dims for name, dims in found.items() if dims}
 
 
@@ -84,7 +89,9 @@ def take_sizes(graph: fx.Graph) -> Sizes:
 
 
 def _symbolic_shape(value: torch.Tensor) -> Shape:
-    return tuple(size if isinstance(size, int) else _number_or_expression(size_expression(size)) for size in value.shape)
+    return tuple(
+        size if isinstance(size, int) else _number_or_expression(size_expression(size)) for size in value.shape
+    )
 
 
 def _number_or_expression(expression: sympy.Expr) -> int | sympy.Expr:
@@ -120,9 +127,11 @@ def _make_concrete(node: fx.Node) -> None:
         node.meta["symbolic_shape"] = _symbolic_shape(value)
     node.meta["val"] = pytree.tree_map_only(
         torch.Tensor,
-        lambda t: torch.empty(shape_hint(t), dtype=t.dtype, device="meta")
-        if any(isinstance(size, torch.SymInt) for size in t.shape)
-        else t,
+        lambda t: (
+            torch.empty(shape_hint(t), dtype=t.dtype, device="meta")
+            if any(isinstance(size, torch.SymInt) for size in t.shape)
+            else t
+        ),
         pytree.tree_map_only(torch.SymInt, size_hint, value),
     )
 

@@ -15,7 +15,12 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.compat import FakeTensorMode
 from mmcompile.ir.graph import torch_dtype
 
-_AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq", "AutoModelForMultimodalLM", "AutoModelForCausalLM")
+_AUTO_CLASSES = (
+    "AutoModelForImageTextToText",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForMultimodalLM",
+    "AutoModelForCausalLM",
+)
 
 
 def skeleton(config: str | Path | Any, dtype: str | None = None) -> nn.Module:

@@ -19,9 +19,9 @@ from mmcompile.ir.compat import FakeTensor, fake_mode_of, transformers_eager_pat
 from mmcompile.ir.functional import functionalize
 from mmcompile.ir.graph import LossInfo
 from mmcompile.ir.host import HostProgram, attribute, split_host_program
+from mmcompile.ir.implementations import packed_towers, traceable_experts
 from mmcompile.ir.known_values import KnownValues, known_values
 from mmcompile.ir.nodes import VALUE_READ, merge_features, token_loss
-from mmcompile.ir.packed import packed_towers
 from mmcompile.ir.sizes import Sizes, take_sizes
 
 aten = torch.ops.aten
@@ -33,7 +33,13 @@ _ASSERTIONS = (
     "sym_constrain_range",
     "sym_constrain_range_for_size",
 )
-_LOSS_PRESERVING = (aten.view.default, aten.reshape.default, aten.squeeze.default, aten.alias.default, aten.clone.default)
+_LOSS_PRESERVING = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.alias.default,
+    aten.clone.default,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +109,9 @@ def loss_of(output: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def _without_cache(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Switch `use_cache` off on every sub-config (a cache adds two cats per layer), and give the call options that help."""
-    configs = {id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None}
+    configs = {
+        id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None
+    }
     changed = [config for config in configs.values() if getattr(config, "use_cache", False)]
     for config in changed:
         config.use_cache = False
@@ -134,10 +142,14 @@ def export_step(
     with _without_cache(model) as options:
         wrapper = _LossOnly(model, tensors, {**options, **fixed})
         mode = fake_mode_of(model)
-        inputs = {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
+        inputs = (
+            {name: mode.from_tensor(value, static_shapes=True) for name, value in tensors.items()} if mode else tensors
+        )
         dims = {name: {dim: Dim.AUTO for dim in (dynamic or {}).get(name, ())} or None for name in tensors}
-        with packed_towers(model), _quiet_export(), mode or contextlib.nullcontext():
-            exported = torch.export.export(wrapper, (), dict(inputs), strict=False, dynamic_shapes=dims if dynamic else None)
+        with packed_towers(model), traceable_experts(model), _quiet_export(), mode or contextlib.nullcontext():
+            exported = torch.export.export(
+                wrapper, (), dict(inputs), strict=False, dynamic_shapes=dims if dynamic else None
+            )
     module = _rooted_at_model(exported.module(check_guards=False), model)
     sizes = take_sizes(module.graph)
     functionalize(module.graph)
@@ -261,9 +273,15 @@ def _own_loss(graph: fx.Graph) -> LossInfo:
         node = node.all_input_nodes[0]
     if node.target is not aten.cross_entropy_loss.default:
         return LossInfo(per_token=False, reason=f"the loss ends in {_op_name(node)}, not in a cross-entropy")
-    arguments = dict(zip(("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"), node.args, strict=False))
+    arguments = dict(
+        zip(("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"), node.args, strict=False)
+    )
     arguments.update(node.kwargs)
-    if arguments.get("reduction", 1) != 1 or arguments.get("weight") is not None or arguments.get("label_smoothing", 0.0):
+    if (
+        arguments.get("reduction", 1) != 1
+        or arguments.get("weight") is not None
+        or arguments.get("label_smoothing", 0.0)
+    ):
         return LossInfo(per_token=False, reason="the cross-entropy is weighted, smoothed or not a mean")
     if arguments["target"].meta["val"].is_floating_point():
         return LossInfo(per_token=False, reason="the cross-entropy has class probabilities as targets")
@@ -302,9 +320,13 @@ def _drop_dead(graph: fx.Graph, *, keep_reads: bool) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op in ("placeholder", "output") or node.users:
             continue
-        if node.op == "call_module" or node.op == "get_attr" or any(name in str(node.target) for name in _ASSERTIONS):
-            graph.erase_node(node)
-        elif not _updates_buffer(node) and not (keep_reads and _reads_value(node)):
+        if (
+            node.op == "call_module"
+            or node.op == "get_attr"
+            or any(name in str(node.target) for name in _ASSERTIONS)
+            or not _updates_buffer(node)
+            and not (keep_reads and _reads_value(node))
+        ):
             graph.erase_node(node)
 
 

@@ -48,7 +48,12 @@ class Cut:
 def cut(graph: ModelGraph, plan: Plan) -> Cut:
     """Cut `graph` along the layers of `plan`. Nodes must be annotated by gradient-flow."""
     order = [stage.name for stage in plan.stages]
-    place = {(s.component, layer): stage.name for stage in plan.stages for s in stage.segments for layer in range(s.first, s.last)}
+    place = {
+        (s.component, layer): stage.name
+        for stage in plan.stages
+        for s in stage.segments
+        for layer in range(s.first, s.last)
+    }
     nodes = list(graph.module.graph.nodes)
     calls = [node for node in nodes if node.op == "call_function"]
     owner: dict[fx.Node, str] = {}
@@ -56,7 +61,9 @@ def cut(graph: ModelGraph, plan: Plan) -> Cut:
         if not info(node).shared:
             key = (info(node).component, info(node).layer)
             if key not in place:
-                raise PlanError(f"layer {key[1]} of component {key[0]!r} is in no stage of the plan; plan this model again")
+                raise PlanError(
+                    f"layer {key[1]} of component {key[0]!r} is in no stage of the plan; plan this model again"
+                )
             owner[node] = place[key]
     position = {node: index for index, node in enumerate(nodes)}
     readers = _shared_readers(calls, owner, order)
@@ -102,7 +109,9 @@ def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[
     return own, received, leaves
 
 
-def _shared_readers(calls: Iterable[fx.Node], owner: Mapping[fx.Node, str], order: list[str]) -> dict[fx.Node, tuple[str, ...]]:
+def _shared_readers(
+    calls: Iterable[fx.Node], owner: Mapping[fx.Node, str], order: list[str]
+) -> dict[fx.Node, tuple[str, ...]]:
     """Shared values that stages read directly, with the stages."""
     readers: dict[fx.Node, set[str]] = {}
     for node in calls:
@@ -144,7 +153,11 @@ def _closure_bytes(node: fx.Node) -> int:
         if current in seen:
             continue
         seen.add(current)
-        total += sum(_num_bytes(value) for value in pytree.tree_leaves(current.meta.get("val")) if isinstance(value, torch.Tensor))
+        total += sum(
+            _num_bytes(value)
+            for value in pytree.tree_leaves(current.meta.get("val"))
+            if isinstance(value, torch.Tensor)
+        )
         stack.extend(source for source in current.all_input_nodes if source.op == "call_function")
     return total
 

@@ -51,7 +51,9 @@ class _Pattern:
             programs=self.programs,
             sizes={port.name: sizes[port.name] for port in ports if port.kind == "size"},
             values={port.name: values[port.name] for port in ports if port.kind in ("root", "host")},
-            link_shapes={name: tuple(_number(size, bound) for size in shape) for name, shape in self.link_shapes.items()},
+            link_shapes={
+                name: tuple(_number(size, bound) for size in shape) for name, shape in self.link_shapes.items()
+            },
             num_tokens=host.num_tokens,
         )
 
@@ -115,7 +117,9 @@ class Patterns:
         pattern = self._capture(batch, family)
         prepared = pattern.match(tensors)
         if prepared is None:
-            raise CaptureError("a graph does not hold for the batch it was captured on; please report the model and the batch")
+            raise CaptureError(
+                "a graph does not hold for the batch it was captured on; please report the model and the batch"
+            )
         family.patterns.append(pattern)
         return prepared
 

@@ -1,4 +1,4 @@
-"""Write a stage as Python source that a person can read: original parameter names, a comment per module, our own loss and merge."""
+"""Write a stage as Python that a person can read: original parameter names, a comment per module, our own loss and merge."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ class Stage(StageModule):
 
 
 def stage_source(
-    part: StageCut, names: Mapping[fx.Node, str], constants: Mapping[fx.Node, str], results: Iterable[fx.Node], title: str, notes: str
+    part: StageCut,
+    names: Mapping[fx.Node, str],
+    constants: Mapping[fx.Node, str],
+    results: Iterable[fx.Node],
+    title: str,
+    notes: str,
 ) -> str:
     """Source text of one stage.
 
@@ -55,7 +60,7 @@ def stage_source(
     results = list(results)
     printer = _Printer(names, constants)
     lines = [_HEADER.format(title=title, notes=notes, arguments=arguments)]
-    last_use = _last_uses(part.nodes)
+    last_use, own = _last_uses(part.nodes), set(part.nodes)
     path: str | None = None
     dead: list[str] = []
     for node in part.nodes:
@@ -67,10 +72,10 @@ def stage_source(
             lines.append(f"        # {_comment(node)}\n")
             path = where
         lines.append(f"        {node.name} = {printer.call(node)}\n")
-        for source in dict.fromkeys([*node.all_input_nodes, node]):
-            if source.op == "call_function" and last_use.get(source, node) is node and source not in results:
-                if source in part.nodes:
-                    dead.append(source.name)
+        ended = [
+            source for source in dict.fromkeys([*node.all_input_nodes, node]) if last_use.get(source, node) is node
+        ]
+        dead += [source.name for source in ended if source in own and source not in results]
     lines.append(f"        return ({''.join(node.name + ', ' for node in results)})\n")
     return "".join(lines)
 

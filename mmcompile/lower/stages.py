@@ -56,7 +56,9 @@ def links(graph: ModelGraph, plan: Plan) -> tuple[Link, ...]:
 def _program(graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut) -> StageProgram:
     specs = {spec.name: spec for spec in graph.parameters}
     buffers = set(graph.buffers)
-    names = {node: str(node.target) for node in part.tensors if str(node.target) in specs or str(node.target) in buffers}
+    names = {
+        node: str(node.target) for node in part.tensors if str(node.target) in specs or str(node.target) in buffers
+    }
     constants = {node: str(node.target) for node in part.tensors if node not in names}
     outputs = [node for node, _ in part.sent]
     loss = list(graph.module.graph.output_node().args[0])
@@ -67,9 +69,17 @@ def _program(graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut) -> Stage
     return StageProgram(
         stage=part.stage,
         pattern="",
-        source=stage_source(part, names, constants, results, f"Stage {part.stage} of {graph.name}.", _notes(stage, parameters)),
-        inputs=(*(_root_port(node) for node in part.roots), *(_link_port(node, parts, (parts.owner[node],)) for node in part.received)),
-        outputs=(*(_link_port(node, parts, peers) for node, peers in part.sent), *(_loss_ports(loss) if is_loss else ())),
+        source=stage_source(
+            part, names, constants, results, f"Stage {part.stage} of {graph.name}.", _notes(stage, parameters)
+        ),
+        inputs=(
+            *(_root_port(node) for node in part.roots),
+            *(_link_port(node, parts, (parts.owner[node],)) for node in part.received),
+        ),
+        outputs=(
+            *(_link_port(node, parts, peers) for node, peers in part.sent),
+            *(_loss_ports(loss) if is_loss else ()),
+        ),
         parameters=parameters,
         buffers=tuple(name for name in dict.fromkeys(names.values()) if name in buffers),
         constants={name: _constant(graph.module, node) for node, name in constants.items()},
@@ -106,7 +116,8 @@ def _link_port(node: fx.Node, parts: Cut, peers: tuple[str, ...]) -> Port:
 def _loss_ports(loss: list[fx.Node]) -> tuple[Port, ...]:
     names = ("loss_sum", "num_tokens")[: len(loss)]
     return tuple(
-        Port(name=name, kind="link", shape=(), dtype=dtype_name(node.meta["val"].dtype)) for name, node in zip(names, loss, strict=True)
+        Port(name=name, kind="link", shape=(), dtype=dtype_name(node.meta["val"].dtype))
+        for name, node in zip(names, loss, strict=True)
     )
 
 

@@ -1,7 +1,8 @@
-"""Let transformers' packed towers (images end to end, `cu_seqlens`) call one attention op instead of a loop over images.
+"""Choose, while a model is traced, the implementations of its attention and experts that make one graph for all values.
 
-transformers takes its packed path for an attention implementation whose name says "flash"; ours is registered under such a
-name through its public interface, and switched on only while a model is traced, and only for modules that take `cu_seqlens`.
+Packed towers (images end to end, `cu_seqlens`): transformers loops over images unless the attention implementation's name says
+"flash"; ours is registered under such a name through its public interface, and calls one op. Experts: `grouped_mm` can only be
+traced in bfloat16, and the plain loop asks which experts were hit; `batched_mm` computes the same in one graph.
 """
 
 from __future__ import annotations
@@ -41,6 +42,25 @@ def packed_towers(model: nn.Module) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config._attn_implementation = before[key]
+
+
+@contextlib.contextmanager
+def traceable_experts(model: nn.Module) -> Iterator[None]:
+    """While the block runs, mixture-of-experts layers that could not be traced use `batched_mm`."""
+    configs = {id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None}
+    in_bfloat16 = all(p.dtype == torch.bfloat16 for p in model.parameters() if p.dim() == 3)
+    changed = {
+        key: config._experts_implementation
+        for key, config in configs.items()
+        if getattr(config, "_experts_implementation", None) in (("eager",) if in_bfloat16 else ("eager", "grouped_mm"))
+    }
+    for key in changed:
+        configs[key]._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        for key, before in changed.items():
+            configs[key]._experts_implementation = before
 
 
 def _register() -> None:

@@ -1,0 +1,45 @@
+"""Take part of a captured graph out as a graph module of its own."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.host import attribute
+
+
+def component_module(graph: ModelGraph, name: str) -> fx.GraphModule:
+    """One component as a graph module: what it reads from the batch and from other components -> what others read.
+
+    Shared values it needs are computed inside. Inputs and outputs keep their names; parameters keep the model's.
+
+    Raises:
+        KeyError: there is no such component.
+    """
+    graph.component(name)
+    nodes = [n for n in graph.module.graph.nodes if n.op == "call_function" and info(n).component == name]
+    wanted, order = set(nodes), list(graph.module.graph.nodes)
+    stack = [source for node in nodes for source in node.all_input_nodes]
+    while stack:
+        source = stack.pop()
+        if source not in wanted and source.op == "call_function" and info(source).shared:
+            wanted.add(source)
+            stack.extend(source.all_input_nodes)
+    part, copies = fx.Graph(), {}
+    for node in order:
+        if node in wanted or not any(user in wanted for user in node.users):
+            continue
+        copies[node] = part.node_copy(node) if node.op == "get_attr" else part.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in order:
+        if node in wanted:
+            copies[node] = part.node_copy(node, copies.__getitem__)
+    output = graph.module.graph.output_node()
+    results = [n for n in nodes if any(user is output or _elsewhere(user, name) for user in n.users)]
+    part.output(tuple(copies[node] for node in results))
+    tensors = {str(n.target): attribute(graph.module, str(n.target)) for n in copies if n.op == "get_attr"}
+    return fx.GraphModule(tensors, part, name)
+
+
+def _elsewhere(user: fx.Node, component: str) -> bool:
+    return user.op == "call_function" and not info(user).shared and info(user).component != component
