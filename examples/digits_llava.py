@@ -1,12 +1,12 @@
 """Train a small LLaVA to read scanned digits, as a pipeline of three processes on this machine.
 
-The model is Hugging Face's LLaVA at toy size: a frozen, random CLIP tower, a projector and a Llama that are trained. A sample
-is a conversation: an image, a question in words, a one-word answer. The 1,797 images come with scikit-learn.
+The model is Hugging Face's LLaVA at toy size: a frozen, random CLIP tower, and a projector and a Llama that are trained.
+A sample is a conversation: an image, a question in words, a one-word answer. scikit-learn brings the 1,797 images.
 
     python examples/digits_llava.py --out demo_out
 
-writes plan.json, stages/*.py, timeline.png, trace.json and metrics.json there, and exits with 1 if fewer than 95 % of the
-held-out images are read rightly.
+writes plan.json, stages/*.py, timeline.png, trace.json and metrics.json there, and exits with 1 if fewer than 95 % of
+the held-out images are read rightly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import functools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ import mmcompile as mm
 from mmcompile.files import write_atomic
 from mmcompile.report.perfetto import write_chrome_trace
 from mmcompile.report.predict import predict
+from mmcompile.report.run_folder import write_programs
 from mmcompile.report.stage_graph import stage_graph_text
 from mmcompile.report.timeline import draw_timeline
 
@@ -89,7 +90,7 @@ def build_model() -> LlavaForConditionalGeneration:
     config = LlavaConfig(
         vision_config=vision,
         text_config=text,
-        image_token_id=WORDS.index("<image>"),
+        image_token_index=WORDS.index("<image>"),
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
     )
@@ -164,14 +165,6 @@ def train(engine: mm.Engine, samples: Sequence[Sample], console: Console) -> flo
     return loss
 
 
-def write_sources(folder: Path, sources: Mapping[str, str]) -> None:
-    """One file a stage; those of an earlier run go."""
-    for old in folder.glob("*.py"):
-        old.unlink()
-    for stage, source in sources.items():
-        write_atomic(folder / f"{stage}.py", source)
-
-
 def run(out: Path, console: Console) -> Metrics:
     """Plan, train, evaluate, and write everything to a folder."""
     model, samples = build_model(), build_samples()
@@ -181,8 +174,7 @@ def run(out: Path, console: Console) -> Metrics:
     plan = mm.plan(model, batch, stages=STAGES, projector="with_language_model", num_microbatches=NUM_MICROBATCHES)
     write_atomic(out / "plan.json", plan.to_json())
     console.print(str(plan), "", stage_graph_text(plan), "", sep="\n", highlight=False, soft_wrap=True, markup=False)
-    programs = mm.stage_programs(model, batch, plan)
-    write_sources(out / "stages", {stage: program.source for stage, program in programs.items()})
+    write_programs(out, mm.stage_programs(model, batch, plan))
 
     optimizer = functools.partial(torch.optim.AdamW, lr=PEAK_LEARNING_RATE, weight_decay=0.05)
     start = time.perf_counter()
@@ -215,7 +207,8 @@ def main() -> int:
     metrics = run(out, console)
     console.print(
         f"held-out accuracy {metrics.accuracy:.1%} (wanted {WANTED_ACCURACY:.0%}) on {NUM_HELD_OUT} images, "
-        f"{metrics.processes} processes, {metrics.steps} steps in {metrics.train_seconds:.0f} s"
+        f"{metrics.processes} processes, {metrics.steps} steps in {metrics.train_seconds:.0f} s",
+        soft_wrap=True,
     )
     for name, what in (
         ("plan.json", "where every layer runs"),
@@ -224,7 +217,7 @@ def main() -> int:
         ("trace.json", "the same for Perfetto or chrome://tracing"),
         ("metrics.json", "the figures above"),
     ):
-        console.print(f"  {out / name}{'/' if name.endswith('/') else ''}  {what}", highlight=False)
+        console.print(f"  {out / name}{'/' if name.endswith('/') else ''}  {what}", highlight=False, soft_wrap=True)
     return 0 if metrics.accuracy >= WANTED_ACCURACY else 1
 
 

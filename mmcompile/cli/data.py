@@ -55,8 +55,8 @@ class StoredSamples(Sequence[Sample]):
             raise ConfigError(f"cannot read sample {self._files[index]}: {error}") from error
 
 
-def epochs(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[list[Sample]]:
-    """The samples of each step, without end: every epoch in an order that depends on the seed and its number only.
+def epochs(num_samples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Positions of the samples of each step, without end; an epoch's order depends on the seed and its number only.
 
     A step may span two epochs, so that every sample is seen equally often.
     """
@@ -64,11 +64,11 @@ def epochs(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[li
     epoch = 0
     while True:
         while len(pending) < batch_size:
-            order = list(range(len(samples)))
+            order = list(range(num_samples))
             random.Random(f"{seed}-{epoch}").shuffle(order)
             pending += order
             epoch += 1
-        yield [samples[index] for index in pending[:batch_size]]
+        yield pending[:batch_size]
         del pending[:batch_size]
 
 

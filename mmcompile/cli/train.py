@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,12 +74,18 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Run folder: plan, stage sources, measured events.", show_default=False)
     ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder to go on from, up to --steps.", show_default=False)
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Checkpoint folder to write at the end.", show_default=False)
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Train MODEL on DATA, one process a stage, with AdamW."""
+    """Train MODEL on DATA, one process a stage, with AdamW.
+
+    Starts its processes on this machine; under torchrun (--no-python mmcompile train ...) it uses the launched ones.
+    """
     counts = parse_stages(stages)
     if plan is not None:
         refuse_with_plan(stages=counts, microbatches=microbatches)
@@ -87,18 +95,24 @@ def train(
         loaded = load_model(model, Weights.RANDOM if random_weights else Weights.STORED, dtype)
         set_trainable(loaded.model, train)
     made, batch = _planned(loaded.model, samples, batch_size, plan, microbatches, counts, projector)
-    if out is not None:
+    leading = int(os.environ.get("RANK", "0")) == 0
+    if out is not None and leading:
         write_atomic(out / PLAN, made.to_json())
         write_programs(out, api.stage_programs(loaded.model, batch, made))
     optimizer = functools.partial(torch.optim.AdamW, lr=lr)
     options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "compile": compile}
     with api.parallelize(loaded.model, batch, made, **options) as engine:
+        if resume is not None:
+            engine.load(resume)
+            if engine.num_steps >= steps:
+                raise ConfigError(f"checkpoint {resume} is at step {engine.num_steps} already; ask for more --steps")
         result = _run(engine, samples, steps, batch_size, seed, traced=out is not None)
-        if out is not None:
+        if out is not None and leading:
             write_events(out, engine.trace())
         if save is not None:
             engine.save(save)
-    _report(result, out, save, json)
+    if leading:
+        _report(result, out, save, json)
 
 
 def _planned(
@@ -132,10 +146,12 @@ def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int,
         TimeRemainingColumn(),
     )
     done: list[StepMetrics] = []
-    with Progress(*columns, console=ERRORS) as progress:
-        task = progress.add_task("step", total=steps, loss=float("nan"), rate="")
-        for step, chosen in zip(range(steps), epochs(samples, batch_size, seed), strict=False):
-            metrics = engine.step(chosen, trace=traced and step == steps - 1)
+    first = engine.num_steps
+    batches = itertools.islice(epochs(len(samples), batch_size, seed), first, steps)
+    with Progress(*columns, console=ERRORS, disable=engine.rank != 0) as progress:
+        task = progress.add_task("step", total=steps, completed=first, loss=float("nan"), rate="")
+        for step, chosen in enumerate(batches, first + 1):
+            metrics = engine.step([samples[index] for index in chosen], trace=traced and step == steps)
             done.append(metrics)
             progress.update(task, advance=1, loss=metrics.loss, rate=_rate(metrics))
     return _Result(

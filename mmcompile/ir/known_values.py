@@ -108,6 +108,8 @@ class _KnownDispatch(TorchDispatchMode):
     def __init__(self, known: KnownValues) -> None:
         super().__init__()
         self.known = known
+        # Layer drop asks `torch.rand([]) < p` even for p = 0, where the answer needs no value.
+        self.uniform: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -132,7 +134,13 @@ class _KnownDispatch(TorchDispatchMode):
         if func_output is not None:
             return func_output
         output = func(*args, **kwargs)
-        if func._schema.is_mutable and tensors:
+        drawn = bool(tensors) and any(tensors[0] is draw for draw in self.uniform)
+        if func is aten.rand.default or func is aten.detach.default and drawn:
+            self.uniform.append(output)
+        elif func is aten.lt.Scalar and args[1] <= 0 and drawn:
+            with real_execution():
+                self.known.learn(output, torch.zeros(shape_hint(output), dtype=torch.bool))
+        elif func._schema.is_mutable and tensors:
             self._after_mutation(func, args, kwargs, all_known)
         elif all_known:
             self._learn_outputs(func, args, kwargs, tensors, output)

@@ -112,14 +112,19 @@ def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[
 def _shared_readers(
     calls: Iterable[fx.Node], owner: Mapping[fx.Node, str], order: list[str]
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Shared values that stages read directly, with the stages."""
-    readers: dict[fx.Node, set[str]] = {}
-    for node in calls:
-        if node in owner:
-            for source in node.all_input_nodes:
-                if source.op == "call_function" and info(source).shared:
-                    readers.setdefault(source, set()).add(owner[node])
-    return {node: tuple(stage for stage in order if stage in stages) for node, stages in readers.items()}
+    """Shared values at which the ways of several stages part (a mask that all read, a rotary table that each reshapes for
+    itself), with all the stages that need them."""
+    calls = list(calls)
+    needing: dict[fx.Node, frozenset[str]] = {}
+    for node in reversed(calls):
+        users = [needing[user] for user in node.users if user in needing]
+        needing[node] = frozenset((owner[node],)) if node in owner else frozenset().union(*users)
+    parting = [
+        node
+        for node in calls
+        if node not in owner and any(needing[user] != needing[node] for user in node.users if user in needing)
+    ]
+    return {node: tuple(stage for stage in order if stage in needing[node]) for node in parting}
 
 
 def _decide(

@@ -14,6 +14,8 @@ from mmcompile.ir.nodes import merge_features, token_loss
 from mmcompile.lower.cut import StageCut
 
 _OWN_NODES = {token_loss: "mm.token_loss", merge_features: "mm.merge_features"}
+_TAKEN = frozenset(("StageModule", "aten", "math", "mm", "mmcompile", "operator", "self", "torch"))
+"""Names the source gives a meaning; `torch.mm` makes a node called "mm", and a model may call an input "aten"."""
 
 _HEADER = '''"""{title}
 
@@ -56,7 +58,7 @@ def stage_source(
         notes: the rest of it.
     """
     inputs = [*part.roots, *part.received]
-    arguments = "".join(f", {node.name}" for node in inputs)
+    arguments = "".join(f", {_variable(node)}" for node in inputs)
     results = list(results)
     printer = _Printer(names, constants)
     lines = [_HEADER.format(title=title, notes=notes, arguments=arguments)]
@@ -71,13 +73,17 @@ def stage_source(
                 dead = []
             lines.append(f"        # {_comment(node)}\n")
             path = where
-        lines.append(f"        {node.name} = {printer.call(node)}\n")
+        lines.append(f"        {_variable(node)} = {printer.call(node)}\n")
         ended = [
             source for source in dict.fromkeys([*node.all_input_nodes, node]) if last_use.get(source, node) is node
         ]
-        dead += [source.name for source in ended if source in own and source not in results]
-    lines.append(f"        return ({''.join(node.name + ', ' for node in results)})\n")
+        dead += [_variable(source) for source in ended if source in own and source not in results]
+    lines.append(f"        return ({''.join(_variable(node) + ', ' for node in results)})\n")
     return "".join(lines)
+
+
+def _variable(node: fx.Node) -> str:
+    return f"{node.name}_value" if node.name in _TAKEN else node.name
 
 
 def _comment(node: fx.Node) -> str:
@@ -113,7 +119,7 @@ class _Printer:
             case fx.Node():
                 if value in self.names:
                     return f'self.t["{self.names[value]}"]'
-                return f'self.c["{self.constants[value]}"]' if value in self.constants else value.name
+                return f'self.c["{self.constants[value]}"]' if value in self.constants else _variable(value)
             case torch.device():
                 return "self.device"
             case bool() | int() | str() | None:

@@ -96,10 +96,12 @@ def _notes(stage: object, parameters: tuple[ParameterSpec, ...]) -> str:
 
 
 def _root_port(node: fx.Node) -> Port:
+    # By target, the batch's own name: the node of an input called "id" has another, since that is a Python builtin.
+    name = str(node.target)
     if "size" in node.meta:
-        return Port(name=node.name, kind="size", shape=(), dtype="int64", expression=node.meta["size"])
+        return Port(name=name, kind="size", shape=(), dtype="int64", expression=node.meta["size"])
     kind = "host" if "roots" in node.meta else "root"
-    return Port(name=node.name, kind=kind, shape=shape_of(node), dtype=dtype_name(node.meta["val"].dtype))
+    return Port(name=name, kind=kind, shape=shape_of(node), dtype=dtype_name(node.meta["val"].dtype))
 
 
 def _link_port(node: fx.Node, parts: Cut, peers: tuple[str, ...]) -> Port:

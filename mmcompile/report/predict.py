@@ -29,7 +29,8 @@ def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
     ranks = {stage.name: stage.ranks[0] for stage in plan.stages}
     seconds: dict[tuple[str, str], float] = {}
     for link in plan.links:
-        ends = (link.source, link.target)
         wire = plan.cluster.between(ranks[link.source], ranks[link.target])
-        seconds[ends] = seconds[ends[::-1]] = p2p_seconds(link.num_bytes, wire)
+        message_s = p2p_seconds(link.num_bytes, wire)
+        # A gradient has the size of what it is the gradient of.
+        seconds[link.source, link.target] = seconds[link.target, link.source] = message_s
     return seconds

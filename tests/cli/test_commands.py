@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from cli_run import Run
 from safetensors.torch import save_file
 
@@ -95,20 +96,30 @@ def test_plan_of_a_function_with_its_own_batch(run: Run) -> None:
 
 
 def test_samples_from_a_folder(tmp_path: Path) -> None:
-    import torch
-
     for index in range(3):
         extra = {"pixel_values": torch.zeros(1, 4)} if index == 2 else {}
         save_file({"input_ids": torch.full((1, 2), index), **extra}, tmp_path / f"{index}.safetensors")
     samples = load_samples(str(tmp_path))
-    assert [int(sample["input_ids"][0, 0]) for sample in samples] == [0, 1, 2]
+    assert [torch.as_tensor(sample["input_ids"]).flatten().tolist() for sample in samples] == [[0, 0], [1, 1], [2, 2]]
     assert "pixel_values" in richest(samples, 1)[0]
 
 
 def test_every_epoch_has_every_sample_once() -> None:
-    steps = epochs([{"id": index} for index in range(5)], 2, seed=7)
-    seen = [sample["id"] for _ in range(5) for sample in next(steps)]
+    steps = epochs(5, 2, seed=7)
+    seen = [index for _ in range(5) for index in next(steps)]
     assert sorted(seen[:5]) == sorted(seen[5:]) == list(range(5))
     assert seen[:5] != seen[5:]
-    again = epochs([{"id": index} for index in range(5)], 2, seed=7)
-    assert [sample["id"] for sample in next(again)] == seen[:2]
+    assert next(epochs(5, 2, seed=7)) == seen[:2]
+    assert [index for _, step in zip(range(5), epochs(5, 2, seed=8), strict=False) for index in step] != seen
+
+
+@pytest.mark.usefixtures("here")
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(run: Run, tmp_path: Path) -> None:
+    command = ("train", "toy:build", "--data", "toy:build_samples", "--microbatches", 2, "--batch-size", 4, "--json")
+    whole = run(*command, "--steps", 3)
+    half = run(*command, "--steps", 1, "--save", tmp_path / "half")
+    rest = run(*command, "--steps", 3, "--resume", tmp_path / "half")
+    assert whole.code == half.code == rest.code == 0, rest.err
+    assert rest.json["loss"] == pytest.approx(whole.json["loss"], rel=1e-5)
+    late = run(*command, "--steps", 1, "--resume", tmp_path / "half")
+    assert late.code == 1 and "is at step 1 already" in late.err

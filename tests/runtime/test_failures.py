@@ -65,6 +65,7 @@ def test_exception_in_a_stage_of_a_worker_is_reported_with_its_source_line() -> 
     assert children(os.getpid()) == []
 
 
+@pytest.mark.slow
 def test_exception_in_a_stage_of_rank_0() -> None:
     plan = hand_plan(lm0=1, lm1=0, lm2=1)
     message, seconds, _ = run_until_error(plan, SECOND_STEP + "self.t['no such tensor']")
@@ -96,7 +97,9 @@ engine.step(hand_samples(4))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_signal_to_rank_0_in_a_step_leaves_no_process_behind(number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", SCRIPT],
@@ -117,4 +120,4 @@ def test_signal_to_rank_0_in_a_step_leaves_no_process_behind(number: signal.Sign
     while any(alive(worker) for worker in workers):
         assert time.monotonic() - start < 5
         time.sleep(0.02)
-    assert process.returncode == (-number if number is not signal.SIGINT else -signal.SIGINT)
+    assert process.returncode == -number

@@ -33,7 +33,9 @@ engine = Engine(
 )
 
 def say(*words):
-    print(f"{engine.rank}:", *words, flush=True)
+    # One write a line: both ranks write to the same pipe.
+    sys.stdout.write(" ".join(map(str, (f"{engine.rank}:", *words))) + "\\n")
+    sys.stdout.flush()
 
 # Only rank 0's samples count.
 mine = hand_samples(4, images=(1,)) if engine.rank == 0 else []
