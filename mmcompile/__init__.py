@@ -10,5 +10,8 @@ from mmcompile.api import plan as plan
 from mmcompile.api import stage_programs as stage_programs
 from mmcompile.costmodel.cluster import Cluster as Cluster
 from mmcompile.errors import MMCompileError as MMCompileError
+from mmcompile.ir.extract import component_module as component_module
+from mmcompile.ir.sample_inputs import example_batch as example_batch
+from mmcompile.ir.skeleton import skeleton as skeleton
 from mmcompile.plan.plan import Plan as Plan
 from mmcompile.runtime.engine import Engine as Engine

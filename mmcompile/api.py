@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mmcompile.ir.capture import Capture
 from mmcompile.ir.capture import capture as _capture
 from mmcompile.ir.graph import ModelGraph, info
 from mmcompile.ir.sample_inputs import example_batch
+from mmcompile.ir.skeleton import skeleton
 from mmcompile.lower.cut import cut
 from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import StageProgram
@@ -34,19 +36,23 @@ from mmcompile.runtime.engine import Engine
 DEFAULT_MICROBATCHES = 4
 
 
-def capture(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, Any] | None = None) -> ModelGraph:
+def capture(
+    model: nn.Module | str | Path, batch: Mapping[str, Any] | None = None, dynamic: Mapping[str, Any] | None = None
+) -> ModelGraph:
     """Capture the training step of a model as a graph of components and layers, with gradient flow annotated.
 
     Args:
-        model: a Hugging Face model or any module whose forward returns a loss; real weights or fake ones.
-        batch: what the model is called with, by name; at best two samples or more, with every modality in it.
+        model: a Hugging Face model or any module whose forward returns a loss, with real weights or fake ones; or the path of a
+            config.json (or a folder with one, or an id in the local cache): then it is built without weights.
+        batch: what the model is called with, by name; at best two samples or more, with every modality in it. Made from the
+            config for Hugging Face models of common conventions when not given.
         dynamic: a second batch: sizes in which it differs stay symbolic where the model's code allows.
 
     Raises:
         BatchError: the model refuses the batch.
         CaptureError: the model cannot be captured; the message has the reasons.
     """
-    return _captured(model, batch, dynamic).graph
+    return _captured(*_built(model, batch), dynamic).graph
 
 
 def freeze(model: nn.Module, train: str | Sequence[str]) -> None:
@@ -86,8 +92,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def plan(
-    model: nn.Module,
-    batch: Mapping[str, Any],
+    model: nn.Module | str | Path,
+    batch: Mapping[str, Any] | None = None,
     *,
     cluster: Cluster | str = "local",
     num_microbatches: int = DEFAULT_MICROBATCHES,
@@ -97,8 +103,8 @@ def plan(
     """Find where every layer runs.
 
     Args:
-        model: with `requires_grad` as it will train.
-        batch: one microbatch, with every modality in it.
+        model: with `requires_grad` as it will train; or a path, as for `capture`.
+        batch: one microbatch, with every modality in it; made from the config when not given.
         cluster: for example `"4x8xH100"`, or `"local"` for this machine.
         num_microbatches: microbatches of a step.
         stages: chain name -> number of stages, where that is decided already.
@@ -108,7 +114,13 @@ def plan(
         BatchError, CaptureError: from the capture.
         PlanError: nothing fits, or `stages` asks for what does not exist.
     """
-    return _planned(_captured(model, batch), cluster, num_microbatches, stages, projector)
+    return _planned(_captured(*_built(model, batch)), cluster, num_microbatches, stages, projector)
+
+
+def _built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tuple[nn.Module, Mapping[str, Any]]:
+    """The model, built without weights where a path was given, and a batch for it."""
+    module = model if isinstance(model, nn.Module) else skeleton(model)
+    return module, example_batch(module) if batch is None else batch
 
 
 def stage_programs(model: nn.Module, batch: Mapping[str, Any], plan: Plan) -> Mapping[str, StageProgram]:
@@ -143,7 +155,7 @@ def parallelize(
         on_capture: called before each later capture with the number of captures so far.
         options: of `Engine` (optimizer, scheduler, clip_norm, compile, ...).
     """
-    batch = example_batch(model) if batch is None else batch
+    model, batch = _built(model, batch)
     captured = _captured(model, batch)
     if plan is None:
         plan = _planned(captured, cluster, num_microbatches, stages, projector)

@@ -119,12 +119,14 @@ def _shared_readers(
     for node in reversed(calls):
         users = [needing[user] for user in node.users if user in needing]
         needing[node] = frozenset((owner[node],)) if node in owner else frozenset().union(*users)
-    parting = [
-        node
-        for node in calls
-        if node not in owner and any(needing[user] != needing[node] for user in node.users if user in needing)
-    ]
-    return {node: tuple(stage for stage in order if stage in needing[node]) for node in parting}
+    parting: dict[fx.Node, tuple[str, ...]] = {}
+    for node in calls:
+        if node not in owner:
+            # What all its stages read after it is decided there.
+            ways = (needing[user] for user in node.users if user in needing and needing[user] != needing[node])
+            if len(frozenset().union(*ways)) > 1:
+                parting[node] = tuple(stage for stage in order if stage in needing[node])
+    return parting
 
 
 def _decide(

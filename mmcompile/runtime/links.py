@@ -10,15 +10,15 @@ from torch import Tensor
 
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.plan.schedule import Action, ActionKind
-from mmcompile.runtime import roots
 from mmcompile.runtime.groups import Groups, Lane, Work, wait
+from mmcompile.runtime.roots import Parcel, parcels
 from mmcompile.runtime.stages import LoadedStage, PlacedStage
 from mmcompile.step.step_plan import MicrobatchPlan, StepPlan, ValueShape
 
 _AHEAD = 4
 """Receives posted before their turn: gloo sends at once into a posted buffer, else it asks first and loses a round trip."""
 _ROOTS_AHEAD = 2
-"""Microbatches whose batch inputs are received before their turn."""
+"""Parcels of batch inputs received before their turn."""
 
 Stages = Mapping[int, LoadedStage]
 """By index, the stages of this rank that take part in a microbatch."""
@@ -59,7 +59,7 @@ class Mail:
         }
         self._upcoming = deque(action for action in actions if action.kind.is_receive)
         self._posted: deque[tuple[Action, list[tuple[Work, str, Tensor]]]] = deque()
-        self._roots = _Roots(groups, plan, loaded, actions, tag=self._tag(len(plan.microbatches), 0, 0, 0))
+        self._roots = _Roots(groups, plan, loaded, tag=self._tag(len(plan.microbatches), 0, 0, 0))
         self._post()
 
     def send_roots(self, values: Sequence[Mapping[str, Tensor]], reads: Sequence[Mapping[int, frozenset[str]]]) -> None:
@@ -187,57 +187,54 @@ _ARRIVED = _Arrived()
 
 
 class _Roots:
-    """Batch inputs: rank 0 sends each rank one packed message a microbatch, in the order it will use them."""
+    """Batch inputs of one rank: sent by rank 0 in parcels, received a few parcels ahead."""
 
-    def __init__(
-        self, groups: Groups, plan: StepPlan, loaded: Sequence[Stages], actions: Sequence[Action], *, tag: int
-    ) -> None:
+    def __init__(self, groups: Groups, plan: StepPlan, loaded: Sequence[Stages], *, tag: int) -> None:
         self._groups = groups
         self._plan = plan
-        self._loaded = loaded
         self._tag = tag
-        self._order = deque(dict.fromkeys(action.microbatch for action in actions))
-        self._posted: dict[int, tuple[Work, Tensor, list[ValueShape]]] = {}
         self._arrived: dict[int, Mapping[str, Tensor]] = {}
         self._readers = [len(stages) for stages in loaded]
+        self._names = [frozenset[str]().union(*(stage.roots for stage in stages.values())) for stages in loaded]
+        self._upcoming = deque(enumerate(parcels(plan, self._names) if groups.rank else ()))
+        self._posted: deque[tuple[Work, Parcel, Tensor]] = deque()
         self._sent: list[tuple[Work, Tensor]] = []
         self._post()
 
     def send(self, values: Sequence[Mapping[str, Tensor]], reads: Sequence[Mapping[int, frozenset[str]]]) -> None:
-        for microbatch, named, readers in zip(self._plan.microbatches, values, reads, strict=True):
-            for rank, names in readers.items():
-                if rank == self._groups.rank:
-                    self._arrived[microbatch.index] = {name: named[name].to(self._groups.device) for name in names}
-                    continue
-                buffer = roots.pack(named, [shape for shape in microbatch.roots if shape.name in names])
-                if buffer.numel():
-                    work = self._groups.send_control(buffer, rank, self._tag + microbatch.index)
-                    self._sent.append((work, buffer))
+        for microbatch, names in enumerate(self._names):
+            self._arrived[microbatch] = {name: values[microbatch][name].to(self._groups.device) for name in names}
+        for rank in range(1, self._groups.world_size):
+            names = [readers.get(rank, frozenset()) for readers in reads]
+            for number, parcel in enumerate(parcels(self._plan, names)):
+                buffer = parcel.pack(values)
+                if parcel.num_bytes:
+                    self._sent.append((self._groups.send_control(buffer, rank, self._tag + number), buffer))
 
     def take(self, microbatch: int) -> Mapping[str, Tensor]:
-        if microbatch not in self._arrived:
-            work, buffer, shapes = self._posted.pop(microbatch)
-            if buffer.numel():
-                wait(work)
-            self._arrived[microbatch] = roots.unpack(buffer.to(self._groups.device), shapes)
-            self._post()
+        if self._names[microbatch] and microbatch not in self._arrived:
+            self._receive_until(microbatch)
         self._readers[microbatch] -= 1
-        return self._arrived[microbatch] if self._readers[microbatch] else self._arrived.pop(microbatch)
+        # The last of its stages takes them away; autograd keeps what backwards need.
+        return self._arrived.get(microbatch, {}) if self._readers[microbatch] else self._arrived.pop(microbatch, {})
 
     def finish(self) -> None:
         for work, _ in self._sent:
             wait(work)
 
+    def _receive_until(self, microbatch: int) -> None:
+        while microbatch not in self._arrived:
+            work, parcel, buffer = self._posted.popleft()
+            wait(work)
+            self._arrived |= parcel.unpack(buffer.to(self._groups.device))
+            self._post()
+
     def _post(self) -> None:
-        if self._groups.rank == 0:
-            return
-        while self._order and len(self._posted) < _ROOTS_AHEAD:
-            microbatch = self._order.popleft()
-            names = frozenset[str]().union(*(stage.roots for stage in self._loaded[microbatch].values()))
-            shapes = [shape for shape in self._plan.microbatches[microbatch].roots if shape.name in names]
-            buffer = roots.empty(shapes)
-            work = self._groups.receive_control(buffer, 0, self._tag + microbatch) if buffer.numel() else _ARRIVED
-            self._posted[microbatch] = (work, buffer, shapes)
+        while self._upcoming and len(self._posted) < _ROOTS_AHEAD:
+            number, parcel = self._upcoming.popleft()
+            buffer = parcel.empty()
+            work = self._groups.receive_control(buffer, 0, self._tag + number) if parcel.num_bytes else _ARRIVED
+            self._posted.append((work, parcel, buffer))
 
 
 def _link_shapes(microbatch: MicrobatchPlan) -> dict[str, tuple[int, ValueShape]]:
