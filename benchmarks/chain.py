@@ -4,7 +4,7 @@ Both train the same transformer blocks with the same split, microbatches, data a
 thread each, in alternation. A round times a few steps of one, then of the other. Prints seconds per step of each round and,
 last, the ratio of medians (ours / torch, as throughput); exits with 1 if it is below 1.0.
 
-    python -P benchmarks/chain.py [--rounds 9] [--steps 3]
+    python -P benchmarks/chain.py [--rounds 15] [--steps 2]
 """
 
 from __future__ import annotations
@@ -306,8 +306,8 @@ def _tensor(value: Value) -> Tensor:
 
 def main() -> NoReturn:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="alternations (default 9)")
-    parser.add_argument("--steps", type=int, default=3, help="steps timed in a round (default 3)")
+    parser.add_argument("--rounds", type=int, default=15, help="alternations (default 15)")
+    parser.add_argument("--steps", type=int, default=2, help="steps timed in a round (default 2)")
     options = parser.parse_args()
     if "RANK" in os.environ:
         run_rank(options.rounds, options.steps)

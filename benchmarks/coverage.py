@@ -24,16 +24,31 @@ import msgspec  # noqa: E402  (after the path)
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import typer  # noqa: E402
-from mmcompile.errors import MMCompileError  # noqa: E402
-from mmcompile.ir.capture import Capture, capture  # noqa: E402
 from oracles.eager import NEGLIGIBLE, difference, eager_outcome, graph_outcome, holds_for  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from zoo import ALL, FAMILIES, Batch, Family  # noqa: E402
 
+from mmcompile.errors import MMCompileError  # noqa: E402
+from mmcompile.ir.capture import Capture, capture  # noqa: E402
+
 TOLERANCE = 1e-5
 TIMEOUT_S = 600
 WANTED = 45
+
+_COLUMNS = (
+    "family",
+    "road",
+    "captured batch",
+    "other values",
+    "longer text",
+    "other size",
+    "nodes",
+    "s",
+    "dynamic dims",
+    "components",
+    "why not more",
+)
 
 LONGER_TEXT = 9
 """Tokens added for the check of longer text."""
@@ -109,9 +124,7 @@ def _check(model: torch.nn.Module, captured: Capture, batch: Batch, other: Batch
     if recaptured:
         captured = capture(model, other, dynamic=batch, reference=captured.graph.components)
     found = difference(graph_outcome(model, captured, other), eager_outcome(model, other))
-    return Check(
-        ok=found.within(TOLERANCE), recaptured=recaptured, text="identical" if found.identical else str(found)
-    )
+    return Check(ok=found.within(TOLERANCE), recaptured=recaptured, text="identical" if found.identical else str(found))
 
 
 def rows(names: Sequence[str], jobs: int, console: Console) -> Iterator[Row]:
@@ -157,16 +170,17 @@ def markdown(matrix: Sequence[Row]) -> str:
         "float32, one CPU thread.",
         "",
         "- **captured batch**: loss and every parameter gradient of the graph against eager. `identical` means every bit; "
-        f"otherwise the largest difference of a gradient, relative to the parameter's largest (counted as at least {NEGLIGIBLE:g} "
-        f"of the model's largest), which must be below {TOLERANCE:g}.",
-        "- **other values**: the captured sizes, new tokens, pixels and sounds. **longer text**: more tokens. **other size**: more "
-        "samples, longer text, other number of images. `same graph` ran without a new capture, `new bucket` through one more.",
-        "- **dynamic dims**: input and dims that may vary without a new capture; **why not more** says what fixed the others. "
-        "**nodes**: calls in the graph. **s**: seconds to capture.",
+        "otherwise the largest difference of a gradient, relative to the parameter's largest (counted as at least "
+        f"{NEGLIGIBLE:g} of the model's largest), which must be below {TOLERANCE:g}.",
+        "- **other values**: the captured sizes, new tokens, pixels and sounds. **longer text**: more tokens. "
+        "**other size**: more samples, longer text, other number of images. `same graph` ran without a new capture, "
+        "`new bucket` through one more.",
+        "- **dynamic dims**: input and dims that may vary without a new capture; **why not more** says what fixed the "
+        "others. **nodes**: calls in the graph. **s**: seconds to capture.",
         "- **components**: found from the graph, with their number of layers.",
         "",
-        "| family | road | captured batch | other values | longer text | other size | nodes | s | dynamic dims | components | why not more |",
-        "|---|---|---|---|---|---|---:|---:|---|---|---|",
+        "| " + " | ".join(_COLUMNS) + " |",
+        "|---" * len(_COLUMNS) + "|",
     ]
     return "\n".join([*lines, *map(_line, matrix)]) + "\n"
 
@@ -208,7 +222,9 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the matrix here, as Markdown.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the matrix as JSON.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = 2,
-    one: Annotated[str | None, typer.Option(hidden=True, help="Check one family in this process, print its row.")] = None,
+    one: Annotated[
+        str | None, typer.Option(hidden=True, help="Check one family in this process, print its row.")
+    ] = None,
 ) -> None:
     """Exit 1 if fewer than 45 families pass (or, with families named, any of them fails)."""
     if one is not None:

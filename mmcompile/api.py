@@ -18,7 +18,7 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import ConfigError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.capture import capture as _capture
-from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.graph import ModelGraph, component_of, info
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.ir.skeleton import skeleton
 from mmcompile.lower.cut import cut
@@ -167,7 +167,7 @@ def parallelize(
 
 def _padding(model: nn.Module) -> dict[str, int]:
     """What `input_ids` are padded with: the pad token of the model's text config, if it names one."""
-    config = model.__dict__.get("config") or getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     pad = getattr(text, "pad_token_id", None)
     return {} if pad is None else {"input_ids": int(pad)}
@@ -209,7 +209,7 @@ def _entries(graph: ModelGraph) -> dict[tuple[str, str], int]:
     for node in graph.module.graph.nodes:
         for source in node.all_input_nodes if node.op == "call_function" else ():
             if source.op == "call_function" and not info(source).shared and not info(node).shared:
-                pair = (info(source).component, info(node).component)
+                pair = (component_of(source), component_of(node))
                 if pair[0] != pair[1]:
                     first[pair] = min(first.get(pair, info(node).layer), info(node).layer)
     return first

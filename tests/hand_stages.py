@@ -193,7 +193,7 @@ class HandSource:
         features = [self._port(f"{name}_out", "link", self._trains(f"{name}."), (f"{name}.0",)) for name in branches]
         image = [port for port in features if port.name == "vision_out"]
         flows0 = self._trains("embed.", "blocks.0.") or any(port.gradient for port in features)
-        flows1 = flows0 or self._trains("blocks.1.")
+        flows1 = flows0 or self._trains("blocks.1.") or any(port.gradient for port in image)
         arguments = ", ".join(["self", "input_ids", *(port.name for port in features)])
         add = "".join(f" + {port.name}" for port in features)
         first = f"    def forward({arguments}):\n        t = self.t\n"
@@ -236,7 +236,7 @@ class HandSource:
                 parameters=self._specs("blocks.2.", head),
                 buffers=(),
                 is_loss=True,
-                has_backward=True,
+                has_backward=flows1 or self._trains("blocks.2.", head),
             ),
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,12 +49,15 @@ def packed_attention_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; the forward of each group is run again."""
-    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    grad_query, grad_key, grad_value = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
     for index, length in _groups(cu_seqlens):
-        parts = _segment_gradients(*(_gather(x, index, length) for x in (grad, query, key, value)), scale)
-        for target, part in zip(grads, parts, strict=True):
+        out, q, k, v = (_gather(x, index, length) for x in (grad, query, key, value))
+        parts = _segment_gradients(out, q, k, v, scale)
+        for target, part in zip((grad_query, grad_key, grad_value), parts, strict=True):
             _scatter(target, index, part)
-    return grads
+    return grad_query, grad_key, grad_value
 
 
 def _segment_gradients(
@@ -71,7 +75,8 @@ def _segment_gradients(
     from_values = grad @ values.transpose(-1, -2)
     scores = weights * (from_values - (from_values * weights).sum(-1, keepdim=True)) * scale
     grad_key, grad_value = scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad
-    return scores @ keys, *(x.unflatten(1, (-1, repeats)).sum(2) for x in (grad_key, grad_value))
+    grad_key, grad_value = (x.unflatten(1, (-1, repeats)).sum(2) for x in (grad_key, grad_value))
+    return scores @ keys, grad_key, grad_value
 
 
 @packed_attention_backward.register_fake
@@ -87,13 +92,13 @@ def _(
     return q, k, v
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
     query, key, value, cu_seqlens, scale = inputs
     ctx.save_for_backward(query, key, value, cu_seqlens)
     ctx.scale = scale
 
 
-def _backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple:
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
     query, key, value, cu_seqlens = ctx.saved_tensors
     grads = torch.ops.mmcompile.packed_attention_backward(grad, query, key, value, cu_seqlens, ctx.scale)
     return (*grads, None, None)

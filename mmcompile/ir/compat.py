@@ -39,7 +39,7 @@ def real_execution() -> Iterator[None]:
         yield
 
 
-def fake_copy(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> FakeTensor:
+def fake_copy(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake tensor of `value`'s static shape, on `device`."""
     fake = mode.from_tensor(value, static_shapes=True)
     return fake if fake.device == device else fake.to(device)
@@ -106,7 +106,7 @@ def transformers_eager_paths() -> Iterator[None]:
         setattr(module, name, value)
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.") and module is not None:
+        if name.startswith("transformers.") and isinstance(module, ModuleType):
             for predicate in _TRACING_PREDICATES:
                 if callable(module.__dict__.get(predicate)):
                     patch(module, predicate, lambda *args, **kwargs: False)

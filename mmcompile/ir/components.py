@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from mmcompile.ir.graph import META_KEY, Component, ComponentKind, Layer, NodeInfo, info
+from mmcompile.ir.graph import META_KEY, Component, ComponentKind, Layer, NodeInfo, component_of, info
 
 MAIN = "language_model"
 INPUTS, OUTPUTS = "inputs", "outputs"
@@ -77,7 +77,7 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
         elif node.op == "get_attr":
             result[node] = frozenset() if isinstance(_tensor(module, node), nn.Parameter) else None
         elif node.op == "call_function":
-            floats = [result[source] for source in before if result[source] is not None]
+            floats = [reached for source in before if (reached := result[source]) is not None]
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             if not floats and not random:
                 result[node] = None
@@ -386,7 +386,7 @@ def _edges(graph: fx.Graph) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
             continue
         for source in node.all_input_nodes:
             if source.op == "call_function" and not info(source).shared and not info(node).shared:
-                pair = (info(source).component, info(node).component)
+                pair = (component_of(source), component_of(node))
                 if pair[0] != pair[1] and source.name not in tensors[pair]:
                     tensors[pair].append(source.name)
     return tuple((source, target, tuple(names)) for (source, target), names in tensors.items())

@@ -65,8 +65,9 @@ def _base(node: fx.Node) -> fx.Node:
 
 def _functional_call(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """The same update as a functional op, inserted at the current position."""
-    target, *rest = node.args
-    assert isinstance(target, fx.Node)
+    operands: tuple[Any, ...] = node.args
+    target, *rest = operands
+    assert isinstance(node.target, torch._ops.OpOverload)
     name, overload = node.target._schema.name.removeprefix("aten::"), node.target._overloadname
     if name == "copy_":
         cast = graph.call_function(aten.to.dtype, (rest[0], target.meta["val"].dtype))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 import networkx as nx
 import torch
@@ -65,6 +66,19 @@ class NodeInfo:
 def info(node: fx.Node) -> NodeInfo:
     """The annotation of a `call_function` node; KeyError if the node was never annotated."""
     return node.meta[META_KEY]
+
+
+def results_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The nodes a graph returns."""
+    results: Any = graph.output_node().args[0]
+    return tuple(results)
+
+
+def component_of(node: fx.Node) -> str:
+    """Component of a node that is not shared."""
+    name = info(node).component
+    assert name is not None, f"{node.name} is a shared node"
+    return name
 
 
 def annotate(node: fx.Node, **changes: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -110,19 +111,20 @@ def _reads_value(node: fx.Node) -> bool:
     return node.op == "call_function" and torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
 
 
-def _has_dynamic_shape(node: fx.Node, known: Mapping[fx.Node, object]) -> bool:
+def _has_dynamic_shape(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
     if node.op != "call_function" or not isinstance(known[node], torch.Tensor):
         return False
     if node.target is aten.index.Tensor:
-        return any(isinstance(index, fx.Node) and is_boolean(known[index]) for index in node.args[1])
+        indices: Any = node.args[1]
+        return any(isinstance(index, fx.Node) and is_boolean(known[index]) for index in indices)
     if node.target is aten.repeat_interleave.self_Tensor:
         return True
     return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
 
 
-def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -> dict[fx.Node, object]:
+def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -> dict[fx.Node, Any]:
     """Real value of every node that depends on inputs, buffers and constants only, within the size limits."""
-    known: dict[fx.Node, object] = {}
+    known: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
         if node.op == "placeholder":
             known[node] = batch[str(node.target)]
@@ -139,7 +141,7 @@ def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -
     return known
 
 
-def _computable(node: fx.Node, known: Mapping[fx.Node, object]) -> bool:
+def _computable(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
     if node.op != "call_function" or node.target is VALUE_READ or not _deterministic(node):
         return False
     return all(source in known for source in node.all_input_nodes) if node.all_input_nodes else _is_factory(node)
@@ -169,7 +171,7 @@ def attribute(module: torch.nn.Module, path: str) -> torch.Tensor:
     return getattr(module.get_submodule(owner), name)
 
 
-def _concrete_mask_indices(graph: fx.Graph, known: dict[fx.Node, object]) -> None:
+def _concrete_mask_indices(graph: fx.Graph, known: dict[fx.Node, Any]) -> None:
     """Selecting an unknown tensor by a known mask: by the mask's positions instead, which are then host values."""
     for node in list(graph.nodes):
         if node.target in (aten.index.Tensor, aten.index_put.default) and node not in known:
@@ -190,10 +192,10 @@ def _concrete_mask_indices(graph: fx.Graph, known: dict[fx.Node, object]) -> Non
                 node.target, node.args = aten.index.Tensor, (node.args[0], indices)
 
 
-def _positions(graph: fx.Graph, mask: fx.Node, known: dict[fx.Node, object]) -> list[fx.Node]:
+def _positions(graph: fx.Graph, mask: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
     """One index node per dim of `mask`, from a single `nonzero` node."""
 
-    def call(target: object, *args: object) -> fx.Node:
+    def call(target: Any, *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
         node.meta = {key: value for key, value in mask.meta.items() if key != "val"}
         real_args = fx.map_arg(args, known.__getitem__)

@@ -24,7 +24,7 @@ IMPLEMENTATION = "flash_mmcompile_packed"
 @contextlib.contextmanager
 def packed_towers(model: nn.Module) -> Iterator[None]:
     """While the block runs, attention modules of `model` that take `cu_seqlens` use `packed_attention`."""
-    configs = {
+    configs: dict[int, Any] = {
         id(module.config): module.config
         for module in model.modules()
         if "cu_seqlens" in inspect.signature(module.forward).parameters
@@ -47,7 +47,9 @@ def packed_towers(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def traceable_experts(model: nn.Module) -> Iterator[None]:
     """While the block runs, mixture-of-experts layers that could not be traced use `batched_mm`."""
-    configs = {id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None}
+    configs: dict[int, Any] = {
+        id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None
+    }
     in_bfloat16 = all(p.dtype == torch.bfloat16 for p in model.parameters() if p.dim() == 3)
     changed = {
         key: config._experts_implementation
@@ -64,7 +66,7 @@ def traceable_experts(model: nn.Module) -> Iterator[None]:
 
 
 def _register() -> None:
-    transformers = sys.modules["transformers"]
+    transformers: Any = sys.modules["transformers"]
     transformers.AttentionInterface.register(IMPLEMENTATION, _forward)
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, transformers.masking_utils.flash_attention_mask)
 

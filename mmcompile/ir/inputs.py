@@ -50,7 +50,7 @@ def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     Multimodal rotary positions depend on where images stand among the tokens: computed inside, every new text would be a new
     pattern; as an input, one graph serves all. Values are the model's own, so results do not change.
     """
-    owner = next(
+    owner: Any = next(
         (m for m in (model, getattr(model, "model", None), _base(model)) if hasattr(m, "get_rope_index")), None
     )
     accepts = "position_ids" in inspect.signature(model.forward).parameters

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch.fx.node import has_side_effect
 
 MERGE = "merge_features"
 
@@ -52,4 +52,4 @@ def _(value: torch.Tensor) -> None:
 
 
 VALUE_READ = torch.ops.mmcompile.value_read.default
-fx.node.has_side_effect(VALUE_READ)
+has_side_effect(VALUE_READ)

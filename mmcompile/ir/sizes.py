@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -42,7 +43,7 @@ class Sizes:
         for name, shape in self.inputs.items():
             if any(evaluate(e, bound) != int(size) for size, e in zip(batch[name].shape, shape, strict=True)):
                 return None
-        return bound if all(guard.subs(bound) == True for guard in self.guards) else None  # noqa: E712 (sympy truth)
+        return bound if all(guard.subs(list(bound.items())) == True for guard in self.guards) else None  # noqa: E712 (sympy truth)
 
     def size_inputs(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, int]:
         """Value of every size input of the graph."""
@@ -64,7 +65,7 @@ def evaluate(size: int | sympy.Expr, bound: Mapping[sympy.Symbol, int]) -> int |
     """A size as a number; None if a symbol in it has no value."""
     if isinstance(size, int):
         return size
-    value = size.subs(bound)
+    value: Any = size.subs(list(bound.items()))
     return int(value) if value.is_number else None
 
 

@@ -65,7 +65,7 @@ def read_config(source: str | Path | Any) -> Any:
         ) from error
 
 
-def _model_class(config: Any) -> type[nn.Module]:
+def _model_class(config: Any) -> Any:
     import transformers
 
     for name in getattr(config, "architectures", None) or ():

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import Dim
+from torch.fx.graph import CodeGen
 
 from mmcompile.errors import BatchError, CaptureError
 from mmcompile.ir.compat import FakeTensor, fake_mode_of, transformers_eager_paths
 from mmcompile.ir.functional import functionalize
-from mmcompile.ir.graph import LossInfo
+from mmcompile.ir.graph import LossInfo, results_of
 from mmcompile.ir.host import HostProgram, attribute, split_host_program
 from mmcompile.ir.implementations import packed_towers, traceable_experts
 from mmcompile.ir.known_values import KnownValues, known_values
@@ -199,7 +200,7 @@ def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModu
             value = attribute(exported, str(node.target))
             node.target = f"constant_{len(tensors)}"
             tensors[node.target] = value.detach() if isinstance(value, torch.Tensor) else value
-    exported.graph.set_codegen(fx.graph.CodeGen())
+    exported.graph.set_codegen(CodeGen())
     _clean_module_paths(exported.graph)
     return fx.GraphModule(tensors, exported.graph, type(model).__name__)
 
@@ -267,13 +268,13 @@ def _name_merges(graph: fx.Graph) -> None:
 def _own_loss(graph: fx.Graph) -> LossInfo:
     """Replace a mean cross-entropy that is the loss by our sum and count; otherwise say why not."""
     output = graph.output_node()
-    (loss,) = output.args[0]
+    (loss,) = results_of(graph)
     node = loss
     while node.op == "call_function" and node.target in _LOSS_PRESERVING:
         node = node.all_input_nodes[0]
     if node.target is not aten.cross_entropy_loss.default:
         return LossInfo(per_token=False, reason=f"the loss ends in {_op_name(node)}, not in a cross-entropy")
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
         zip(("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"), node.args, strict=False)
     )
     arguments.update(node.kwargs)
@@ -305,9 +306,10 @@ def _before_narrowing(logits: fx.Node) -> fx.Node:
     while chain[-1].target in (*_LOSS_PRESERVING, aten.slice.Tensor, aten.select.int, aten.transpose.int):
         chain.append(chain[-1].all_input_nodes[0])
     cast = chain[-1]
-    if cast.target is aten.to.dtype and cast.args[0].meta["val"].dtype == torch.float64:
-        cast.replace_all_uses_with(cast.args[0], delete_user_cb=lambda user: user in chain)
-        return cast.args[0] if cast is logits else logits
+    if cast.target is aten.to.dtype and cast.all_input_nodes[0].meta["val"].dtype == torch.float64:
+        wide = cast.all_input_nodes[0]
+        cast.replace_all_uses_with(wide, delete_user_cb=lambda user: user in chain)
+        return wide if cast is logits else logits
     return logits
 
 

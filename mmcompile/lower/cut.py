@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.errors import PlanError
-from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.graph import ModelGraph, component_of, info
 from mmcompile.plan.plan import Plan, SharedValue
 
 
@@ -59,7 +59,7 @@ def cut(graph: ModelGraph, plan: Plan) -> Cut:
     owner: dict[fx.Node, str] = {}
     for node in calls:
         if not info(node).shared:
-            key = (info(node).component, info(node).layer)
+            key = (component_of(node), info(node).layer)
             if key not in place:
                 raise PlanError(
                     f"layer {key[1]} of component {key[0]!r} is in no stage of the plan; plan this model again"

@@ -10,13 +10,13 @@ from torch import fx, nn
 
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.compat import FakeTensor
-from mmcompile.ir.graph import ModelGraph, ParameterSpec, TensorSpec, dtype_name
+from mmcompile.ir.graph import ModelGraph, ParameterSpec, TensorSpec, dtype_name, results_of
 from mmcompile.ir.host import attribute
 from mmcompile.ir.sizes import shape_of
 from mmcompile.lower.cut import Cut, StageCut, cut
 from mmcompile.lower.program import PatternPrograms, Port, StageProgram
 from mmcompile.lower.source import stage_source
-from mmcompile.plan.plan import Link, Plan
+from mmcompile.plan.plan import Link, Plan, Stage
 
 
 def lower(capture: Capture, plan: Plan) -> PatternPrograms:
@@ -61,7 +61,7 @@ def _program(graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut) -> Stage
     }
     constants = {node: str(node.target) for node in part.tensors if node not in names}
     outputs = [node for node, _ in part.sent]
-    loss = list(graph.module.graph.output_node().args[0])
+    loss = list(results_of(graph.module.graph))
     is_loss = parts.owner.get(loss[0]) == part.stage
     results = [*outputs, *(loss if is_loss else ())]
     stage = plan.stage(part.stage)
@@ -88,7 +88,7 @@ def _program(graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut) -> Stage
     )
 
 
-def _notes(stage: object, parameters: tuple[ParameterSpec, ...]) -> str:
+def _notes(stage: Stage, parameters: tuple[ParameterSpec, ...]) -> str:
     trained = sum(spec.num_elements for spec in parameters if spec.trainable)
     frozen = sum(spec.num_elements for spec in parameters if not spec.trainable)
     layers = "\n".join(f"    {name}" for name in stage.layer_names)

@@ -121,7 +121,7 @@ class Engine:
         self._seed = torch.initial_seed()
         self._events: list[Event] = []
         self._session = _open_session(placed, device)
-        atexit.register(_close, weakref.ref(self))
+        atexit.register(_close, weakref.ref(self), os.getpid())
         try:
             self._side = self._session.call(functools.partial(_take_side, self._session, setup))
             self._leader = self._side if isinstance(self._side, Leader) else None
@@ -130,7 +130,7 @@ class Engine:
         except BaseException:
             self._session.close(None)
             raise
-        atexit.register(_close, weakref.ref(self))
+        atexit.register(_close, weakref.ref(self), os.getpid())
 
     @property
     def rank(self) -> int:
@@ -168,7 +168,9 @@ class Engine:
         leader = self._leader
         with self._refusing(leader):
             groups = self._split(samples)
-            prepared = [self._source.prepare(collate([samples[i] for i in group], self._pad)) for group in groups]
+            prepared = [
+                self._source.prepare(collate([samples[i] for i in group], self._pad, group[0])) for group in groups
+            ]
             plan = leader.plan(self._num_steps + 1, groups, prepared)
         command = Step(plan=plan, hyper=leader.rank.optimizer.hyper, seed=self._seed, trace=trace)
         totals = self._session.call(functools.partial(self._run, leader, command, prepared))
@@ -408,7 +410,7 @@ def _load(leader: Leader, values: Mapping[str, Tensor], state: Mapping[str, Tens
     leader.tell(Done(call="load"))
 
 
-def _close(engine: weakref.ref[Engine]) -> None:
-    """At exit: do not leave workers to find out by themselves."""
-    if (alive := engine()) is not None:
+def _close(engine: weakref.ref[Engine], process: int) -> None:
+    """At exit: do not leave workers to find out by themselves. A forked child has no say in it."""
+    if (alive := engine()) is not None and os.getpid() == process:
         alive.close()

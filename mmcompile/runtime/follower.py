@@ -17,7 +17,6 @@ class Follower:
         setup = hear(groups)
         assert isinstance(setup, Setup), f"the first command must be Setup, got {setup}"
         self._groups = groups
-        self.setup = setup
         self.rank = Rank(groups, setup, board)
 
     def follow(self) -> Command:

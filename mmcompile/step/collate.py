@@ -21,7 +21,9 @@ Sample: TypeAlias = Mapping[str, Value]
 _PAD: Mapping[str, int | float] = {"labels": IGNORED_LABEL}
 
 
-def collate(samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None) -> dict[str, Value]:
+def collate(
+    samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None, first: int = 0
+) -> dict[str, Value]:
     """Join per-conversation samples into one batch.
 
     Tensors of one key are concatenated on dim 0; other dims that differ are padded on the right. A key that only some
@@ -32,6 +34,7 @@ def collate(samples: Sequence[Sample], pad: Mapping[str, int | float] | None = N
             `attention_mask` [1, S], `labels` [1, S], `pixel_values` [images, ...] or [patches, D], `image_grid_thw`
             [images, 3], ... With `input_ids` [S], every 1-D tensor of that length gains the batch dim.
         pad: padding value by key. Defaults: labels -100, all others 0 (give `input_ids` the tokenizer's pad id).
+        first: what errors call the first sample.
 
     Returns:
         The batch by key. A value that is no tensor is passed on, and must be equal in all samples that have it.
@@ -45,7 +48,8 @@ def collate(samples: Sequence[Sample], pad: Mapping[str, int | float] | None = N
     rows = _with_masks([_with_batch_dim(sample) for sample in samples])
     keys = dict.fromkeys(key for row in rows for key in row)
     return {
-        key: _join(key, [(i, row[key]) for i, row in enumerate(rows) if key in row], fill.get(key, 0)) for key in keys
+        key: _join(key, [(i, row[key]) for i, row in enumerate(rows, first) if key in row], fill.get(key, 0))
+        for key in keys
     }
 
 

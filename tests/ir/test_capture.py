@@ -6,13 +6,14 @@ import functools
 
 import pytest
 import torch
-from mmcompile.errors import BatchError, CaptureError
-from mmcompile.ir.capture import Capture, capture
-from mmcompile.ir.graph import ComponentKind, info
 from oracles.eager import difference, eager_outcome, graph_outcome, holds_for
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo import ALL, PARITY_FAMILIES, Batch, Family
+
+from mmcompile.errors import BatchError, CaptureError
+from mmcompile.ir.capture import Capture, capture
+from mmcompile.ir.graph import ComponentKind, info
 
 TOLERANCE = 1e-5
 OTHERS = tuple(name for name in ALL if name not in PARITY_FAMILIES)
@@ -142,7 +143,7 @@ def test_frozen_parameters_stay_frozen() -> None:
 
 
 def test_tied_parameters_are_one_parameter_with_two_names() -> None:
-    family, model, captured = _captured("gemma3")
+    _, model, captured = _captured("gemma3")
     aliases = {spec.name: spec.aliases for spec in captured.graph.parameters if spec.aliases}
     assert aliases == {"model.language_model.embed_tokens.weight": ("lm_head.weight",)}
     assert len(captured.graph.parameters) == len(list(model.parameters()))

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.inputs import with_positions
-from torch import Tensor, nn
 
 NEGLIGIBLE = 1e-3
 """Share of the model's largest gradient below which an entry is rounding (key biases have a true gradient of zero)."""

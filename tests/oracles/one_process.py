@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from mmcompile.step.collate import Sample, collate, split_microbatches
 from torch import Tensor, nn
+
+from mmcompile.step.collate import Sample, collate, split_microbatches
 
 IGNORE = -100
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -77,10 +78,11 @@ def accumulate(model: nn.Module, samples: Sequence[Sample], num_microbatches: in
     """Add the gradients of one step's loss to `.grad`; return the loss and the number of valid tokens."""
     groups = split_microbatches(len(samples), num_microbatches)
     batches = [collate([samples[index] for index in group]) for group in groups]
-    count = sum(int((_targets(batch["labels"]) != IGNORE).sum()) for batch in batches)
+    labels = [batch["labels"] for batch in batches if isinstance(batch["labels"], Tensor)]
+    count = sum(int((_targets(label) != IGNORE).sum()) for label in labels)
     total = 0.0
-    for batch in batches:
-        loss_sum = token_loss_sum(model(**batch)["logits"], batch["labels"])
+    for batch, label in zip(batches, labels, strict=True):
+        loss_sum = token_loss_sum(model(**batch)["logits"], label)
         if loss_sum.requires_grad:  # not where everything that trains sits behind media this microbatch lacks
             (loss_sum / count).backward()
         total += float(loss_sum.detach())

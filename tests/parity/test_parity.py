@@ -10,14 +10,15 @@ import functools
 from dataclasses import dataclass
 from itertools import product
 
-import mmcompile as mm
 import pytest
 import torch
-from mmcompile.step.collate import collate
 from oracles.one_process import ADAMW, TrainingRun, train
 from parity.layouts import LAYOUTS, PARTS, Freeze, Layout, freeze, stages
 from torch import Tensor, nn
 from zoo import ALL, PARITY_FAMILIES, Batch, samples
+
+import mmcompile as mm
+from mmcompile.step.collate import collate
 
 TOLERANCE = 1e-9
 MICROBATCHES = 4

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from hand_stages import HandModel, HandPlan, HandSource, hand_plan, hand_samples
 
-from mmcompile.errors import BatchError, EngineError
+from mmcompile.errors import EngineError
 from mmcompile.runtime.engine import Engine
 
 TESTS = Path(__file__).parent.parent
@@ -72,19 +71,6 @@ def test_exception_in_a_stage_of_rank_0() -> None:
     assert message.startswith("rank 0 (stage language_model.1) failed in step 2 while F2: KeyError: 'no such tensor'; ")
     assert seconds < 3
     assert children(os.getpid()) == []
-
-
-def test_bad_batch_leaves_the_engine_usable() -> None:
-    with Engine(hand_plan(**TWO_RANKS), HandSource(HandModel())) as engine:
-        samples = hand_samples(4)
-        ignored = [{**sample, "labels": torch.full((1, 3), -100)} for sample in samples]
-        with pytest.raises(BatchError, match="every label of the step is -100"):
-            engine.step(ignored)
-        assert engine.step(samples).step == 1
-        engine.close()
-        engine.close()
-        with pytest.raises(EngineError, match="the engine is closed"):
-            engine.step(samples)
 
 
 SCRIPT = """

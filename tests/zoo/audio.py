@@ -218,7 +218,12 @@ def _qwen2_5_omni_inputs(draw: Draw, size: Size) -> Batch:
     batch = conversation(draw, size, [(IMAGE, 16), (AUDIO, 20)] * size.media, start=4)
     for pair in range(size.media):
         picture = 4 + pair * (16 + 3 + 20 + 3)
-        marks = {picture - 1: VISION_START, picture + 16: VISION_END, picture + 18: AUDIO_START, picture + 39: AUDIO_END}
+        marks = {
+            picture - 1: VISION_START,
+            picture + 16: VISION_END,
+            picture + 18: AUDIO_START,
+            picture + 39: AUDIO_END,
+        }
         for position, token in marks.items():
             batch["input_ids"][:, position] = token
             batch["labels"][:, position] = IGNORE

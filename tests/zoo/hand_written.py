@@ -38,7 +38,9 @@ class Block(nn.Module):
         projected = self.query_key_value(self.attention_norm(hidden))
         heads = projected.view(samples, tokens, 3, _HEADS, width // _HEADS).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=self.causal and mask is None)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=self.causal and mask is None
+        )
         hidden = hidden + self.output(mixed.transpose(1, 2).reshape(samples, tokens, width))
         return hidden + self.down(F.gelu(self.up(self.feed_forward_norm(hidden))))
 

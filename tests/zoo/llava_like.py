@@ -53,9 +53,7 @@ def _family(name: str, class_name: str, make: Callable[[], PretrainedConfig], to
 
 
 def _llava_config() -> PretrainedConfig:
-    return config(
-        "llava", vision_config=clip_tower(), text_config=text_config(), image_seq_length=16, **PLACEHOLDERS
-    )
+    return config("llava", vision_config=clip_tower(), text_config=text_config(), image_seq_length=16, **PLACEHOLDERS)
 
 
 def _vipllava_config() -> PretrainedConfig:
@@ -208,9 +206,7 @@ def _got_ocr2_config() -> PretrainedConfig:
 
 
 def _deepseek_vl_config() -> PretrainedConfig:
-    return config(
-        "deepseek_vl", vision_config=siglip_tower(), text_config=text_config(), image_token_id=IMAGE
-    )
+    return config("deepseek_vl", vision_config=siglip_tower(), text_config=text_config(), image_token_id=IMAGE)
 
 
 FAMILIES = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from zoo import ALL, FAMILIES, PARITY_FAMILIES, Family, samples
 
 
