@@ -61,7 +61,8 @@ def find_structure(module: fx.GraphModule, reference: Sequence[Component] | None
             layer = layers.index[node] if component is not None else 0
             node.meta[META_KEY] = NodeInfo(component=component, layer=layer, module_path=node.meta["module_path"])
     components = reference or _components(module.graph, branches, sources, owner, layers)
-    return Structure(components=tuple(components), edges=_edges(module.graph))
+    present = set(owner.values())  # a batch without images has no image encoder
+    return Structure(components=tuple(c for c in components if c.name in present), edges=_edges(module.graph))
 
 
 def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:

@@ -9,8 +9,10 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from mmcompile.errors import CaptureError
 from mmcompile.ir.compat import shape_guards, shape_hint, size_expression, size_hint
 
 Shape = tuple[int | sympy.Expr, ...]
@@ -107,6 +109,12 @@ def _size_placeholders(graph: fx.Graph) -> dict[str, sympy.Expr]:
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.SymInt):
             continue
+        if free_unbacked_symbols(value):
+            raise CaptureError(
+                f"a size of {node.target} depends on values that are not known during capture "
+                f"({node.meta.get('module_path') or 'in the model itself'}): only inputs and what is computed from them alone "
+                "are; compute the mask or the count from integer inputs"
+            )
         expression = _number_or_expression(size_expression(value))
         if isinstance(expression, int):
             for user in list(node.users):

@@ -31,7 +31,7 @@ from mmcompile.runtime.executor import Event
 from mmcompile.runtime.follower import Follower
 from mmcompile.runtime.leader import Leader
 from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory
-from mmcompile.runtime.session import LaunchedSession, Session, SpawnedSession
+from mmcompile.runtime.session import Session, open_session
 from mmcompile.runtime.source import PatternSource
 from mmcompile.runtime.stages import PlacedStage
 from mmcompile.step.collate import Sample, check_labels, collate, split_microbatches
@@ -120,7 +120,7 @@ class Engine:
         self._num_steps = 0
         self._seed = torch.initial_seed()
         self._events: list[Event] = []
-        self._session = _open_session(placed, device)
+        self._session = open_session(placed, device)
         atexit.register(_close, weakref.ref(self), os.getpid())
         try:
             self._side = self._session.call(functools.partial(_take_side, self._session, setup))
@@ -375,16 +375,6 @@ class Engine:
             for _ in range(self._num_steps):
                 scheduler.step()
         return scheduler
-
-
-def _open_session(stages: tuple[PlacedStage, ...], device: str | None) -> Session:
-    num_ranks = 1 + max(rank for stage in stages for rank in stage.ranks)
-    if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        kind = device or ("cuda" if torch.cuda.device_count() > local else "cpu")
-        return LaunchedSession(stages, num_ranks, "cpu" if kind == "cpu" else f"cuda:{local}")
-    kind = device or ("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
-    return SpawnedSession(stages, num_ranks, ["cpu" if kind == "cpu" else f"cuda:{rank}" for rank in range(num_ranks)])
 
 
 def _take_side(session: Session, setup: Setup) -> Leader | Follower:

@@ -209,6 +209,21 @@ class LaunchedSession(Session):
         return self._store.get(_ABORT_KEY).decode() if self._store.check([_ABORT_KEY]) else ""
 
 
+def open_session(stages: tuple[PlacedStage, ...], device: str | None) -> Session:
+    """Join the ranks a launcher started, or start them here.
+
+    Args:
+        device: "cpu" or "cuda"; None takes cuda where every rank gets one.
+    """
+    num_ranks = 1 + max(rank for stage in stages for rank in stage.ranks)
+    if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        kind = device or ("cuda" if torch.cuda.device_count() > local else "cpu")
+        return LaunchedSession(stages, num_ranks, "cpu" if kind == "cpu" else f"cuda:{local}")
+    kind = device or ("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
+    return SpawnedSession(stages, num_ranks, ["cpu" if kind == "cpu" else f"cuda:{rank}" for rank in range(num_ranks)])
+
+
 def _moment(status: Status) -> str:
     if status.stage == IDLE:
         return f"between actions, after those of step {status.step}" if status.step else "before its first action"

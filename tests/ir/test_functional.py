@@ -240,7 +240,9 @@ def test_new_nodes_tell_shape_and_dtype(function: Function) -> None:
         def run_node(self, n: fx.Node) -> object:
             value = super().run_node(n)
             if isinstance(value, Tensor):
-                assert (tuple(said[n.name].shape), said[n.name].dtype) == (tuple(value.shape), value.dtype), n.format_node()
+                assert (tuple(said[n.name].shape), said[n.name].dtype) == (tuple(value.shape), value.dtype), (
+                    n.format_node()
+                )
             return value
 
     Compare(module).run(x, y)

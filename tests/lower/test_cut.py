@@ -53,7 +53,9 @@ def test_they_are_sent_where_memory_is_slow_and_numbers_stay(name: str) -> None:
     assert {shared.choice for shared in plan.shared_values} == {"send"}
     programs = lower(found, plan)
     run = run_split(model, programs, root_values(found, batch))
-    sent = {crossing.output for crossing in run.crossings if crossing.output.name in {s.name for s in plan.shared_values}}
+    sent = {
+        crossing.output for crossing in run.crossings if crossing.output.name in {s.name for s in plan.shared_values}
+    }
     assert sent
     for port in sent:
         assert not port.gradient
@@ -88,5 +90,7 @@ def test_a_plan_that_lacks_a_layer_is_refused() -> None:
     plan = even_plan(graph, STAGES)
     *others, language = plan.chains
     short = replace(plan, chains=(*others, replace(language, stages=language.stages[:-1])))
-    with pytest.raises(PlanError, match=r"layer \d of component 'language_model' is in no stage of the plan; plan this"):
+    with pytest.raises(
+        PlanError, match=r"layer \d of component 'language_model' is in no stage of the plan; plan this"
+    ):
         cut(graph, short)

@@ -68,7 +68,7 @@ class Stage(StageModule):
         return (add, )
 '''
 
-LAST_BODY = '''class Stage(StageModule):
+LAST_BODY = """class Stage(StageModule):
     def forward(self, labels, add):
         # shared value, computed in every stage that reads it (from forward)
         arange = aten.arange.default(3, device=self.device, pin_memory=False)
@@ -102,7 +102,7 @@ LAST_BODY = '''class Stage(StageModule):
         getitem = token_loss[0]
         getitem_1 = token_loss[1]
         return (getitem, getitem_1, )
-'''
+"""
 
 
 class Block(nn.Module):

@@ -6,13 +6,13 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 
-import mmcompile as mm
 import pytest
 from lower.split import SplitRun, captured, eager_from_logits, even_plan, root_values, run_split, with_present_flags
 from oracles.eager import Outcome, difference
 from torch import nn
 from zoo import ALL
 
+import mmcompile as mm
 from mmcompile.ir.graph import TensorSpec, torch_dtype
 from mmcompile.lower.program import PatternPrograms, Port, StageProgram
 from mmcompile.lower.stages import lower
@@ -94,7 +94,10 @@ def test_ports_say_what_flows(name: str, trains: Callable[[str], bool]) -> None:
 @pytest.mark.parametrize(
     ("trains", "flagged"),
     [
-        (_train_all, {"vision_tower.0", "vision_tower.1", "multi_modal_projector.0", "language_model.0", "language_model.1"}),
+        (
+            _train_all,
+            {"vision_tower.0", "vision_tower.1", "multi_modal_projector.0", "language_model.0", "language_model.1"},
+        ),
         (_freeze_encoders, {"multi_modal_projector.0", "language_model.0", "language_model.1"}),
         (_train_joints, {"multi_modal_projector.0", "language_model.0", "language_model.1"}),
         (_train_head, set()),
