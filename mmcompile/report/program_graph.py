@@ -6,6 +6,7 @@ The source is the truth (it is what runs), so nothing else has to be kept to dra
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -93,7 +94,9 @@ def program_svg(source: str) -> str:
 
 
 def _label(group: Group) -> str:
-    return f"{group.title}\n{len(group.ops)} ops" if group.ops else group.title
+    shared = re.fullmatch(r"shared value, .*\(from (.*)\)", group.title)
+    title = f"shared: {shared[1]}" if shared else group.title
+    return f"{title}\n{len(group.ops)} ops" if group.ops else title
 
 
 def _edges(groups: Sequence[Group]) -> list[tuple[int, int, list[str]]]:

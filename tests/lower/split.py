@@ -175,7 +175,7 @@ def _backward(ran: list[_Ran], made: Mapping[str, Tensor], num_tokens: Tensor) -
         ]
         assert bool(pairs) == stage.program.has_backward
         if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
+            torch.autograd.backward([result for result, _ in pairs], [seed for _, seed in pairs])
         for port, value in zip(stage.program.inputs, stage.arguments, strict=True):
             if port.kind == "link":
                 yield _crossing(ran, port, made[port.name], value)

@@ -80,7 +80,7 @@ def test_inductor_compiles_a_stage_whole(stage_name: str) -> None:
     programs, tensors, roots = _programs("two_encoder_net")
     program = programs[stage_name]
     links = {
-        port.name: torch.randn(port.shape, dtype=torch.float64, requires_grad=True)
+        port.name: torch.randn([int(size) for size in port.shape], dtype=torch.float64, requires_grad=True)
         for port in program.inputs
         if port.kind == "link"
     }

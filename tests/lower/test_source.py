@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ Trains 48 parameters, keeps 0 frozen. Layers:
 """
 
 import math
+from typing import Any
 import operator
 
 import torch
@@ -230,7 +232,7 @@ def test_what_has_no_text_is_refused() -> None:
         _source_of_one_call(1j)
 
 
-def _source_of_one_call(argument: object) -> str:
+def _source_of_one_call(argument: Any) -> str:
     graph = fx.Graph()
     x = graph.placeholder("x")
     y = graph.create_node("call_function", aten.mul.Tensor, (x, argument), name="y")

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.inputs import with_positions
 
-NEGLIGIBLE = 1e-3
-"""Share of the model's largest gradient below which an entry is rounding (key biases have a true gradient of zero)."""
+NEGLIGIBLE = 1e-2
+"""Share of the model's largest gradient that a parameter's own largest counts as at least: 1e-5 of this share is float32's
+resolution of the largest gradient, and smaller differences are the rounding of sums that cancel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,6 +47,7 @@ def test_dot() -> None:
     lines = program_dot(SOURCE, "language_model.0").splitlines()
     assert lines[0] == 'digraph "language_model.0" {'
     assert '  n0 -> n1 [label="input_ids"];' in lines
+    assert any(line.startswith('  n3 [label="shared: model\\n1 ops"') for line in lines)
     assert '  n3 -> n4 [label="positions"];' in lines
     assert sum(" -> " in line for line in lines) == 7
 
