@@ -25,7 +25,11 @@ class StageDuration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One action in time. A SEND lasts until the message has arrived (its rank goes on meanwhile)."""
+    """One action in time [s], predicted or measured.
+
+    Predicted times count from the start of the step, and a SEND lasts until the message has arrived (its rank goes on
+    meanwhile). Measured times are on the wall clock, which ranks of one machine share.
+    """
 
     rank: int
     stage: str

@@ -24,10 +24,10 @@ from mmcompile import errors
 from mmcompile.errors import CheckpointError, ConfigError, EngineError
 from mmcompile.lower.program import PreparedMicrobatch
 from mmcompile.plan.schedule import Placed
+from mmcompile.plan.simulate import Event
 from mmcompile.runtime import checkpoint
 from mmcompile.runtime.checkpoint import Checkpoint, TrainerState
 from mmcompile.runtime.commands import Close, Done, Refuse, Setup, Step
-from mmcompile.runtime.executor import Event
 from mmcompile.runtime.follower import Follower
 from mmcompile.runtime.leader import Leader
 from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory

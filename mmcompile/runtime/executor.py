@@ -20,18 +20,6 @@ from mmcompile.step.step_plan import StepPlan
 _KINDS = {kind: position for position, kind in enumerate(ActionKind)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """One measured action. Times [s] are on the wall clock, which ranks of one machine share."""
-
-    rank: int
-    stage: str
-    kind: ActionKind
-    microbatch: int
-    start_s: float
-    end_s: float
-
-
 @dataclass(kw_only=True, slots=True)
 class StepResult:
     """What one rank has to say about a step."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch, StageProgram
 from mmcompile.plan.schedule import Flow
+from mmcompile.plan.simulate import Event
 from mmcompile.runtime import wire
 from mmcompile.runtime.commands import Command, Events, Gather, Install, Load, Setup, Step, announce
-from mmcompile.runtime.executor import Event
 from mmcompile.runtime.flows import flow_of, step_plan
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.rank import Rank, RootValues

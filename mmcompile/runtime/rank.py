@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from mmcompile.errors import VerifyError
 from mmcompile.lower.program import StageProgram
 from mmcompile.plan.schedule import Action, Flow, Schedule, build_schedule
+from mmcompile.plan.simulate import Event
 from mmcompile.runtime import gradients
 from mmcompile.runtime.commands import Setup, Step
-from mmcompile.runtime.executor import Event, Executor, StepResult
+from mmcompile.runtime.executor import Executor, StepResult
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.links import Mail, Stages
 from mmcompile.runtime.optimizer import RankOptimizer

@@ -134,7 +134,7 @@ def test_transformers_predicates_answer_no_inside_and_are_restored_after_an_erro
 def test_masks_by_broadcasting_are_those_by_vmap(kind: str) -> None:
     function = masking.causal_mask_function if kind == "causal" else masking.sliding_window_causal_mask_function(3)
     indices = torch.arange(2), torch.arange(1), torch.arange(5), torch.arange(7)
-    with masking.TransformGetItemToIndex():
+    with masking.__dict__["TransformGetItemToIndex"]():
         wanted = masking._vmap_expansion_sdpa(function)(*indices)
     with compat.transformers_eager_paths():
         got = masking._vmap_expansion_sdpa(function)(*indices)

@@ -23,7 +23,7 @@ def test_components_in_order_are_the_whole(name: str) -> None:
             module.graph.lint()
             names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
             results = module(*(known[value] for value in names))
-            outputs = [node.name for node in module.graph.output_node().args[0]]
+            outputs = [node.name for node in module.graph.output_node().all_input_nodes]
             known |= dict(zip(outputs, results, strict=True))
     assert len(graph.components) > 1
     for got, want in zip(results, wanted, strict=True):
@@ -39,7 +39,7 @@ def test_a_component_reads_and_returns_what_the_edges_say(name: str) -> None:
         read = {node.name for node in module.graph.nodes if node.op == "placeholder"} - batch_inputs
         assert read == {t for _, consumer, tensors in graph.edges if consumer == component.name for t in tensors}
         if component.name != graph.loss_component:
-            returned = {node.name for node in module.graph.output_node().args[0]}
+            returned = {node.name for node in module.graph.output_node().all_input_nodes}
             assert returned == {t for producer, _, ts in graph.edges if producer == component.name for t in ts}
 
 

@@ -137,7 +137,8 @@ def test_a_mask_that_no_input_determines_is_refused_with_the_reason() -> None:
 
 
 def test_attribute_follows_a_dotted_path() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    assert attribute(model, "0.0.weight") is model[0][0].weight
+    linear = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(linear))
+    assert attribute(model, "0.0.weight") is linear.weight
     with pytest.raises(AttributeError):
         attribute(model, "0.1.weight")

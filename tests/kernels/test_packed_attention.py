@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import pytest
@@ -36,7 +36,8 @@ def _inputs(
 def test_values_and_gradients_equal_the_definition(lengths: Sequence[int], heads: tuple[int, int]) -> None:
     *tensors, bounds = _inputs(lengths, heads)
     outcomes = []
-    for attention in (packed_attention, packed_attention_reference):
+    attentions: tuple[Callable[..., Tensor], ...] = (packed_attention, packed_attention_reference)
+    for attention in attentions:
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         out = attention(*leaves, bounds, SCALE)
         weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
@@ -127,13 +128,10 @@ def test_fakes_need_no_values() -> None:
 def test_every_position_is_written() -> None:
     """The output starts as uninitialised memory."""
     query, key, value, bounds = _inputs((2, 5, 1), (2, 2))
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         assert torch.empty(1).isnan()
         out = packed_attention(query, key, value, bounds, SCALE)
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = before
     assert not out.isnan().any()
