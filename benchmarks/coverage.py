@@ -24,7 +24,7 @@ import msgspec  # noqa: E402  (after the path)
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import typer  # noqa: E402
-from oracles.eager import NEGLIGIBLE, difference, eager_outcome, graph_outcome, holds_for  # noqa: E402
+from oracles.eager import NEGLIGIBLE, difference, eager_outcome, graph_outcome, misfit  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from zoo import ALL, FAMILIES, Batch, Family  # noqa: E402
@@ -59,8 +59,8 @@ class Check:
     """A batch that was run through a captured graph and through the eager model."""
 
     ok: bool
-    recaptured: bool
-    """The batch needed a new graph (another bucket)."""
+    misfit: str
+    """Why the batch needed a new graph (another bucket): other `sizes` or `values read`; empty if it did not."""
     text: str
     """`identical`, or the differences."""
 
@@ -120,11 +120,11 @@ def check_family(family: Family) -> Row:
 
 def _check(model: torch.nn.Module, captured: Capture, batch: Batch, other: Batch) -> Check:
     """Run `other` through the graph captured on `batch` if it holds, else through a new one."""
-    recaptured = not holds_for(model, captured, other)
-    if recaptured:
+    why = misfit(model, captured, other)
+    if why is not None:
         captured = capture(model, other, dynamic=batch, reference=captured.graph.components)
     found = difference(graph_outcome(model, captured, other), eager_outcome(model, other))
-    return Check(ok=found.within(TOLERANCE), recaptured=recaptured, text="identical" if found.identical else str(found))
+    return Check(ok=found.within(TOLERANCE), misfit=why or "", text="identical" if found.identical else str(found))
 
 
 def rows(names: Sequence[str], jobs: int, console: Console) -> Iterator[Row]:
@@ -174,7 +174,8 @@ def markdown(matrix: Sequence[Row]) -> str:
         f"{NEGLIGIBLE:g} of the model's largest), which must be below {TOLERANCE:g}.",
         "- **other values**: the captured sizes, new tokens, pixels and sounds. **longer text**: more tokens. "
         "**other size**: more samples, longer text, other number of images. `same graph` ran without a new capture, "
-        "`new bucket` through one more.",
+        "`new bucket` through one more, because of sizes that may not vary, or because the model's Python reads other values "
+        "from the batch (image grids, numbers of images, whether a mask is all true) than it read from the captured one.",
         "- **dynamic dims**: input and dims that may vary without a new capture; **why not more** says what fixed the "
         "others. **nodes**: calls in the graph. **s**: seconds to capture.",
         "- **components**: found from the graph, with their number of layers.",
@@ -207,7 +208,7 @@ def _line(row: Row) -> str:
 def _cell(check: Check | None) -> str:
     if check is None:
         return ""
-    where = "new bucket" if check.recaptured else "same graph"
+    where = f"new bucket ({check.misfit})" if check.misfit else "same graph"
     return f"{where}, {_short(check.text)}" if check.ok else f"FAILED: {check.text}"
 
 

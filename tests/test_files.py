@@ -7,6 +7,7 @@ import resource
 import signal
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,20 @@ from mmcompile.errors import MMCompileError, OutputError
 from mmcompile.files import write_atomic
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file of this process may grow beyond 1 KiB: the kernel fails the write, as on a full disk."""
+    """No file of this process may grow beyond 1 KiB: the kernel fails the write, as on a full disk.
+
+    Not a fixture: pytest writes its own report between a test and the end of its fixtures.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
@@ -41,10 +47,11 @@ def test_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(os.stat(tmp_path / "ours").st_mode) == stat.S_IMODE(os.stat(tmp_path / "plain").st_mode)
 
 
-def test_full_disk_leaves_what_was_there(tmp_path: Path, small_files: None) -> None:
+def test_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     target = tmp_path / "file"
     write_atomic(target, "old")
-    with pytest.raises(OutputError, match=r"cannot write .*file \(5000 bytes\): .*; nothing was changed there"):
+    message = r"cannot write .*file \(5000 bytes\): .*; nothing was changed there"
+    with pytest.raises(OutputError, match=message), small_files():
         write_atomic(target, b"x" * 5000)
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -64,7 +64,7 @@ def main() -> None:
         sys.exit(_report(error))
     silence_libraries()
     try:
-        app()
+        app(prog_name="mmcompile")
     except (MMCompileError, EngineError) as error:
         if debugging:
             ERRORS.print_exception()

@@ -317,16 +317,21 @@ def _split_tail(
     *,
     fixed: bool,
 ) -> None:
-    """What follows the last block (final norm, head, loss) is a layer of its own."""
+    """What follows the last block that runs (final norm, head, loss) is a layer of its own."""
     blocks = _blocks(graph, owner)[component]
-    last = max((names.index(block) for block in blocks.values() if block in names), default=len(names))
-    if last >= len(names) or fixed and last == len(names) - 1:
+    has_tail = len(names) > 1 and not _is_block(names[-1])
+    if not blocks or fixed and not has_tail:
         return
-    tail = [n for n in graph.nodes if owner.get(n) == component and index[n] >= last and n not in blocks]
-    for node in tail:
-        index[node] = last + 1
+    last = max(index[node] for node in blocks)
+    inside = set(blocks)  # blocks, and what runs before one: a block may run twice
+    for node in reversed(graph.nodes):
+        if owner.get(node) == component and any(user in inside for user in node.users):
+            inside.add(node)
+    tail = [n for n in graph.nodes if owner.get(n) == component and index[n] >= last and n not in inside]
     if tail and not fixed:
         names.append(OUTPUTS)
+    for node in tail:
+        index[node] = len(names) - 1
 
 
 def _labels(

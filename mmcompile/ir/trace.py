@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import operator
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,12 +172,15 @@ def export_step(
 
 @contextlib.contextmanager
 def _quiet_export() -> Iterator[None]:
-    """Silence export's remarks on dims that the model fixes; we report those ourselves."""
+    """Silence export's remarks: on dims that the model fixes (we report those ourselves), and on attributes that forward
+    leaves behind for a later generation (export puts them back)."""
     logger = logging.getLogger("torch._export.non_strict_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The tensor attributes? .* (was|were) assigned during export")
+            yield
     finally:
         logger.setLevel(level)
 

@@ -130,6 +130,8 @@ EXPECTED = {
     ),
 }
 QUICK = ("llava", "qwen3_vl", "mllama", "two_encoder_net", "text_chain", "whisper", "clip")
+# Qwen2.5-Omni keeps a tensor of one forward for generation; export remarks on it.
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXPECTED]
 
 
@@ -237,12 +239,6 @@ def _ways(number: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "ways": torch.tensor([number]), "labels": ids}
 
 
-LAST_BLOCK = pytest.mark.xfail(
-    reason="what follows the last block is found among the blocks that this batch runs, not those of the component"
-)
-
-
-@LAST_BLOCK
 def test_a_batch_that_skips_the_last_block_leaves_the_head_where_it_is() -> None:
     model = _Skipping()
     first = capture(model, _ways(2)).graph
@@ -251,7 +247,6 @@ def test_a_batch_that_skips_the_last_block_leaves_the_head_where_it_is() -> None
     assert first.components[0].layers[info(head).layer].name == "head"
 
 
-@LAST_BLOCK
 def test_an_op_between_two_runs_of_the_last_block_does_not_come_after_it() -> None:
     graph = capture(_Skipping(), _ways(1)).graph
     for node in graph.module.graph.nodes:

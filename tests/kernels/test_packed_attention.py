@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import pytest
@@ -36,12 +36,11 @@ def _inputs(
 def test_values_and_gradients_equal_the_definition(lengths: Sequence[int], heads: tuple[int, int]) -> None:
     *tensors, bounds = _inputs(lengths, heads)
     outcomes = []
-    attentions: tuple[Callable[..., Tensor], ...] = (packed_attention, packed_attention_reference)
-    for attention in attentions:
-        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        out = attention(*leaves, bounds, SCALE)
+    for attention in (packed_attention, packed_attention_reference):
+        query, key, value = (tensor.clone().requires_grad_() for tensor in tensors)
+        out = attention(query, key, value, bounds, SCALE)
         weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        outcomes.append((out, *torch.autograd.grad((out * weights).sum(), leaves)))
+        outcomes.append((out, *torch.autograd.grad((out * weights).sum(), (query, key, value))))
     for got, wanted in zip(*outcomes, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
@@ -70,9 +69,9 @@ def test_low_precision_is_as_close_as_its_rounding(dtype: torch.dtype) -> None:
     """Outputs are weighted means of values and gradients sums of a few products: some units in the last place."""
     *tensors, bounds = _inputs((1, 3, 5, 2, 3), (4, 2), dtype)
     low = [tensor.requires_grad_() for tensor in tensors]
-    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    query, key, value = wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
     got = packed_attention(*low, bounds, SCALE)
-    wanted = packed_attention_reference(*wide, bounds, SCALE)
+    wanted = packed_attention_reference(query, key, value, bounds, SCALE)
     assert got.dtype == dtype
     tolerance = 8 * torch.finfo(dtype).eps
     weights = torch.linspace(-1, 1, got.numel(), dtype=torch.float64).view_as(wanted).to(dtype)

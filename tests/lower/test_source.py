@@ -30,7 +30,6 @@ Trains 48 parameters, keeps 0 frozen. Layers:
 """
 
 import math
-from typing import Any
 import operator
 
 import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -67,8 +68,8 @@ def graph_outcome(model: nn.Module, captured: Capture, batch: Mapping[str, Any])
         ValueError: the graph does not hold for the batch.
     """
     inputs = _inputs(model, captured, batch)
-    if inputs is None:
-        raise ValueError("the graph does not hold for this batch")
+    if isinstance(inputs, Misfit):
+        raise ValueError(f"the graph does not hold for this batch: other {inputs}")
     model.zero_grad()
     module = captured.graph.module
     names = [str(node.target) for node in module.graph.nodes if node.op == "placeholder"]
@@ -78,21 +79,35 @@ def graph_outcome(model: nn.Module, captured: Capture, batch: Mapping[str, Any])
     return _outcome(model, loss)
 
 
+class Misfit(StrEnum):
+    """Why a graph does not hold for a batch."""
+
+    SIZES = "sizes"
+    VALUES_READ = "values read"
+    """The model's Python would read other values (image grids, whether the mask is all true) than during capture."""
+
+
+def misfit(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> Misfit | None:
+    """Why the graph may not run `batch`; None if it may."""
+    inputs = _inputs(model, captured, batch)
+    return inputs if isinstance(inputs, Misfit) else None
+
+
 def holds_for(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> bool:
-    """True if the graph may run `batch`: its sizes fit, and Python would read the values from it that capture read."""
-    return _inputs(model, captured, batch) is not None
+    """True if the graph may run `batch`."""
+    return misfit(model, captured, batch) is None
 
 
-def _inputs(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> dict[str, Tensor | int] | None:
-    """Everything the graph takes, by name; None if it does not hold for the batch."""
+def _inputs(model: nn.Module, captured: Capture, batch: Mapping[str, Any]) -> dict[str, Tensor | int] | Misfit:
+    """Everything the graph takes, by name."""
     batch = with_positions(model, batch)
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     bound = captured.sizes.bind(tensors)
     if bound is None:
-        return None
+        return Misfit.SIZES
     known = {**tensors, **captured.sizes.size_inputs(bound)}
     host = captured.host.run(known)
-    return {**known, **host.values} if host.reads == captured.reads else None
+    return {**known, **host.values} if host.reads == captured.reads else Misfit.VALUES_READ
 
 
 def difference(got: Outcome, wanted: Outcome) -> Difference:

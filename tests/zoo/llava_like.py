@@ -47,7 +47,7 @@ def _family(name: str, class_name: str, make: Callable[[], PretrainedConfig], to
         model=Pretrained(class_name=class_name, config=make),
         inputs=one_block(tokens, **options),
         first=Size(samples=2, length=tokens + 32, media=1),
-        second=Size(samples=3, length=2 * tokens + 28, media=2),
+        second=Size(samples=3, length=2 * tokens + 36, media=2),
         text_only=True,
     )
 
