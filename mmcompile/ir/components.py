@@ -116,7 +116,7 @@ class _Tree:
             if node.op != "call_function" or found is None:
                 continue
             path = node.meta["module_path"]
-            reads = any(source.op == "get_attr" and sources[source] is not None for source in node.all_input_nodes)
+            reads = _reads_parameter(node, sources)
             for prefix in _prefixes(path):
                 self.sources[prefix] |= found
                 if reads:
@@ -185,18 +185,25 @@ def _wrappers(branches: Sequence[_Branch]) -> set[str]:
 def _assign_until_pure(
     graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]
 ) -> tuple[dict[fx.Node, str], list[_Branch]]:
-    """Assign nodes, giving up branches that turn out to run after the merge (the encoder of an encoder-decoder text model)."""
+    """Assign nodes, giving up branches that use parameters after the merge (the encoder of an encoder-decoder text model)."""
     kept = list(branches)
     while True:
         owner = _assign(graph, sources, kept, _wrappers(kept))
         mixed = {
             branch.name
             for branch in kept
-            if any(_inside(node.meta["module_path"], branch.module) and name == MAIN for node, name in owner.items())
+            if any(
+                _inside(node.meta["module_path"], branch.module) and name == MAIN and _reads_parameter(node, sources)
+                for node, name in owner.items()
+            )
         }
         if not mixed:
             return owner, kept
         kept = [branch for branch in kept if branch.name not in mixed]
+
+
+def _reads_parameter(node: fx.Node, sources: Mapping[fx.Node, Sources | None]) -> bool:
+    return any(source.op == "get_attr" and sources[source] is not None for source in node.all_input_nodes)
 
 
 def _assign(

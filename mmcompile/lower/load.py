@@ -13,7 +13,7 @@ from mmcompile.lower.program import StageProgram
 from mmcompile.lower.stage_module import StageModule
 
 
-def load_stage(program: StageProgram, tensors: Mapping[str, Tensor]) -> StageModule:
+def load_stage(program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> StageModule:
     """Execute a program's source and build its `Stage` on the given tensors.
 
     Args:
@@ -21,6 +21,7 @@ def load_stage(program: StageProgram, tensors: Mapping[str, Tensor]) -> StageMod
         tensors: every parameter and buffer it reads, by original name. An `nn.Parameter` is used as it is (so patterns
             of one stage share it); a plain tensor is wrapped, sharing storage, with `requires_grad` as in its
             `ParameterSpec`.
+        device: where they are, and where the source makes new tensors.
 
     Returns:
         A module whose `forward` takes `program.inputs` in order and returns a tuple in `program.outputs` order.
@@ -34,7 +35,7 @@ def load_stage(program: StageProgram, tensors: Mapping[str, Tensor]) -> StageMod
         raise VerifyError(f"stage {program.stage} of pattern {program.pattern} reads {missing}, which were not given")
     parameters = {spec.name: _parameter(tensors[spec.name], spec.trainable) for spec in program.parameters}
     buffers = {name: tensors[name] for name in program.buffers}
-    return _stage_class(program)(parameters, buffers, program.constants)
+    return _stage_class(program)(parameters, buffers, program.constants, device)
 
 
 def _parameter(tensor: Tensor, trainable: bool) -> nn.Parameter:

@@ -18,20 +18,25 @@ class StageModule(nn.Module):
         parameters: by original name; `requires_grad` is left as it is.
         buffers: by original name.
         constants: values known at capture, by attribute name.
+        device: where all of them are.
     """
 
     t: dict[str, Tensor]
     c: dict[str, Tensor]
     device: torch.device
-    """Where its tensors live; sources make new tensors there. CPU for a stage without tensors."""
+    """Where its tensors live; sources make new tensors there."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], constants: Mapping[str, Tensor]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.t = {**parameters, **buffers}
         self.c = dict(constants)
-        self.device = next((tensor.device for tensor in (*self.t.values(), *self.c.values())), torch.device("cpu"))
+        self.device = torch.device(device)
         for name, parameter in parameters.items():
             owner, leaf = _owner(self, name)
             owner.register_parameter(leaf, parameter)

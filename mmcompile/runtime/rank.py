@@ -75,6 +75,7 @@ class Rank:
                 replace(program, constants=constants),
                 {**self.parameters, **self.buffers},
                 self._setup.stages,
+                device=device,
                 compiled=self._setup.compiled,
             )
             self._patterns[pattern][stage.index] = stage

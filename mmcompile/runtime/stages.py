@@ -65,11 +65,17 @@ class LoadedStage:
 
     @classmethod
     def load(
-        cls, program: StageProgram, tensors: Mapping[str, Tensor], stages: Sequence[PlacedStage], *, compiled: bool
+        cls,
+        program: StageProgram,
+        tensors: Mapping[str, Tensor],
+        stages: Sequence[PlacedStage],
+        *,
+        device: torch.device,
+        compiled: bool,
     ) -> LoadedStage:
         """Build the module of a program on parameters and buffers by original name."""
         index = {stage.name: position for position, stage in enumerate(stages)}
-        module = load_stage(program, tensors)
+        module = load_stage(program, tensors, device)
         inputs = tuple(_input(port, index) for port in program.inputs)
         outputs = tuple(
             OutputSlot(
