@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from mmcompile.ir.graph import META_KEY, Component, ComponentKind, Layer, NodeInfo, component_of, info
+from mmcompile.ir.host import attribute
 
 MAIN = "language_model"
 INPUTS, OUTPUTS = "inputs", "outputs"
@@ -76,7 +77,7 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
             roots[node] = node.meta.get("roots", frozenset((str(node.target),)))
             result[node] = roots[node] if _is_data(node) else None
         elif node.op == "get_attr":
-            result[node] = frozenset() if isinstance(_tensor(module, node), nn.Parameter) else None
+            result[node] = frozenset() if isinstance(attribute(module, str(node.target)), nn.Parameter) else None
         elif node.op == "call_function":
             floats = [reached for source in before if (reached := result[source]) is not None]
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -97,11 +98,6 @@ def _is_data(placeholder: fx.Node) -> bool:
         and value.is_floating_point()
         and not placeholder.meta.get("from_integers", False)
     )
-
-
-def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
-    owner, _, name = str(node.target).rpartition(".")
-    return getattr(module.get_submodule(owner), name)
 
 
 class _Tree:
