@@ -200,7 +200,8 @@ def _planned(
         projector=projector,
         entries=_entries(graph),
     )
-    return replace(found, links=links(graph, found), shared_values=cut(graph, found).shared_values)
+    parts = cut(graph, found)
+    return replace(found, links=links(parts), shared_values=parts.shared_values)
 
 
 def _entries(graph: ModelGraph) -> dict[tuple[str, str], int]:

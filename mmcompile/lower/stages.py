@@ -32,9 +32,8 @@ def lower(capture: Capture, plan: Plan) -> PatternPrograms:
     )
 
 
-def links(graph: ModelGraph, plan: Plan) -> tuple[Link, ...]:
-    """The links of a plan, from the graph it was made for."""
-    parts = cut(graph, plan)
+def links(parts: Cut) -> tuple[Link, ...]:
+    """The links of a plan, from the cut of the graph it was made for."""
     found = []
     for name, part in parts.stages.items():
         for target in dict.fromkeys(peer for _, peers in part.sent for peer in peers):

@@ -74,7 +74,8 @@ def even_plan(graph: ModelGraph, stages: Mapping[str, int], cluster: Cluster | N
         shared_values=(),
         predicted=Prediction(iteration_s=0.0, bubble=0.0, lower_bound_s=0.0, gap=0.0),
     )
-    return replace(plan, links=links(graph, plan), shared_values=cut(graph, plan).shared_values)
+    parts = cut(graph, plan)
+    return replace(plan, links=links(parts), shared_values=parts.shared_values)
 
 
 def _stage(name: str, segment: Segment, graph: ModelGraph, rank: int, depth: int) -> Stage:
