@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test test-all lint type format bench bench-chain coverage clean
+.PHONY: help venv demo test test-all lint type format bench bench-chain bench-attention bench-cp bench-gpu coverage clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,6 +46,15 @@ bench: $(STAMP)  ## capture and plan real-size models from their configs: second
 
 bench-chain: $(STAMP)  ## a text-only chain against torch's Schedule1F1B; fails below a ratio of 1.0
 	$(BIN)/python -P benchmarks/chain.py
+
+bench-attention: $(STAMP)  ## bitfield attention against dense-mask attention on this CPU: time and memory; fails below 3x
+	$(BIN)/python -P benchmarks/cpu_attention.py
+
+bench-cp: $(STAMP)  ## balance of all ways to give token blocks to ranks; fails above 1.005 for ours
+	$(BIN)/python -P benchmarks/cp_balance.py
+
+bench-gpu: $(STAMP)  ## bitfield attention against flex_attention and SDPA; needs a CUDA device
+	$(BIN)/python -P benchmarks/gpu_attention.py
 
 coverage: $(STAMP)  ## capture every family and rewrite docs/coverage.md
 	$(BIN)/python -P benchmarks/coverage.py --out docs/coverage.md

@@ -30,6 +30,10 @@ class LayerCost:
     trainable_bytes: int
     output_bytes: int
     """Bytes that cross to the next layer, if a stage is cut here."""
+    forward_exchange_s: float = 0.0
+    """Seconds of collectives inside the layer that no computation hides, in the forward."""
+    backward_exchange_s: float = 0.0
+    """The same in the backward; counted with the input gradient."""
 
     @property
     def has_backward(self) -> bool:
@@ -68,10 +72,14 @@ def layer_times(cost: LayerCost, device: Device, dtype: str) -> LayerTimes:
 
     The backward's bytes and kernels are known as a whole; the two gradients share them in proportion to their FLOPs.
     """
-    forward_s = seconds(cost.forward_flops, cost.forward_bytes, cost.kernels, device, dtype)
+    forward_s = seconds(cost.forward_flops, cost.forward_bytes, cost.kernels, device, dtype) + cost.forward_exchange_s
     if not cost.has_backward:
         return LayerTimes(forward_s=forward_s, input_grad_s=0.0, weight_grad_s=0.0)
     backward_flops = cost.input_grad_flops + cost.weight_grad_flops
     backward_s = seconds(backward_flops, cost.backward_bytes, cost.backward_kernels, device, dtype)
     input_grad_s = backward_s * cost.input_grad_flops / backward_flops
-    return LayerTimes(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=backward_s - input_grad_s)
+    return LayerTimes(
+        forward_s=forward_s,
+        input_grad_s=input_grad_s + cost.backward_exchange_s,
+        weight_grad_s=backward_s - input_grad_s,
+    )

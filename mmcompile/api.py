@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -19,8 +19,10 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.capture import capture as _capture
 from mmcompile.ir.graph import ModelGraph, component_of, info
+from mmcompile.ir.inputs import completed
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.ir.skeleton import skeleton
+from mmcompile.lower.attention import AttentionChoice, with_attention
 from mmcompile.lower.cut import cut
 from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import StageProgram
@@ -29,8 +31,10 @@ from mmcompile.passes.cost import Cost
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.plan.chains import ProjectorPlacement
-from mmcompile.plan.plan import Fingerprint, Plan, check_fingerprint
+from mmcompile.plan.placement import Placement
+from mmcompile.plan.plan import Attention, Fingerprint, Plan, check_fingerprint
 from mmcompile.plan.search import search
+from mmcompile.plan.shared_tokens import SharedTokens
 from mmcompile.runtime.engine import Engine
 
 DEFAULT_MICROBATCHES = 4
@@ -99,6 +103,8 @@ def plan(
     num_microbatches: int = DEFAULT_MICROBATCHES,
     stages: Mapping[str, int] | None = None,
     projector: ProjectorPlacement | None = None,
+    attention: Attention | None = None,
+    context_parallel: int = 1,
 ) -> Plan:
     """Find where every layer runs.
 
@@ -109,12 +115,40 @@ def plan(
         num_microbatches: microbatches of a step.
         stages: chain name -> number of stages, where that is decided already.
         projector: `"with_encoder"`, `"alone"`, `"with_language_model"`; None lets the simulator choose.
+        attention: `"model"`, as the model does it; or `"bitfield"`: in the language model, masks become words of one int64 a
+            token and empty parts of the mask cost nothing. None: bitfield if context_parallel needs it.
+        context_parallel: ranks that share the tokens of each stage of the language model.
 
     Raises:
         BatchError, CaptureError: from the capture.
-        PlanError: nothing fits, or `stages` asks for what does not exist.
+        PlanError: nothing fits, or `stages` asks for what does not exist; the model's tokens cannot be shared.
+        ConfigError: `context_parallel` with the model's own attention.
     """
-    return _planned(_captured(*_built(model, batch)), cluster, num_microbatches, stages, projector)
+    model, batch = _built(model, batch)
+    return _planned(
+        _captured(model, batch),
+        completed(model, batch),
+        cluster,
+        num_microbatches,
+        stages,
+        projector,
+        _attention(attention, context_parallel),
+    )
+
+
+def _attention(attention: Attention | None, context_parallel: int) -> AttentionChoice:
+    if context_parallel < 1:
+        raise ConfigError(f"context_parallel is {context_parallel}; each stage of the language model has at least 1 rank")
+    if attention == "model" and context_parallel > 1:
+        raise ConfigError(
+            f"context_parallel {context_parallel} needs attention 'bitfield', got 'model': the model's own masks are for whole "
+            "sequences"
+        )
+    if attention not in (None, *get_args(Attention)):
+        raise ConfigError(f"attention is {attention!r}; choose one of {', '.join(get_args(Attention))}")
+    return AttentionChoice(
+        attention=attention or ("bitfield" if context_parallel > 1 else "model"), context_parallel=context_parallel
+    )
 
 
 def _built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tuple[nn.Module, Mapping[str, Any]]:
@@ -127,7 +161,7 @@ def stage_programs(model: nn.Module, batch: Mapping[str, Any], plan: Plan) -> Ma
     """The programs that the stages of a plan run for batches like `batch`, by stage name."""
     captured = _captured(model, batch)
     check_fingerprint(plan, fingerprint_of(captured.graph))
-    return lower(captured, plan).programs
+    return lower(with_attention(captured, AttentionChoice.of(plan)), plan).programs
 
 
 def parallelize(
@@ -139,6 +173,8 @@ def parallelize(
     num_microbatches: int = DEFAULT_MICROBATCHES,
     stages: Mapping[str, int] | None = None,
     projector: ProjectorPlacement | None = None,
+    attention: Attention | None = None,
+    context_parallel: int = 1,
     on_capture: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Engine:
@@ -151,18 +187,24 @@ def parallelize(
         batch: one microbatch, with every modality in it; its values are not trained on. Made from the config for Hugging Face
             models of common conventions when not given.
         plan: as made by `plan`; by default it is made here, for `cluster`.
-        cluster, num_microbatches, stages, projector: as for `plan`, when none is given.
+        cluster, num_microbatches, stages, projector, attention, context_parallel: as for `plan`, when none is given.
         on_capture: called before each later capture with the number of captures so far.
         options: of `Engine` (optimizer, scheduler, clip_norm, compile, ...).
     """
     model, batch = _built(model, batch)
     captured = _captured(model, batch)
+    wanted = _attention(attention, context_parallel)
     if plan is None:
-        plan = _planned(captured, cluster, num_microbatches, stages, projector)
+        plan = _planned(captured, completed(model, batch), cluster, num_microbatches, stages, projector, wanted)
+    elif attention not in (None, plan.attention) or context_parallel not in (1, plan.context_parallel):
+        raise ConfigError(
+            f"the plan has attention {plan.attention!r} and context_parallel {plan.context_parallel}, asked were "
+            f"{wanted.attention!r} and {context_parallel}: a plan decides these; leave them out, or make another plan"
+        )
     check_fingerprint(plan, fingerprint_of(captured.graph))
     patterns = Patterns(model, plan, captured, batch, on_capture)
     options.setdefault("pad", _padding(model))
-    return Engine(plan, patterns, model=model, **options)
+    return Engine(Placement.of(plan), patterns, model=model, **options)
 
 
 def _padding(model: nn.Module) -> dict[str, int]:
@@ -181,17 +223,24 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, 
 
 def _planned(
     captured: Capture,
+    batch: Mapping[str, Any],
     cluster: Cluster | str,
     num_microbatches: int,
     stages: Mapping[str, int] | None,
     projector: ProjectorPlacement | None,
+    choice: AttentionChoice,
 ) -> Plan:
-    graph = captured.graph
+    graph = with_attention(captured, replace(choice, context_parallel=1), batch).graph
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    costs = Cost().run(graph)
+    table = Cost().run(graph)
+    costs = {component.name: table[component.name] for component in graph.components}
+    if choice.context_parallel > 1:
+        link = SharedTokens(graph=graph, num_ranks=choice.context_parallel, cluster=where, dtype=_main_dtype(graph))
+        choice = replace(choice, head_stride=link.head_stride)
+        costs = link.costs(costs)
     found = search(
         graph,
-        {component.name: costs[component.name] for component in graph.components},
+        costs,
         where,
         num_microbatches=num_microbatches,
         dtype=_main_dtype(graph),
@@ -199,7 +248,11 @@ def _planned(
         stages=stages,
         projector=projector,
         entries=_entries(graph),
+        shards=choice.context_parallel,
     )
+    found = replace(found, attention=choice.attention, head_stride=choice.head_stride)
+    if choice.context_parallel > 1:
+        graph = with_attention(captured, choice).graph
     parts = cut(graph, found)
     return replace(found, links=links(parts), shared_values=parts.shared_values)
 

@@ -30,6 +30,10 @@ class ConfigError(MMCompileError):
     """An option is unknown, contradictory, or would have no effect."""
 
 
+class MaskError(MMCompileError):
+    """Words of an attention mask cannot say what was asked, or were built wrongly."""
+
+
 class CheckpointError(MMCompileError):
     """A checkpoint is missing, incomplete, or could not be written."""
 

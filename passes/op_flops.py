@@ -17,6 +17,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+import mmcompile.kernels.bitfield_attention.ops  # noqa: F401  (registers its op and FLOP formulas)
+from mmcompile.ir.nodes import token_positions
 from mmcompile.passes.values import arguments, concrete_shape, op_name, tensors
 
 aten = torch.ops.aten
@@ -134,6 +136,27 @@ def _attention(node: fx.Node) -> OpFlops:
     )
 
 
+def _bitfield_attention(node: fx.Node) -> OpFlops:
+    """By the pairs that the words show, where their values are known; else by all pairs, as for a dense mask."""
+    given = passed(node)
+    operands = tuple(_node(given[name]) for name in ("q", "k", "v"))
+    q, k, v = (tensors(operand)[0] for operand in operands)
+    out, lse = tensors(node)
+    call = (*_mask(given), given["scale"], given["window"], given["impl"])
+    backward = flop_registry[torch.ops.mmcompile.bitfield_attention_backward]
+    return OpFlops(
+        forward=flop_registry[torch.ops.mmcompile.bitfield_attention](q, k, v, *call),
+        joint=backward(out, None, q, k, v, out, lse, *call),
+        joint_operands=operands,
+    )
+
+
+def _mask(given: Mapping[str, object]) -> tuple[torch.Tensor | None, ...]:
+    """Words, positions, and those of keys. Positions without values, of tokens in their own order, are None: 0, 1, 2, ..."""
+    nodes = [_node(given[name]) for name in ("words", "positions", "kv_words", "kv_positions")]
+    return tuple(None if node.target is token_positions else tensors(node)[0] for node in nodes)
+
+
 def _packed_attention(node: fx.Node) -> OpFlops:
     """Block-diagonal attention, [1, H, S, D]: each segment attends to itself."""
     given = passed(node)
@@ -229,6 +252,7 @@ _RULES: Mapping[str, Callable[[fx.Node], OpFlops]] = {
     "aten.einsum": _einsum,
     "aten.linalg_solve_triangular": _solve_triangular,
     "aten.scaled_dot_product_attention": _attention,
+    "mmcompile.bitfield_attention": _bitfield_attention,
     "mmcompile.packed_attention": _packed_attention,
     "wrap_with_set_grad_enabled": _region,
     **{f"aten.conv{dims}d": _convolution(dims, transposed=False) for dims in (1, 2, 3)},

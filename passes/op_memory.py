@@ -47,6 +47,8 @@ SAVES_OTHER = aten_ops(
     "mul div matmul mm bmm linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d einsum addmm baddbmm"
 )
 ATTENTION = aten_ops("scaled_dot_product_attention")
+# All it reads and returns: result and log-sum-exp, words and positions.
+SAVES_ALL = frozenset({"mmcompile.bitfield_attention"})
 LOSSES = frozenset({"aten.cross_entropy_loss", "aten.nll_loss_nd", "token_loss"})
 # A norm keeps mean and reciprocal deviation of each row, in float32.
 ROW_STATISTICS = {"aten.layer_norm": 2, "aten.rms_norm": 1, "aten.group_norm": 2}
@@ -99,6 +101,8 @@ def _saved_tensors(node: fx.Node, carries: Callable[[fx.Node], bool]) -> Iterabl
         )
     if name in ATTENTION:  # and its result
         return (*_of(inputs, floating=True), *tensors(node)[:1])
+    if name in SAVES_ALL:
+        return (*_of(inputs, floating=True), *_of(inputs, floating=False), *tensors(node))
     if name in LOSSES:
         return _of(inputs, floating=False)
     return _of(inputs, floating=True)

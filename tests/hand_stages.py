@@ -10,7 +10,6 @@ One set of sources fits every batch size; a pattern is the set of modalities a m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch.nn import functional
 
 from mmcompile.ir.graph import ParameterSpec, dtype_name
 from mmcompile.lower.program import PatternPrograms, Port, PreparedMicrobatch, StageProgram
+from mmcompile.plan.placement import PlacedStage, Placement
 from mmcompile.step.collate import IGNORED_LABEL, Sample, Value
 
 VOCABULARY = 17
@@ -109,29 +109,12 @@ _LOSS = """
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HandStage:
-    """A stage of a plan, as far as the engine looks at it."""
-
-    name: str
-    ranks: tuple[int, ...]
-    depth: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HandPlan:
-    """What the engine looks at in a plan."""
-
-    stages: tuple[HandStage, ...]
-    num_microbatches: int
-
-
-def hand_plan(num_microbatches: int = 4, **ranks: int) -> HandPlan:
+def hand_plan(num_microbatches: int = 4, **ranks: int) -> Placement:
     """Stages by rank: `hand_plan(vision=1, audio=2, lm0=0, lm1=1, lm2=2)`; a branch left out does not exist."""
     names = {"vision": ("vision.0", 3), "audio": ("audio.0", 3)}
     names |= {f"lm{i}": (name, 2 - i) for i, name in enumerate(LANGUAGE)}
-    stages = (HandStage(name=names[key][0], ranks=(rank,), depth=names[key][1]) for key, rank in ranks.items())
-    return HandPlan(stages=tuple(stages), num_microbatches=num_microbatches)
+    stages = (PlacedStage(name=names[key][0], ranks=(rank,), depth=names[key][1]) for key, rank in ranks.items())
+    return Placement(stages=tuple(stages), num_microbatches=num_microbatches)
 
 
 class HandSource:

@@ -30,6 +30,13 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class AttentionChoice(StrEnum):
+    """How the language model attends."""
+
+    MODEL = "model"
+    BITFIELD = "bitfield"
+
+
 MODEL_HELP = (
     "A config.json, a folder with one, a Hugging Face id in the local cache, or package.module:function that returns a "
     "model or (model, batch)."
@@ -58,6 +65,16 @@ StagesOption = Annotated[
     ),
 ]
 ProjectorOption = Annotated[Projector, typer.Option(help="Where the projector goes.")]
+AttentionOption = Annotated[
+    AttentionChoice | None,
+    typer.Option(
+        help="Of the language model: its own, or 'bitfield' (masks as words of one int64 a token).",
+        show_default="model; bitfield with --context-parallel",
+    ),
+]
+ContextParallelOption = Annotated[
+    int, typer.Option(min=1, help="Ranks that share the tokens of each stage of the language model.")
+]
 BatchSizeOption = Annotated[int, typer.Option(min=1, help="Samples of a microbatch, for the example batch.")]
 TextTokensOption = Annotated[int, typer.Option(min=1, help="Text tokens of a sample, its image tokens not counted.")]
 ImagesOption = Annotated[int, typer.Option(min=0, help="Images of a sample, where the model takes any.")]

@@ -11,9 +11,11 @@ import typer
 
 from mmcompile.cli.console import print_json, print_text
 from mmcompile.cli.options import (
+    AttentionOption,
     AudiosOption,
     BatchSizeOption,
     ClusterOption,
+    ContextParallelOption,
     DtypeOption,
     ImageSizeOption,
     ImagesOption,
@@ -27,7 +29,7 @@ from mmcompile.cli.options import (
     TrainOption,
     parse_stages,
 )
-from mmcompile.cli.planning import Example, load_subject, make_plan
+from mmcompile.cli.planning import Example, Wanted, load_subject, make_plan
 from mmcompile.files import write_atomic
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
 from mmcompile.report.summary import plan_summary
@@ -40,6 +42,8 @@ def plan(
     microbatches: MicrobatchesOption = 8,
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
+    attention: AttentionOption = None,
+    context_parallel: ContextParallelOption = 1,
     batch_size: BatchSizeOption = 2,
     text_tokens: TextTokensOption = DEFAULT_TEXT_TOKENS,
     images: ImagesOption = 1,
@@ -54,13 +58,15 @@ def plan(
     No weights are needed and none are read, so real sizes are planned on a laptop.
     """
     started = time.perf_counter()
-    counts = parse_stages(stages)
+    wanted = Wanted(
+        stages=parse_stages(stages), projector=projector, attention=attention, context_parallel=context_parallel
+    )
     example = Example(
         batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
     )
     subject = load_subject(model, train, dtype, example)
     built = time.perf_counter()
-    made = make_plan(subject, cluster, microbatches, counts, projector)
+    made = make_plan(subject, cluster, microbatches, wanted)
     planned = time.perf_counter()
     if output is not None:
         write_atomic(output, made.to_json())

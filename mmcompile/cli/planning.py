@@ -11,7 +11,7 @@ from torch import nn
 from mmcompile import api
 from mmcompile.cli.console import busy
 from mmcompile.cli.model import Weights, load_model
-from mmcompile.cli.options import Dtype, Projector
+from mmcompile.cli.options import AttentionChoice, Dtype, Projector
 from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.plan.plan import Plan
@@ -51,9 +51,17 @@ def set_trainable(model: nn.Module, train: Sequence[str] | None) -> None:
         api.freeze(model, train)
 
 
-def make_plan(
-    subject: Subject, cluster: str, microbatches: int, stages: Mapping[str, int] | None, projector: Projector
-) -> Plan:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What the user decided about a plan before the search."""
+
+    stages: Mapping[str, int] | None
+    projector: Projector
+    attention: AttentionChoice | None
+    context_parallel: int
+
+
+def make_plan(subject: Subject, cluster: str, microbatches: int, wanted: Wanted) -> Plan:
     """Capture and search, with a spinner."""
     with busy("capturing and planning"):
         return api.plan(
@@ -61,8 +69,10 @@ def make_plan(
             subject.batch,
             cluster=cluster,
             num_microbatches=microbatches,
-            stages=stages,
-            projector=None if projector is Projector.SEARCH else projector.value,
+            stages=wanted.stages,
+            projector=None if wanted.projector is Projector.SEARCH else wanted.projector.value,
+            attention=None if wanted.attention is None else wanted.attention.value,
+            context_parallel=wanted.context_parallel,
         )
 
 
@@ -74,4 +84,7 @@ def refuse_with_plan(**given: object) -> None:
     """
     for name, value in given.items():
         if value:
-            raise ConfigError(f"--{name} has no effect together with --plan: the plan decides it; drop one of the two")
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} has no effect together with --plan: the plan decides it; drop one of the two"
+            )

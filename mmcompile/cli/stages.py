@@ -13,9 +13,11 @@ from mmcompile import api
 from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.options import (
     MODEL_HELP,
+    AttentionOption,
     AudiosOption,
     BatchSizeOption,
     ClusterOption,
+    ContextParallelOption,
     DtypeOption,
     ImageSizeOption,
     ImagesOption,
@@ -28,7 +30,7 @@ from mmcompile.cli.options import (
     TrainOption,
     parse_stages,
 )
-from mmcompile.cli.planning import Example, load_subject, make_plan, refuse_with_plan
+from mmcompile.cli.planning import Example, Wanted, load_subject, make_plan, refuse_with_plan
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
@@ -80,6 +82,8 @@ def stages(
     microbatches: MicrobatchesOption = 8,
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
+    attention: AttentionOption = None,
+    context_parallel: ContextParallelOption = 1,
     batch_size: BatchSizeOption = 2,
     text_tokens: TextTokensOption = DEFAULT_TEXT_TOKENS,
     images: ImagesOption = 1,
@@ -96,14 +100,18 @@ def stages(
             )
         _deliver({"plan": _PLAN_GRAPH[emit](Plan.load(target))}, output, json)
         return
-    counts = parse_stages(stages)
+    wanted = Wanted(
+        stages=parse_stages(stages), projector=projector, attention=attention, context_parallel=context_parallel
+    )
     if plan is not None:
-        refuse_with_plan(stages=counts)
+        refuse_with_plan(
+            stages=wanted.stages, attention=attention, context_parallel=context_parallel > 1
+        )
     example = Example(
         batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
     )
     subject = load_subject(target, train, dtype, example)
-    made = make_plan(subject, cluster, microbatches, counts, projector) if plan is None else Plan.load(plan)
+    made = make_plan(subject, cluster, microbatches, wanted) if plan is None else Plan.load(plan)
     if stage is None and emit is not Emit.SOURCE:
         _deliver({"plan": _PLAN_GRAPH[emit](made)}, output, json)
         return

@@ -20,6 +20,8 @@ from mmcompile.cli.console import ERRORS, busy, print_json, print_text
 from mmcompile.cli.data import DATA_HELP, epochs, load_samples, richest
 from mmcompile.cli.model import Weights, load_model
 from mmcompile.cli.options import (
+    AttentionOption,
+    ContextParallelOption,
     DtypeOption,
     JsonOption,
     ModelArgument,
@@ -29,7 +31,7 @@ from mmcompile.cli.options import (
     TrainOption,
     parse_stages,
 )
-from mmcompile.cli.planning import Subject, make_plan, refuse_with_plan, set_trainable
+from mmcompile.cli.planning import Subject, Wanted, make_plan, refuse_with_plan, set_trainable
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.plan.plan import Plan
@@ -56,6 +58,8 @@ def train(
     train: TrainOption = None,
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
+    attention: AttentionOption = None,
+    context_parallel: ContextParallelOption = 1,
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Microbatches of a step.", show_default="the plan's, else 4")
     ] = None,
@@ -86,15 +90,22 @@ def train(
 
     Starts its processes on this machine; under torchrun (--no-python mmcompile train ...) it uses the launched ones.
     """
-    counts = parse_stages(stages)
+    wanted = Wanted(
+        stages=parse_stages(stages), projector=projector, attention=attention, context_parallel=context_parallel
+    )
     if plan is not None:
-        refuse_with_plan(stages=counts, microbatches=microbatches)
+        refuse_with_plan(
+            stages=wanted.stages,
+            microbatches=microbatches,
+            attention=attention,
+            context_parallel=context_parallel > 1,
+        )
     samples = load_samples(data)
     torch.manual_seed(seed)
     with busy(f"loading {model}"):
         loaded = load_model(model, Weights.RANDOM if random_weights else Weights.STORED, dtype)
         set_trainable(loaded.model, train)
-    made, batch = _planned(loaded.model, samples, batch_size, plan, microbatches, counts, projector)
+    made, batch = _planned(loaded.model, samples, batch_size, plan, microbatches, wanted)
     leading = int(os.environ.get("RANK", "0")) == 0
     if out is not None and leading:
         write_atomic(out / PLAN, made.to_json())
@@ -121,8 +132,7 @@ def _planned(
     batch_size: int,
     path: Path | None,
     microbatches: int | None,
-    stages: dict[str, int] | None,
-    projector: Projector,
+    wanted: Wanted,
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan, and the microbatch it is for."""
     stored = None if path is None else Plan.load(path)
@@ -134,7 +144,7 @@ def _planned(
     batch = collate(richest(samples, -(-batch_size // count)))
     if stored is not None:
         return stored, batch
-    return make_plan(Subject(model=model, batch=batch), "local", count, stages, projector), batch
+    return make_plan(Subject(model=model, batch=batch), "local", count, wanted), batch
 
 
 def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int, seed: int, *, traced: bool) -> _Result:

@@ -174,6 +174,8 @@ class ModelGraph:
     """Size symbol -> its value in the captured batch."""
     num_samples: int = 1
     """Samples in the captured batch."""
+    rewrites: tuple[str, ...] = ()
+    """What rewriting passes did and left alone, one line each."""
 
     def component(self, name: str) -> Component:
         for component in self.components:

@@ -7,7 +7,7 @@ tokens that carry loss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from mmcompile.errors import VerifyError
 from mmcompile.ir.compat import FakeTensor
 from mmcompile.ir.known_values import MAX_KNOWN_FLOATS, MAX_KNOWN_INTEGERS, is_boolean
 from mmcompile.ir.nodes import VALUE_READ, token_loss
@@ -94,6 +95,103 @@ def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor 
     )
 
 
+def hoist(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx.Node]) -> HostProgram:
+    """Let the host compute shared values of a graph: each becomes an input of that name, and its computation leaves the graph.
+
+    Args:
+        module: a graph of one's own, changed in place.
+        host: its host program, left as it is.
+        values: name of the new input -> node, computed from integer inputs and constants alone.
+
+    Returns:
+        The host program that computes `values` too, after those it had.
+
+    Raises:
+        VerifyError: a node is computed from a parameter, a float input or random numbers.
+    """
+    graph = module.graph
+    roots, extended = _roots(graph), _extended(module, host, values)
+    for name, node in values.items():
+        last = [other for other in graph.nodes if other.op == "placeholder"][-1]
+        with graph.inserting_after(last):
+            made = graph.placeholder(name)
+        made.meta = {key: node.meta[key] for key in ("val", "symbolic_shape") if key in node.meta}
+        made.meta |= {"roots": roots[node], "from_integers": True}
+        node.replace_all_uses_with(made)
+        drop_unread(graph, [node])
+    module.recompile()
+    return extended
+
+
+def drop_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase these nodes where nothing reads them, and what is not read any more because of that, inputs included."""
+    waiting, erased = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if not node.users and node not in erased and not _is_mutating(node):
+            waiting += node.all_input_nodes
+            graph.erase_node(node)
+            erased.add(node)
+
+
+def _is_mutating(node: fx.Node) -> bool:
+    """Whether a call changes an argument in place (a buffer of the model)."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx.Node]) -> HostProgram:
+    graph, copies = fx.Graph(), {}
+    results: Any = graph.graph_copy(host.module.graph, copies)
+    inputs = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    computed = dict(zip(host.values, results[host.num_reads :], strict=False))
+    last: fx.Node | None = list(inputs.values())[-1] if inputs else None
+    needed = _closure(values.values())
+    tensors = {str(n.target): attribute(host.module, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
+    for node in module.graph.nodes:
+        if node not in needed:
+            continue
+        if node.op == "placeholder":
+            name = str(node.target)
+            if name not in inputs and name not in computed:
+                with graph.inserting_after(last) if last is not None else graph.inserting_before():
+                    last = inputs[name] = graph.placeholder(name)
+            copies[node] = computed.get(name, inputs.get(name))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "get_attr":
+                tensors[str(node.target)] = attribute(module, str(node.target))
+    count = len(results) - int(host.counts_tokens)
+    graph.output((*results[:count], *(copies[node] for node in values.values()), *results[count:]))
+    return HostProgram(
+        module=fx.GraphModule(tensors, graph),
+        inputs=tuple(inputs),
+        num_reads=host.num_reads,
+        values=(*host.values, *values),
+        counts_tokens=host.counts_tokens,
+    )
+
+
+def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Everything that nodes are computed from; it must be what a host can compute before a batch is run."""
+    needed: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        waiting += node.all_input_nodes
+        float_input = node.op == "placeholder" and not node.meta.get("from_integers", not _is_float(node.meta["val"]))
+        parameter = node.op == "get_attr" and isinstance(
+            attribute(node.graph.owning_module, str(node.target)), torch.nn.Parameter
+        )
+        if float_input or parameter or (node.op == "call_function" and not _deterministic(node)):
+            raise VerifyError(
+                f"the host cannot compute {node.format_node()}: it needs integer inputs and constants alone"
+            )
+    return needed
+
+
 def _is_float(value: torch.Tensor | int) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
@@ -157,8 +255,9 @@ def _is_factory(node: fx.Node) -> bool:
 
 def _deterministic(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-    return torch.Tag.nondeterministic_seeded not in tags and not mutable and "dropout" not in str(node.target)
+    return (
+        torch.Tag.nondeterministic_seeded not in tags and not _is_mutating(node) and "dropout" not in str(node.target)
+    )
 
 
 def _small(value: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Nodes we author: the loss, the merge, and the mark of a value that Python read.
+"""Nodes we author: the loss, the merge, attention masks as words, and the mark of a value that Python read.
 
 Stage sources call these by name, so a reader sees where features enter the text and where the loss is made.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch.fx.node import has_side_effect
+
+from mmcompile.errors import MaskError
+from mmcompile.kernels.bitfield_attention.convert import words_from_ids
 
 MERGE = "merge_features"
 
@@ -39,6 +42,73 @@ def merge_features(embeddings: torch.Tensor, mask: torch.Tensor, features: torch
         features: at least as many elements as `mask` has true ones, in row-major order.
     """
     return torch.masked_scatter(embeddings, mask, features)
+
+
+def attention_words(
+    valid: torch.Tensor | None,
+    documents: torch.Tensor | None,
+    islands: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+    batch: int,
+    length: int,
+) -> torch.Tensor:
+    """The mask of self-attention as one word a token (`kernels.bitfield_attention.words`).
+
+    visible(q, k) = valid(k) and documents(q) = documents(k) and (k <= q or islands(q) = islands(k) >= 0)
+
+    A token that is not valid gets the padding word 0: nothing sees it, and it sees nothing either, so its own row is 0. That is
+    a difference from a mask that only hides keys, and it is not seen in the loss as long as such a token has none.
+
+    Args:
+        valid: bool or integer, 0 for padding; None where all tokens are real. Tensors are [B, T], or broadcast to it.
+        documents: integers, equal for tokens of one document (packed sample); None for one document a row.
+        islands: integers, equal for tokens that see each other in both directions; below 0 for none. None: no islands.
+        causal: whether tokens see earlier ones; if not, every token sees its whole document, and `islands` must be None.
+        window: the model's mask ends islands too at this many tokens, while a window of words bounds the causal term alone.
+        batch, length: B and T.
+
+    Returns:
+        int64 [B, T], on the device of the tensors given.
+
+    Raises:
+        MaskError: more ids than a word can number, or an island longer than `window`.
+    """
+    shape = (batch, length)
+    given = [x for x in (valid, documents, islands) if x is not None]
+    document = torch.ones(shape, dtype=torch.int64, device=given[0].device if given else None)
+    if documents is not None:
+        document = (documents.long() - documents.min() + 1).broadcast_to(shape)
+    if valid is not None:
+        document = document.masked_fill(valid.broadcast_to(shape) == 0, 0)
+    island = torch.zeros_like(document) if causal else torch.ones_like(document)
+    if islands is not None:
+        island = (islands.long() + 1).clamp(min=0).broadcast_to(shape)
+        if window is not None:
+            _check_islands_fit(document, island, window)
+    return words_from_ids(document, island, causal=causal)
+
+
+def _check_islands_fit(document: torch.Tensor, island: torch.Tensor, window: int) -> None:
+    """Raise MaskError for an island that reaches over `window` tokens or more."""
+    _, key = torch.unique((document << 32) | island, return_inverse=True)
+    key = key + torch.arange(len(key), device=key.device)[:, None] * (key.max() + 1)
+    position = torch.arange(key.shape[1], device=key.device).expand_as(key)
+    first = torch.full((int(key.max()) + 1,), key.shape[1], device=key.device)
+    first = first.scatter_reduce(0, key.flatten(), position.flatten(), "amin")
+    reach = (position - first[key] + 1) * ((island > 0) & (document > 0))
+    if int(reach.max()) > window:
+        row, last = divmod(int(reach.argmax()), key.shape[1])
+        raise MaskError(
+            f"row {row}: an island reaches from token {last - int(reach[row, last]) + 1} to {last}, {int(reach[row, last])} "
+            f"tokens, but layers with a sliding window of {window} would cut it, which mask words cannot say; "
+            "train this model with its own attention, or with images of fewer tokens"
+        )
+
+
+def token_positions(words: torch.Tensor) -> torch.Tensor:
+    """Positions of tokens in their own order, 0, 1, 2, ... in each row: int32 [B, T] on the device of `words`, [B, T]."""
+    return torch.arange(words.shape[1], dtype=torch.int32, device=words.device).expand_as(words)
 
 
 @torch.library.custom_op("mmcompile::value_read", mutates_args=())

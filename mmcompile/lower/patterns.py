@@ -17,13 +17,16 @@ from torch import nn
 from mmcompile.errors import CaptureError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import dtype_name
-from mmcompile.ir.host import HostResult
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.sizes import Shape, evaluate
+from mmcompile.lower.attention import AttentionChoice, with_attention
 from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch
+from mmcompile.lower.rewrite import WORDS
+from mmcompile.lower.shards import local_tokens, shard_inputs
 from mmcompile.lower.stages import lower
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
+from mmcompile.passes.token_axis import LOCAL_TOKENS
 from mmcompile.plan.plan import Plan
 
 Key = tuple[object, ...]
@@ -34,7 +37,11 @@ class _Pattern:
     capture: Capture = field(repr=False)
     programs: PatternPrograms
     host_shapes: Mapping[str, tuple[int, ...]]
+    """Of host values whose shape the pattern fixes."""
     link_shapes: Mapping[str, Shape]
+    context_parallel: int
+    words: Mapping[str, str]
+    """Input with the words of a shard's tokens -> the host value with those of all."""
 
     def match(self, tensors: Mapping[str, torch.Tensor]) -> PreparedMicrobatch | None:
         """The batch prepared for this pattern, or None if it does not hold for it."""
@@ -43,10 +50,14 @@ class _Pattern:
             return None
         sizes = self.capture.sizes.size_inputs(bound)
         host = self.capture.host.run({**tensors, **sizes})
-        if host.reads != self.capture.reads or _shapes(host) != self.host_shapes:
+        if host.reads != self.capture.reads or any(host.values[n].shape != s for n, s in self.host_shapes.items()):
             return None
         ports = [port for program in self.programs.programs.values() for port in program.inputs]
         values = {**tensors, **host.values}
+        if self.context_parallel > 1:
+            words = {name: host.values[name] for name in self.words.values()}
+            values |= shard_inputs(words, self.words, self.context_parallel)
+            bound[LOCAL_TOKENS] = local_tokens(host.values[WORDS].shape[1], self.context_parallel)
         return PreparedMicrobatch(
             programs=self.programs,
             sizes={port.name: sizes[port.name] for port in ports if port.kind == "size"},
@@ -127,24 +138,30 @@ class Patterns:
         if self._on_capture is not None:
             self._on_capture(self.num_captures)
         captured = capture(self._model, batch, dynamic=family.example, reference=self._components)
+        Pipeline(passes=(GradientFlow(),)).run(captured.graph)
         if family.example is None:
             family.example = batch
-        Pipeline(passes=(GradientFlow(),)).run(captured.graph)
         self.num_captures += 1
         return self._lowered(captured, batch)
 
     def _lowered(self, captured: Capture, batch: Mapping[str, Any]) -> _Pattern:
+        captured = with_attention(captured, AttentionChoice.of(self._plan))
         programs = lower(captured, self._plan)
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         sizes = captured.sizes.size_inputs(captured.sizes.bind(tensors) or {})
         links = {p.name for program in programs.programs.values() for p in program.inputs if p.kind == "link"}
+        nodes = captured.graph.module.graph.nodes
+        varying = {str(node.target) for node in nodes if node.op == "placeholder" and "symbolic_shape" in node.meta}
+        host = captured.host.run({**tensors, **sizes})
         return _Pattern(
             capture=captured,
             programs=programs,
-            host_shapes=_shapes(captured.host.run({**tensors, **sizes})),
+            context_parallel=self._plan.context_parallel,
+            words={str(n.target): n.meta["words"] for n in nodes if "words" in n.meta and "shard" in n.meta},
+            host_shapes={name: value.shape for name, value in host.values.items() if name not in varying},
             link_shapes={
                 node.name: node.meta.get("symbolic_shape") or tuple(node.meta["val"].shape)
-                for node in captured.graph.module.graph.nodes
+                for node in nodes
                 if node.name in links
             },
         )
@@ -156,10 +173,6 @@ def _key(batch: Mapping[str, Any]) -> Key:
         (name, value.dim(), dtype_name(value.dtype)) if isinstance(value, torch.Tensor) else (name, repr(value))
         for name, value in sorted(batch.items())
     )
-
-
-def _shapes(host: HostResult) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in host.values.items()}
 
 
 def _number(size: object, bound: Mapping[Any, int]) -> int:

@@ -10,10 +10,17 @@ import torch
 from torch import fx
 
 from mmcompile.ir.graph import info
-from mmcompile.ir.nodes import merge_features, token_loss
+from mmcompile.ir.nodes import attention_words, merge_features, token_loss, token_positions
 from mmcompile.lower.cut import StageCut
 
-_OWN_NODES = {token_loss: "mm.token_loss", merge_features: "mm.merge_features"}
+_OWN_NODES = {node: f"mm.{node.__name__}" for node in (token_loss, merge_features, attention_words, token_positions)}
+_OP_MODULES = {
+    "packed_attention": "mmcompile.kernels.packed_attention",
+    "bitfield_attention": "mmcompile.kernels.bitfield_attention.ops",
+    "context_parallel_attention": "mmcompile.kernels.bitfield_attention.context_parallel",
+    "shard_tokens": "mmcompile.kernels.bitfield_attention.shard",
+}
+"""Op of ours -> the module that registers it."""
 _TAKEN = frozenset(("StageModule", "aten", "math", "mm", "mmcompile", "operator", "self", "torch"))
 """Names the source gives a meaning; `torch.mm` makes a node called "mm", and a model may call an input "aten"."""
 
@@ -28,8 +35,7 @@ import operator
 import torch
 
 import mmcompile.ir.nodes as mm
-import mmcompile.kernels.packed_attention  # registers torch.ops.mmcompile.packed_attention
-from mmcompile.lower.stage_module import StageModule
+{imports}from mmcompile.lower.stage_module import StageModule
 
 aten = torch.ops.aten
 
@@ -61,7 +67,7 @@ def stage_source(
     arguments = "".join(f", {_variable(node)}" for node in inputs)
     results = list(results)
     printer = _Printer(names, constants)
-    lines = [_HEADER.format(title=title, notes=notes, arguments=arguments)]
+    lines = [_HEADER.format(title=title, notes=notes, imports=_imports(part.nodes), arguments=arguments)]
     last_use, own = _last_uses(part.nodes), set(part.nodes)
     path: str | None = None
     dead: list[str] = []
@@ -80,6 +86,16 @@ def stage_source(
         dead += [_variable(source) for source in ended if source in own and source not in results]
     lines.append(f"        return ({''.join(_variable(node) + ', ' for node in results)})\n")
     return "".join(lines)
+
+
+def _imports(nodes: Iterable[fx.Node]) -> str:
+    """Import lines of the modules that register the ops of ours that are called."""
+    called = {str(node.target).removeprefix("mmcompile.").removesuffix(".default") for node in nodes}
+    return "".join(
+        f"import {module}  # registers torch.ops.mmcompile.{name}\n"
+        for name, module in _OP_MODULES.items()
+        if name in called
+    )
 
 
 def _variable(node: fx.Node) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,14 +17,24 @@ from mmcompile.ir.sizes import shape_of
 from mmcompile.lower.cut import Cut, StageCut, cut
 from mmcompile.lower.program import PatternPrograms, Port, StageProgram
 from mmcompile.lower.source import stage_source
+from mmcompile.plan.placement import shard_name, shard_names
 from mmcompile.plan.plan import Link, Plan, Stage
 
 
 def lower(capture: Capture, plan: Plan) -> PatternPrograms:
-    """Stage programs of one captured graph. Nodes must be annotated by gradient-flow."""
+    """Stage programs of one captured graph, one for each shard of a stage. Nodes must be annotated by gradient-flow."""
     graph = capture.graph
     parts = cut(graph, plan)
-    programs = {name: _program(graph, plan, parts, part) for name, part in parts.stages.items()}
+    whole = {name: _program(graph, plan, parts, part) for name, part in parts.stages.items()}
+    names = {name: shard_names(plan.stage(name)) for name in whole}
+    differing = frozenset(
+        str(node.target) for node in graph.module.graph.nodes if node.op == "placeholder" and "shard" in node.meta
+    )
+    programs = {
+        shard: _shard(program, index, names, differing)
+        for name, program in whole.items()
+        for index, shard in enumerate(names[name])
+    }
     digest = hashlib.sha256("".join(program.source for program in programs.values()).encode()).hexdigest()[:12]
     return PatternPrograms(
         pattern=digest,
@@ -84,6 +95,33 @@ def _program(graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut) -> Stage
         constants={name: _constant(graph.module, node) for node, name in constants.items()},
         is_loss=is_loss,
         has_backward=any(node in parts.needs_gradient for node in part.nodes),
+    )
+
+
+def _shard(
+    program: StageProgram, index: int, names: Mapping[str, tuple[str, ...]], differing: frozenset[str]
+) -> StageProgram:
+    """The program of one shard: a sharded stage talks to the shard of the same number, a whole stage to all shards.
+
+    Args:
+        index: of the shard.
+        names: names of the shards of every stage.
+        differing: inputs whose value differs by shard.
+    """
+    own = names[program.stage]
+
+    def placed(port: Port) -> Port:
+        if port.kind == "host" and port.name in differing:
+            return replace(port, name=shard_name(port.name, index))
+        shards = (names[peer] for peer in port.peers)
+        peers = (others[index : index + 1] if len(others) == len(own) else others for others in shards)
+        return replace(port, peers=tuple(name for group in peers for name in group))
+
+    return replace(
+        program,
+        stage=own[index],
+        inputs=tuple(map(placed, program.inputs)),
+        outputs=tuple(map(placed, program.outputs)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -33,6 +33,8 @@ class Splitter:
     num_microbatches: int
     max_stages: tuple[int, ...]
     """Per chain, the largest count that will be asked for."""
+    shards: int = 1
+    """Ranks of each stage of the last chain."""
     tables: dict[tuple[int, int, int], tuple[Split | None, ...]] = field(default_factory=dict, repr=False)
 
     def split(self, chain: int, count: int, tail: int, memory_bytes: int) -> Split | None:
@@ -71,6 +73,9 @@ class Candidate:
     ranges: tuple[tuple[int, int, int], ...]
     """Per stage: chain, first layer, last layer (excluded)."""
     ranks: tuple[int, ...]
+    """The first rank of each stage."""
+    shards: int
+    """Ranks of each stage of the last chain; the others have one."""
     edges: Mapping[tuple[int, int], int]
     """(source stage, target stage) -> forward bytes a microbatch; the source has the lower number."""
     depths: tuple[int, ...]
@@ -80,12 +85,19 @@ class Candidate:
 
     @property
     def num_ranks(self) -> int:
-        return 1 + max(self.ranks)
+        return max(rank + width for rank, width in zip(self.ranks, self.widths, strict=True))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Ranks of each stage."""
+        last = len(self.chains.chains) - 1
+        return tuple(self.shards if chain == last else 1 for chain, _, _ in self.ranges)
 
     @property
     def work_s(self) -> float:
-        """Forward and backward of one microbatch through every stage."""
-        return sum(self.forward_s) + sum(self.backward_s)
+        """Device seconds of the forward and backward of one microbatch through every stage."""
+        times = zip(self.forward_s, self.backward_s, self.widths, strict=True)
+        return sum((forward_s + backward_s) * width for forward_s, backward_s, width in times)
 
     def link_s(self, cluster: Cluster) -> dict[tuple[int, int], float]:
         """Seconds of one message over each edge, either way."""
@@ -106,7 +118,7 @@ class Candidate:
                     name=f"{spec.name}.{position}",
                     segments=_segments(part),
                     layer_names=tuple(layer.name for layer in part),
-                    ranks=(self.ranks[index],),
+                    ranks=tuple(range(self.ranks[index], self.ranks[index] + self.widths[index])),
                     has_backward=self.backward[index],
                     depth=self.depths[index],
                     prediction=_prediction(part, in_flight),
@@ -141,7 +153,9 @@ class Candidate:
         for (source, target), seconds in self.link_s(cluster).items():
             link_s[names[source], names[target]] = seconds
             link_s[names[target], names[source]] = seconds
-        return simulate(build_schedule(stages, [flow] * self.num_microbatches), durations, link_s)
+        # The shards of a stage do the same at the same time: the first stands for all.
+        placed = [replace(stage, ranks=stage.ranks[:1]) for stage in stages]
+        return simulate(build_schedule(placed, [flow] * self.num_microbatches), durations, link_s)
 
     def to_chains(self) -> tuple[Chain, ...]:
         stages = self.stages()
@@ -150,6 +164,7 @@ class Candidate:
                 name=chain.name,
                 components=chain.components,
                 stages=tuple(stage for stage, part in zip(stages, self.ranges, strict=True) if part[0] == index),
+                cp=self.shards if index == len(self.chains.chains) - 1 else 1,
             )
             for index, chain in enumerate(self.chains.chains)
         )
@@ -163,7 +178,7 @@ def draft(
     Args:
         counts: stages of each chain.
         memory_bytes: limit of one stage.
-        ranks: rank of each stage, chain by chain; a rank of its own each by default.
+        ranks: rank of each stage, chain by chain; ranks of its own each by default.
     """
     chains = splitter.chains
     parts = _split_chains(splitter, counts, memory_bytes)
@@ -171,12 +186,14 @@ def draft(
         return None
     ranges = tuple((chain, first, last) for chain, pairs in enumerate(parts) for first, last in pairs)
     edges = _stage_edges(chains, parts)
+    widths = [splitter.shards if chain == len(counts) - 1 else 1 for chain, _, _ in ranges]
     sums = [chains.chains[chain].between(first, last) for chain, first, last in ranges]
     return Candidate(
         chains=chains,
         num_microbatches=splitter.num_microbatches,
         ranges=ranges,
-        ranks=tuple(range(len(ranges)) if ranks is None else ranks),
+        ranks=tuple(accumulate(widths[:-1], initial=0) if ranks is None else ranks),
+        shards=splitter.shards,
         edges=edges,
         depths=_depths(len(ranges), edges),
         backward=_backward([has_backward for _, _, has_backward in sums], edges),

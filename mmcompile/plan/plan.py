@@ -20,7 +20,9 @@ from mmcompile.files import write_atomic
 from mmcompile.ir.graph import TensorSpec
 from mmcompile.plan.table import format_plan
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+
+Attention = Literal["model", "bitfield"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +78,7 @@ class Stage:
     segments: tuple[Segment, ...]
     layer_names: tuple[str, ...]
     ranks: tuple[int, ...]
-    """Global ranks that run the stage (one, until tp, cp or dp exceed 1). Colocated stages share a rank."""
+    """Global ranks that run the stage: one, or as many as its chain's cp. Colocated stages share a rank."""
     has_backward: bool
     """False: nothing in it trains and no gradient passes through; it only runs forward."""
     depth: int
@@ -152,6 +154,10 @@ class Plan:
     shared_values: tuple[SharedValue, ...]
     predicted: Prediction
     rejected: tuple[Rejected, ...] = ()
+    attention: Attention = "model"
+    """How the language model attends: as the model does, or by words of one int64 a token (`bitfield-attention`)."""
+    head_stride: int = 0
+    """Key/value heads that context-parallel ranks exchange at a time; 0 for all."""
     schedule: Literal["1f1b"] = "1f1b"
     recompute: Literal["none"] = "none"
     version: int = PLAN_VERSION
@@ -165,6 +171,11 @@ class Plan:
             if stage.name == name:
                 return stage
         raise KeyError(f"no stage {name!r}; stages are {', '.join(s.name for s in self.stages)}")
+
+    @property
+    def context_parallel(self) -> int:
+        """Ranks that share the tokens of each stage of the language model."""
+        return self.chains[-1].cp
 
     @property
     def num_ranks(self) -> int:

@@ -47,6 +47,7 @@ def search(
     projector: ProjectorPlacement | None = None,
     num_devices: int | None = None,
     entries: Mapping[tuple[str, str], int] | None = None,
+    shards: int = 1,
 ) -> Plan:
     """Find the fastest plan. Its `links` and `shared_values` are empty: they are known once stages are lowered.
 
@@ -62,6 +63,7 @@ def search(
         projector: where projectors go; None lets the simulator choose.
         num_devices: use only so many devices.
         entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
+        shards: ranks that share each stage of the last chain; `costs` are those of one shard.
 
     Raises:
         PlanError: unknown chain names, more stages than layers or devices, or nothing fits the memory.
@@ -71,7 +73,7 @@ def search(
         raise PlanError(f"num_microbatches is {num_microbatches}; a step has at least one")
     budget = _budget(cluster, num_devices)
     sets = chain_sets(graph, costs, cluster.device, dtype, projector=projector, entries=entries)
-    run = _Search(cluster=cluster, num_microbatches=num_microbatches, budget=budget)
+    run = _Search(cluster=cluster, num_microbatches=num_microbatches, budget=budget, shards=shards)
     best = run.run(sets, stages or {})
     if best is None:
         raise PlanError(_no_plan(run, sets))
@@ -102,7 +104,7 @@ class _Allocation:
 
     @property
     def num_ranks(self) -> int:
-        return sum(self.counts) if self.ranks is None else 1 + max(self.ranks)
+        return _devices(self.counts, self.splitter.shards) if self.ranks is None else 1 + max(self.ranks)
 
     @property
     def text(self) -> str:
@@ -128,6 +130,7 @@ class _Search:
     cluster: Cluster
     num_microbatches: int
     budget: int
+    shards: int
     listed: bool = True
     """False if some chain set has too many allocations to list."""
     simulated: list[_Judged] = field(default_factory=list)
@@ -164,7 +167,7 @@ class _Search:
     def _allocations(self, sets: Sequence[ChainSet], stages: Mapping[str, int]) -> list[_Allocation]:
         found: list[_Allocation] = []
         for chains in _named(sets, stages):
-            if not stages and self.budget < len(chains.chains):
+            if not stages and self.shards == 1 and self.budget < len(chains.chains):
                 found.append(self._colocated(chains))
             else:
                 found.extend(self._separate(chains, stages))
@@ -200,12 +203,14 @@ class _Search:
 
     def _separate(self, chains: ChainSet, stages: Mapping[str, int]) -> Iterator[_Allocation]:
         fixed = [stages.get(chain.name) for chain in chains.chains]
-        least = sum(count or 1 for count in fixed)
+        least = _devices([count or 1 for count in fixed], self.shards)
         if least > self.budget and not self.cluster.is_local:
             return
         spare = max(self.budget - least, 0)
+        room = [*(spare for _ in chains.chains[:-1]), spare // self.shards]
         limits = tuple(
-            count or min(len(chain.layers), 1 + spare) for chain, count in zip(chains.chains, fixed, strict=True)
+            count or min(len(chain.layers), 1 + more)
+            for chain, count, more in zip(chains.chains, fixed, room, strict=True)
         )
         splitter = self._splitter(chains, limits)
         slowest = [_free_bottlenecks(chains, index, limit) for index, limit in enumerate(limits)]
@@ -213,7 +218,7 @@ class _Search:
         everything = prod(map(len, choices)) <= MAX_LISTED
         self.listed = self.listed and everything
         for counts in product(*choices) if everything else _loosely_coupled(choices, slowest):
-            if sum(counts) <= least + spare:
+            if _devices(counts, self.shards) <= least + spare:
                 bottleneck_s = max(times[count - 1] for times, count in zip(slowest, counts, strict=True))
                 bound_s = self.num_microbatches * bottleneck_s
                 yield _Allocation(bound_s=bound_s, counts=counts, splitter=splitter, ranks=None)
@@ -240,15 +245,27 @@ class _Search:
         )
 
     def _splitter(self, chains: ChainSet, limits: tuple[int, ...]) -> Splitter:
-        return Splitter(chains=chains, cluster=self.cluster, num_microbatches=self.num_microbatches, max_stages=limits)
+        return Splitter(
+            chains=chains,
+            cluster=self.cluster,
+            num_microbatches=self.num_microbatches,
+            max_stages=limits,
+            shards=self.shards,
+        )
 
     def _too_few(self, sets: Sequence[ChainSet], stages: Mapping[str, int]) -> str:
-        least = min(sum(stages.get(chain.name, 1) for chain in chains.chains) for chains in sets)
-        asked = " + ".join(f"{name} {count}" for name, count in stages.items())
+        least = min(_devices([stages.get(c.name, 1) for c in chains.chains], self.shards) for chains in sets)
+        asked = "".join(f"{name} {count}, " for name, count in stages.items())
+        shared = f", {self.shards} ranks for each of {sets[0].chains[-1].name}" if self.shards > 1 else ""
         return (
-            f"stages ({asked}, at least one for every other chain) need {least} devices, got {self.budget} of "
+            f"stages ({asked}at least one for every other chain{shared}) need {least} devices, got {self.budget} of "
             f"{self.cluster}; ask for fewer stages or a larger cluster"
         )
+
+
+def _devices(counts: Sequence[int], shards: int) -> int:
+    """Devices of so many stages of each chain, the last chain's with `shards` each."""
+    return sum(counts) + (shards - 1) * counts[-1]
 
 
 def _named(sets: Sequence[ChainSet], stages: Mapping[str, int]) -> list[ChainSet]:

@@ -22,6 +22,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield (
         f"{plan.fingerprint.model} on {plan.cluster}: {len(plan.stages)} stages, {plan.num_ranks} ranks, "
         f"{plan.schedule}, {plan.num_microbatches} microbatches, recompute {plan.recompute}"
+        + (f", {plan.attention} attention" if plan.attention != "model" else "")
+        + (f", context parallel {plan.context_parallel}" if plan.context_parallel > 1 else "")
     )
     yield ""
     yield from _stages(plan.stages)

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
+
 from mmcompile.costmodel.comm import p2p_seconds
-from mmcompile.plan.plan import Plan
+from mmcompile.plan.placement import Placement, shard_names
+from mmcompile.plan.plan import Link, Plan
 from mmcompile.plan.schedule import Flow, FlowEdge, build_schedule
 from mmcompile.plan.simulate import StageDuration, Timeline, simulate
 
 
 def predict(plan: Plan) -> Timeline:
-    """Simulate one step of a plan in which every microbatch passes through every stage."""
+    """Simulate one step of a plan in which every microbatch passes through every stage, shard by shard."""
+    placed = Placement.of(plan).stages
+    shards = {name: stage for stage in plan.stages for name in shard_names(stage)}
+    edges = {(source, target): link for link in plan.links for source, target in _ends(plan, link)}
     flow = Flow(
-        stages=tuple(stage.name for stage in plan.stages),
+        stages=tuple(shards),
         edges=tuple(
-            FlowEdge(source=link.source, target=link.target, gradient=bool(link.gradient)) for link in plan.links
+            FlowEdge(source=source, target=target, gradient=bool(link.gradient))
+            for (source, target), link in edges.items()
         ),
-        backward=tuple(stage.name for stage in plan.stages if stage.has_backward),
+        backward=tuple(name for name, stage in shards.items() if stage.has_backward),
     )
     durations = {
-        stage.name: StageDuration(forward_s=stage.prediction.forward_s, backward_s=stage.prediction.backward_s)
-        for stage in plan.stages
+        name: StageDuration(forward_s=stage.prediction.forward_s, backward_s=stage.prediction.backward_s)
+        for name, stage in shards.items()
     }
-    schedule = build_schedule(plan.stages, [flow] * plan.num_microbatches)
-    return simulate(schedule, durations, _link_seconds(plan))
-
-
-def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
-    ranks = {stage.name: stage.ranks[0] for stage in plan.stages}
+    rank = {stage.name: stage.ranks[0] for stage in placed}
     seconds: dict[tuple[str, str], float] = {}
-    for link in plan.links:
-        wire = plan.cluster.between(ranks[link.source], ranks[link.target])
-        message_s = p2p_seconds(link.num_bytes, wire)
+    for (source, target), link in edges.items():
+        message_s = p2p_seconds(link.num_bytes, plan.cluster.between(rank[source], rank[target]))
         # A gradient has the size of what it is the gradient of.
-        seconds[link.source, link.target] = seconds[link.target, link.source] = message_s
-    return seconds
+        seconds[source, target] = seconds[target, source] = message_s
+    return simulate(build_schedule(placed, [flow] * plan.num_microbatches), durations, seconds)
+
+
+def _ends(plan: Plan, link: Link) -> Iterable[tuple[str, str]]:
+    """Pairs of shards that a link joins: shard by shard, or a whole stage with every shard."""
+    sources, targets = shard_names(plan.stage(link.source)), shard_names(plan.stage(link.target))
+    return zip(sources, targets, strict=True) if len(sources) == len(targets) else product(sources, targets)

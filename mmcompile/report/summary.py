@@ -17,6 +17,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "cluster": str(plan.cluster),
         "processes": plan.num_ranks,
         "schedule": plan.schedule,
+        "attention": plan.attention,
         "num_microbatches": plan.num_microbatches,
         "components": [name for chain in plan.chains for name in chain.components],
         "stages": [_stage(stage) | {"tp": chain.tp, "cp": chain.cp, "dp": chain.dp} for chain, stage in chains],

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from mmcompile.errors import EngineError
+from mmcompile.plan.placement import PlacedStage
 from mmcompile.runtime import wire
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.optimizer import OptimizerSpec
-from mmcompile.runtime.stages import PlacedStage
 from mmcompile.step.step_plan import PROTOCOL_VERSION, StepPlan
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from mmcompile import errors
 from mmcompile.errors import CheckpointError, ConfigError, EngineError
 from mmcompile.lower.program import PreparedMicrobatch
-from mmcompile.plan.schedule import Placed
+from mmcompile.plan.placement import Placement
 from mmcompile.plan.simulate import Event
 from mmcompile.runtime import checkpoint
 from mmcompile.runtime.checkpoint import Checkpoint, TrainerState
@@ -33,7 +33,6 @@ from mmcompile.runtime.leader import Leader
 from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory
 from mmcompile.runtime.session import Session, open_session
 from mmcompile.runtime.source import PatternSource
-from mmcompile.runtime.stages import PlacedStage
 from mmcompile.step.collate import Sample, check_labels, collate, split_microbatches
 
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
@@ -57,15 +56,6 @@ class StepMetrics:
     """Per rank, the time in forwards and backwards."""
 
 
-class Layout(Protocol):
-    """A plan, as far as the engine needs to know it (`mmcompile.plan.plan.Plan` is one)."""
-
-    @property
-    def stages(self) -> Sequence[Placed]: ...
-    @property
-    def num_microbatches(self) -> int: ...
-
-
 class Engine:
     """Trains a model whose stages run on several ranks.
 
@@ -80,7 +70,7 @@ class Engine:
     the stage, not on the rank.
 
     Args:
-        plan: its stages by rank (rank 0 is this process), and the number of microbatches of a step.
+        placement: the stages of a plan by rank (rank 0 is this process), and the number of microbatches of a step.
         source: the stage programs (rank 0).
         model: the user's module, for `save` and `state_dict`; None if there is only a source.
         pad: padding value by key of a sample (`{"input_ids": tokenizer.pad_token_id}`).
@@ -97,7 +87,7 @@ class Engine:
 
     def __init__(
         self,
-        plan: Layout,
+        placement: Placement,
         source: PatternSource,
         *,
         model: nn.Module | None = None,
@@ -108,19 +98,18 @@ class Engine:
         compile: bool = False,
         device: str | None = None,
     ) -> None:
-        placed = tuple(PlacedStage(name=stage.name, ranks=stage.ranks, depth=stage.depth) for stage in plan.stages)
         spec = OptimizerSpec.of(optimizer)
-        setup = Setup(stages=placed, optimizer=spec, clip_norm=clip_norm, compiled=compile)
+        setup = Setup(stages=placement.stages, optimizer=spec, clip_norm=clip_norm, compiled=compile)
         self._source = source
         self._model = model
-        self._num_microbatches = plan.num_microbatches
+        self._num_microbatches = placement.num_microbatches
         self._pad = pad
         self._setup = setup
         self._scheduler_factory = scheduler
         self._num_steps = 0
         self._seed = torch.initial_seed()
         self._events: list[Event] = []
-        self._session = open_session(placed, device)
+        self._session = open_session(placement.stages, device)
         atexit.register(_close, weakref.ref(self), os.getpid())
         try:
             self._side = self._session.call(functools.partial(_take_side, self._session, setup))

@@ -79,18 +79,33 @@ class Groups:
     world_size: int
     device: torch.device
     control: Backend
+    local: bool
+    """All ranks are on this machine."""
     _lanes: dict[Lane, Backend] = field(default_factory=dict)
+    _shards: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
     def connect(cls, store: dist.Store, rank: int, world_size: int, device: torch.device, *, local: bool) -> Groups:
         """Meet all other ranks. `local`: all ranks are on this machine, so only its loopback address is used."""
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = _NEVER
-        options._threads = 2
-        create = dist.ProcessGroupGloo.create_device if local else dist.ProcessGroupGloo.create_default_device
-        options._devices = [create(hostname="127.0.0.1") if local else create()]
-        control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, world_size, options)
-        return cls(store=store, rank=rank, world_size=world_size, device=device, control=control)
+        control = _gloo(dist.PrefixStore("control", store), rank, world_size, local)
+        return cls(store=store, rank=rank, world_size=world_size, device=device, control=control, local=local)
+
+    def shards(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of the ranks that share a stage, for collectives on the device; all of them must ask for it.
+
+        Args:
+            ranks: of the shards in order; this rank is one of them.
+        """
+        if ranks not in self._shards:
+            store = dist.PrefixStore(f"shards/{'-'.join(map(str, ranks))}", self.store)
+            index = ranks.index(self.rank)
+            if self.device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = _NEVER
+                self._shards[ranks] = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+            else:
+                self._shards[ranks] = _gloo(store, index, len(ranks), self.local)
+        return self._shards[ranks]
 
     def send(self, tensor: Tensor, lane: Lane, tag: int) -> Work:
         """Start to send. The tensor must be contiguous, kept and unchanged until the work is through."""
@@ -153,3 +168,12 @@ class Groups:
             store = dist.PrefixStore(f"{lane.name}/{lane.source}/{lane.target}", self.store)
             self._lanes[lane] = dist.ProcessGroupNCCL(store, int(self.rank == lane.target), 2, options)
         return self._lanes[lane]
+
+
+def _gloo(store: dist.Store, rank: int, world_size: int, local: bool) -> dist.ProcessGroup:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = _NEVER
+    options._threads = 2
+    create = dist.ProcessGroupGloo.create_device if local else dist.ProcessGroupGloo.create_default_device
+    options._devices = [create(hostname="127.0.0.1") if local else create()]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from mmcompile.ir.graph import torch_dtype
+from mmcompile.plan.placement import PlacedStage
 from mmcompile.plan.schedule import Action, ActionKind
 from mmcompile.runtime.groups import Groups, Lane, Work, wait
 from mmcompile.runtime.roots import Parcel, parcels
-from mmcompile.runtime.stages import LoadedStage, PlacedStage
+from mmcompile.runtime.stages import LoadedStage
 from mmcompile.step.step_plan import MicrobatchPlan, StepPlan, ValueShape
 
 _AHEAD = 4

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.errors import VerifyError
+from mmcompile.kernels.bitfield_attention.cp_channel import GROUP, register_group
 from mmcompile.lower.program import StageProgram
 from mmcompile.plan.schedule import Action, Flow, Schedule, build_schedule
 from mmcompile.plan.simulate import Event
@@ -35,6 +36,8 @@ class Rank:
         if groups.device.type == "cuda":
             torch.cuda.set_device(groups.device)
         self.groups = groups
+        shared = [stage.group for stage in setup.stages if groups.rank in stage.group]
+        self._shards = groups.shards(shared[0]) if shared else None
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.optimizer = RankOptimizer(setup.optimizer)
@@ -133,6 +136,8 @@ class Rank:
 
     def _execute(self, command: Step, roots: RootValues | None) -> StepResult:
         plan = command.plan
+        if self._shards is not None:
+            register_group(GROUP, self._shards)
         actions = self.schedule(plan).ranks[self.groups.rank]
         loaded: list[Stages] = [self._patterns.get(microbatch.pattern, {}) for microbatch in plan.microbatches]
         mail = Mail(self.groups, plan, self._setup.stages, loaded, actions)

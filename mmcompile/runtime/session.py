@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from mmcompile.errors import ConfigError, EngineError
+from mmcompile.plan.placement import PlacedStage
 from mmcompile.plan.schedule import ActionKind
 from mmcompile.runtime.groups import Groups, PeerLost
 from mmcompile.runtime.launch import Failure, Workers
 from mmcompile.runtime.runner import Runner
-from mmcompile.runtime.stages import PlacedStage
 from mmcompile.runtime.status import IDLE, Status, StatusBoard
 
 T = TypeVar("T")

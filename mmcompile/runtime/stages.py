@@ -10,15 +10,7 @@ from torch import Tensor
 
 from mmcompile.lower.load import load_stage
 from mmcompile.lower.program import Port, StageProgram
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedStage:
-    """A stage of the plan, as far as ranks need to know it (`Placed` of the schedule)."""
-
-    name: str
-    ranks: tuple[int, ...]
-    depth: int
+from mmcompile.plan.placement import PlacedStage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

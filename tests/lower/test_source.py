@@ -35,7 +35,6 @@ import operator
 import torch
 
 import mmcompile.ir.nodes as mm
-import mmcompile.kernels.packed_attention  # registers torch.ops.mmcompile.packed_attention
 from mmcompile.lower.stage_module import StageModule
 
 aten = torch.ops.aten

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
 from hand_graph import small_graph
-from torch import fx
 
 from mmcompile.errors import ConfigError, VerifyError
+from mmcompile.ir.copy import copied
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.cost import Cost
@@ -32,9 +32,8 @@ class ReplaceSilu(Rewrite):
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     def run(self, graph: ModelGraph) -> ModelGraph:
-        copied = fx.Graph()
-        copied.output(copied.graph_copy(graph.module.graph, {}))
-        module = fx.GraphModule(graph.module, copied)
+        made = copied(graph)
+        module = made.module
         for node in list(module.graph.nodes):
             if node.target is aten.silu.default:
                 with module.graph.inserting_before(node):
@@ -45,7 +44,7 @@ class ReplaceSilu(Rewrite):
                 node.replace_all_uses_with(product)
                 module.graph.erase_node(node)
         module.recompile()
-        return replace(graph, module=module)
+        return made
 
 
 def run(level: DebugLevel, *passes: ReplaceSilu | GradientFlow | Layers) -> ModelGraph:

@@ -80,8 +80,8 @@ def test_what_is_no_plan_is_refused_with_file_place_and_remedy(plan: Plan, tmp_p
         (text[: len(text) // 2], "is no plan: Input data was truncated"),
         ("", "is no plan: Input data was truncated"),
         (text.replace("{", "{,", 1), "JSON is malformed: object keys must be strings (byte 1)"),
-        ("[1]", "has plan version None, this mmcompile reads 1; make it anew with `mmcompile plan`"),
-        (edited(plan, "version", value=7), "has plan version 7, this mmcompile reads 1"),
+        ("[1]", "has plan version None, this mmcompile reads 2; make it anew with `mmcompile plan`"),
+        (edited(plan, "version", value=7), "has plan version 7, this mmcompile reads 2"),
         (edited(plan, "colour", value="red"), "has an unknown field $.colour; remove it"),
         (edited(plan, "chains", 0, "stages", 0, "speed", value=1), "has an unknown field $.chains[0].stages[0].speed"),
         (edited(plan, "num_microbatches", value="8"), "Expected `int`, got `str` - at `$.num_microbatches`"),
@@ -97,7 +97,7 @@ def test_what_is_no_plan_is_refused_with_file_place_and_remedy(plan: Plan, tmp_p
             Plan.load(path)
         assert str(path) in str(caught.value)
         assert message in str(caught.value)
-    path.write_bytes(b'{"version": 1, "model": "\xff\xfe"}')
+    path.write_bytes(b'{"version": 2, "model": "\xff\xfe"}')
     with pytest.raises(PlanError, match="is no plan"):
         Plan.load(path)
 

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from hand_stages import HandModel, HandPlan, HandSource, hand_plan, hand_samples
+from hand_stages import HandModel, HandSource, hand_plan, hand_samples
 
 from mmcompile.errors import EngineError
+from mmcompile.plan.placement import Placement
 from mmcompile.runtime.engine import Engine
 
 TESTS = Path(__file__).parent.parent
@@ -21,7 +22,7 @@ SECOND_STEP = "self.calls = getattr(self, 'calls', 0) + 1; import os; self.calls
 """Precedes an expression evaluated in microbatch 2 of step 2."""
 
 
-def run_until_error(plan: HandPlan, fault: str) -> tuple[str, float, Engine]:
+def run_until_error(plan: Placement, fault: str) -> tuple[str, float, Engine]:
     """Message of the EngineError that ends training, and how long its step took."""
     engine = Engine(plan, HandSource(HandModel(), fault))
     for _ in range(2):

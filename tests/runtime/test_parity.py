@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hand_stages import HandModel, HandPlan, HandSource, hand_plan, hand_samples
+from hand_stages import HandModel, HandSource, hand_plan, hand_samples
 from torch import nn
 
+from mmcompile.plan.placement import Placement
 from mmcompile.runtime.engine import Engine
 from mmcompile.step.collate import Sample, collate, split_microbatches
 
@@ -45,7 +46,7 @@ def one_process(
 
 def assert_parity(
     model: HandModel,
-    plan: HandPlan,
+    plan: Placement,
     steps: Sequence[Sequence[Sample]],
     clip_norm: float | None = None,
     compiled: bool = False,

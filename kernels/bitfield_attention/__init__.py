@@ -1,0 +1,13 @@
+"""Attention under multimodal masks given as one 64-bit word a token.
+
+`words` has the format, `masks` and `convert` make words, `plan` finds the tiles that are visited, `eager` and `triton` compute
+them behind one torch op, and `huggingface` puts the op into models.
+"""
+
+from mmcompile.kernels.bitfield_attention.api import bitfield_attention as bitfield_attention
+from mmcompile.kernels.bitfield_attention.convert import from_cornstarch as from_cornstarch
+from mmcompile.kernels.bitfield_attention.convert import words_from_ids as words_from_ids
+from mmcompile.kernels.bitfield_attention.masks import build_mask as build_mask
+from mmcompile.kernels.bitfield_attention.pairs import visible_pairs as visible_pairs
+from mmcompile.kernels.bitfield_attention.plan import plan_blocks as plan_blocks
+from mmcompile.kernels.bitfield_attention.reference import bitfield_attention_reference as bitfield_attention_reference

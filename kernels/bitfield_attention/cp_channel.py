@@ -1,0 +1,111 @@
+"""Collectives of context parallelism, started now and waited for later, on any backend; and the groups they run in, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol, final
+from weakref import WeakValueDictionary
+
+import torch
+from torch.distributed import ProcessGroup
+
+from mmcompile.errors import ConfigError
+
+GROUP = "cp"
+"""Name of the group of this process's ranks in the engine."""
+
+# An op names its group by a string, since a graph can hold no process group. Groups live as long as who made them.
+_GROUPS: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
+
+
+def register_group(name: str, group: ProcessGroup) -> None:
+    """Give the ops of this process a group by name, for as long as the caller keeps it; an earlier one is replaced.
+
+    Args:
+        name: what graphs call it.
+        group: gloo or NCCL, made by `torch.distributed.new_group` or directly on a store. Its ranks are in the order in which
+            keys are gathered.
+    """
+    _GROUPS[name] = group
+
+
+def registered_group(name: str, num_ranks: int) -> ProcessGroup:
+    """Raises ConfigError if no such group is alive, or if it has another size."""
+    group = _GROUPS.get(name)
+    if group is None:
+        known = ", ".join(sorted(_GROUPS)) or "none"
+        raise ConfigError(f"no process group is registered as {name!r} (there is: {known}); call register_group first")
+    if group.size() != num_ranks:
+        raise ConfigError(f"the process group {name!r} has {group.size()} ranks, and the call is for {num_ranks}")
+    return group
+
+
+class _Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """A collective under way. What it reads and writes must not be freed before it is waited for, so it is held here."""
+
+    target: torch.Tensor
+    message: torch.Tensor
+    done: _Waitable
+
+    def wait(self) -> torch.Tensor:
+        """The target, once it may be read: on CUDA, by what the current stream does next."""
+        self.done.wait()
+        return self.target
+
+
+@final
+class Channel:
+    """Starts collectives that overlap with what the caller computes next.
+
+    On CUDA they run on a stream of their own. Each starts when all that the caller's stream was given so far is done, so that
+    its message is complete and nobody reads its target any more, and `Transfer.wait` holds the caller's stream until it is
+    through: an event each way.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._stream = _side_stream(device) if device.type == "cuda" else None
+
+    def gather(self, target: torch.Tensor, message: torch.Tensor) -> Transfer:
+        """Messages of all ranks, in order, along dim 0 of `target`. Both are contiguous."""
+        return self._start(self._group._allgather_base, target, message)
+
+    def scatter_sum(self, target: torch.Tensor, message: torch.Tensor) -> Transfer:
+        """Of the sum of all ranks' messages, this rank's part along dim 0. Both are contiguous."""
+        return self._start(self._group._reduce_scatter_base, target, message)
+
+    def _start(self, collective: _Collective, target: torch.Tensor, message: torch.Tensor) -> Transfer:
+        if self._stream is None:
+            return Transfer(target=target, message=message, done=collective(target, message))
+        self._stream.wait_stream(torch.cuda.current_stream(target.device))
+        with torch.cuda.stream(self._stream):
+            collective(target, message).wait()  # of the side stream; this process goes on
+            done = _Reached(event=self._stream.record_event(), device=target.device)
+        return Transfer(target=target, message=message, done=done)
+
+
+class _Collective(Protocol):
+    def __call__(self, target: torch.Tensor, message: torch.Tensor, /) -> _Waitable: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reached:
+    """A point of the side stream."""
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)

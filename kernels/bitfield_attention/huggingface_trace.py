@@ -1,0 +1,137 @@
+"""The strict check that words reach every attention layer of a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from mmcompile.errors import MaskError
+from mmcompile.kernels.bitfield_attention.words import document, instance
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Their sliding layers see window and (causal or island); with words it is (window and causal) or island.
+_WINDOW_CUTS_ISLANDS = ("gemma3", "gemma4")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Trace:
+    """What attention layers got inside `expect_words`."""
+
+    with_words: Counter[torch.nn.Module] = field(default_factory=Counter)
+    without: Counter[torch.nn.Module] = field(default_factory=Counter)
+    others: Counter[torch.nn.Module] = field(default_factory=Counter)
+    own_masks: int = 0
+    windows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+_TRACE: ContextVar[_Trace | None] = ContextVar("bitfield attention calls", default=None)
+
+
+def note_call(module: torch.nn.Module, words: torch.Tensor | None, window: int | None) -> None:
+    """Count a call of attention, with words given by keyword or without."""
+    if torch.compiler.is_compiling() or (trace := _TRACE.get()) is None:
+        return
+    (trace.without if words is None else trace.with_words)[module] += 1
+    if window is not None and words is not None:
+        trace.windows[window] = words
+
+
+def note_other_call(module: torch.nn.Module) -> None:
+    """Count a call that words do not concern: cross-attention, an encoder, a decoding step."""
+    if not torch.compiler.is_compiling() and (trace := _TRACE.get()) is not None:
+        trace.others[module] += 1
+
+
+def note_own_mask() -> None:
+    """Remember that a model made the words of its own mask."""
+    if not torch.compiler.is_compiling() and (trace := _TRACE.get()) is not None:
+        trace.own_masks += 1
+
+
+@contextmanager
+def expect_words(model: PreTrainedModel) -> Iterator[Counter[str]]:
+    """Raise on exit unless each self-attention layer of the language model got the caller's words at least once.
+
+    Yields:
+        Calls with words by layer name, filled on exit. Recomputed calls of gradient checkpointing count as calls.
+
+    Raises:
+        MaskError: layers that were not called, or that got a mask the model made.
+    """
+    trace, calls = _Trace(), Counter[str]()
+    token = _TRACE.set(trace)
+    try:
+        yield calls
+    finally:
+        _TRACE.reset(token)
+    layers = {name: layer for name, layer in _layers(model).items() if not trace.others[layer]}
+    if not layers:
+        raise MaskError(f"{type(model).__name__} has no self-attention layers to count in its language model")
+    own = trace.without if trace.own_masks else Counter()
+    calls.update({name: trace.with_words[layer] + trace.without[layer] - own[layer] for name, layer in layers.items()})
+    missing = [name for name, layer in layers.items() if not trace.with_words[layer] + trace.without[layer]]
+    if missing:
+        raise MaskError(
+            f"{_list(missing)} of {len(layers)} layers never called bitfield attention; "
+            "set it with use_bitfield_attention(model) and run a batch in which they have work"
+        )
+    if own_mask := [name for name, layer in layers.items() if own[layer]]:
+        raise MaskError(
+            f"{_list(own_mask)} of {len(layers)} layers got a causal mask that the model made; wanted words of the caller: "
+            "pass bitfield_words=, and see that the model hands keyword arguments down"
+        )
+    _check_islands(model, trace.windows)
+
+
+def check_words_reach_every_layer(model: PreTrainedModel, batch: Mapping[str, object]) -> Counter[str]:
+    """Run a batch forward, without gradients, inside `expect_words`.
+
+    Args:
+        model: after `use_bitfield_attention`.
+        batch: arguments of its forward, `bitfield_words` among them.
+
+    Returns:
+        Calls with words, by layer name.
+    """
+    with torch.no_grad(), expect_words(model) as calls:
+        model(**batch)
+    return calls
+
+
+def _layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    config = model.config.get_text_config()
+    return {
+        name: part
+        for name, part in model.named_modules()
+        if hasattr(part, "is_causal") and hasattr(part, "layer_idx") and getattr(part, "config", None) is config
+    }
+
+
+def _check_islands(model: PreTrainedModel, windows: Mapping[int, torch.Tensor]) -> None:
+    if not model.config.model_type.startswith(_WINDOW_CUTS_ISLANDS):
+        return
+    for window, words in windows.items():
+        if (longest := _longest_island(words)) > window:
+            raise MaskError(
+                f"an island of {longest} tokens is longer than the sliding window of {window}: {model.config.model_type} would "
+                "hide parts of it from its tokens, words would not; make the window longer or the island shorter"
+            )
+
+
+def _longest_island(words: torch.Tensor) -> int:
+    """Tokens of the largest island of a batch."""
+    rows = torch.arange(len(words), device=words.device)[:, None].expand_as(words)
+    keys = torch.stack([rows, document(words), instance(words)], -1)[instance(words) != 0]
+    return int(keys.unique(dim=0, return_counts=True)[1].max()) if len(keys) else 0
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

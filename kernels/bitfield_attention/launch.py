@@ -1,0 +1,91 @@
+"""Items of work in launch order: long lists of tiles are cut so that no program outlasts all others.
+
+The model of a launch, in tiles [Empirical]: an item of n tiles takes n + 1.5, and 2 more if it writes a partial result that has
+to be merged; programs take the next item of the list as they become free.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ITEM_COST = 1.5
+PARTIAL_COST = 2.0
+CAPS = (8, 16, 32, 64, 128, 256, 512)
+"""Lengths `best_cap` tries, in tiles."""
+TOLERANCE = 0.05
+"""Lists are not split where the longest-first order is this close to the ideal."""
+
+
+def work_items(bounds: np.ndarray, cap: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Cut the tiles of every block into items of at most `cap` tiles of nearly equal number, longest items first.
+
+    Args:
+        bounds: int32 [rows, 4], as of `TileLists`.
+        cap: most tiles of an item; None for one item a block.
+
+    Returns:
+        items int32 [items, 8] and splits int32 [split rows, 3], as of `TileLists`. A row without tiles has an item too, which
+        writes the result of seeing nothing.
+    """
+    tiles = bounds[:, 3] - bounds[:, 0]
+    pieces = _pieces(tiles, cap)
+    row = np.repeat(np.arange(len(bounds), dtype=np.int32), pieces)
+    piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin, end = (bounds[row, 0] + tiles[row] * (piece + side) // pieces[row] for side in (0, 1))
+    split = pieces > 1
+    slot = np.where(split[row], np.cumsum(split[row]) - 1, -1)
+    items = np.empty((len(row), 8), dtype=np.int32)
+    items[:, 0], items[:, 1] = row, slot
+    for index in range(3):
+        items[:, 2 + 2 * index] = np.clip(bounds[row, index], begin, end)
+        items[:, 3 + 2 * index] = np.clip(bounds[row, index + 1], begin, end)
+    last_slot = np.cumsum(pieces[split])
+    splits = np.stack([np.flatnonzero(split), last_slot - pieces[split], last_slot], axis=-1).astype(np.int32)
+    return items[np.argsort(begin - end, kind="stable")], splits
+
+
+def best_cap(tiles: np.ndarray, programs: int, heads: int) -> int | None:
+    """Cap with which a launch ends first, or None where splitting gains less than 5 % of the ideal time.
+
+    Args:
+        tiles: [rows] number of tiles of each block.
+        programs: items in flight at a time.
+        heads: heads of one launch; each does all rows.
+    """
+    whole = tiles + ITEM_COST
+    ideal = heads * whole.sum() / programs
+    if whole.max(initial=0) <= TOLERANCE * ideal:  # greedy lists end at most one item late
+        return None
+    unsplit = _makespan(whole, programs, heads)
+    if unsplit <= (1 + TOLERANCE) * ideal:
+        return None
+    spans = {cap: _makespan(_split_costs(tiles, cap), programs, heads) for cap in CAPS if cap < tiles.max()}
+    cap = min(spans, key=lambda x: (spans[x], -x), default=None)
+    return cap if cap is not None and spans[cap] < unsplit - TOLERANCE * ideal else None
+
+
+def _pieces(tiles: np.ndarray, cap: int | None) -> np.ndarray:
+    return np.ones_like(tiles) if cap is None else np.maximum(1, -(-tiles // cap))
+
+
+def _split_costs(tiles: np.ndarray, cap: int) -> np.ndarray:
+    pieces = _pieces(tiles, cap)
+    return np.repeat(tiles / pieces + ITEM_COST + PARTIAL_COST * (pieces > 1), pieces)
+
+
+def _makespan(costs: np.ndarray, programs: int, heads: int) -> float:
+    """End of a longest-first list of items, each once per head, given to programs in rounds.
+
+    A round gives one item to each program, the longest to the least loaded; once items are under 1 % of the ideal they fill
+    the programs evenly.
+    """
+    costs = np.repeat(np.sort(costs)[::-1], heads)
+    total = costs.sum()
+    load = np.zeros(programs)
+    for first in range(0, len(costs), programs):
+        if costs[first] <= 0.01 * total / programs:
+            return max(load.max(), total / programs + costs[first])
+        part = costs[first : first + programs]
+        load.sort()
+        load[: len(part)] += part
+    return load.max()

@@ -1,0 +1,181 @@
+"""The torch ops: `torch.ops.mmcompile.bitfield_attention` and its backward, with fakes, autograd and FLOP formulas.
+
+Both outputs are differentiable: the log-sum-exp is what merges partial results of one attention.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from mmcompile.kernels.bitfield_attention import eager, triton
+from mmcompile.kernels.bitfield_attention.backends import resolve
+from mmcompile.kernels.bitfield_attention.pairs import visible_pairs
+from mmcompile.kernels.bitfield_attention.plan import BLOCK
+from mmcompile.kernels.bitfield_attention.plan_cache import PlanCache
+
+_PLANS = PlanCache()  # One for the process: an op has nowhere else to keep what its calls share.
+
+
+@torch.library.custom_op("mmcompile::bitfield_attention", mutates_args=())
+def bitfield_attention_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    words: torch.Tensor,
+    positions: torch.Tensor,
+    kv_words: torch.Tensor,
+    kv_positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend; `kernels.bitfield_attention.bitfield_attention` checks and fills in what this op is given.
+
+    Args:
+        q: [B, H, Tq, D].
+        k: [B, Hkv, Tk, D], H a multiple of Hkv.
+        v: [B, Hkv, Tk, Dv].
+        words, positions: [B, Tq] int64 words and integer positions.
+        kv_words, kv_positions: [B, Tk].
+        scale: factor on the scores.
+        window: causal reach in tokens, or None.
+        impl: "auto", "eager" or "triton".
+
+    Returns:
+        O, [B, H, Tq, Dv] in the dtype of `q`, and the log-sum-exp of each row, [B, H, Tq] in float32 or wider.
+    """
+    source = words, positions, kv_words, kv_positions
+    if resolve(impl, q, v) == "eager":
+        return eager.forward(q, k, v, *source, scale, window, _PLANS.plan(source, window, BLOCK, BLOCK))
+    plan = _PLANS.plan(source, window, BLOCK, BLOCK, "auto", prod(q.shape[:2]))
+    return triton.forward(q, k, v, *source, scale, window, plan)
+
+
+@bitfield_attention_op.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    words: torch.Tensor,
+    positions: torch.Tensor,
+    kv_words: torch.Tensor,
+    kv_positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
+
+
+@torch.library.custom_op("mmcompile::bitfield_attention_backward", mutates_args=())
+def bitfield_attention_backward_op(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    words: torch.Tensor,
+    positions: torch.Tensor,
+    kv_words: torch.Tensor,
+    kv_positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+    impl: str,
+    grad_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value.
+
+    Args:
+        dout, dlse: gradients of the outputs of the forward op; `dlse` None is zero.
+        out, lse: those outputs.
+        grad_dtype: of the gradients; None is that of each input. float32 is what sums over ranks need.
+
+    Returns:
+        dQ, dK, dV, contiguous.
+    """
+    source = words, positions, kv_words, kv_positions
+    if resolve(impl, q, v) == "eager":
+        plan = _PLANS.plan(source, window, BLOCK, BLOCK)
+        return eager.backward(dout, dlse, q, k, v, out, lse, *source, scale, window, plan, grad_dtype)
+    plan = _PLANS.plan(source, window, BLOCK, BLOCK, "auto", prod(q.shape[:2]))
+    return triton.backward(dout, dlse, q, k, v, out, lse, *source, scale, window, plan, grad_dtype)
+
+
+@bitfield_attention_backward_op.register_fake
+def _(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    words: torch.Tensor,
+    positions: torch.Tensor,
+    kv_words: torch.Tensor,
+    kv_positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+    impl: str,
+    grad_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape, dtype=grad_dtype or x.dtype) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window, ctx.impl = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+    saved = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(saved[3])
+    backward = torch.ops.mmcompile.bitfield_attention_backward
+    return *backward(dout, dlse, *saved, ctx.scale, ctx.window, ctx.impl), *[None] * 7
+
+
+bitfield_attention_op.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.mmcompile.bitfield_attention, get_raw=True)
+def bitfield_attention_flops(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, out_val: Any = None, **options: Any
+) -> int:
+    """FLOPs of the forward op: two products over the visible pairs."""
+    return 2 * (q.shape[-1] + v.shape[-1]) * q.shape[1] * _pairs(q, k, call)
+
+
+@register_flop_formula(torch.ops.mmcompile.bitfield_attention_backward, get_raw=True)
+def bitfield_attention_backward_flops(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *call: Any,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    """FLOPs of the backward op: five products over the visible pairs, the scores computed again."""
+    return 2 * (3 * q.shape[-1] + 2 * v.shape[-1]) * q.shape[1] * _pairs(q, k, call)
+
+
+def _pairs(q: torch.Tensor, k: torch.Tensor, call: tuple) -> int:
+    """Visible pairs of a batch; all pairs where words have no values to count."""
+    words, positions, kv_words, kv_positions, _, window, *_ = call
+    if isinstance(words, FakeTensor) or words.device.type == "meta":
+        return prod(q.shape[:1] + q.shape[2:3] + k.shape[2:3])
+    return visible_pairs(words, positions, kv_words, kv_positions, window=window)

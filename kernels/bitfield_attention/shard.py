@@ -1,0 +1,90 @@
+"""Ops that take one rank's tokens out of a sequence and put them back: `torch.ops.mmcompile.{shard,unshard}_tokens`.
+
+Each is the other's gradient. Putting back does not add over ranks: it leaves zeros where other ranks' tokens are, so that the
+sum over ranks, which is taken where gradients of replicas are summed, is the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.types import Number
+
+
+@torch.library.custom_op("mmcompile::shard_tokens", mutates_args=())
+def shard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, fill: Number) -> torch.Tensor:
+    """Select tokens.
+
+    Args:
+        x: any dtype, tokens along `dim`.
+        index: [local tokens] int64; -1 is a free row. No token occurs twice.
+        dim: of tokens.
+        fill: value of free rows: 0 for words and activations, -100 for labels.
+
+    Returns:
+        `x` with the selected tokens along `dim`, contiguous.
+    """
+    rows = x.index_select(dim, index.clamp(min=0))
+    return rows.masked_fill_(_free(index, dim, x.ndim), fill)
+
+
+@shard_tokens.register_fake
+def _(x: torch.Tensor, index: torch.Tensor, dim: int, fill: Number) -> torch.Tensor:
+    return x.new_empty(_resized(x, dim, index.shape[0]))
+
+
+@torch.library.custom_op("mmcompile::unshard_tokens", mutates_args=())
+def unshard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
+    """Put a rank's tokens back into a sequence of zeros; the inverse of `shard_tokens` on them.
+
+    Args:
+        x: what `shard_tokens` returned, or its gradient.
+        index: [local tokens] int64, as given to `shard_tokens`; free rows are dropped.
+        dim: of tokens.
+        tokens: size of the result along `dim`.
+    """
+    rows = x.masked_fill(_free(index, dim, x.ndim), 0)
+    # Free rows add zeros to the first token: to leave them out would mean to wait for their number on an accelerator.
+    return x.new_zeros(_resized(x, dim, tokens)).index_add_(dim, index.clamp(min=0), rows)
+
+
+@unshard_tokens.register_fake
+def _(x: torch.Tensor, index: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
+    return x.new_empty(_resized(x, dim, tokens))
+
+
+def _save_shard(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    x, index, ctx.dim, _ = inputs
+    ctx.tokens = x.shape[ctx.dim]
+    ctx.save_for_backward(index)
+
+
+def _shard_backward(ctx: Any, grad: torch.Tensor) -> tuple:
+    (index,) = ctx.saved_tensors
+    return torch.ops.mmcompile.unshard_tokens(grad, index, ctx.dim, ctx.tokens), None, None, None
+
+
+def _save_unshard(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    _, index, ctx.dim, _ = inputs
+    ctx.save_for_backward(index)
+
+
+def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple:
+    (index,) = ctx.saved_tensors
+    return torch.ops.mmcompile.shard_tokens(grad, index, ctx.dim, 0), None, None, None
+
+
+shard_tokens.register_autograd(_shard_backward, setup_context=_save_shard)
+unshard_tokens.register_autograd(_unshard_backward, setup_context=_save_unshard)
+
+
+def _free(index: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
+    """Bool, True for free rows, that broadcasts over the other dims."""
+    return (index < 0).view([-1 if d == dim % ndim else 1 for d in range(ndim)])
+
+
+def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = size
+    return shape

@@ -1,0 +1,67 @@
+"""Tile sizes of the Triton kernels, one row per kernel, head dim and width of the elements.
+
+Chosen so that a compiled kernel spills nothing and fits 227 KiB of shared memory on an H100.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Kernel = Literal["forward", "query_gradients", "key_gradients"]
+
+HEAD_DIMS = (64, 96, 128, 256)
+"""Head dims the kernels take; 96 is computed as 128 with zeros."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Element types the kernels take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """How one kernel is compiled. Sides of a tile divide the blocks of the plan."""
+
+    block_m: int
+    """Queries of a tile."""
+    block_n: int
+    """Keys of a tile."""
+    block_g: int
+    """Of GENERAL tiles, the side that a program loops over: their masks take registers."""
+    num_warps: int
+    num_stages: int
+    """Tiles under way: loads run this many ahead."""
+
+
+def block_d(head_dim: int) -> int:
+    """Columns of a tile: a power of two, as Triton wants."""
+    return 1 << (head_dim - 1).bit_length()
+
+
+def config(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> Config:
+    """The configuration shipped for a kernel; head dim and dtype are of `HEAD_DIMS` and `DTYPES`."""
+    block_m, block_n, block_g, num_warps, num_stages = _TABLE[kernel, block_d(head_dim), dtype.itemsize]
+    return Config(block_m=block_m, block_n=block_n, block_g=block_g, num_warps=num_warps, num_stages=num_stages)
+
+
+_TABLE: dict[tuple[Kernel, int, int], tuple[int, int, int, int, int]] = {
+    # kernel, head dim, bytes of an element: block_m, block_n, block_g, warps, stages
+    ("forward", 64, 2): (128, 128, 64, 8, 3),
+    ("forward", 128, 2): (128, 128, 64, 8, 2),
+    ("forward", 256, 2): (128, 64, 32, 8, 2),
+    ("forward", 64, 4): (128, 64, 32, 8, 2),
+    ("forward", 128, 4): (64, 32, 32, 8, 2),
+    ("forward", 256, 4): (32, 32, 32, 8, 2),
+    ("query_gradients", 64, 2): (128, 64, 64, 8, 2),
+    ("query_gradients", 128, 2): (128, 64, 32, 8, 2),
+    ("query_gradients", 256, 2): (64, 32, 32, 8, 2),
+    ("query_gradients", 64, 4): (64, 32, 32, 8, 2),
+    ("query_gradients", 128, 4): (64, 32, 32, 8, 2),
+    ("query_gradients", 256, 4): (32, 32, 32, 8, 2),
+    ("key_gradients", 64, 2): (64, 128, 64, 8, 2),
+    ("key_gradients", 128, 2): (32, 128, 16, 8, 2),
+    ("key_gradients", 256, 2): (32, 64, 32, 8, 2),
+    ("key_gradients", 64, 4): (32, 64, 32, 8, 2),
+    ("key_gradients", 128, 4): (32, 64, 32, 8, 2),
+    ("key_gradients", 256, 4): (32, 32, 32, 8, 2),
+}

@@ -1,0 +1,91 @@
+"""BAM-64: a multimodal attention mask as one int64 word per token.
+
+    bit 63      C     causal: sees earlier tokens of its document whose modality bits it shares
+    bits 62..48 DOC   document (packed sample), 1..32767; 0 is padding
+    bits 47..32 INST  bidirectional island inside the document (one image, one clip), 1..65535; 0 is none
+    bits 31..0  MOD   modality bits; bit 0 is text
+
+    visible(q, k) = DOC(q) = DOC(k) != 0
+                    and (C(q) and pos(k) <= pos(q) and MOD(q) & MOD(k) != 0 and pos(q) - pos(k) < window
+                         or INST(q) = INST(k) != 0)
+
+`pos` counts tokens before any context-parallel permutation; it is never the rotary position. A window, where a layer has one,
+bounds the causal term only.
+
+Source: the bitfield of Cornstarch (arXiv 2503.11367, section 4.3), with document and island ids as equality fields.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MAX_DOCUMENT = (1 << 15) - 1
+MAX_INSTANCE = (1 << 16) - 1
+NUM_MODALITIES = 32
+PADDING = 0
+"""The word of a token that sees nothing and is seen by nothing."""
+
+
+def pack(
+    *, causal: torch.Tensor, document: torch.Tensor, instance: torch.Tensor, modalities: torch.Tensor
+) -> torch.Tensor:
+    """Words from their fields. Fields must be in range: `kernels.bitfield_attention.masks` checks what users give.
+
+    Args:
+        causal: bool, any shape.
+        document, instance, modalities: int64 of the same shape.
+
+    Returns:
+        int64 words; padding (document 0) is the word 0 whatever the other fields say.
+    """
+    word = (document << 48) | (instance << 32) | modalities
+    word = torch.where(causal, word | torch.iinfo(torch.int64).min, word)
+    return torch.where(document == 0, torch.zeros_like(word), word)
+
+
+def is_causal(words: torch.Tensor) -> torch.Tensor:
+    """Bool: the C bit, which is the sign."""
+    return words < 0
+
+
+def document(words: torch.Tensor) -> torch.Tensor:
+    """int64 document ids; masked after the shift, which is arithmetic for negative words."""
+    return (words >> 48) & MAX_DOCUMENT
+
+
+def instance(words: torch.Tensor) -> torch.Tensor:
+    """int64 island ids."""
+    return (words >> 32) & MAX_INSTANCE
+
+
+def modalities(words: torch.Tensor) -> torch.Tensor:
+    """int64 modality bits."""
+    return words & 0xFFFFFFFF
+
+
+def visible(
+    words: torch.Tensor,
+    positions: torch.Tensor,
+    kv_words: torch.Tensor,
+    kv_positions: torch.Tensor,
+    window: int | None = None,
+) -> torch.Tensor:
+    """The mask as a tensor, for tiles small enough to hold it.
+
+    Args:
+        words, positions: [..., Tq] int64 words and positions of queries.
+        kv_words, kv_positions: [..., Tk], of keys.
+        window: causal reach in tokens, or None.
+
+    Returns:
+        [..., Tq, Tk] bool.
+    """
+    query, key = words[..., :, None], kv_words[..., None, :]
+    ahead = positions[..., :, None] - kv_positions[..., None, :]
+    causal = (query < 0) & (ahead >= 0) & ((query & key & 0xFFFFFFFF) != 0)
+    if window is not None:
+        causal &= ahead < window
+    differ = query ^ key
+    same_document = ((differ & (MAX_DOCUMENT << 48)) == 0) & (document(kv_words) != 0)[..., None, :]
+    island = ((differ & (MAX_INSTANCE << 32)) == 0) & (instance(kv_words) != 0)[..., None, :]
+    return same_document & (causal | island)

@@ -1,0 +1,41 @@
+"""A graph of one's own to change: what a rewriting pass starts from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx, nn
+
+from mmcompile.ir.graph import ModelGraph
+
+
+def copied(graph: ModelGraph) -> ModelGraph:
+    """The same value with nodes of its own: names and annotations are kept, tensors are shared.
+
+    Parameters, buffers and constants are the same objects, so training one trains the other.
+    """
+    nodes = fx.Graph()
+    nodes.output(nodes.graph_copy(graph.module.graph, {}))
+    module = fx.GraphModule(graph.module, nodes, type(graph.module).__name__)
+    # fx takes over what the graph reads; a model also has tensors that the loss does not depend on.
+    for name, value in graph.module.named_parameters(remove_duplicate=False):
+        _own(module, name, value)
+    for name, value in graph.module.named_buffers(remove_duplicate=False):
+        _own(module, name, value)
+    return replace(graph, module=module)
+
+
+def _own(module: nn.Module, path: str, value: torch.Tensor) -> None:
+    """Put `value` at a dotted path, unless something is there."""
+    *owners, name = path.split(".")
+    for owner in owners:
+        if owner not in module._modules:
+            module.add_module(owner, nn.Module())
+        module = module.get_submodule(owner)
+    if name in module._parameters or name in module._buffers or name in module.__dict__:
+        return
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(name, value)
+    else:
+        module.register_buffer(name, value)

@@ -1,0 +1,53 @@
+"""From the stages of a plan to what each rank runs: a stage of a context-parallel chain is one shard a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mmcompile.plan.plan import Plan, Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedStage:
+    """A stage, or one shard of it, on one rank, as far as ranks need to know it (`Placed` of the schedule)."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """The one rank it is on."""
+    depth: int
+    group: tuple[int, ...] = ()
+    """Ranks of all shards of the stage, in order of shards; () for a stage that is whole."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """All stages and shards of a plan, and the microbatches of a step: what the engine needs to know of it."""
+
+    stages: tuple[PlacedStage, ...]
+    num_microbatches: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Placement:
+        return cls(
+            stages=tuple(placed for stage in plan.stages for placed in _placed(stage)),
+            num_microbatches=plan.num_microbatches,
+        )
+
+
+def shard_names(stage: Stage) -> tuple[str, ...]:
+    """Names of a stage's shards (`language_model.0@1` is the second); the stage's own where it is on one rank."""
+    if len(stage.ranks) == 1:
+        return (stage.name,)
+    return tuple(shard_name(stage.name, index) for index in range(len(stage.ranks)))
+
+
+def shard_name(name: str, index: int) -> str:
+    """Of a stage or of a value that differs by shard."""
+    return f"{name}@{index}"
+
+
+def _placed(stage: Stage) -> Iterable[PlacedStage]:
+    group = stage.ranks if len(stage.ranks) > 1 else ()
+    for name, rank in zip(shard_names(stage), stage.ranks, strict=True):
+        yield PlacedStage(name=name, ranks=(rank,), depth=stage.depth, group=group)

@@ -1,0 +1,142 @@
+"""Bitfield attention and context parallelism through the engine train as the eager model with its own dense masks does."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from oracles.one_process import ADAMW, TrainingRun, train
+from parity.layouts import PARTS, Freeze, freeze
+from torch import Tensor, nn
+from zoo import ALL, Batch, samples
+
+import mmcompile as mm
+from mmcompile.errors import ConfigError
+from mmcompile.plan.plan import Plan
+from mmcompile.step.collate import collate
+
+TOLERANCE = 1e-9
+PARAMETER_TOLERANCE = 1e-7
+"""AdamW turns the rounding of a small gradient into a larger step."""
+MICROBATCHES = 2
+SAMPLES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A model, its frozen part, and how its language model is spread: over stages, and each stage's tokens over ranks."""
+
+    family: str
+    freeze: Freeze = Freeze.NONE
+    stages: int = 1
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.family}-llm{self.stages}-cp{self.ranks}-freeze_{self.freeze}"
+
+
+CASES = [
+    Case(family="llava", freeze=Freeze.ENCODER, stages=2),
+    Case(family="gemma3"),
+    Case(family="qwen2_5_vl"),
+    Case(family="llava", ranks=2, freeze=Freeze.ENCODER_AND_LANGUAGE_MODEL),
+    Case(family="gemma3", ranks=2, stages=2),
+    Case(family="qwen2_5_vl", ranks=4),
+    pytest.param(Case(family="mllama"), marks=pytest.mark.slow),
+    pytest.param(Case(family="mllama", ranks=2), marks=pytest.mark.slow),
+    pytest.param(Case(family="llava", ranks=4, stages=2), marks=pytest.mark.slow),
+    pytest.param(Case(family="qwen2_audio", ranks=2), marks=pytest.mark.slow),
+    pytest.param(Case(family="qwen2_5_vl", ranks=2, freeze=Freeze.ENCODER_AND_LANGUAGE_MODEL), marks=pytest.mark.slow),
+]
+
+
+@functools.cache
+def _steps(family: str) -> tuple[list[Batch], ...]:
+    """Samples of three steps, of unequal lengths; the second one has no media where the family can do without."""
+    draw = functools.partial(samples, ALL[family], SAMPLES, dtype=torch.float64)
+    return draw(seed=1), draw(seed=2, media=(0,)) if ALL[family].text_only else draw(seed=2), draw(seed=3)
+
+
+def _model(family: str, what: Freeze) -> nn.Module:
+    model = ALL[family].build(torch.float64)
+    freeze(model, PARTS[family], what)
+    return model
+
+
+@functools.cache
+def _in_one_process(family: str, what: Freeze) -> TrainingRun:
+    return train(_model(family, what), _steps(family), num_microbatches=MICROBATCHES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_equals_dense_masks_in_one_process(case: Case) -> None:
+    steps, wanted = _steps(case.family), _in_one_process(case.family, case.freeze)
+    model, batch = _model(case.family, case.freeze), collate(steps[0][:2])
+    plan = mm.plan(
+        model,
+        batch,
+        num_microbatches=MICROBATCHES,
+        stages={"language_model": case.stages, **dict.fromkeys(PARTS[case.family].encoders, 1)},
+        attention="bitfield",
+        context_parallel=case.ranks,
+    )
+    assert {len(stage.ranks) for stage in plan.chains[-1].stages} == {case.ranks}
+    assert "scaled_dot_product_attention(" not in _language_model_sources(model, batch, plan) or case.family == "mllama"
+    with mm.parallelize(model, batch, plan, optimizer=ADAMW) as engine:
+        metrics = [engine.step(step) for step in steps]
+        got = engine.state_dict()
+    assert [step.num_tokens for step in metrics] == list(wanted.num_tokens)
+    assert [step.loss for step in metrics] == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
+    _assert_same(got, wanted.parameters)
+
+
+def _language_model_sources(model: nn.Module, batch: Batch, plan: Plan) -> str:
+    programs = mm.stage_programs(model, batch, plan)
+    return "".join(program.source for name, program in programs.items() if name.startswith("language_model"))
+
+
+def _assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    errors = {name: float((got[name] - tensor).abs().max()) for name, tensor in wanted.items()}
+    far = {name: error for name, error in errors.items() if not error <= PARAMETER_TOLERANCE}
+    assert not far, f"{len(far)} of {len(errors)} parameters differ; the worst {max(far.items(), key=lambda x: x[1])}"
+
+
+def test_a_packed_row_trains_as_its_documents_apart() -> None:
+    """Two documents end to end in one row, told apart by their positions, against the same two as samples."""
+    first, second = samples(ALL["llava"], 2, seed=7, media=(1, 1), dtype=torch.float64)
+    apart = [_without_mask(sample) for sample in (first, second)]
+    packed = {
+        name: torch.cat([sample[name] for sample in apart], dim=0 if name == "pixel_values" else 1) for name in apart[0]
+    }
+    packed["labels"][:, apart[0]["labels"].shape[1]] = -100  # the last token of one does not predict the next one's first
+    packed["position_ids"] = torch.cat([torch.arange(sample["input_ids"].shape[1]) for sample in apart])[None]
+    runs = [_one_step(batches) for batches in ([packed], apart)]
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=TOLERANCE)
+    _assert_same(runs[0][1], runs[1][1])
+
+
+def _without_mask(sample: Batch) -> Batch:
+    return {name: value for name, value in sample.items() if name != "attention_mask"}
+
+
+def _one_step(batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
+    model = _model("llava", Freeze.NONE)
+    with mm.parallelize(
+        model, batches[0], num_microbatches=len(batches), stages={"language_model": 1}, attention="bitfield", optimizer=ADAMW
+    ) as engine:
+        return engine.step(batches).loss, engine.state_dict()
+
+
+def test_context_parallelism_needs_words() -> None:
+    model = _model("llava", Freeze.NONE)
+    with pytest.raises(ConfigError, match="needs attention 'bitfield', got 'model'"):
+        mm.plan(model, collate(_steps("llava")[0][:2]), attention="model", context_parallel=2)
+
+
+def test_a_plan_decides_the_attention() -> None:
+    model, batch = _model("llava", Freeze.NONE), collate(_steps("llava")[0][:2])
+    plan = mm.plan(model, batch, attention="bitfield")
+    with pytest.raises(ConfigError, match="a plan decides these"):
+        mm.parallelize(model, batch, plan, context_parallel=2)
