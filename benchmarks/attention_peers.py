@@ -110,11 +110,7 @@ def _autograd(name: str, call: Call, attend: Callable[..., torch.Tensor], build_
         dq, dk, dv = prepare()()
         return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
 
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            return attend(call.q, k, v)
-
-    return Peer(name=name, forward=forward, backward=backward, prepare_backward=prepare, build_ms=build_ms)
+    return Peer(name=name, forward=lambda: attend(*leaves), backward=backward, prepare_backward=prepare, build_ms=build_ms)
 
 
 def sdpa_causal(call: Call, device: str) -> Iterator[Peer]:

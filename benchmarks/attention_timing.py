@@ -15,6 +15,10 @@ from attention_masks import benchmark_mask
 from mmcompile.kernels.bitfield_attention import eager, triton
 from mmcompile.kernels.bitfield_attention.plan import BlockPlan, plan_blocks, visible_pairs
 from mmcompile.kernels.bitfield_attention.triton_configs import Config
+from mmcompile.kernels.bitfield_attention.words import document, pack
+
+DOCUMENTS = "documents"
+"""The documents of MP, causal text throughout."""
 
 _FLUSHED_BYTES = 1 << 28
 """Written between two timed runs, so that none finds its inputs in the cache."""
@@ -59,7 +63,10 @@ class Call:
 
 def make_call(case: Case, device: str, dtype: torch.dtype = torch.bfloat16) -> Call:
     """Random tensors for a case. Ranks take every (kv_tokens / tokens)-th block, which balances a causal mask."""
-    words, positions = benchmark_mask(case.mask, case.kv_tokens or case.tokens, 0)
+    words, positions = benchmark_mask("MP" if case.mask == DOCUMENTS else case.mask, case.kv_tokens or case.tokens, 0)
+    if case.mask == DOCUMENTS:
+        text = torch.ones_like(words)
+        words = pack(causal=text.bool(), document=document(words), instance=0 * text, modalities=text)
     mask = words, positions, words, positions
     if case.kv_tokens:
         share = torch.arange(case.kv_tokens).unflatten(0, (-1, 128))[:: case.kv_tokens // case.tokens].flatten()

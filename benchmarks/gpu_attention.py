@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
 
 from attention_peers import Peer, dense_sdpa, flex, own, own_ablations, sdpa_causal, varlen
-from attention_timing import Budget, Case, Tiles, compile_all, make_call, poisoned, run_backward, run_forward, time_ms
+from attention_timing import DOCUMENTS, Budget, Case, Tiles, compile_all, make_call, poisoned, run_backward, run_forward, time_ms
 
 from mmcompile.kernels.bitfield_attention import bitfield_attention_reference
 
@@ -77,7 +77,7 @@ def rows(dry: bool) -> list[Row]:
         Row(case=case("EP"), peers=(own, flex)),
         Row(case=case("causal", head_dim=64), peers=(own, sdpa_causal), seconds=8),
         Row(case=case("EE", head_dim=64), peers=(own,)),
-        Row(case=case("documents"), peers=(own, varlen), seconds=15),
+        Row(case=case(DOCUMENTS), peers=(own, varlen), seconds=15),
         Row(case=case("EE", longer), peers=(own,)),
         Row(case=case("MP", longer), peers=(own,)),
         Row(case=case("MP", local), peers=(own,)),

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final, get_args
+from typing import ClassVar, final, get_args
 
 import torch
 from torch import fx
 
-import mmcompile.kernels.bitfield_attention.ops  # noqa: F401  (registers its op)
+import mmcompile.kernels.bitfield_attention.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers its op)
 from mmcompile.errors import ConfigError
 from mmcompile.ir.copy import copied
 from mmcompile.ir.graph import META_KEY, ComponentKind, ModelGraph, NodeInfo, component_of, info
@@ -31,11 +31,12 @@ from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.mask_expression import Reader, given, shape
 from mmcompile.passes.mask_formula import MaskFormula, Unrecognised, recognise
 from mmcompile.passes.mask_nodes import NodeMaker, extent_of
-from mmcompile.passes.values import aten_ops, op_name
+from mmcompile.passes.values import aliased, aten_ops, op_name
 
 ATTENTION = "aten.scaled_dot_product_attention"
 _PROJECTIONS = aten_ops("linear matmul mm bmm addmm baddbmm conv1d")
 _VIEWS = aten_ops("view reshape _unsafe_view clone contiguous slice flatten")
+_RESHAPES = _VIEWS | aten_ops("transpose permute squeeze unsqueeze")
 _LEVELS = 2
 """Projections between an attention's input and its queries or keys: two in low-rank attention."""
 
@@ -66,11 +67,12 @@ class BitfieldAttention(Rewrite):
     def run(self, graph: ModelGraph) -> ModelGraph:
         components = self._components(graph)
         made = copied(graph)
-        calls = [node for node in made.module.graph.nodes if op_name_or_none(node) == ATTENTION]
+        calls = [node for node in made.module.graph.nodes if _called(node) == ATTENTION]
         work = _Work(impl=self.impl)
         for call in calls:
             if info(call).component in components:
                 work.rewrite(call)
+        work.clean(made.module.graph)
         made.module.graph.lint()
         made.module.recompile()
         present = {str(node.target) for node in made.module.graph.nodes if node.op == "placeholder"}
@@ -92,7 +94,7 @@ class BitfieldAttention(Rewrite):
         return frozenset(self.components or models)
 
 
-def op_name_or_none(node: fx.Node) -> str | None:
+def _called(node: fx.Node) -> str | None:
     """What a call node calls; None for inputs, tensors and the output."""
     return op_name(node) if node.op == "call_function" else None
 
@@ -111,31 +113,36 @@ class _Work:
 
     def __init__(self, impl: str) -> None:
         self._impl = impl
-        self._reader = Reader()
+        self._masks: dict[tuple[fx.Node, bool], tuple[MaskFormula, Reader]] = {}
         self._made: dict[tuple[MaskFormula, tuple[str, ...]], _Words] = {}
         self._done: dict[tuple[str, fx.Node, int | None], list[int]] = {}
         """(component, words, window) -> layers."""
         self._left: list[str] = []
+        self._replaced: list[fx.Node] = []
 
     def rewrite(self, call: fx.Node) -> None:
         """Replace one call, or note why not."""
         try:
-            formula = _formula(call, self._reader)
-            words = self._words(call, formula)
+            _check(call)
+            formula, words = self._words(call)
         except Unrecognised as reason:
             self._left.append(f"{info(call).module_path or call.name} left as it is: {reason}")
             return
         _replace(call, words, formula.window, self._impl)
+        self._replaced.append(call)
         self._done.setdefault((component_of(call), words.words, formula.window), []).append(info(call).layer)
 
-    def _words(self, call: fx.Node, formula: MaskFormula) -> _Words:
-        """The words of a formula, whatever its window; a window that bounds islands is noted for the check of them."""
-        query, mask = given(call)["query"], given(call)["attn_mask"]
-        extent = extent_of(query)
+    def _words(self, call: fx.Node) -> tuple[MaskFormula, _Words]:
+        """What a call sees, and words that say it; a window that bounds islands is noted there for the check of them."""
+        mask, causal, extent = given(call)["attn_mask"], given(call)["is_causal"], extent_of(given(call)["query"])
+        if (mask, causal) not in self._masks:
+            reader = Reader()
+            self._masks[mask, causal] = recognise(mask, reader, causal=causal), reader
+        formula, reader = self._masks[mask, causal]
         key = replace(formula, window=None, window_bounds_islands=False), tuple(map(str, extent.symbolic))
         if key not in self._made:
             before = call if mask is None else mask
-            maker = NodeMaker(before, extent, self._reader, info(before).module_path)
+            maker = NodeMaker(before, extent, reader, info(before).module_path)
             words = maker.words(formula)
             self._made[key] = _Words(words=words, positions=maker.positions(words))
         found = self._made[key]
@@ -143,7 +150,11 @@ class _Work:
             known = found.words.args[4]
             least = formula.window if known is None else min(known, formula.window)  # type: ignore[type-var]
             found.words.update_arg(4, least)
-        return found
+        return formula, found
+
+    def clean(self, graph: fx.Graph) -> None:
+        """Erase calls that were replaced, and what only they read."""
+        drop_unread(graph, self._replaced)
 
     def lines(self) -> list[str]:
         """One line per kind of call that was rewritten, and one per call that was left."""
@@ -168,8 +179,8 @@ def _layers(layers: list[int]) -> str:
     return f"layer{'s' if len(numbers) > 1 else ''} {text}"
 
 
-def _formula(call: fx.Node, reader: Reader) -> MaskFormula:
-    """What the attention of a call sees; Unrecognised says what words or the op cannot do."""
+def _check(call: fx.Node) -> None:
+    """Unrecognised says what the op cannot do, or why words of tokens cannot be a mask here."""
     arguments = given(call)
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if any(len(shape(x)) != 4 for x in (query, key, value)):
@@ -180,39 +191,38 @@ def _formula(call: fx.Node, reader: Reader) -> MaskFormula:
         raise Unrecognised("queries, keys and values are of different dtypes")
     if shape(value)[-1] != shape(query)[-1]:
         raise Unrecognised(f"head dims are {shape(query)[-1]} of queries and {shape(value)[-1]} of values")
-    tokens = [_symbolic(x)[2] for x in (query, key)]
-    if str(tokens[0]) != str(tokens[1]) or _symbolic(query)[0] != _symbolic(key)[0]:
-        raise Unrecognised(f"{shape(query)[2]} queries see {shape(key)[2]} keys of something else (cross-attention)")
-    if not _projected(query) & _projected(key):
+    if extent_of(query) != extent_of(key):
+        sides = [" x ".join(map(str, extent_of(x).symbolic)) for x in (query, key)]
+        raise Unrecognised(f"{sides[0]} queries see {sides[1]} keys of something else (cross-attention)")
+    if not _sources(query, call) & _sources(key, call):
         raise Unrecognised("queries and keys are made of different values (cross-attention)")
-    return recognise(arguments["attn_mask"], reader, causal=arguments["is_causal"])
 
 
-def _symbolic(node: fx.Node) -> tuple[Any, ...]:
-    return node.meta.get("symbolic_shape") or shape(node)
-
-
-def _projected(node: fx.Node) -> set[fx.Node]:
-    """The values that queries or keys are projections of, and those these are projections of."""
+def _sources(node: fx.Node, call: fx.Node) -> set[fx.Node]:
+    """The values of the call's layer that queries or keys are made of, through few enough projections."""
     level, found = {node}, set()
-    for _ in range(_LEVELS):
-        level = set().union(*(_projection_inputs(start) for start in level))
-        found |= level
+    for _ in range(_LEVELS + 1):
+        parts = [_until_projections(start, call) for start in level]
+        found |= set().union(*(seen for seen, _ in parts))
+        level = set().union(*(inputs for _, inputs in parts))
     return found
 
 
-def _projection_inputs(start: fx.Node) -> set[fx.Node]:
+def _until_projections(start: fx.Node, call: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes that `start` is made of, back to projections and to what enters the layer; and the projections' inputs."""
     seen, inputs, waiting = set(), set(), [start]
     while waiting:
         node = waiting.pop()
         if node in seen or node.op != "call_function" or info(node).shared:
             continue
         seen.add(node)
+        if (info(node).component, info(node).layer) != (info(call).component, info(call).layer):
+            continue
         if op_name(node) in _PROJECTIONS:
             inputs.add(node.all_input_nodes[0])
         else:
             waiting += node.all_input_nodes
-    return inputs
+    return seen, inputs
 
 
 def _replace(call: fx.Node, words: _Words, window: int | None, impl: str) -> None:
@@ -232,13 +242,25 @@ def _replace(call: fx.Node, words: _Words, window: int | None, impl: str) -> Non
         carries_gradient=note.carries_gradient,
     )
     kept = {name: call.meta[name] for name in ("module_path", "symbolic_shape") if name in call.meta}
-    result = call.meta["val"]
-    wide = torch.promote_types(result.dtype, torch.float32)
-    pair.meta = {"val": (result, torch.empty(result.shape[:3], dtype=wide, device=result.device)), META_KEY: place}
-    pair.meta |= {name: kept[name] for name in kept if name != "symbolic_shape"}
+    result = torch.empty(call.meta["val"].shape, dtype=call.meta["val"].dtype, device="meta")
+    sums = torch.empty(result.shape[:3], dtype=torch.promote_types(result.dtype, torch.float32), device="meta")
+    pair.meta = {"val": (result, sums), "module_path": call.meta.get("module_path", ""), META_KEY: place}
     out.meta = {**kept, "val": result, META_KEY: place}
     call.replace_all_uses_with(out)
-    drop_unread(graph, [call])
+    _record_views(out)
+
+
+def _record_views(node: fx.Node) -> None:
+    """Record the values of a node's views anew: attention by a mask may lay out its result in other strides."""
+
+    def known(value: fx.Node) -> object:
+        return value.meta["val"]
+
+    for user in node.users:
+        if _called(user) in _RESHAPES and aliased(user) == (node,):
+            args, options = fx.map_arg((user.args, user.kwargs), known)
+            user.meta["val"] = user.target(*args, **options)  # type: ignore[operator]
+            _record_views(user)
 
 
 def _unexpanded(call: fx.Node, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -252,31 +274,26 @@ def _unexpanded(call: fx.Node, key: fx.Node, value: fx.Node) -> tuple[fx.Node, f
 def _before_repeat(node: fx.Node, reader: fx.Node) -> fx.Node | None:
     """[B, Hkv, T, D] behind [B, H, T, D], in which each head stands H / Hkv times in a row."""
     chain = [node]
-    while op_name_or_none(chain[-1]) in _VIEWS:
+    while _called(chain[-1]) in _VIEWS:
         chain.append(chain[-1].all_input_nodes[0])
-    last = chain[-1]
     if any(set(part.users) != {user} for part, user in zip(chain, [reader, *chain], strict=False)):
         return None
-    if op_name_or_none(last) == "aten.repeat_interleave" and len(chain) == 1:
-        return _repeated_heads(last)
-    if op_name_or_none(last) != "aten.expand":
-        return None
-    batch, heads, tokens, dim = shape(node)
-    source = last.all_input_nodes[0]
-    while op_name_or_none(source) in aten_ops("slice") and shape(source) == shape(source.all_input_nodes[0]):
+    last = chain[-1]
+    if _called(last) == "aten.repeat_interleave":
+        repeated = len(chain) == 1 and isinstance(given(last)["repeats"], int) and given(last)["dim"] in (1, -3)
+        return _own(last.all_input_nodes[0], reader) if repeated else None
+    source = last.all_input_nodes[0] if _called(last) == "aten.expand" else node
+    while _called(source) == "aten.slice" and shape(source) == shape(source.all_input_nodes[0]):
         source = source.all_input_nodes[0]
-    if op_name_or_none(source) != "aten.unsqueeze" or given(source)["dim"] not in (2, -3):
+    if _called(source) != "aten.unsqueeze" or given(source)["dim"] not in (2, -3):
         return None
     found = source.all_input_nodes[0]
-    repeats = heads // shape(found)[1]
-    wanted = (batch, shape(found)[1], repeats, tokens, dim)
-    views = [shape(part) for part in chain[:-1]]
-    alike = all(view in (wanted, shape(node)) for view in views)
-    return found if shape(last) == wanted and alike and component_of(found) == component_of(reader) else None
+    batch, heads, tokens, dim = shape(node)
+    expanded = (batch, shape(found)[1], heads // shape(found)[1], tokens, dim)
+    alike = shape(last) == expanded and all(shape(view) in (expanded, shape(node)) for view in chain[:-1])
+    return _own(found, reader) if alike else None
 
 
-def _repeated_heads(node: fx.Node) -> fx.Node | None:
-    arguments = given(node)
-    found = arguments["self"]
-    right = isinstance(arguments["repeats"], int) and arguments["dim"] in (1, -3)
-    return found if right and component_of(found) == info(node).component else None
+def _own(node: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The node, if the component of its reader made it."""
+    return node if node.op == "call_function" and info(node).component == info(reader).component else None

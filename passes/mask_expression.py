@@ -117,7 +117,11 @@ def per_token(expression: Expression) -> Expression:
             return expression
 
 
-def linear(expression: Expression) -> tuple[Mapping[Axis, int], int] | None:
+Form = tuple[Mapping[Axis, int], int]
+"""Coefficients of axes, and a constant."""
+
+
+def linear(expression: Expression) -> Form | None:
     """Coefficients of the axes and a constant, if the value is a linear form of places."""
     match expression:
         case Index(axis):
@@ -137,14 +141,12 @@ def linear(expression: Expression) -> tuple[Mapping[Axis, int], int] | None:
     return None
 
 
-Form = tuple[Mapping[Axis, int], int]
-
-
 def _sum(left: Form | None, right: Form | None, factor: int) -> Form | None:
     if left is None or right is None:
         return None
-    names = sorted({*left[0], *right[0]})
-    found = {axis: left[0].get(axis, 0) + factor * right[0].get(axis, 0) for axis in names}
+    found: dict[Axis, int] = {
+        axis: left[0].get(axis, 0) + factor * right[0].get(axis, 0) for axis in dict.fromkeys((*left[0], *right[0]))
+    }
     return {axis: count for axis, count in found.items() if count}, left[1] + factor * right[1]
 
 
@@ -211,7 +213,9 @@ def _broadcast(node: fx.Node, index: Places) -> Places:
 
 
 def _constant(node: fx.Node, index: Places) -> Expression:
-    value = attribute(node.graph.owning_module, str(node.target))
+    module = node.graph.owning_module
+    assert module is not None
+    value = attribute(module, str(node.target))
     if type(value) is torch.Tensor and value.device.type != "meta" and value.numel() == 1:
         return Number(value.item())
     return Load(node, index)

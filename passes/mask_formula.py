@@ -143,27 +143,34 @@ def _token_claim(expression: Expression, positive: bool) -> Alternatives:
 def _reason(expression: Expression) -> str:
     match expression:
         case Apply() if "h" in axes_of(expression):
-            return f"{expression.node.name} ({op_name(expression.node)}) differs by head"
+            return f"{_described(expression.node)} differs by head"
         case Apply():
-            return f"{expression.node.name} ({op_name(expression.node)}) mixes queries and keys in a way that words cannot say"
+            return f"{_described(expression.node)} mixes queries and keys in a way that words cannot say"
         case Load(node, _):
-            what = "an input" if node.op == "placeholder" else "a tensor" if node.op == "get_attr" else op_name(node)
-            return f"{node.name} ({what}) has a value for every query and key"
+            return f"{_described(node)} has a value for every query and key"
         case _:
             return f"it depends on {expression}"
 
 
+def _described(node: fx.Node) -> str:
+    what = {"placeholder": "an input", "get_attr": "a tensor of the model"}.get(node.op)
+    return f"{node.name} ({what or op_name(node)})"
+
+
 def _compared(op: str, left: Expression, right: Expression, whole: Apply, positive: bool) -> Alternatives:
     if op == "ne":
-        return _compared("eq", left, right, whole, not positive)
+        return _compared("eq", left, right, applied("eq", (left, right), whole.node, torch.bool), not positive)
     difference = linear(applied("sub", (left, right), whole.node, torch.int64))
     if difference is not None:
         factors, constant = difference
-        reversed_form = {axis: -factor for axis, factor in factors.items()}, -constant
-        at_least, at_most = (
-            (lambda p: _non_negative(difference, whole, p)),
-            (lambda p: _non_negative(reversed_form, whole, p)),
-        )
+        reversed_form: Form = {axis: -factor for axis, factor in factors.items()}, -constant
+
+        def at_least(positive: bool) -> Alternatives:
+            return _non_negative(difference, applied("ge", (left, right), whole.node, torch.bool), positive)
+
+        def at_most(positive: bool) -> Alternatives:
+            return _non_negative(reversed_form, applied("le", (left, right), whole.node, torch.bool), positive)
+
         if op == "eq":
             return _all(at_least(True), at_most(True)) if positive else _any(at_least(False), at_most(False))
         # a > b is not (a <= b): every comparison is one of the two forms, or its opposite.
@@ -187,7 +194,7 @@ def _compared(op: str, left: Expression, right: Expression, whole: Apply, positi
 
 
 def _non_negative(form: Form, whole: Apply, positive: bool) -> Alternatives:
-    """When a linear form of places is 0 or more."""
+    """When a linear form of places is 0 or more, which `whole` says too."""
     factors, constant = form
     if all(factor > 0 for factor in factors.values()) and constant >= 0:
         return TRUE if positive else FALSE
@@ -227,8 +234,7 @@ def _unbiased(expression: Expression) -> Alternatives:
 
 
 def _bias_reason(value: Expression) -> str:
-    node = value.node if isinstance(value, (Apply, Load)) else None
-    return "a bias" if node is None else f"the bias {node.name} ({op_name(node)})"
+    return f"the bias {_described(value.node)}" if isinstance(value, (Apply, Load)) else "a bias"
 
 
 Cases = list[tuple[Alternatives, tuple[Expression, ...]]]
@@ -261,7 +267,7 @@ def _split(value: Expression) -> list[tuple[Alternatives, Expression]]:
         case Apply("add" | "sub" | "mul" as op, operands):
             if not any(_has_cases(operand) for operand in operands):
                 return [(TRUE, value)]
-            return [(c, _folded(op, *pair, value)) for c, pair in _cases(operands)]
+            return [(c, _folded(op, left, right, value)) for c, (left, right) in _cases(operands)]
     return [(TRUE, value)]
 
 

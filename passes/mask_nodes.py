@@ -117,7 +117,11 @@ class NodeMaker:
                 return ids  # Below 0 is no island, as `attention_words` has it.
         counted = self._call(aten.sub.Tensor, ids, self._call(aten.min.default, ids))
         inside = self._valid(formula.island_tests)
-        return counted if inside is None else self._call(aten.where.ScalarOther, inside, counted, -1)
+        if inside is None:
+            return counted
+        if inside.meta["val"].dtype != torch.bool:
+            inside = self._call(aten.ne.Scalar, inside, 0)
+        return self._call(aten.where.ScalarOther, inside, counted, -1)
 
     def _size(self, axis: int) -> int | fx.Node:
         """B or T as an argument: a number, or the graph's input of that size."""
@@ -199,7 +203,9 @@ class NodeMaker:
         self, target: Any, arguments: tuple[Any, ...], value: torch.Tensor, options: Mapping[str, Any] | None = None
     ) -> fx.Node:
         with self._graph.inserting_before(self._before):
-            node = self._graph.call_function(target, arguments, dict(options or {}))
+            # Not by its function's name, which is that of the input it becomes when a host computes it.
+            name = "words" if target is attention_words else None
+            node = self._graph.create_node("call_function", target, arguments, dict(options or {}), name)
         self._own.append(node)
         node.meta = {"val": value, "module_path": self._note.module_path, META_KEY: self._note}
         if any(not isinstance(size, int) for size in self._extent.symbolic):

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-import mmcompile.kernels.bitfield_attention.ops  # noqa: F401  (registers its op and FLOP formulas)
 from mmcompile.ir.nodes import token_positions
+from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_backward_flops, bitfield_attention_flops
 from mmcompile.passes.values import arguments, concrete_shape, op_name, tensors
 
 aten = torch.ops.aten
@@ -143,10 +143,9 @@ def _bitfield_attention(node: fx.Node) -> OpFlops:
     q, k, v = (tensors(operand)[0] for operand in operands)
     out, lse = tensors(node)
     call = (*_mask(given), given["scale"], given["window"], given["impl"])
-    backward = flop_registry[torch.ops.mmcompile.bitfield_attention_backward]
     return OpFlops(
-        forward=flop_registry[torch.ops.mmcompile.bitfield_attention](q, k, v, *call),
-        joint=backward(out, None, q, k, v, out, lse, *call),
+        forward=bitfield_attention_flops(q, k, v, *call),
+        joint=bitfield_attention_backward_flops(out, None, q, k, v, out, lse, *call),
         joint_operands=operands,
     )
 

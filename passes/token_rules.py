@@ -106,7 +106,8 @@ def _slice(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     if _dims(node) != (axis.dim,):
         return axis
     rows = flow.rows(axis)
-    start, end = (_number(argument(node, name)) for name in ("start", "end"))
+    given: Any = argument(node, "start"), argument(node, "end")
+    start, end = (size.meta["val"] if isinstance(size, fx.Node) else size for size in given)
     first, last, _ = slice(start, end).indices(rows)
     # Counted from the other end, what is left out would change with the number of tokens.
     varies = not isinstance(sizes(node)[axis.dim], int) and (first and start < 0 or last < rows and end >= 0)
@@ -117,10 +118,6 @@ def _slice(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     set_argument(node, "start", 0)
     set_argument(node, "end", sys.maxsize)
     return replace(axis, front=axis.front + first, back=axis.back + rows - last)
-
-
-def _number(size: Any) -> Any:
-    return size.meta["val"] if isinstance(size, fx.Node) else size
 
 
 def _pad(flow: TokenFlow, node: fx.Node) -> TokenAxis:
@@ -275,10 +272,6 @@ def _embedding(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     return flow.axes[ids]
 
 
-def _one_hot(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    return flow.axes[_first(flow, node)]
-
-
 def _index(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     """One index tensor: entries of a whole table per token (experts' weights), or entries of a dim that holds no tokens."""
     value: Any = node.args[0]
@@ -342,10 +335,6 @@ def _bitfield_attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
     return axis
 
 
-def _getitem(flow: TokenFlow, node: fx.Node) -> TokenAxis | None:
-    return flow.axes[_first(flow, node)]
-
-
 def _token_loss(flow: TokenFlow, node: fx.Node) -> None:
     """The way out: each rank returns the sum over its own tokens and their number."""
     logits, labels, ignore_index = node.args
@@ -396,15 +385,14 @@ _TABLE: tuple[tuple[frozenset[str], Rule], ...] = (
     (aten_ops("matmul mm bmm addmm baddbmm"), _matmul),
     (aten_ops("layer_norm rms_norm native_layer_norm"), _norm),
     (aten_ops("embedding"), _embedding),
-    (aten_ops("one_hot view_as_real"), _one_hot),
-    (aten_ops("view_as_complex"), _like_first),
+    (aten_ops("one_hot view_as_real view_as_complex"), _like_first),
     (aten_ops("index"), _index),
     (aten_ops("index_select"), _index_select),
     (aten_ops("gather scatter scatter_add"), _gather),
     (aten_ops("scaled_dot_product_attention"), _attention),
     (aten_ops("new_zeros new_ones new_full new_empty"), _same_value),
     (frozenset(("mmcompile.bitfield_attention",)), _bitfield_attention),
-    (frozenset(("getitem",)), _getitem),
+    (frozenset(("getitem",)), _like_first),
     (frozenset(("token_loss",)), _token_loss),
 )
 RULES: dict[str, Rule] = {name: rule for names, rule in _TABLE for name in names}

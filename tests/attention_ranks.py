@@ -1,5 +1,7 @@
 """Context-parallel attention in real gloo processes: what each rank computes of a case, and the same case in one process."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -90,9 +92,8 @@ def in_one_process(case: Case) -> Result:
     tensors = tensors_of(case)
     words, positions = words_of(case)
     wide = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in tensors.items()}
-    out, lse = bitfield_attention_reference(
-        *(wide[name] for name in "qkv"), words, positions=positions, scale=0.4, window=case.window, return_lse=True
-    )
+    q, k, v = (wide[name] for name in "qkv")
+    out, lse = bitfield_attention_reference(q, k, v, words, positions=positions, scale=0.4, window=case.window)
     return _result(case, out, lse, wide, wide)
 
 
@@ -112,7 +113,8 @@ def _rank(rank: int, num_ranks: int, folder: Path) -> None:
     register_group(GROUP, dist.group.WORLD)
     cases: list[Case] = torch.load(folder / "cases", weights_only=False)
     torch.save([_share(case, rank, num_ranks) for case in cases], folder / f"results_{rank}")
-    _check_ops(cases[0], rank, num_ranks)
+    if num_ranks == 2:
+        _check_ops(cases[0], rank, num_ranks)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -131,9 +133,9 @@ def _share(case: Case, rank: int, num_ranks: int) -> Result:
 
 def _attention(case: Case, num_ranks: int) -> Callable[..., tuple[Tensor, Tensor]]:
     def attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> tuple[Tensor, Tensor]:
-        *masks, index = masks
+        *own, index = masks
         q, k, v = (shard_tokens(x, index, 2, 0) for x in (q, k, v))
-        return context_parallel_attention(q, k, v, *masks, 0.4, case.window, case.head_stride, GROUP, num_ranks)
+        return context_parallel_attention(q, k, v, *own, 0.4, case.window, case.head_stride, GROUP, num_ranks)
 
     return attention
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ WORDS = "attention_words"
 aten = torch.ops.aten
 
 
-def causal_words(batch: dict[str, Any], *, documents: int = 1, image: int | None = None) -> Tensor:
+def causal_words(batch: Mapping[str, Any], *, documents: int = 1, image: int | None = None) -> Tensor:
     """Words [B, T]: `documents` packed one behind the other, padding where the mask is 0, images an island each."""
     ids = batch["input_ids"]
     seen = batch.get("attention_mask", torch.ones_like(ids)) != 0
@@ -36,9 +37,9 @@ def causal_words(batch: dict[str, Any], *, documents: int = 1, image: int | None
     )
 
 
-def with_words(graph: ModelGraph, windows: dict[int, int] | None = None) -> ModelGraph:
+def with_words(graph: ModelGraph, windows: Mapping[int, int] | None = None) -> ModelGraph:
     """Self-attention of the language model becomes bitfield attention; `windows` maps a layer to its causal reach."""
-    made = copied(graph)
+    made = widened(graph)
     found = [node for node in made.module.graph.nodes if _is_self_attention(node)]
     words = _add_words(made, found[0].args[0])
     positions = _add_positions(made, words)
@@ -54,17 +55,19 @@ def with_words(graph: ModelGraph, windows: dict[int, int] | None = None) -> Mode
         out.meta = dict(node.meta)
         node.replace_all_uses_with(out)
         made.module.graph.erase_node(node)
-    _widen(made)
     made.module.recompile()
     spec = TensorSpec(name=WORDS, shape=shape_of(words), dtype="int64")
     return replace(made, inputs=(*made.inputs, spec))
 
 
-def _widen(graph: ModelGraph) -> None:
+def widened(graph: ModelGraph) -> ModelGraph:
     """Norms of float64 models compute in float32, which would hide small errors; here they do not."""
-    for node in graph.module.graph.nodes:
+    made = copied(graph)
+    for node in made.module.graph.nodes:
         if op_name(node) == "aten.to" and not info(node).shared and node.args[0].meta["val"].dtype == torch.float64:
             node.args = tuple(torch.float64 if value is torch.float32 else value for value in node.args)
+    made.module.recompile()
+    return made
 
 
 def _is_self_attention(node: fx.Node) -> bool:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lower.split import even_plan
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from mmcompile.ir.capture import Capture
 from mmcompile.kernels.bitfield_attention.context_parallel import register_group
 from mmcompile.lower.load import load_stage
 from mmcompile.lower.program import PatternPrograms, StageProgram
-from mmcompile.lower.stages import lower
-from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.passes.pipeline import Pipeline
 from mmcompile.plan.placement import shard_name
 
 
@@ -70,25 +65,6 @@ def ran_by(jobs: Mapping[str, tuple[Job, Job]], num_ranks: int, folder: Path) ->
         name: Ran(shares=found, whole=share(whole, 0))
         for (name, (_, whole)), found in zip(jobs.items(), shares, strict=True)
     }
-
-
-def job_of(
-    found: Capture,
-    model: nn.Module,
-    roots: Mapping[str, Any],
-    *,
-    own: tuple[Mapping[str, Tensor], ...] = (),
-    stages: Mapping[str, int] | None = None,
-) -> Job:
-    """Cut a capture into stages; those of the language model are on as many ranks as have their `own` inputs."""
-    Pipeline(passes=(GradientFlow(),)).run(found.graph)
-    plan = even_plan(found.graph, stages or {})
-    if own:
-        *others, language = plan.chains
-        sharded = tuple(replace(stage, ranks=tuple(range(len(own)))) for stage in language.stages)
-        plan = replace(plan, chains=(*others, replace(language, stages=sharded, cp=len(own))))
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    return Job(programs=lower(found, plan), tensors=tensors, roots=dict(roots), own=own)
 
 
 def run_ranks(jobs: Sequence[Job], num_ranks: int, folder: Path) -> list[list[Share]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, final
+from typing import Any, Protocol, final
 from weakref import WeakValueDictionary
 
 import torch
@@ -79,7 +79,8 @@ class Channel:
 
     def scatter_sum(self, target: torch.Tensor, message: torch.Tensor) -> Transfer:
         """Of the sum of all ranks' messages, this rank's part along dim 0. Both are contiguous."""
-        return self._start(self._group._reduce_scatter_base, target, message)
+        collective: Any = self._group._reduce_scatter_base  # its stub lacks a default
+        return self._start(collective, target, message)
 
     def _start(self, collective: _Collective, target: torch.Tensor, message: torch.Tensor) -> Transfer:
         if self._stream is None:
@@ -87,7 +88,9 @@ class Channel:
         self._stream.wait_stream(torch.cuda.current_stream(target.device))
         with torch.cuda.stream(self._stream):
             collective(target, message).wait()  # of the side stream; this process goes on
-            done = _Reached(event=self._stream.record_event(), device=target.device)
+            event = torch.cuda.Event()
+            event.record()
+            done = _Reached(event=event, device=target.device)
         return Transfer(target=target, message=message, done=done)
 
 

@@ -9,7 +9,7 @@ their gradients:
     g(s) = latency + B (P - 1) T s (D + Dv) bytes per element / bandwidth        r(s): the same with 4 bytes
     c(s) = seconds per tile * least over caps of (total / programs + longest item)        lists of items end one item late at most
 
-With many heads this says that a query must see P F / (G BW) keys on average for 16-bit forward to be hidden: F FLOP/s, BW bytes/s,
+With many heads this says that a query must see P F / (G BW) keys on average to hide 16-bit forward: F FLOP/s, BW bytes/s,
 G query heads per key head.
 
 Source: `launch` for the cost of items; backward has 5 products where forward has 2.
@@ -82,9 +82,7 @@ def attention_s(call: RankAttention, rates: Rates, head_stride: int) -> float:
     if call.num_ranks == 1:
         return (1 + _BACKWARD) * steps * compute
     elements = call.batch * (call.num_ranks - 1) * call.local_tokens * head_stride * 2 * call.head_dim
-    gather, add = (
-        rates.latency_s + elements * size / rates.bytes_per_s for size in (call.element_bytes, _SUM_BYTES)
-    )
+    gather, add = (rates.latency_s + elements * size / rates.bytes_per_s for size in (call.element_bytes, _SUM_BYTES))
     forward = gather + (steps - 1) * max(gather, compute) + compute
     compute *= _BACKWARD
     return forward + gather + (steps - 1) * max(gather + add, compute) + compute + add

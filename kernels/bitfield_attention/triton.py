@@ -18,8 +18,6 @@ from mmcompile.kernels.bitfield_attention.triton_configs import DTYPES, HEAD_DIM
 
 _SIDE = 64
 """Rows of a program of the kernels that compute no scores."""
-_PRECISION = "tf32x3"
-"""Products of float32: three TF32 products, close to float32."""
 
 
 def forward(
@@ -64,8 +62,8 @@ def forward(
     kernels, blocks = _forward_kernels(), -(-plan.q_len // plan.block_q)
     with torch.cuda.device_of(q):
         kernels.attend[_grid(lists.items, plan.block_q // tiles.block_m, heads)](
-            call.q, *_descriptors(tiles.block_n, call.k, call.v), *_descriptors(tiles.block_g, call.k, call.v),
-            out, lse, partial_out, partial_lse, *call.mask, lists.items, lists.other, *_strides(call.q),
+            *_descriptors(tiles.block_m, call.q), *_descriptors(tiles.block_n, call.k, call.v), *_descriptors(tiles.block_g, call.k, call.v),
+            out, lse, partial_out, partial_lse, *call.mask, lists.items, lists.other,
             plan.q_len, plan.kv_len, blocks, heads, call.group, scale, window or 0, **call.constants, **_constants(tiles),
         )  # fmt: skip
         if len(lists.splits):
@@ -145,8 +143,8 @@ def _query_gradients(
     partial = q.new_empty((lists.num_slots, heads, plan.block_q, q.shape[-1]), dtype=torch.float32)
     blocks = -(-plan.q_len // plan.block_q)
     _backward_kernels().query_gradients[_grid(lists.items, plan.block_q // tiles.block_m, heads)](
-        q, dout, *_descriptors(tiles.block_n, call.k, call.v), *_descriptors(tiles.block_g, call.k, call.v),
-        shift, delta, dq, partial, *call.mask, lists.items, lists.other, *_strides(q), *_strides(dout),
+        *_descriptors(tiles.block_m, q, dout), *_descriptors(tiles.block_n, call.k, call.v), *_descriptors(tiles.block_g, call.k, call.v),
+        shift, delta, dq, partial, *call.mask, lists.items, lists.other,
         plan.q_len, plan.kv_len, blocks, heads, call.group, call.scale, call.window or 0,
         **call.constants, **_constants(tiles),
     )  # fmt: skip
@@ -162,8 +160,8 @@ def _key_gradients(
     partial_dk, partial_dv = k.new_empty((2, lists.num_slots, heads, plan.block_kv, k.shape[-1]), dtype=torch.float32)
     blocks = -(-plan.kv_len // plan.block_kv)
     _backward_kernels().key_gradients[_grid(lists.items, plan.block_kv // tiles.block_n, heads)](
-        *_descriptors(tiles.block_m, call.q, dout), *_descriptors(tiles.block_g, call.q, dout), k, call.v,
-        shift, delta, dk, dv, partial_dk, partial_dv, *call.mask, lists.items, lists.other, *_strides(k), *_strides(call.v),
+        *_descriptors(tiles.block_m, call.q, dout), *_descriptors(tiles.block_g, call.q, dout), *_descriptors(tiles.block_n, k, call.v),
+        shift, delta, dk, dv, partial_dk, partial_dv, *call.mask, lists.items, lists.other,
         plan.q_len, plan.kv_len, shift.shape[-1], blocks, heads, call.scale, call.window or 0,
         GROUP=call.group, **call.constants, **_constants(tiles),
     )  # fmt: skip
@@ -207,7 +205,7 @@ class _Call:
     def constants(self) -> dict[str, Any]:
         """Of every kernel that computes scores."""
         sides = {"BLOCK_Q": self.plan.block_q, "BLOCK_KV": self.plan.block_kv}
-        return {**sides, **_columns(self.q), "WINDOW": self.window is not None, "PRECISION": _PRECISION}
+        return {**sides, **_columns(self.q), "WINDOW": self.window is not None, "PRECISION": PRECISION}
 
 
 def _call(

@@ -101,7 +101,6 @@ def _visit_keys(
 def query_gradients(
     q, dout, k, v, k_general, v_general, shift, delta, dq, partial_dq,
     words, positions, kv_words, kv_positions, items, other,
-    stride_qb: tl.int64, stride_qh: tl.int64, stride_qt: tl.int64, stride_gb: tl.int64, stride_gh: tl.int64, stride_gt: tl.int64,
     q_len, kv_len, q_blocks, heads, group, scale, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
@@ -127,11 +126,9 @@ def query_gradients(
     padded_rows = (batch.to(tl.int64) * heads + head) * q_blocks * BLOCK_Q + rows
     row_shift = tl.load(shift + padded_rows)
     row_delta = tl.load(delta + padded_rows)
-    real = (row_shift < float("inf"))[:, None] & wide
-    q_tile = q + batch * stride_qb + head * stride_qh + rows[:, None] * stride_qt + offsets_d[None, :]
-    g_tile = dout + batch * stride_gb + head * stride_gh + rows[:, None] * stride_gt + offsets_d[None, :]
-    query = tl.load(q_tile, mask=real, other=0.0)
-    query_dout = tl.load(g_tile, mask=real, other=0.0)
+    start = row % q_blocks * BLOCK_Q + part * BLOCK_M
+    query = q.load([batch, head, start, 0]).reshape(BLOCK_M, BLOCK_D)
+    query_dout = dout.load([batch, head, start, 0]).reshape(BLOCK_M, BLOCK_D)
     words += batch.to(tl.int64) * q_len * 2
     positions += batch.to(tl.int64) * q_len
     kv_words += batch.to(tl.int64) * kv_len * 2
@@ -145,7 +142,7 @@ def query_gradients(
             rows, batch, kv_head, q_len, kv_len, scale * LOG2E, window,
             kind, BLOCK_D, BLOCK_G if kind == GENERAL else BLOCK_N, BLOCK_KV, STAGES, WINDOW, PRECISION,
         )  # fmt: skip
-    acc *= scale
+    acc = tl.where((row_shift < float("inf"))[:, None], acc * scale, 0.0)
     if slot < 0:
         tl.store(dq + flat_rows[:, None] * HEAD_DIM + offsets_d[None, :], acc.to(dq.dtype.element_ty), mask=inside[:, None] & wide)
     else:
@@ -157,7 +154,7 @@ def query_gradients(
 def _visit_queries(
     dk, dv, key, value, key_rows, queries, douts, shift, delta, words, positions, kv_words, kv_positions, other,
     begin, end, batch, first_head, padded_len, q_len, kv_len, scale, window,
-    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dS^T Q and P^T dO over tiles `begin` to `end` of a list, all of one class. Scores here are [keys, queries]."""
@@ -200,10 +197,12 @@ def _visit_queries(
                 causal = causal & (position[None, :] - key_position[:, None] < window)
             visible = (document[None, :] == key_document[:, None]) & causal | (scope[None, :] == key_scope[:, None])
             weights = tl.where(visible, weights, 0.0)
-        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        from_delta = tl.broadcast_to(-row_delta[None, :], [BLOCK_N, BLOCK_M])
-        dscores = weights * tl.dot(value, tl.trans(dout), from_delta, input_precision=PRECISION)
-        dk = tl.dot(dscores.to(query.dtype), query, dk, input_precision=PRECISION)
+        if DV:
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        if DK:
+            from_delta = tl.broadcast_to(-row_delta[None, :], [BLOCK_N, BLOCK_M])
+            dscores = weights * tl.dot(value, tl.trans(dout), from_delta, input_precision=PRECISION)
+            dk = tl.dot(dscores.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -211,9 +210,8 @@ def _visit_queries(
 def key_gradients(
     q, dout, q_general, dout_general, k, v, shift, delta, dk, dv, partial_dk, partial_dv,
     words, positions, kv_words, kv_positions, items, other,
-    stride_kb: tl.int64, stride_kh: tl.int64, stride_kt: tl.int64, stride_vb: tl.int64, stride_vh: tl.int64, stride_vt: tl.int64,
     q_len, kv_len, padded_len, kv_blocks, heads, scale, window,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, contiguous, of BLOCK_N keys of one key head; of an item with a slot, its part of them, in float32.
@@ -235,14 +233,14 @@ def key_gradients(
     positions += batch.to(tl.int64) * q_len
     kv_words += batch.to(tl.int64) * kv_len * 2
     kv_positions += batch.to(tl.int64) * kv_len
-    high = tl.load(kv_words + 2 * rows + 1, mask=rows < kv_len, other=0)
-    real = ((high & 0x7FFF0000) != 0)[:, None] & wide
-    k_tile = k + batch * stride_kb + kv_head * stride_kh + rows[:, None] * stride_kt + offsets_d[None, :]
-    v_tile = v + batch * stride_vb + kv_head * stride_vh + rows[:, None] * stride_vt + offsets_d[None, :]
-    key = tl.load(k_tile, mask=real, other=0.0)
-    value = tl.load(v_tile, mask=real, other=0.0)
-    dkey = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dvalue = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    start = row % kv_blocks * BLOCK_KV + part * BLOCK_N
+    key = k.load([batch, kv_head, start, 0]).reshape(BLOCK_N, BLOCK_D)
+    value = key
+    if DK:
+        value = v.load([batch, kv_head, start, 0]).reshape(BLOCK_N, BLOCK_D)
+    # A sum that is not asked for is one column wide, and never touched.
+    dkey = tl.zeros([BLOCK_N, BLOCK_D if DK else 1], tl.float32)
+    dvalue = tl.zeros([BLOCK_N, BLOCK_D if DV else 1], tl.float32)
     shift += batch.to(tl.int64) * heads * GROUP * padded_len
     delta += batch.to(tl.int64) * heads * GROUP * padded_len
     for kind in tl.static_range(3):
@@ -250,18 +248,24 @@ def key_gradients(
             dkey, dvalue, key, value, rows, q_general if kind == GENERAL else q, dout_general if kind == GENERAL else dout,
             shift, delta, words, positions, kv_words, kv_positions, other, tl.load(item + 2 + 2 * kind), tl.load(item + 3 + 2 * kind),
             batch, kv_head * GROUP, padded_len, q_len, kv_len, scale * LOG2E, window,
-            kind, GROUP, BLOCK_D, BLOCK_G if kind == GENERAL else BLOCK_M, BLOCK_Q, BLOCK_N, STAGES, WINDOW, PRECISION,
+            kind, DK, DV, GROUP, BLOCK_D, BLOCK_G if kind == GENERAL else BLOCK_M, BLOCK_Q, BLOCK_N, STAGES, WINDOW, PRECISION,
         )  # fmt: skip
-    dkey *= scale
-    if slot < 0:
-        flat_rows = (batch.to(tl.int64) * heads + kv_head) * kv_len + rows
-        inside = (rows < kv_len)[:, None] & wide
-        tl.store(dk + flat_rows[:, None] * HEAD_DIM + offsets_d[None, :], dkey.to(dk.dtype.element_ty), mask=inside)
-        tl.store(dv + flat_rows[:, None] * HEAD_DIM + offsets_d[None, :], dvalue.to(dv.dtype.element_ty), mask=inside)
-    else:
-        slot_rows = (slot.to(tl.int64) * heads + kv_head) * BLOCK_KV + within
-        tl.store(partial_dk + slot_rows[:, None] * HEAD_DIM + offsets_d[None, :], dkey, mask=wide)
-        tl.store(partial_dv + slot_rows[:, None] * HEAD_DIM + offsets_d[None, :], dvalue, mask=wide)
+    real = ((tl.load(kv_words + 2 * rows + 1, mask=rows < kv_len, other=0) & 0x7FFF0000) != 0)[:, None]
+    flat_rows = (batch.to(tl.int64) * heads + kv_head) * kv_len + rows
+    slot_rows = (slot.to(tl.int64) * heads + kv_head) * BLOCK_KV + within
+    inside = (rows < kv_len)[:, None] & wide
+    if DK:
+        dkey = tl.where(real, dkey * scale, 0.0)
+        if slot < 0:
+            tl.store(dk + flat_rows[:, None] * HEAD_DIM + offsets_d[None, :], dkey.to(dk.dtype.element_ty), mask=inside)
+        else:
+            tl.store(partial_dk + slot_rows[:, None] * HEAD_DIM + offsets_d[None, :], dkey, mask=wide)
+    if DV:
+        dvalue = tl.where(real, dvalue, 0.0)
+        if slot < 0:
+            tl.store(dv + flat_rows[:, None] * HEAD_DIM + offsets_d[None, :], dvalue.to(dv.dtype.element_ty), mask=inside)
+        else:
+            tl.store(partial_dv + slot_rows[:, None] * HEAD_DIM + offsets_d[None, :], dvalue, mask=wide)
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "heads"])

@@ -115,7 +115,6 @@ def _visit(
 def attend(
     q, k, v, k_general, v_general, out, lse, partial_out, partial_lse,
     words, positions, kv_words, kv_positions, items, other,
-    stride_qb: tl.int64, stride_qh: tl.int64, stride_qt: tl.int64,
     q_len, kv_len, q_blocks, heads, group, scale, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
@@ -136,8 +135,7 @@ def attend(
     rows = row % q_blocks * BLOCK_Q + within
     offsets_d = tl.arange(0, BLOCK_D)
     real = (rows < q_len)[:, None] & (offsets_d < HEAD_DIM)[None, :]
-    q_base = q + batch * stride_qb + head * stride_qh
-    query = tl.load(q_base + rows[:, None] * stride_qt + offsets_d[None, :], mask=real, other=0.0)
+    query = q.load([batch, head, row % q_blocks * BLOCK_Q + part * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_D)
     words += batch.to(tl.int64) * q_len * 2
     positions += batch.to(tl.int64) * q_len
     kv_words += batch.to(tl.int64) * kv_len * 2

@@ -145,7 +145,7 @@ def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx
     inputs = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
     computed = dict(zip(host.values, results[host.num_reads :], strict=False))
     last: fx.Node | None = list(inputs.values())[-1] if inputs else None
-    needed = _closure(values.values())
+    needed = _closure(module, values.values())
     tensors = {str(n.target): attribute(host.module, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
     for node in module.graph.nodes:
         if node not in needed:
@@ -171,7 +171,7 @@ def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx
     )
 
 
-def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _closure(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Everything that nodes are computed from; it must be what a host can compute before a batch is run."""
     needed: set[fx.Node] = set()
     waiting = list(nodes)
@@ -182,9 +182,7 @@ def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         needed.add(node)
         waiting += node.all_input_nodes
         float_input = node.op == "placeholder" and not node.meta.get("from_integers", not _is_float(node.meta["val"]))
-        parameter = node.op == "get_attr" and isinstance(
-            attribute(node.graph.owning_module, str(node.target)), torch.nn.Parameter
-        )
+        parameter = node.op == "get_attr" and isinstance(attribute(module, str(node.target)), torch.nn.Parameter)
         if float_input or parameter or (node.op == "call_function" and not _deterministic(node)):
             raise VerifyError(
                 f"the host cannot compute {node.format_node()}: it needs integer inputs and constants alone"

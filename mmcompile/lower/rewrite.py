@@ -56,7 +56,7 @@ def with_bitfield_attention(
 
 def _with_new_sizes(sizes: Sizes, graph: fx.Graph) -> Sizes:
     """Sizes with those inputs that a pass added."""
-    symbols = {
+    symbols: dict[str, Any] = {
         str(symbol): symbol
         for shape in sizes.inputs.values()
         for size in shape
@@ -64,7 +64,7 @@ def _with_new_sizes(sizes: Sizes, graph: fx.Graph) -> Sizes:
         for symbol in size.free_symbols
     }
     added = {
-        str(node.target): sympy.sympify(node.meta["size"], locals=symbols)
+        str(node.target): sympy.parse_expr(node.meta["size"], local_dict=symbols)
         for node in graph.nodes
         if node.op == "placeholder" and "size" in node.meta and str(node.target) not in sizes.values
     }

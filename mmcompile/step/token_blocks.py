@@ -185,7 +185,9 @@ def _check(policy: str, ranks: int, seed: int | None, token_cap: float | None) -
     if seed is not None and policy != BlockPolicy.RANDOM:
         raise ConfigError(f"seed has no effect on the distribution {str(policy)!r}, only on 'random'; leave it out")
     if token_cap is not None and policy != BlockPolicy.LPT_FREE:
-        raise ConfigError(f"token_cap has no effect on the distribution {str(policy)!r}, only on 'lpt_free'; leave it out")
+        raise ConfigError(
+            f"token_cap has no effect on the distribution {str(policy)!r}, only on 'lpt_free'; leave it out"
+        )
     if token_cap is not None and token_cap < 1:
         raise ConfigError(f"token_cap must be at least 1, or tokens are left over; got {token_cap}")
     return BlockPolicy(policy)

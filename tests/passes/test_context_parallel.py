@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from bitfield_graph import WORDS, causal_words, with_words
+from bitfield_graph import WORDS, causal_words, widened, with_words
 from lower.split import root_values
-from shard_ranks import Job, Ran, job_of, ran_by
+from shard_jobs import job_of
+from shard_ranks import Job, Ran, ran_by
 from tiny_language import TinyLanguage, tiny_batch
+from torch import fx
 from zoo import ALL
 
 from mmcompile.errors import BatchError, ConfigError, PlanError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import LossInfo, ModelGraph
 from mmcompile.ir.inputs import completed
+from mmcompile.lower.rewrite import with_bitfield_attention
 from mmcompile.lower.shards import local_tokens, shard_inputs, shard_values
+from mmcompile.passes.bitfield_attention import BitfieldAttention
 from mmcompile.passes.context_parallel import ContextParallel
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.passes.text import graph_text
@@ -41,6 +45,9 @@ class Case:
     """And more of them."""
     padding: int = 0
     """Tokens of padding in the last row."""
+    own_mask: bool = False
+    """Words come from the model's own masks, through the pass bitfield-attention, and one rank runs the model as captured;
+    otherwise both attend under words of the test."""
     documents: int = 1
     islands: bool = False
     windows: Mapping[int, int] = field(default_factory=dict)
@@ -53,9 +60,10 @@ CASES = {
     "llava": Case(name="llava", padding=5, documents=2),
     "llava, language model frozen": Case(name="llava", frozen="model.language_model", policy=BlockPolicy.STRIPE),
     "qwen2_5_vl, longer than captured": Case(name="qwen2_5_vl", symbolic=True),
-    "gemma3, windows and islands": Case(name="gemma3", islands=True, windows={1: 8, 2: 8}, policy=BlockPolicy.RANDOM),
+    "gemma3, windows and islands": Case(name="gemma3", own_mask=True, policy=BlockPolicy.RANDOM),
+    "paligemma, made-up islands": Case(name="paligemma", islands=True, windows={1: 8, 2: 8}),
     "mllama, cross-attention": Case(name="mllama", symbolic=True, more_samples=True, policy=BlockPolicy.CONTIGUOUS),
-    "llama4, experts": Case(name="llama4"),
+    "llama4, experts and two kinds of words": Case(name="llama4", own_mask=True),
     "logits without the last token": Case(name="two_encoder_net", symbolic=True, more_samples=True),
 }
 
@@ -79,23 +87,33 @@ def _jobs(case: Case) -> tuple[Job, Job]:
         first = family.padded_batch("right", case.padding, torch.float64)
     found = capture(model, first, dynamic=second if case.symbolic else None)
     batch = completed(model, second if case.symbolic else first)
-    words = causal_words(batch, documents=case.documents, image=IMAGE if case.islands else None)
-    graph = with_words(found.graph, dict(case.windows))
-    blocks = distribute(
-        torch.ones(-(-words.shape[1] // BLOCK), dtype=torch.int64),
-        tokens=words.shape[1],
-        ranks=RANKS,
-        block=BLOCK,
-        policy=case.policy,
-    )
+    whole, under, roots = _under_words(case, found, batch)
+    words = {name: value for name, value in roots.items() if name.startswith(WORDS)}
+    tokens = words[WORDS].shape[1]
+    blocks = distribute([1] * -(-tokens // BLOCK), tokens=tokens, ranks=RANKS, block=BLOCK, policy=case.policy)
     pass_ = ContextParallel(component="language_model", num_ranks=RANKS, local_tokens=blocks.local_tokens)
-    spread = Pipeline(passes=(pass_,)).run(graph).graph
-    own = shard_values({WORDS: words}, blocks.rearrange(), {"cp_words": WORDS})
-    roots = root_values(found, batch)
+    spread = replace(under, graph=Pipeline(passes=(pass_,)).run(under.graph).graph)
+    inputs = {str(n.target): n.meta["words"] for n in spread.graph.module.graph.nodes if _is_own_words(n)}
+    own = shard_values(words, blocks.rearrange(), inputs)
     return (
-        job_of(replace(found, graph=spread), model, roots, own=own, stages=STAGES),
-        job_of(replace(found, graph=graph), model, {**roots, WORDS: words}, stages=STAGES),
+        job_of(spread, model, roots, own=own, stages=STAGES),
+        job_of(whole, model, roots, stages=STAGES),
     )
+
+
+def _under_words(case: Case, found: Capture, batch: Mapping[str, Any]) -> tuple[Capture, Capture, dict[str, Any]]:
+    """What one rank runs, the same under words, and all inputs."""
+    if case.own_mask:
+        whole = replace(found, graph=widened(found.graph))
+        under = with_bitfield_attention(whole, BitfieldAttention())
+        return whole, under, root_values(under, batch)
+    words = causal_words(batch, documents=case.documents, image=IMAGE if case.islands else None)
+    under = replace(found, graph=with_words(found.graph, case.windows))
+    return under, under, {**root_values(found, batch), WORDS: words}
+
+
+def _is_own_words(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "words" in node.meta and "shard" in node.meta
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -190,7 +208,7 @@ def test_tokens_that_are_lost_or_doubled_are_refused(index: list[list[int]]) -> 
 @pytest.mark.parametrize("tokens", [3, 40, 700])
 def test_inputs_by_port_name(tokens: int) -> None:
     words = causal_words({"input_ids": torch.zeros(2, tokens, dtype=torch.int64)}, documents=2)
-    values = shard_inputs(words, 2)
+    values = shard_inputs({WORDS: words}, {"cp_words": WORDS}, 2)
     rows = local_tokens(tokens, 2)
     shapes = {name: tuple(value.shape) for name, value in values.items()}
     assert shapes == {

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bitfield_graph import WORDS, causal_words, with_words
-from shard_ranks import Job, Ran, job_of, ran_by
+from shard_jobs import job_of
+from shard_ranks import Job, Ran, ran_by
 from tiny_language import WIDTH, Block, Mix, TinyLanguage, tiny_batch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

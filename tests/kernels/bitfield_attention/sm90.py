@@ -21,9 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mmcompile.kernels.bitfield_attention import triton_backward, triton_forward
-from mmcompile.kernels.bitfield_attention.triton_configs import Config, block_d, config
+from mmcompile.kernels.bitfield_attention.triton_configs import PRECISION, Config, block_d, config
 
 _BLOCK = 128
+OUT = ("dk", "dv")
 _KERNELS = {
     "forward": triton_forward.attend,
     "merge": triton_forward.merge,
@@ -32,7 +33,7 @@ _KERNELS = {
     "key_gradients": triton_backward.key_gradients,
     "add_parts": triton_backward.add_parts,
 }
-_LOOPED = {"forward": ("k", "v"), "query_gradients": ("k", "v"), "key_gradients": ("q", "dout")}
+_LOOPED = ("forward", "query_gradients", "key_gradients")
 _FLOAT32 = ("lse", "dlse", "shift", "delta", "partial", "partial_out", "partial_lse", "partial_dq", "partial_dk", "partial_dv")
 _INT32 = ("words", "positions", "kv_words", "kv_positions", "items", "other", "splits")
 _ELEMENTS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "total")
@@ -55,7 +56,9 @@ def compile_kernel(name: str, head_dim: int, dtype: str, window: bool, numbers: 
         "STAGES": tiles.num_stages,
         "WINDOW": window,
         "GROUP": 4,
-        "PRECISION": "tf32x3",
+        "DK": "dk" in OUT,
+        "DV": "dv" in OUT,
+        "PRECISION": PRECISION,
         **dict.fromkeys(("BLOCK", "BLOCK_Q", "BLOCK_KV"), _BLOCK),
     }
     kernel = _KERNELS[name]
@@ -84,13 +87,12 @@ def compile_kernel(name: str, head_dim: int, dtype: str, window: bool, numbers: 
 
 
 def _type(kernel: str, argument: str, dtype: str, tiles: Config, constants: dict[str, Any]) -> str:
-    looped = _LOOPED.get(kernel, ())
     if argument in constants:
         return "constexpr"
-    if argument.removesuffix("_general") in looped:
-        side = tiles.block_m if kernel == "key_gradients" else tiles.block_n
-        rows = tiles.block_g if argument.endswith("_general") else side
-        return f"tensordesc<{dtype}[1, 1, {rows}, {constants['BLOCK_D']}]>"
+    name = argument.removesuffix("_general")
+    if kernel in _LOOPED and name in ("q", "k", "v", "dout"):
+        rows = tiles.block_m if name in ("q", "dout") else tiles.block_n
+        return f"tensordesc<{dtype}[1, 1, {tiles.block_g if name != argument else rows}, {constants['BLOCK_D']}]>"
     if argument in _ELEMENTS:
         return f"*{dtype}"
     if argument in _FLOAT32:
