@@ -110,12 +110,16 @@ def _autograd(name: str, call: Call, attend: Callable[..., torch.Tensor], build_
         dq, dk, dv = prepare()()
         return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
 
-    return Peer(name=name, forward=lambda: attend(*leaves), backward=backward, prepare_backward=prepare, build_ms=build_ms)
+    return Peer(
+        name=name, forward=lambda: attend(*leaves), backward=backward, prepare_backward=prepare, build_ms=build_ms
+    )
 
 
 def sdpa_causal(call: Call, device: str) -> Iterator[Peer]:
     """SDPA with its causal flag: the upper bound for the causal mask."""
-    yield _autograd("SDPA is_causal", call, functools.partial(F.scaled_dot_product_attention, is_causal=True), 0.0, True)
+    yield _autograd(
+        "SDPA is_causal", call, functools.partial(F.scaled_dot_product_attention, is_causal=True), 0.0, True
+    )
 
 
 def dense_sdpa(call: Call, device: str) -> Iterator[Peer]:
@@ -127,7 +131,9 @@ def dense_sdpa(call: Call, device: str) -> Iterator[Peer]:
     if device == "cuda":
         torch.cuda.synchronize()
     build_ms = 1e3 * (time.perf_counter() - start)
-    yield _autograd("SDPA, dense mask", call, functools.partial(F.scaled_dot_product_attention, attn_mask=mask), build_ms, True)
+    yield _autograd(
+        "SDPA, dense mask", call, functools.partial(F.scaled_dot_product_attention, attn_mask=mask), build_ms, True
+    )
 
 
 def flex(call: Call, device: str) -> Iterator[Peer]:
@@ -136,12 +142,11 @@ def flex(call: Call, device: str) -> Iterator[Peer]:
         return  # It has no backward pass there.
     from torch.nn.attention.flex_attention import create_block_mask
 
-    words, positions, kv_words, kv_positions = (x[0] for x in call.mask)
-    tensors = tuple(
-        half.contiguous() for word in (words, kv_words) for half in word.view(torch.int32).unflatten(0, (-1, 2)).unbind(1)
-    )
-    tensors = *tensors, positions.int().contiguous(), kv_positions.int().contiguous()
-    build = functools.partial(create_block_mask, _predicate(*tensors), None, None, len(words), len(kv_words), device=device)
+    predicate, buffers = _flex_mask(*(x.shape[1] for x in call.mask[::2]))
+    halves = [half for words in call.mask[::2] for half in words[0].view(torch.int32).unflatten(0, (-1, 2)).unbind(1)]
+    for buffer, values in zip(buffers, [*halves, call.mask[1][0], call.mask[3][0]], strict=True):
+        buffer.copy_(values)
+    build = functools.partial(create_block_mask, predicate, None, None, call.q.shape[2], call.k.shape[2], device=device)
     compiled = _compiled_flex()
     build(_compile=True)
     torch.cuda.synchronize()
@@ -160,21 +165,20 @@ def _compiled_flex() -> Callable[..., torch.Tensor]:
     return torch.compile(flex_attention, dynamic=False)  # pyright: ignore[reportReturnType]
 
 
-def _predicate(
-    q_bits: torch.Tensor,
-    q_high: torch.Tensor,
-    k_bits: torch.Tensor,
-    k_high: torch.Tensor,
-    q_pos: torch.Tensor,
-    k_pos: torch.Tensor,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+@functools.cache
+def _flex_mask(tokens: int, kv_tokens: int) -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
+    """A predicate and the tensors it reads, one for all masks of a shape: a new function would be compiled anew."""
+    sizes = tokens, tokens, kv_tokens, kv_tokens, tokens, kv_tokens
+    buffers = tuple(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes)
+    q_bits, q_high, k_bits, k_high, q_pos, k_pos = buffers
+
     def seen(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         differ = q_high[q] ^ k_high[k]
         causal = (q_high[q] < 0) & (q_pos[q] >= k_pos[k]) & ((q_bits[q] & k_bits[k]) != 0)
         island = ((differ & 0xFFFF) == 0) & ((k_high[k] & 0xFFFF) != 0)
         return ((differ & 0x7FFF0000) == 0) & ((k_high[k] & 0x7FFF0000) != 0) & (causal | island)
 
-    return seen
+    return seen, buffers
 
 
 def varlen(call: Call, device: str) -> Iterator[Peer]:
@@ -186,7 +190,9 @@ def varlen(call: Call, device: str) -> Iterator[Peer]:
     documents = (call.mask[0][0] >> 48) & MAX_DOCUMENT
     lengths = torch.unique_consecutive(documents, return_counts=True)[1]
     ends = F.pad(lengths.cumsum(0), (1, 0)).int()
-    causal = {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
+    causal = (
+        {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
+    )
     longest = int(lengths.max())
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,11 @@ def make_call(case: Case, device: str, dtype: torch.dtype = torch.bfloat16) -> C
     if case.kv_tokens:
         share = torch.arange(case.kv_tokens).unflatten(0, (-1, 128))[:: case.kv_tokens // case.tokens].flatten()
         mask = words[:, share], positions[:, share], words, positions
-    shapes = [(case.heads, case.tokens), *[(case.kv_heads, case.kv_tokens or case.tokens)] * 2, (case.heads, case.tokens)]
+    shapes = [
+        (case.heads, case.tokens),
+        *[(case.kv_heads, case.kv_tokens or case.tokens)] * 2,
+        (case.heads, case.tokens),
+    ]
     q, k, v, dout = (torch.randn(1, *shape, case.head_dim, device=device, dtype=dtype) for shape in shapes)
     pairs = visible_pairs(*mask)
     on_device = tuple(x.contiguous().to(device) for x in mask)
@@ -92,9 +96,7 @@ def run_forward(call: Call, plan: BlockPlan, tiles: Tiles | None = None) -> tupl
     scale = call.case.head_dim**-0.5
     if not call.q.is_cuda:
         return eager.forward(call.q, call.k, call.v, *call.mask, scale, None, plan)
-    return triton.forward(
-        call.q, call.k, call.v, *call.mask, scale, None, plan, tiles=tiles.forward if tiles else None
-    )
+    return triton.forward(call.q, call.k, call.v, *call.mask, scale, None, plan, tiles=tiles.forward if tiles else None)
 
 
 def run_backward(

@@ -24,7 +24,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
 
 from attention_peers import Peer, dense_sdpa, flex, own, own_ablations, sdpa_causal, varlen
-from attention_timing import DOCUMENTS, Budget, Case, Tiles, compile_all, make_call, poisoned, run_backward, run_forward, time_ms
+from attention_timing import (
+    DOCUMENTS,
+    Budget,
+    Case,
+    Tiles,
+    compile_all,
+    make_call,
+    poisoned,
+    run_backward,
+    run_forward,
+    time_ms,
+)
 
 from mmcompile.kernels.bitfield_attention import bitfield_attention_reference
 
@@ -34,7 +45,7 @@ MOST_RELATIVE_ERROR = 1e-2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A case and the implementations timed on it, in order; `seconds` is what one implementation may need, compilation included."""
+    """A case and the implementations timed on it, in order; `seconds` is what one of them may need, compilation included."""
 
     case: Case
     peers: tuple[Callable[..., Iterator[Peer]], ...]
@@ -100,9 +111,11 @@ def check(device: str, dry: bool) -> Iterator[dict[str, object]]:
     tokens, heads, dims = (192, (2, 1), (64,)) if dry else (1500, (8, 2), (128, 64, 256, 96))
     for head_dim in dims:
         for mask in ("causal", "EE", "MP"):
-            call = make_call(Case(mask=mask, tokens=tokens, heads=heads[0], kv_heads=heads[1], head_dim=head_dim), device)
+            call = make_call(
+                Case(mask=mask, tokens=tokens, heads=heads[0], kv_heads=heads[1], head_dim=head_dim), device
+            )
             wide = [x.double().requires_grad_() for x in (call.q, call.k, call.v)]
-            truth = bitfield_attention_reference(*wide, *call.mask)[0]
+            truth = bitfield_attention_reference(wide[0], wide[1], wide[2], *call.mask)[0]
             truth.backward(call.dout.double())
             expected = truth.detach(), *(x.grad for x in wide)
             for cap in (None, 4):
@@ -180,7 +193,7 @@ def compare(budget: Budget, dry: bool) -> Results:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--budget-s", type=float, help="wall time, 360 s; 150 s with --tune")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     parser.add_argument("--tune", action="store_true", help="rank tile sizes instead")

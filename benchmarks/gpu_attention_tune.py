@@ -19,8 +19,8 @@ _TOKENS = 16384
 _HEADS, _KV_HEADS = 32, 8
 _COMPILE_SHARE = 0.6
 
-# block_m, block_n, block_g, warps, stages
-_CANDIDATES: dict[tuple[Kernel, int], list[tuple[int, int, int, int, int]]] = {
+# block_m, block_n, block_g, warps, stages and, where not 1, passes
+_CANDIDATES: dict[tuple[Kernel, int], list[tuple[int, ...]]] = {
     ("forward", 128): [
         (128, 128, 64, 8, 2),
         (128, 64, 64, 8, 3),
@@ -33,8 +33,8 @@ _CANDIDATES: dict[tuple[Kernel, int], list[tuple[int, int, int, int, int]]] = {
         (128, 32, 32, 8, 4),
     ],
     ("query_gradients", 128): [
-        (128, 64, 32, 8, 2),
         (128, 64, 32, 8, 3),
+        (128, 64, 32, 8, 2),
         (128, 64, 64, 8, 2),
         (128, 128, 32, 8, 2),
         (64, 64, 32, 4, 2),
@@ -42,15 +42,18 @@ _CANDIDATES: dict[tuple[Kernel, int], list[tuple[int, int, int, int, int]]] = {
         (64, 128, 32, 8, 2),
     ],
     ("key_gradients", 128): [
-        (32, 128, 16, 8, 2),
-        (32, 128, 16, 8, 3),
-        (32, 128, 16, 8, 4),
-        (64, 128, 32, 8, 2),
         (64, 64, 32, 8, 2),
         (64, 64, 32, 8, 3),
+        (32, 128, 16, 8, 2),
+        (32, 128, 16, 8, 3),
+        (64, 128, 32, 8, 2),
+        (64, 128, 16, 8, 2),
+        (64, 128, 32, 8, 3),
         (32, 64, 16, 4, 2),
         (32, 64, 16, 4, 3),
         (64, 64, 32, 4, 2),
+        (64, 128, 32, 8, 2, 2),
+        (64, 64, 32, 4, 2, 2),
     ],
     ("forward", 64): [
         (128, 128, 64, 8, 3),
@@ -83,12 +86,12 @@ _CANDIDATES: dict[tuple[Kernel, int], list[tuple[int, int, int, int, int]]] = {
 class _Candidate:
     kernel: Kernel
     head_dim: int
-    numbers: tuple[int, int, int, int, int]
+    numbers: tuple[int, ...]
 
     @property
     def tiles(self) -> Tiles:
-        names = "block_m", "block_n", "block_g", "num_warps", "num_stages"
-        return Tiles(**{self.kernel: Config(**dict(zip(names, self.numbers, strict=True)))})
+        names = "block_m", "block_n", "block_g", "num_warps", "num_stages", "passes"
+        return Tiles(**{self.kernel: Config(**dict(zip(names, self.numbers, strict=False)))})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +121,10 @@ def tune(budget_s: float) -> list[dict[str, object]]:
     jobs = [(Tiles(), dim, _HEADS // _KV_HEADS) for dim in (128, 64)]
     jobs += [(candidate.tiles, candidate.head_dim, _HEADS // _KV_HEADS) for candidate in candidates]
     failures = compile_all(jobs, budget_s * _COMPILE_SHARE)[2:]
-    print(f"compiled {sum(x is None for x in failures)} of {len(candidates)} candidates; {budget.left_s:.0f} s left", flush=True)
+    print(
+        f"compiled {sum(x is None for x in failures)} of {len(candidates)} candidates; {budget.left_s:.0f} s left",
+        flush=True,
+    )
     rows = list(_measure(list(zip(candidates, failures, strict=True)), budget))
     for kernel, dim in _CANDIDATES:
         print(f"\n{kernel}, head dim {dim}: (block_m, block_n, block_g, warps, stages)   " + "   ".join(_MASKS))
@@ -131,7 +137,11 @@ def tune(budget_s: float) -> list[dict[str, object]]:
 def _measure(candidates: list[tuple[_Candidate, str | None]], budget: Budget) -> Iterator[dict[str, object]]:
     problems: dict[int, list[_Problem]] = {}
     for candidate, failure in candidates:
-        row: dict[str, object] = {"kernel": candidate.kernel, "head_dim": candidate.head_dim, "tiles": candidate.numbers}
+        row: dict[str, object] = {
+            "kernel": candidate.kernel,
+            "head_dim": candidate.head_dim,
+            "tiles": candidate.numbers,
+        }
         if failure is None and budget.left_s < 3:
             failure = "skipped: the budget is spent"
         if failure is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import ClassVar, final, get_args
+from typing import Any, ClassVar, final, get_args
 
 import torch
 from torch import fx
@@ -28,9 +28,10 @@ from mmcompile.ir.graph import META_KEY, ComponentKind, ModelGraph, NodeInfo, co
 from mmcompile.ir.host import drop_unread
 from mmcompile.kernels.bitfield_attention.backends import Impl
 from mmcompile.passes.base import Fact, Rewrite
-from mmcompile.passes.mask_expression import Reader, given, shape
-from mmcompile.passes.mask_formula import MaskFormula, Unrecognised, recognise
+from mmcompile.passes.mask_claims import Unrecognised
+from mmcompile.passes.mask_formula import MaskFormula, recognise
 from mmcompile.passes.mask_nodes import NodeMaker, extent_of
+from mmcompile.passes.mask_reader import Reader, given, shape
 from mmcompile.passes.values import aliased, aten_ops, op_name
 
 ATTENTION = "aten.scaled_dot_product_attention"
@@ -253,7 +254,7 @@ def _replace(call: fx.Node, words: _Words, window: int | None, impl: str) -> Non
 def _record_views(node: fx.Node) -> None:
     """Record the values of a node's views anew: attention by a mask may lay out its result in other strides."""
 
-    def known(value: fx.Node) -> object:
+    def known(value: fx.Node) -> Any:
         return value.meta["val"]
 
     for user in node.users:

@@ -14,8 +14,10 @@ from mmcompile.ir.graph import META_KEY, NodeInfo
 from mmcompile.ir.host import drop_unread
 from mmcompile.ir.nodes import attention_words, token_positions
 from mmcompile.ir.sizes import SIZE_PREFIX
-from mmcompile.passes.mask_expression import Apply, Expression, Index, Load, Number, Places, Reader, shape
-from mmcompile.passes.mask_formula import MaskFormula, Test, Unrecognised
+from mmcompile.passes.mask_claims import Unrecognised
+from mmcompile.passes.mask_expression import Apply, Expression, Index, Load, Number, Places
+from mmcompile.passes.mask_formula import MaskFormula, Test
+from mmcompile.passes.mask_reader import Reader, shape
 
 aten = torch.ops.aten
 TOKENS = (Index("b"), Index("t"))

@@ -14,6 +14,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402  (the variables come first)
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():
+    # Kernels are interpreted then. Triton reads this when it is imported, which torch.export does, so no later place would do.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(1)
 
 

@@ -103,16 +103,17 @@ def bitfield_attention(
             )
     elif (positions is None) != (kv_positions is None):
         raise MaskError("positions are given for one side only; give both positions and kv_positions, or neither")
-    positions = _positions("words", words, "positions", positions, q)
+    _check_mask("words", words, "positions", positions, q)
     if kv_words is None:
         kv_words, kv_positions = words, positions
     else:
-        kv_positions = _positions("kv_words", kv_words, "kv_positions", kv_positions, k)
+        _check_mask("kv_words", kv_words, "kv_positions", kv_positions, k)
     if window is not None and window < 1:
         raise MaskError(f"a window of {window} tokens hides every key; wanted 1 or more, or None for no window")
     if check:
-        check_words(words, positions.int())
-        check_words(kv_words, kv_positions.int())
+        for given, at in ((words, positions), (kv_words, kv_positions)):
+            natural = torch.arange(given.shape[1], dtype=torch.int32, device=given.device).expand_as(given)
+            check_words(given, natural if at is None else at.int())
     resolve(impl, q, v)
     out, lse = bitfield_attention_op(q, k, v, words, positions, kv_words, kv_positions, scale, window, impl)
     return (out, lse) if return_lse else out
@@ -134,25 +135,22 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ConfigError(f"got q on {q.device}, k on {k.device}, v on {v.device}; wanted one device")
 
 
-def _positions(
+def _check_mask(
     words_name: str, words: torch.Tensor, name: str, positions: torch.Tensor | None, x: torch.Tensor
-) -> torch.Tensor:
-    """Positions of words that fit tokens [B, heads, T, dim]."""
+) -> None:
+    """Raise unless words and positions fit tokens [B, heads, T, dim]."""
     wanted = x.shape[0], x.shape[2]
     if words.dtype != torch.int64 or words.shape != wanted:
         raise MaskError(
             f"{words_name} are {words.dtype} {list(words.shape)}; wanted int64 {list(wanted)}, one word a token: "
             "build them with build_mask or words_from_ids"
         )
-    if positions is None:
-        positions = torch.arange(wanted[1], dtype=torch.int32, device=words.device).expand(wanted)
-    if positions.dtype not in (torch.int32, torch.int64) or positions.shape != wanted:
+    if positions is not None and (positions.dtype not in (torch.int32, torch.int64) or positions.shape != wanted):
         raise MaskError(
             f"{name} are {positions.dtype} {list(positions.shape)}; wanted int32 {list(wanted)}, one a token"
         )
     for what, given in ((words_name, words), (name, positions)):
-        if given.device != x.device:
+        if given is not None and given.device != x.device:
             raise MaskError(
                 f"{what} are on {given.device} and the tokens on {x.device}; move them before the model runs"
             )
-    return positions

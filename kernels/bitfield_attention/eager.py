@@ -119,7 +119,8 @@ def backward(
         query, grad, level, result = (_take(x, chunk, k.shape[1]).to(wide) for x in (q, dout, lse.unsqueeze(-1), out))
         empty = level == -torch.inf
         # A row that sees nothing may hold anything, as may its gradient: 0 x inf must not reach its neighbours.
-        query, grad, level = (x.masked_fill(empty, 0) for x in (query, grad, level))
+        for x in (query, grad, level):
+            x.masked_fill_(empty, 0)
         query.mul_(scale)
         delta = result.mul_(grad).sum(-1, keepdim=True)
         if dlse is not None:

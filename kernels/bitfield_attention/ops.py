@@ -5,6 +5,7 @@ Both outputs are differentiable: the log-sum-exp is what merges partial results 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -27,9 +28,9 @@ def bitfield_attention_op(
     k: torch.Tensor,
     v: torch.Tensor,
     words: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
+    kv_positions: torch.Tensor | None,
     scale: float,
     window: int | None,
     impl: str,
@@ -40,7 +41,7 @@ def bitfield_attention_op(
         q: [B, H, Tq, D].
         k: [B, Hkv, Tk, D], H a multiple of Hkv.
         v: [B, Hkv, Tk, Dv].
-        words, positions: [B, Tq] int64 words and integer positions.
+        words, positions: [B, Tq] int64 words and integer positions, None for 0, 1, 2, ...
         kv_words, kv_positions: [B, Tk].
         scale: factor on the scores.
         window: causal reach in tokens, or None.
@@ -49,7 +50,7 @@ def bitfield_attention_op(
     Returns:
         O, [B, H, Tq, Dv] in the dtype of `q`, and the log-sum-exp of each row, [B, H, Tq] in float32 or wider.
     """
-    source = words, positions, kv_words, kv_positions
+    source = words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words)
     if resolve(impl, q, v) == "eager":
         return eager.forward(q, k, v, *source, scale, window, _PLANS.plan(source, window, BLOCK, BLOCK))
     plan = _PLANS.plan(source, window, BLOCK, BLOCK, "auto", prod(q.shape[:2]))
@@ -62,9 +63,9 @@ def _(
     k: torch.Tensor,
     v: torch.Tensor,
     words: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
+    kv_positions: torch.Tensor | None,
     scale: float,
     window: int | None,
     impl: str,
@@ -83,9 +84,9 @@ def bitfield_attention_backward_op(
     out: torch.Tensor,
     lse: torch.Tensor,
     words: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
+    kv_positions: torch.Tensor | None,
     scale: float,
     window: int | None,
     impl: str,
@@ -101,7 +102,7 @@ def bitfield_attention_backward_op(
     Returns:
         dQ, dK, dV, contiguous.
     """
-    source = words, positions, kv_words, kv_positions
+    source = words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words)
     if resolve(impl, q, v) == "eager":
         plan = _PLANS.plan(source, window, BLOCK, BLOCK)
         return eager.backward(dout, dlse, q, k, v, out, lse, *source, scale, window, plan, grad_dtype)
@@ -119,9 +120,9 @@ def _(
     out: torch.Tensor,
     lse: torch.Tensor,
     words: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     kv_words: torch.Tensor,
-    kv_positions: torch.Tensor,
+    kv_positions: torch.Tensor | None,
     scale: float,
     window: int | None,
     impl: str,
@@ -129,6 +130,16 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (x.new_empty(x.shape, dtype=grad_dtype or x.dtype) for x in (q, k, v))
     return dq, dk, dv
+
+
+def _or_natural(positions: torch.Tensor | None, words: torch.Tensor) -> torch.Tensor:
+    return _natural(words.shape[1], words.device).expand_as(words) if positions is None else positions
+
+
+@lru_cache(maxsize=16)
+def _natural(tokens: int, device: torch.device) -> torch.Tensor:
+    # The same tensor for every layer: on an accelerator plans are found by the identity of what they were made from.
+    return torch.arange(tokens, dtype=torch.int32, device=device)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:

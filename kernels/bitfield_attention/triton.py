@@ -14,7 +14,15 @@ import torch
 
 from mmcompile.errors import ConfigError
 from mmcompile.kernels.bitfield_attention.plan import BlockPlan, TileLists
-from mmcompile.kernels.bitfield_attention.triton_configs import DTYPES, HEAD_DIMS, Config, block_d, config
+from mmcompile.kernels.bitfield_attention.triton_configs import (
+    DTYPES,
+    HEAD_DIMS,
+    Config,
+    Kernel,
+    block_d,
+    config,
+    precision,
+)
 
 _SIDE = 64
 """Rows of a program of the kernels that compute no scores."""
@@ -53,7 +61,7 @@ def forward(
         ConfigError: Triton is missing, or something the kernels do not do.
     """
     call = _call(q, k, v, words, positions, kv_words, kv_positions, scale, window, plan)
-    tiles = _fit(tiles or config("forward", q.shape[-1], call.q.dtype), plan)
+    tiles = _fit(tiles or _tiles("forward", call), plan)
     lists, heads = plan.queries, call.heads
     out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
     lse = out.new_empty(q.shape[:3], dtype=torch.float32)
@@ -62,9 +70,10 @@ def forward(
     kernels, blocks = _forward_kernels(), -(-plan.q_len // plan.block_q)
     with torch.cuda.device_of(q):
         kernels.attend[_grid(lists.items, plan.block_q // tiles.block_m, heads)](
-            *_descriptors(tiles.block_m, call.q), *_descriptors(tiles.block_n, call.k, call.v), *_descriptors(tiles.block_g, call.k, call.v),
-            out, lse, partial_out, partial_lse, *call.mask, lists.items, lists.other,
-            plan.q_len, plan.kv_len, blocks, heads, call.group, scale, window or 0, **call.constants, **_constants(tiles),
+            *_descriptors(tiles.block_m, call.q), *_descriptors(tiles.block_n, call.k, call.v),
+            *_descriptors(tiles.block_g, call.k, call.v), out, lse, partial_out, partial_lse, *call.mask,
+            lists.items, lists.other, plan.q_len, plan.kv_len, blocks, heads, call.group, scale, window or 0,
+            **call.constants, **_constants(tiles),
         )  # fmt: skip
         if len(lists.splits):
             side = min(_SIDE, plan.block_q)
@@ -114,8 +123,8 @@ def backward(
     with torch.cuda.device_of(q):
         dout = _rows(dout, call.q.dtype)
         shift, delta = _prepare(_rows(out, call.q.dtype), dout, lse, dlse, plan.block_q)
-        query_tiles = _fit(query_tiles or config("query_gradients", q.shape[-1], call.q.dtype), plan)
-        key_tiles = _fit(key_tiles or config("key_gradients", q.shape[-1], call.q.dtype), plan)
+        query_tiles = _fit(query_tiles or _tiles("query_gradients", call), plan)
+        key_tiles = _fit(key_tiles or _tiles("key_gradients", call), plan)
         dq = _query_gradients(call, dout, shift, delta, grad_dtype, query_tiles)
         dk, dv = _key_gradients(call, dout, shift, delta, grad_dtype, key_tiles)
     return dq, dk, dv
@@ -143,8 +152,8 @@ def _query_gradients(
     partial = q.new_empty((lists.num_slots, heads, plan.block_q, q.shape[-1]), dtype=torch.float32)
     blocks = -(-plan.q_len // plan.block_q)
     _backward_kernels().query_gradients[_grid(lists.items, plan.block_q // tiles.block_m, heads)](
-        *_descriptors(tiles.block_m, q, dout), *_descriptors(tiles.block_n, call.k, call.v), *_descriptors(tiles.block_g, call.k, call.v),
-        shift, delta, dq, partial, *call.mask, lists.items, lists.other,
+        *_descriptors(tiles.block_m, q, dout), *_descriptors(tiles.block_n, call.k, call.v),
+        *_descriptors(tiles.block_g, call.k, call.v), shift, delta, dq, partial, *call.mask, lists.items, lists.other,
         plan.q_len, plan.kv_len, blocks, heads, call.group, call.scale, call.window or 0,
         **call.constants, **_constants(tiles),
     )  # fmt: skip
@@ -159,12 +168,13 @@ def _key_gradients(
     dk, dv = (k.new_empty(k.shape, dtype=_stored(dtype)) for _ in range(2))
     partial_dk, partial_dv = k.new_empty((2, lists.num_slots, heads, plan.block_kv, k.shape[-1]), dtype=torch.float32)
     blocks = -(-plan.kv_len // plan.block_kv)
-    _backward_kernels().key_gradients[_grid(lists.items, plan.block_kv // tiles.block_n, heads)](
-        *_descriptors(tiles.block_m, call.q, dout), *_descriptors(tiles.block_g, call.q, dout), *_descriptors(tiles.block_n, k, call.v),
-        shift, delta, dk, dv, partial_dk, partial_dv, *call.mask, lists.items, lists.other,
-        plan.q_len, plan.kv_len, shift.shape[-1], blocks, heads, call.scale, call.window or 0,
-        GROUP=call.group, **call.constants, **_constants(tiles),
-    )  # fmt: skip
+    for wanted in ("DK", "DV") if tiles.passes == 2 else (None,):
+        _backward_kernels().key_gradients[_grid(lists.items, plan.block_kv // tiles.block_n, heads)](
+            *_descriptors(tiles.block_m, call.q, dout), *_descriptors(tiles.block_g, call.q, dout),
+            *_descriptors(tiles.block_n, k, call.v), shift, delta, dk, dv, partial_dk, partial_dv, *call.mask,
+            lists.items, lists.other, plan.q_len, plan.kv_len, shift.shape[-1], blocks, heads, call.scale, call.window or 0,
+            DK=wanted != "DV", DV=wanted != "DK", GROUP=call.group, **call.constants, **_constants(tiles),
+        )  # fmt: skip
     _add_parts(lists, plan.block_kv, partial_dk, dk)
     _add_parts(lists, plan.block_kv, partial_dv, dv)
     return dk.to(dtype), dv.to(dtype)
@@ -205,7 +215,7 @@ class _Call:
     def constants(self) -> dict[str, Any]:
         """Of every kernel that computes scores."""
         sides = {"BLOCK_Q": self.plan.block_q, "BLOCK_KV": self.plan.block_kv}
-        return {**sides, **_columns(self.q), "WINDOW": self.window is not None, "PRECISION": PRECISION}
+        return {**sides, **_columns(self.q), "WINDOW": self.window is not None, "PRECISION": precision()}
 
 
 def _call(
@@ -246,8 +256,15 @@ def _check(
             f"the Triton kernels of bitfield attention got {q.dtype}, {k.dtype} and {v.dtype}; wanted one of "
             f'{", ".join(map(str, DTYPES))} for all three; or use impl="eager"'
         )
+    if q.dtype == torch.float32 and q.shape[-1] == 256 and not _interpreted():
+        raise ConfigError(
+            "the Triton kernels of bitfield attention do not fit float32 with a head dim of 256 into registers; "
+            'use bfloat16, or impl="eager"'
+        )
     if scale <= 0:
-        raise ConfigError(f'the Triton kernels of bitfield attention got a scale of {scale}; wanted more than 0; or use impl="eager"')
+        raise ConfigError(
+            f'the Triton kernels of bitfield attention got a scale of {scale}; wanted more than 0; or use impl="eager"'
+        )
     if (plan.batch, plan.q_len, plan.kv_len, plan.window) != (q.shape[0], q.shape[2], k.shape[2], window):
         raise ConfigError(
             f"a plan of batch {plan.batch}, {plan.q_len} queries, {plan.kv_len} keys and window {plan.window} was given for q "
@@ -255,12 +272,20 @@ def _check(
         )
 
 
+def _tiles(kernel: Kernel, call: _Call) -> Config:
+    """The shipped configuration. Interpreted, 16-bit inputs keep theirs although they are computed in float32."""
+    dtype = torch.bfloat16 if _interpreted() else call.q.dtype
+    return config(kernel, call.q.shape[-1], dtype)
+
+
 def _fit(tiles: Config, plan: BlockPlan) -> Config:
     """Tiles no larger than the blocks of the plan."""
     block_m, block_n = min(tiles.block_m, plan.block_q), min(tiles.block_n, plan.block_kv)
     tiles = replace(tiles, block_m=block_m, block_n=block_n, block_g=min(tiles.block_g, plan.block_q, plan.block_kv))
-    sides = tiles.block_m, tiles.block_n, tiles.block_g
-    if min(sides) < 16 or plan.block_q % block_m or plan.block_kv % block_n or plan.block_q % sides[2] or plan.block_kv % sides[2]:
+    sides = block_m, block_n, tiles.block_g
+    if min(sides) < 16 or any(
+        (plan.block_q % block_m, plan.block_kv % block_n, plan.block_q % sides[2], plan.block_kv % sides[2])
+    ):
         raise ConfigError(
             f"tiles with sides {sides} do not divide blocks of {plan.block_q} queries and {plan.block_kv} keys; "
             "wanted powers of two, 16 or more, for both"
@@ -323,7 +348,7 @@ def _forward_kernels() -> ModuleType:
         from mmcompile.kernels.bitfield_attention import triton_forward
     except ImportError as error:
         raise ConfigError(
-            'the Triton kernels of bitfield attention need the package triton (3.6 to 3.9), which is missing here; use impl="eager"'
+            'the Triton kernels of bitfield attention need the package triton, 3.6 or later, which is missing; use impl="eager"'
         ) from error
     return triton_forward
 

@@ -11,6 +11,11 @@ by bit. Tile classes, words and their facts are those of `triton_forward`.
 `prepare` writes L in base 2, +inf for rows that see nothing: every weight of such a row is exp(-inf) = 0 without a test.
 """
 
+# Kernels are written in Triton's language, whose tensors have no types that Python knows.
+# pyright: reportMissingParameterType=false, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalOperand=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportOptionalSubscript=false
+
 from __future__ import annotations
 
 import triton
@@ -144,7 +149,8 @@ def query_gradients(
         )  # fmt: skip
     acc = tl.where((row_shift < float("inf"))[:, None], acc * scale, 0.0)
     if slot < 0:
-        tl.store(dq + flat_rows[:, None] * HEAD_DIM + offsets_d[None, :], acc.to(dq.dtype.element_ty), mask=inside[:, None] & wide)
+        real = inside[:, None] & wide
+        tl.store(dq + flat_rows[:, None] * HEAD_DIM + offsets_d[None, :], acc.to(dq.dtype.element_ty), mask=real)
     else:
         slot_rows = (slot.to(tl.int64) * heads + head) * BLOCK_Q + within
         tl.store(partial_dq + slot_rows[:, None] * HEAD_DIM + offsets_d[None, :], acc, mask=wide)
@@ -154,7 +160,8 @@ def query_gradients(
 def _visit_queries(
     dk, dv, key, value, key_rows, queries, douts, shift, delta, words, positions, kv_words, kv_positions, other,
     begin, end, batch, first_head, padded_len, q_len, kv_len, scale, window,
-    KIND: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dS^T Q and P^T dO over tiles `begin` to `end` of a list, all of one class. Scores here are [keys, queries]."""
@@ -180,7 +187,8 @@ def _visit_queries(
         dout = douts.load([batch, head, start, 0]).reshape(BLOCK_M, BLOCK_D)
         if KIND == GENERAL:
             query = tl.where((row_shift < float("inf"))[:, None], query, 0.0)
-            dout = tl.where((row_shift < float("inf"))[:, None], dout, 0.0)
+            if DV:
+                dout = tl.where((row_shift < float("inf"))[:, None], dout, 0.0)
         if KIND == ROW:
             causal = (position >= key_position) & ((bits & key_bits) != 0)
             if WINDOW:
@@ -202,6 +210,8 @@ def _visit_queries(
         if DK:
             from_delta = tl.broadcast_to(-row_delta[None, :], [BLOCK_N, BLOCK_M])
             dscores = weights * tl.dot(value, tl.trans(dout), from_delta, input_precision=PRECISION)
+            if KIND == GENERAL and not DV:
+                dscores = tl.where(visible, dscores, 0.0)
             dk = tl.dot(dscores.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -211,7 +221,8 @@ def key_gradients(
     q, dout, q_general, dout_general, k, v, shift, delta, dk, dv, partial_dk, partial_dv,
     words, positions, kv_words, kv_positions, items, other,
     q_len, kv_len, padded_len, kv_blocks, heads, scale, window,
-    DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, contiguous, of BLOCK_N keys of one key head; of an item with a slot, its part of them, in float32.
@@ -245,8 +256,10 @@ def key_gradients(
     delta += batch.to(tl.int64) * heads * GROUP * padded_len
     for kind in tl.static_range(3):
         dkey, dvalue = _visit_queries(
-            dkey, dvalue, key, value, rows, q_general if kind == GENERAL else q, dout_general if kind == GENERAL else dout,
-            shift, delta, words, positions, kv_words, kv_positions, other, tl.load(item + 2 + 2 * kind), tl.load(item + 3 + 2 * kind),
+            dkey, dvalue, key, value, rows,
+            q_general if kind == GENERAL else q, dout_general if kind == GENERAL else dout,
+            shift, delta, words, positions, kv_words, kv_positions, other,
+            tl.load(item + 2 + 2 * kind), tl.load(item + 3 + 2 * kind),
             batch, kv_head * GROUP, padded_len, q_len, kv_len, scale * LOG2E, window,
             kind, DK, DV, GROUP, BLOCK_D, BLOCK_G if kind == GENERAL else BLOCK_M, BLOCK_Q, BLOCK_N, STAGES, WINDOW, PRECISION,
         )  # fmt: skip
@@ -263,7 +276,9 @@ def key_gradients(
     if DV:
         dvalue = tl.where(real, dvalue, 0.0)
         if slot < 0:
-            tl.store(dv + flat_rows[:, None] * HEAD_DIM + offsets_d[None, :], dvalue.to(dv.dtype.element_ty), mask=inside)
+            tl.store(
+                dv + flat_rows[:, None] * HEAD_DIM + offsets_d[None, :], dvalue.to(dv.dtype.element_ty), mask=inside
+            )
         else:
             tl.store(partial_dv + slot_rows[:, None] * HEAD_DIM + offsets_d[None, :], dvalue, mask=wide)
 

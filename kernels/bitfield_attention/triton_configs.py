@@ -16,8 +16,6 @@ HEAD_DIMS = (64, 96, 128, 256)
 """Head dims the kernels take; 96 is computed as 128 with zeros."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Element types the kernels take."""
-PRECISION = "tf32x3"
-"""Products of float32 are three of TF32, close to float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +31,8 @@ class Config:
     num_warps: int
     num_stages: int
     """Tiles under way: loads run this many ahead."""
+    passes: int = 1
+    """Of `key_gradients`: 2 computes dK and dV one after the other, where registers do not hold both."""
 
 
 def block_d(head_dim: int) -> int:
@@ -42,28 +42,36 @@ def block_d(head_dim: int) -> int:
 
 def config(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> Config:
     """The configuration shipped for a kernel; head dim and dtype are of `HEAD_DIMS` and `DTYPES`."""
-    block_m, block_n, block_g, num_warps, num_stages = _TABLE[kernel, block_d(head_dim), dtype.itemsize]
-    return Config(block_m=block_m, block_n=block_n, block_g=block_g, num_warps=num_warps, num_stages=num_stages)
+    return _TABLE[kernel, block_d(head_dim), dtype.itemsize]
 
 
-_TABLE: dict[tuple[Kernel, int, int], tuple[int, int, int, int, int]] = {
-    # kernel, head dim, bytes of an element: block_m, block_n, block_g, warps, stages
-    ("forward", 64, 2): (128, 64, 64, 4, 3),
-    ("forward", 128, 2): (128, 64, 64, 8, 4),
-    ("forward", 256, 2): (128, 64, 32, 8, 2),
-    ("forward", 64, 4): (128, 64, 32, 8, 2),
-    ("forward", 128, 4): (64, 32, 32, 8, 2),
-    ("forward", 256, 4): (32, 32, 32, 8, 2),
-    ("query_gradients", 64, 2): (64, 64, 32, 4, 3),
-    ("query_gradients", 128, 2): (128, 64, 32, 8, 3),
-    ("query_gradients", 256, 2): (64, 32, 32, 8, 2),
-    ("query_gradients", 64, 4): (64, 32, 32, 8, 2),
-    ("query_gradients", 128, 4): (64, 32, 32, 8, 2),
-    ("query_gradients", 256, 4): (32, 32, 32, 8, 2),
-    ("key_gradients", 64, 2): (64, 64, 64, 4, 3),
-    ("key_gradients", 128, 2): (32, 64, 16, 4, 3),
-    ("key_gradients", 256, 2): (32, 64, 32, 8, 2),
-    ("key_gradients", 64, 4): (32, 64, 32, 8, 2),
-    ("key_gradients", 128, 4): (32, 64, 32, 8, 2),
-    ("key_gradients", 256, 4): (32, 32, 32, 8, 2),
+def precision() -> str:
+    """How products of float32 are computed: the way torch is told to, with three TF32 products where it wants all of float32."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _row(block_m: int, block_n: int, block_g: int, num_warps: int, num_stages: int, passes: int = 1) -> Config:
+    return Config(
+        block_m=block_m, block_n=block_n, block_g=block_g, num_warps=num_warps, num_stages=num_stages, passes=passes
+    )
+
+
+# Kernel, head dim, bytes of an element. Two-byte rows of head dims 64 and 128: the fastest of `gpu_attention.py --tune` on an
+# H200. Float32 with a head dim of 256 has no configuration that does not spill.
+_TABLE: dict[tuple[Kernel, int, int], Config] = {
+    ("forward", 64, 2): _row(128, 64, 64, 4, 3),
+    ("forward", 128, 2): _row(128, 64, 64, 8, 4),
+    ("forward", 256, 2): _row(128, 64, 32, 8, 2),
+    ("forward", 64, 4): _row(128, 64, 32, 8, 2),
+    ("forward", 128, 4): _row(128, 32, 32, 8, 2),
+    ("query_gradients", 64, 2): _row(64, 64, 32, 4, 3),
+    ("query_gradients", 128, 2): _row(128, 64, 32, 8, 3),
+    ("query_gradients", 256, 2): _row(64, 32, 16, 8, 3),
+    ("query_gradients", 64, 4): _row(128, 32, 32, 8, 2),
+    ("query_gradients", 128, 4): _row(64, 32, 16, 8, 2),
+    ("key_gradients", 64, 2): _row(64, 64, 64, 4, 3),
+    ("key_gradients", 128, 2): _row(32, 128, 16, 8, 3),
+    ("key_gradients", 256, 2): _row(32, 64, 16, 8, 2, passes=2),
+    ("key_gradients", 64, 4): _row(32, 64, 16, 8, 2),
+    ("key_gradients", 128, 4): _row(32, 64, 16, 8, 2, passes=2),
 }

@@ -17,6 +17,11 @@ never subtracted: such rows shift by 0, and rows of a ROW tile that see nothing 
 Values of padding are zeroed, so that infinities among them reach no sum.
 """
 
+# Kernels are written in Triton's language, whose tensors have no types that Python knows.
+# pyright: reportMissingParameterType=false, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalOperand=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false, reportOptionalSubscript=false
+
 from __future__ import annotations
 
 import triton

@@ -74,6 +74,7 @@ def attention_words(
     Raises:
         MaskError: more ids than a word can number, or an island longer than `window`.
     """
+    assert causal or islands is None, "islands are for causal tokens"
     shape = (batch, length)
     given = [x for x in (valid, documents, islands) if x is not None]
     document = torch.ones(shape, dtype=torch.int64, device=given[0].device if given else None)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from oracles.eager import difference, eager_outcome, graph_outcome, holds_for
 from torch import Tensor, nn
 
-from mmcompile.errors import CaptureError
+from mmcompile.errors import CaptureError, VerifyError
 from mmcompile.ir.capture import Capture, capture
-from mmcompile.ir.host import HOST_PREFIX, HostResult, attribute
+from mmcompile.ir.copy import copied
+from mmcompile.ir.host import HOST_PREFIX, HostResult, attribute, hoist
 
 IGNORE = -100
 
@@ -142,3 +145,80 @@ def test_attribute_follows_a_dotted_path() -> None:
     assert attribute(model, "0.0.weight") is linear.weight
     with pytest.raises(AttributeError):
         attribute(model, "0.1.weight")
+
+
+class Masked(nn.Module):
+    """A table of positions that is computed from integers, a mask and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16)
+        self.steps = nn.Buffer(torch.arange(1, 7))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        places = (attention_mask.cumsum(1) * self.steps + (input_ids == 3).sum()).clamp(max=20)
+        marked = attention_mask == 0
+        hidden = self.embed(input_ids) * torch.cos(places)[..., None]
+        hidden = hidden.index_put((marked,), hidden[marked] * 2)
+        return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
+def _masked_batch(seed: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(1, 16, (2, 6), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[seed % 2, 4:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE)}
+
+
+def _outputs(found: Capture, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    values = {**batch, **found.host.run(batch).values}
+    module = found.graph.module
+    return module(*(values[str(n.target)] for n in module.graph.nodes if n.op == "placeholder"))
+
+
+def test_hoisted_values_are_computed_by_the_host() -> None:
+    """On the captured batch and on another one; the graph, and the program given, stay as they are."""
+    found = capture(Masked().double(), _masked_batch())
+    graph = copied(found.graph)
+    (places,) = [node for node in graph.module.graph.nodes if "clamp" in str(node.target)]
+    host = hoist(graph.module, found.host, {"places": places})
+    graph.module.graph.lint()
+    made = replace(found, graph=graph, host=host)
+    assert host.values == (*found.host.values, "places")
+    assert (host.num_reads, host.counts_tokens) == (found.host.num_reads, found.host.counts_tokens)
+    placeholders = {str(n.target): n for n in graph.module.graph.nodes if n.op == "placeholder"}
+    assert placeholders["places"].meta["roots"] == {"attention_mask", "input_ids"}
+    assert placeholders["places"].meta["from_integers"]
+    assert "attention_mask" not in placeholders, "only the host reads it now"
+    for seed in (0, 1):
+        batch = _masked_batch(seed)
+        got, wanted = host.run(batch), found.host.run(batch)
+        expected = (batch["attention_mask"].cumsum(1) * torch.arange(1, 7) + (batch["input_ids"] == 3).sum()).clamp(
+            max=20
+        )
+        assert torch.equal(got.values["places"], expected)
+        assert (got.reads, got.num_tokens) == (wanted.reads, wanted.num_tokens)
+        assert all(torch.equal(got.values[name], value) for name, value in wanted.values.items())
+        assert all(torch.equal(*pair) for pair in zip(_outputs(made, batch), _outputs(found, batch), strict=True))
+
+
+def test_a_host_value_may_be_made_of_another() -> None:
+    found = capture(Masked().double(), _masked_batch())
+    graph = copied(found.graph)
+    given = next(n for n in graph.module.graph.nodes if str(n.target).startswith(HOST_PREFIX))
+    picks = next(user for user in given.users)
+    host = hoist(graph.module, found.host, {"picks": picks})
+    batch = _masked_batch(1)
+    wanted = (batch["attention_mask"] == 0).nonzero()
+    assert any(torch.equal(host.run(batch).values["picks"], column) for column in wanted.T)
+
+
+def test_what_needs_a_parameter_cannot_be_hoisted() -> None:
+    found = capture(Masked().double(), _masked_batch())
+    graph = copied(found.graph)
+    embedding = next(n for n in graph.module.graph.nodes if "embedding" in str(n.target))
+    with pytest.raises(
+        VerifyError, match="the host cannot compute .*embed_weight.*: it needs integer inputs and constants"
+    ):
+        hoist(graph.module, found.host, {"embedded": embedding})

@@ -1,7 +1,10 @@
-"""Compile kernels for an H100 without one. Prints what they need, as JSON: python -P sm90.py '[[kernel, head dim, dtype, window, tiles], ...]'.
+"""Compile kernels for an H100 where there is none, and print what they need, one line of JSON for each.
+
+    python -P sm90.py '[[kernel, head dim, dtype, window, tiles, wanted], ...]'
 
 Kernels are named as in `triton_configs`, or `merge`, `prepare`, `add_parts`; `tiles` are numbers in the order of the fields of
-`Config`, or null for the configuration that ships. Needs an environment without TRITON_INTERPRET.
+`Config`, or null for the configuration that ships; `wanted` is "DK" or "DV" where `key_gradients` computes only one of them.
+The environment must not hold TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -21,10 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mmcompile.kernels.bitfield_attention import triton_backward, triton_forward
-from mmcompile.kernels.bitfield_attention.triton_configs import PRECISION, Config, block_d, config
+from mmcompile.kernels.bitfield_attention.triton_configs import Config, block_d, config
 
 _BLOCK = 128
-OUT = ("dk", "dv")
 _KERNELS = {
     "forward": triton_forward.attend,
     "merge": triton_forward.merge,
@@ -34,17 +36,37 @@ _KERNELS = {
     "add_parts": triton_backward.add_parts,
 }
 _LOOPED = ("forward", "query_gradients", "key_gradients")
-_FLOAT32 = ("lse", "dlse", "shift", "delta", "partial", "partial_out", "partial_lse", "partial_dq", "partial_dk", "partial_dv")
+_FLOAT32 = (
+    "lse",
+    "dlse",
+    "shift",
+    "delta",
+    "partial",
+    "partial_out",
+    "partial_lse",
+    "partial_dq",
+    "partial_dk",
+    "partial_dv",
+)
 _INT32 = ("words", "positions", "kv_words", "kv_positions", "items", "other", "splits")
 _ELEMENTS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "total")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-def compile_kernel(name: str, head_dim: int, dtype: str, window: bool, numbers: list[int] | None) -> dict[str, Any]:
+def compile_kernel(
+    name: str,
+    head_dim: int,
+    dtype: str,
+    window: bool = False,
+    numbers: list[int] | None = None,
+    wanted: str | None = None,
+) -> dict[str, Any]:
     """Registers, spills, bytes of shared memory and counts of instructions of one kernel."""
     if name in _LOOPED:
-        tiles = Config(**dict(zip(Config.__dataclass_fields__, numbers, strict=True))) if numbers else None
-        tiles = tiles or config(name, head_dim, {"fp32": torch.float32, "bf16": torch.bfloat16}.get(dtype, torch.float16))
+        tiles = Config(**dict(zip(Config.__dataclass_fields__, numbers, strict=False))) if numbers else None
+        tiles = tiles or config(
+            name, head_dim, {"fp32": torch.float32, "bf16": torch.bfloat16}.get(dtype, torch.float16)
+        )
     else:
         tiles = Config(block_m=64, block_n=64, block_g=64, num_warps=4, num_stages=3)
     constants = {
@@ -56,9 +78,9 @@ def compile_kernel(name: str, head_dim: int, dtype: str, window: bool, numbers: 
         "STAGES": tiles.num_stages,
         "WINDOW": window,
         "GROUP": 4,
-        "DK": "dk" in OUT,
-        "DV": "dv" in OUT,
-        "PRECISION": PRECISION,
+        "DK": wanted != "DV",
+        "DV": wanted != "DK",
+        "PRECISION": "tf32",
         **dict.fromkeys(("BLOCK", "BLOCK_Q", "BLOCK_KV"), _BLOCK),
     }
     kernel = _KERNELS[name]
@@ -77,6 +99,7 @@ def compile_kernel(name: str, head_dim: int, dtype: str, window: bool, numbers: 
         "head_dim": head_dim,
         "dtype": dtype,
         "window": window,
+        "wanted": wanted,
         "tiles": astuple(tiles),
         "shared_bytes": compiled.metadata.shared,
         "wgmma": len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
@@ -105,13 +128,13 @@ def _type(kernel: str, argument: str, dtype: str, tiles: Config, constants: dict
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread and bytes it keeps in local memory, which is where spills go."""
+    """Registers of a thread, and bytes it keeps in local memory, which is where spills go."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         run = subprocess.run([_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = {key: int(re.search(rf"{key}:(\d+)", run.stdout + run.stderr)[1]) for key in ("REG", "STACK", "LOCAL")}
-    return {"registers": found["REG"], "spill_bytes": found["STACK"] + found["LOCAL"]}
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", run.stdout + run.stderr))
+    return {"registers": int(found["REG"]), "spill_bytes": int(found["STACK"]) + int(found["LOCAL"])}
 
 
 if __name__ == "__main__":

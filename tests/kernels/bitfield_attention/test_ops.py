@@ -45,7 +45,7 @@ def test_opcheck() -> None:
     tensors = [x.requires_grad_() for x in inputs()]
     call = words, positions, words, positions, 0.3
     torch.library.opcheck(bitfield_attention_op, (*tensors, *call, None, "auto"))
-    torch.library.opcheck(bitfield_attention_op, (*tensors, *call, 9, "eager"))
+    torch.library.opcheck(bitfield_attention_op, (*tensors, words, None, words, None, 0.3, 9, "eager"))
 
 
 def test_opcheck_of_backward() -> None:
