@@ -338,9 +338,10 @@ def _stored(dtype: torch.dtype) -> torch.dtype:
 
 
 def _interpreted() -> bool:
+    kernel = _forward_kernels().attend
     from triton.runtime import JITFunction
 
-    return not isinstance(_forward_kernels().attend, JITFunction)
+    return not isinstance(kernel, JITFunction)
 
 
 def _forward_kernels() -> ModuleType:
