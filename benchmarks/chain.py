@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -29,6 +28,7 @@ from torch.nn import functional
 
 from mmcompile.ir.graph import ParameterSpec
 from mmcompile.lower.program import PatternPrograms, Port, PreparedMicrobatch, StageProgram
+from mmcompile.plan.placement import PlacedStage, Placement
 from mmcompile.runtime.engine import Engine
 from mmcompile.step.collate import Sample, Value
 
@@ -126,23 +126,8 @@ def stage_source(index: int) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChainStage:
-    """Stage i on rank i."""
-
-    name: str
-    ranks: tuple[int, ...]
-    depth: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChainPlan:
-    stages: tuple[ChainStage, ...]
-    num_microbatches: int
-
-
-PLAN = ChainPlan(
-    stages=tuple(ChainStage(name=f"lm.{i}", ranks=(i,), depth=NUM_STAGES - 1 - i) for i in range(NUM_STAGES)),
+PLAN = Placement(
+    stages=tuple(PlacedStage(name=f"lm.{i}", ranks=(i,), depth=NUM_STAGES - 1 - i) for i in range(NUM_STAGES)),
     num_microbatches=NUM_MICROBATCHES,
 )
 

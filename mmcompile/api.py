@@ -138,7 +138,9 @@ def plan(
 
 def _attention(attention: Attention | None, context_parallel: int) -> AttentionChoice:
     if context_parallel < 1:
-        raise ConfigError(f"context_parallel is {context_parallel}; each stage of the language model has at least 1 rank")
+        raise ConfigError(
+            f"context_parallel is {context_parallel}; each stage of the language model has at least 1 rank"
+        )
     if attention == "model" and context_parallel > 1:
         raise ConfigError(
             f"context_parallel {context_parallel} needs attention 'bitfield', got 'model': the model's own masks are for whole "

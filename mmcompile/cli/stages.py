@@ -104,9 +104,7 @@ def stages(
         stages=parse_stages(stages), projector=projector, attention=attention, context_parallel=context_parallel
     )
     if plan is not None:
-        refuse_with_plan(
-            stages=wanted.stages, attention=attention, context_parallel=context_parallel > 1
-        )
+        refuse_with_plan(stages=wanted.stages, attention=attention, context_parallel=context_parallel > 1)
     example = Example(
         batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
     )

@@ -13,7 +13,9 @@ from mmcompile.ir.graph import info
 from mmcompile.ir.nodes import attention_words, merge_features, token_loss, token_positions
 from mmcompile.lower.cut import StageCut
 
-_OWN_NODES = {node: f"mm.{node.__name__}" for node in (token_loss, merge_features, attention_words, token_positions)}
+_OWN_NODES: dict[object, str] = {
+    node: f"mm.{node.__name__}" for node in (token_loss, merge_features, attention_words, token_positions)
+}
 _OP_MODULES = {
     "packed_attention": "mmcompile.kernels.packed_attention",
     "bitfield_attention": "mmcompile.kernels.bitfield_attention.ops",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -170,7 +170,7 @@ class Groups:
         return self._lanes[lane]
 
 
-def _gloo(store: dist.Store, rank: int, world_size: int, local: bool) -> dist.ProcessGroup:
+def _gloo(store: dist.Store, rank: int, world_size: int, local: bool) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = _NEVER
     options._threads = 2

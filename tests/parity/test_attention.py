@@ -110,7 +110,9 @@ def test_a_packed_row_trains_as_its_documents_apart() -> None:
     packed = {
         name: torch.cat([sample[name] for sample in apart], dim=0 if name == "pixel_values" else 1) for name in apart[0]
     }
-    packed["labels"][:, apart[0]["labels"].shape[1]] = -100  # the last token of one does not predict the next one's first
+    packed["labels"][
+        :, apart[0]["labels"].shape[1]
+    ] = -100  # the last token of one does not predict the next one's first
     packed["position_ids"] = torch.cat([torch.arange(sample["input_ids"].shape[1]) for sample in apart])[None]
     runs = [_one_step(batches) for batches in ([packed], apart)]
     assert runs[0][0] == pytest.approx(runs[1][0], rel=TOLERANCE)
@@ -124,7 +126,12 @@ def _without_mask(sample: Batch) -> Batch:
 def _one_step(batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
     model = _model("llava", Freeze.NONE)
     with mm.parallelize(
-        model, batches[0], num_microbatches=len(batches), stages={"language_model": 1}, attention="bitfield", optimizer=ADAMW
+        model,
+        batches[0],
+        num_microbatches=len(batches),
+        stages={"language_model": 1},
+        attention="bitfield",
+        optimizer=ADAMW,
     ) as engine:
         return engine.step(batches).loss, engine.state_dict()
 
