@@ -55,6 +55,14 @@ def test_plan_show_and_stages(run: Run, tiny: Path, tmp_path: Path) -> None:
     assert sorted(path.stem for path in (tmp_path / "stages").iterdir()) == sorted(STAGES)
 
 
+def test_plan_with_shared_tokens(run: Run, tiny: Path) -> None:
+    outcome = run("plan", str(tiny), "--context-parallel", "2", "--cluster", "1x4xH100", "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.json["attention"] == "bitfield"
+    shared = [stage for stage in outcome.json["stages"] if stage["component"] == "language_model"]
+    assert shared and all(stage["cp"] == len(stage["devices"]) == 2 for stage in shared)
+
+
 def test_stale_plan_is_refused(run: Run, tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     assert run("plan", tiny, *TWO, "-o", file).code == 0
