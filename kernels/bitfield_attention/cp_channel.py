@@ -41,6 +41,10 @@ def registered_group(name: str, num_ranks: int) -> ProcessGroup:
     return group
 
 
+class ExchangeLost(Exception):
+    """A collective could not be finished: a rank of the group is gone."""
+
+
 class _Waitable(Protocol):
     def wait(self) -> object: ...
 
@@ -55,8 +59,11 @@ class Transfer:
     done: _Waitable
 
     def wait(self) -> torch.Tensor:
-        """The target, once it may be read: on CUDA, by what the current stream does next."""
-        self.done.wait()
+        """The target, once it may be read: on CUDA, by what the current stream does next. Raises ExchangeLost."""
+        try:
+            self.done.wait()
+        except RuntimeError as error:
+            raise ExchangeLost(str(error)) from error
         return self.target
 
 
@@ -84,7 +91,10 @@ class Channel:
 
     def _start(self, collective: _Collective, target: torch.Tensor, message: torch.Tensor) -> Transfer:
         if self._stream is None:
-            return Transfer(target=target, message=message, done=collective(target, message))
+            try:
+                return Transfer(target=target, message=message, done=collective(target, message))
+            except RuntimeError as error:
+                raise ExchangeLost(str(error)) from error
         self._stream.wait_stream(torch.cuda.current_stream(target.device))
         with torch.cuda.stream(self._stream):
             collective(target, message).wait()  # of the side stream; this process goes on

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mmcompile.kernels.bitfield_attention.cp_channel import ExchangeLost
 from mmcompile.plan.schedule import Action, ActionKind
-from mmcompile.runtime.groups import Groups
+from mmcompile.runtime.groups import Groups, PeerLost
 from mmcompile.runtime.links import Mail, Stages
 from mmcompile.runtime.stages import InputSlot, LoadedStage, OutputSlot
 from mmcompile.runtime.status import IDLE, StatusBoard
@@ -82,6 +83,12 @@ class Executor:
 
     def run(self, actions: Sequence[Action], stage_names: Sequence[str]) -> StepResult:
         """Execute the action list to its end. Raises PeerLost if another rank is gone."""
+        try:
+            return self._run(actions, stage_names)
+        except ExchangeLost as error:
+            raise PeerLost(str(error)) from error
+
+    def _run(self, actions: Sequence[Action], stage_names: Sequence[str]) -> StepResult:
         result = StepResult(loss=torch.zeros((), dtype=torch.float64))
         before = self._generator.get_state()
         for action in actions:

@@ -29,7 +29,10 @@ TINY = str(CONFIGS / "llava-tiny.json")
         (f"plan {TINY} --cluster 8xTPU", r"unknown device 'TPU'; known are .*H100"),
         (f"stages {TINY} --plan x.json --stages language_model=2", r"--stages has no effect together with --plan"),
         (f"stages {TINY} --plan x.json --context-parallel 2", r"--context-parallel has no effect together with --plan"),
-        (f"plan {TINY} --context-parallel 2 --attention model", r"context_parallel 2 needs attention 'bitfield', got 'model'"),
+        (
+            f"plan {TINY} --context-parallel 2 --attention model",
+            r"context_parallel 2 needs attention 'bitfield', got 'model'",
+        ),
         (f"train {TINY} --data toy:build_samples", r"holds no weights for its config; add --random-weights"),
         ("train toy:build --data nowhere", r"no data 'nowhere': it is neither a folder nor package\.module:function"),
         ("train toy:build --data .", r"no samples in \.: wanted \.safetensors files"),
