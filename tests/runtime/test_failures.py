@@ -23,13 +23,15 @@ SECOND_STEP = "self.calls = getattr(self, 'calls', 0) + 1; import os; self.calls
 
 
 def run_until_error(plan: Placement, fault: str) -> tuple[str, float, Engine]:
-    """Message of the EngineError that ends training, and how long its step took."""
+    """Message of the EngineError that ends training, and how long its step took. No process is left behind."""
+    before = set(children(os.getpid()))
     engine = Engine(plan, HandSource(HandModel(), fault))
     for _ in range(2):
         start = time.monotonic()
         try:
             engine.step(hand_samples(4))
         except EngineError as error:
+            assert set(children(os.getpid())) <= before
             return str(error), time.monotonic() - start, engine
     pytest.fail("two steps ran without an error")
 
@@ -50,7 +52,6 @@ def test_killed_worker_is_named_with_stage_step_and_action() -> None:
     message, seconds, engine = run_until_error(hand_plan(**TWO_RANKS), SECOND_STEP + "os.kill(os.getpid(), 9)")
     assert message.startswith("rank 1 (stage language_model.1) died with signal 9 (SIGKILL) in step 2 while F2; ")
     assert seconds < 3
-    assert children(os.getpid()) == []
     with pytest.raises(EngineError, match="died with signal 9"):
         engine.step(hand_samples(4))
     engine.close()
@@ -62,7 +63,6 @@ def test_exception_in_a_stage_of_a_worker_is_reported_with_its_source_line() -> 
     assert message.startswith("rank 1 (stage language_model.1) failed in step 2 while F2: KeyError: 'no such tensor'; ")
     assert "self.calls < 7 or self.t['no such tensor']" in message
     assert seconds < 3
-    assert children(os.getpid()) == []
 
 
 @pytest.mark.slow
@@ -71,7 +71,6 @@ def test_exception_in_a_stage_of_rank_0() -> None:
     message, seconds, _ = run_until_error(plan, SECOND_STEP + "self.t['no such tensor']")
     assert message.startswith("rank 0 (stage language_model.1) failed in step 2 while F2: KeyError: 'no such tensor'; ")
     assert seconds < 3
-    assert children(os.getpid()) == []
 
 
 SCRIPT = """
