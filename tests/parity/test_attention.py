@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from zoo import ALL, Batch, samples
 
 import mmcompile as mm
-from mmcompile.errors import ConfigError
+from mmcompile.errors import ConfigError, PlanError
 from mmcompile.plan.plan import Plan
 from mmcompile.step.collate import collate
 
 TOLERANCE = 1e-9
-PARAMETER_TOLERANCE = 1e-7
+PARAMETER_TOLERANCE = 1e-6
 """AdamW turns the rounding of a small gradient into a larger step."""
 MICROBATCHES = 2
 SAMPLES = 4
@@ -47,7 +47,6 @@ CASES = [
     pytest.param(Case(family="mllama"), marks=pytest.mark.slow),
     pytest.param(Case(family="mllama", ranks=2), marks=pytest.mark.slow),
     pytest.param(Case(family="llava", ranks=4, stages=2), marks=pytest.mark.slow),
-    pytest.param(Case(family="qwen2_audio", ranks=2), marks=pytest.mark.slow),
     pytest.param(Case(family="qwen2_5_vl", ranks=2, freeze=Freeze.ENCODER_AND_LANGUAGE_MODEL), marks=pytest.mark.slow),
 ]
 
@@ -147,3 +146,10 @@ def test_a_plan_decides_the_attention() -> None:
     plan = mm.plan(model, batch, attention="bitfield")
     with pytest.raises(ConfigError, match="a plan decides these"):
         mm.parallelize(model, batch, plan, context_parallel=2)
+
+
+def test_a_model_that_mixes_tokens_is_refused_with_the_layer() -> None:
+    """Qwen3-VL adds image features to picked tokens in the middle of the language model."""
+    model = _model("qwen3_vl", Freeze.NONE)
+    with pytest.raises(PlanError, match=r"language_model.*layer"):
+        mm.plan(model, collate(_steps("qwen3_vl")[0][:2]), context_parallel=2)
