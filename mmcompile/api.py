@@ -22,7 +22,7 @@ from mmcompile.ir.graph import ModelGraph, component_of, info
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.ir.skeleton import skeleton
-from mmcompile.lower.attention import AttentionChoice, with_attention
+from mmcompile.lower.attention import AttentionChoice, with_attention, with_shared_tokens, with_words
 from mmcompile.lower.cut import cut
 from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import StageProgram
@@ -232,7 +232,8 @@ def _planned(
     projector: ProjectorPlacement | None,
     choice: AttentionChoice,
 ) -> Plan:
-    graph = with_attention(captured, replace(choice, context_parallel=1), batch).graph
+    captured = with_words(captured, choice, batch)
+    graph = captured.graph
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     table = Cost().run(graph)
     costs = {component.name: table[component.name] for component in graph.components}
@@ -253,9 +254,7 @@ def _planned(
         shards=choice.context_parallel,
     )
     found = replace(found, attention=choice.attention, head_stride=choice.head_stride)
-    if choice.context_parallel > 1:
-        graph = with_attention(captured, choice).graph
-    parts = cut(graph, found)
+    parts = cut(with_shared_tokens(captured, choice).graph, found)
     return replace(found, links=links(parts), shared_values=parts.shared_values)
 
 

@@ -34,31 +34,45 @@ class AttentionChoice:
         return cls(attention=plan.attention, context_parallel=plan.context_parallel, head_stride=plan.head_stride)
 
 
-def with_attention(capture: Capture, choice: AttentionChoice, batch: Mapping[str, Any] | None = None) -> Capture:
-    """The capture as stages are cut from it, annotated by gradient-flow; the one given is left as it is.
+def with_attention(capture: Capture, choice: AttentionChoice) -> Capture:
+    """The capture as stages are cut from it: `with_words`, then `with_shared_tokens`."""
+    return with_shared_tokens(with_words(capture, choice), choice)
+
+
+def with_words(capture: Capture, choice: AttentionChoice, batch: Mapping[str, Any] | None = None) -> Capture:
+    """The capture with words for masks where asked, annotated by gradient-flow; the one given is left as it is.
 
     Args:
         batch: the captured batch, if costs are to count the pairs of tokens that see each other in it.
 
     Raises:
-        PlanError: tokens cannot be shared, since no attention of the language model could be put into words, or a layer
-            mixes tokens in another way.
         MaskError: words cannot say the mask of `batch`.
     """
     if choice.attention == "model":
         return capture
     found = with_bitfield_attention(capture, BitfieldAttention(), batch)
-    if choice.context_parallel > 1:
-        shared = ContextParallel(
-            component=found.graph.loss_component,
-            num_ranks=choice.context_parallel,
-            local_tokens=local_tokens(_length(found.graph), choice.context_parallel),
-            head_stride=choice.head_stride,
-            group=GROUP,
-        )
-        found = replace(found, graph=Pipeline(passes=(shared,)).run(found.graph).graph)
     Pipeline(passes=(GradientFlow(),)).run(found.graph)
     return found
+
+
+def with_shared_tokens(capture: Capture, choice: AttentionChoice) -> Capture:
+    """A capture with words, its tokens shared over ranks where asked, annotated by gradient-flow.
+
+    Raises:
+        PlanError: tokens cannot be shared, since no attention of the language model could be put into words, or a layer
+            mixes tokens in another way.
+    """
+    if choice.context_parallel == 1:
+        return capture
+    shared = ContextParallel(
+        component=capture.graph.loss_component,
+        num_ranks=choice.context_parallel,
+        local_tokens=local_tokens(_length(capture.graph), choice.context_parallel),
+        head_stride=choice.head_stride,
+        group=GROUP,
+    )
+    graph = Pipeline(passes=(shared, GradientFlow())).run(capture.graph).graph
+    return replace(capture, graph=graph)
 
 
 def _length(graph: ModelGraph) -> int:
