@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mmcompile.costmodel.cluster import Device
+
+Recompute = Literal["none", "selective", "full"]
+"""What the backward computes again instead of keeping: nothing; all but results of products, convolutions and attention;
+everything but each layer's inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +39,18 @@ class LayerCost:
     """Seconds of collectives inside the layer that no computation hides, in the forward."""
     backward_exchange_s: float = 0.0
     """The same in the backward; counted with the input gradient."""
+    selective_bytes: int = 0
+    """Saved for backward when all but products, convolutions and attention is computed again."""
+    full_bytes: int = 0
+    """Saved for backward when the whole layer is computed again: what it reads from outside."""
+    attention_flops: int = 0
+    """Part of `forward_flops` that is attention; computed again by neither selective nor no recomputation."""
+    attention_backward_flops: int = 0
+    """Part of the backward's FLOPs that is attention."""
+    kv_bytes: int = 0
+    """Keys and values that ranks sharing the tokens must exchange; 0 without attention."""
+    working_bytes: int = 0
+    """Held only while the layer runs its backward: activations computed again."""
 
     @property
     def has_backward(self) -> bool:

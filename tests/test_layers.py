@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mmcompile.errors", "mmcompile.units", "mmcompile.files"),
     ("mmcompile.kernels",),
     ("mmcompile.ir",),
-    ("mmcompile.costmodel",),
+    ("mmcompile.costmodel", "mmcompile.data"),
     ("mmcompile.passes",),
     ("mmcompile.plan", "mmcompile.step"),
     ("mmcompile.lower",),

@@ -15,14 +15,16 @@ from typing import Literal
 import msgspec
 
 from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.compute import Recompute
 from mmcompile.errors import PlanError, StalePlanError
 from mmcompile.files import write_atomic
 from mmcompile.ir.graph import TensorSpec
 from mmcompile.plan.table import format_plan
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 Attention = Literal["model", "bitfield"]
+ScheduleKind = Literal["gpipe", "1f1b", "eager-1f1b", "zb-h1"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +80,8 @@ class Stage:
     segments: tuple[Segment, ...]
     layer_names: tuple[str, ...]
     ranks: tuple[int, ...]
-    """Global ranks that run the stage: one, or as many as its chain's cp. Colocated stages share a rank."""
+    """Global ranks that run the stage, dp * cp * tp of its chain: replica by replica, in each the shards of the tokens, in
+    each the shards of the tensors. Colocated stages share ranks."""
     has_backward: bool
     """False: nothing in it trains and no gradient passes through; it only runs forward."""
     depth: int
@@ -94,8 +97,12 @@ class Chain:
     components: tuple[str, ...]
     stages: tuple[Stage, ...]
     tp: int = 1
+    """Ranks that share the tensors of a layer."""
     cp: int = 1
+    """Ranks that share the tokens of a microbatch."""
     dp: int = 1
+    """Replicas. The microbatches of a step are shared between those of the last chain; at each of them, the samples of all
+    its replicas are shared evenly between the replicas of every other chain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +139,34 @@ class Prediction:
     lower_bound_s: float
     gap: float
     """iteration_s / lower_bound_s - 1."""
+    bubbles: tuple[BubbleShare, ...] = ()
+    """One a chain: where its ranks' idle time comes from."""
+    reduce_s: float = 0.0
+    """Part of the iteration: gradients reduced over replicas after the last backward, and the optimizer's step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BubbleShare:
+    """Idle share [0..1] of the time of a chain's ranks, by cause; the causes add up to the chain's bubble."""
+
+    chain: str
+    warm_up: float
+    """Filling and draining the pipeline: there with equal stages and equal microbatches too."""
+    stages: float
+    """Waiting for slower stages."""
+    microbatches: float
+    """Waiting because microbatches differ."""
+    links: float
+    """Waiting for messages under way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """Why a stage ends where it does."""
+
+    stage: str
+    """The stage before the cut."""
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +193,19 @@ class Plan:
     """How the language model attends: as the model does, or by words of one int64 a token (`bitfield-attention`)."""
     head_stride: int = 0
     """Key/value heads that context-parallel ranks exchange at a time; 0 for all."""
-    schedule: Literal["1f1b"] = "1f1b"
-    recompute: Literal["none"] = "none"
+    schedule: ScheduleKind = "1f1b"
+    recompute: Recompute = "none"
+    strategy: str = "auto"
+    """Who decided: `auto`, a published search or a baseline (`mmcompile.plan.strategies`)."""
+    microbatch_samples: float = 0.0
+    """Samples of one microbatch of one replica of the last chain, on average; 0 where only the captured batch is known."""
+    data: str = ""
+    """What the predictions average over, in words: a dataset with its number of samples; "" for the captured batch."""
+    costs: str = "analytic"
+    """Where the durations come from: `analytic`, or the calibration with device, dtype, and layer kinds measured."""
+    cuts: tuple[Cut, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What a reader should know: assumptions, limits of the search, constraints that bind."""
     version: int = PLAN_VERSION
 
     @property
@@ -176,6 +222,11 @@ class Plan:
     def context_parallel(self) -> int:
         """Ranks that share the tokens of each stage of the language model."""
         return self.chains[-1].cp
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step; 0 where only the captured batch is known."""
+        return round(self.microbatch_samples * self.num_microbatches * self.chains[-1].dp)
 
     @property
     def num_ranks(self) -> int:

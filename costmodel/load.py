@@ -1,0 +1,62 @@
+"""`Load`: how much of its modality one microbatch brings to a component, and polynomials in it.
+
+Every cost of a layer (FLOPs, bytes) is, at fixed widths, a polynomial in the rows it processes and in the pairs of rows
+that attend to each other: fixed + per_token * tokens + per_square * squares. So one capture prices every shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What one microbatch brings to one component."""
+
+    tokens: float
+    """Rows: patches of all images, frames of all sounds, tokens of all samples; padding included where the model pads."""
+    squares: float
+    """Sum over sequences (images, sounds, samples) of the square of their length."""
+
+    def __add__(self, other: Load) -> Load:
+        return Load(tokens=self.tokens + other.tokens, squares=self.squares + other.squares)
+
+    def __mul__(self, factor: float) -> Load:
+        """The load of `factor` times as many sequences of the same lengths."""
+        return Load(tokens=self.tokens * factor, squares=self.squares * factor)
+
+
+NO_LOAD = Load(tokens=0.0, squares=0.0)
+TOKENS, SQUARES = sympy.symbols("t q", nonnegative=True)
+"""Symbols of `Polynomial.expression`: rows, and the sum of squared lengths."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Polynomial:
+    """`fixed + per_token * tokens + per_square * squares`."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_square: float = 0.0
+
+    def at(self, load: Load) -> float:
+        return self.fixed + self.per_token * load.tokens + self.per_square * load.squares
+
+    def __add__(self, other: Polynomial) -> Polynomial:
+        return Polynomial(
+            fixed=self.fixed + other.fixed,
+            per_token=self.per_token + other.per_token,
+            per_square=self.per_square + other.per_square,
+        )
+
+    def __mul__(self, factor: float) -> Polynomial:
+        return Polynomial(
+            fixed=self.fixed * factor, per_token=self.per_token * factor, per_square=self.per_square * factor
+        )
+
+    @property
+    def expression(self) -> sympy.Expr:
+        """The polynomial in `TOKENS` and `SQUARES`."""
+        return self.fixed + self.per_token * TOKENS + self.per_square * SQUARES

@@ -1,0 +1,1 @@
+"""What a dataset is made of, as numbers: shapes of samples, and their joint distribution."""
