@@ -38,6 +38,8 @@ from mmcompile.plan.shared_tokens import SharedTokens
 from mmcompile.runtime.engine import Engine
 
 DEFAULT_MICROBATCHES = 4
+PROJECTOR_MODULES = frozenset({"merger", "deepstack_merger_list", "connector", "aligner", "language_projection"})
+"""Modules that are projectors by another name: `freeze(model, "projector")` trains them too."""
 
 
 def capture(
@@ -90,6 +92,8 @@ def _matches(name: str, pattern: str) -> bool:
     if any(mark in pattern for mark in "*?["):
         return fnmatch.fnmatchcase(name, pattern)
     parts = name.split(".")
+    if pattern == "projector" and not PROJECTOR_MODULES.isdisjoint(parts):
+        return True
     wanted = pattern.split(".")
     inside = any(parts[i : i + len(wanted)] == wanted for i in range(len(parts)))
     return inside or any(part.endswith("_" + pattern) for part in parts)

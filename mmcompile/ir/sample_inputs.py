@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,16 +45,16 @@ def example_batch(
     if not hasattr(config, "get_text_config"):
         raise _unknown(f"{type(model).__name__} is no transformers model")
     takes = inspect.signature(model.forward).parameters
-    spans: list[tuple[int, int]] = []
+    spans: list[_Span] = []
     batch: dict[str, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if "pixel_values" in takes and images:
             features = _images(model, batch, batch_size * images, image_size)
-            spans += [(_token(config, "image"), features)] * images
+            spans += [_span(config, "image", features)] * images
         if "input_features" in takes and audios:
             features = _audios(model, batch, batch_size * audios)
-            spans += [(_token(config, "audio"), features)] * audios
+            spans += [_span(config, "audio", features)] * audios
         batch.update(_text(config, batch_size, text_tokens, spans))
     if "mm_token_type_ids" in takes and spans:
         batch["mm_token_type_ids"] = (batch["labels"] == IGNORE).int()
@@ -62,25 +63,49 @@ def example_batch(
     return batch
 
 
-def _text(config: Any, batch_size: int, text_tokens: int, spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """Two text tokens, then each span of placeholders with a text token after it, then the rest of the text."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Span:
+    """Placeholders of one image or sound, and the tokens that enclose them where the model has any."""
+
+    token: int
+    count: int
+    before: int | None
+    after: int | None
+
+
+def _span(config: Any, modality: str, count: int) -> _Span:
+    kind = "vision" if modality == "image" else modality
+    return _Span(
+        token=_token(config, modality),
+        count=count,
+        before=getattr(config, f"{kind}_start_token_id", None),
+        after=getattr(config, f"{kind}_end_token_id", None),
+    )
+
+
+def _text(config: Any, batch_size: int, text_tokens: int, spans: list[_Span]) -> dict[str, torch.Tensor]:
+    """Two text tokens, then each span of placeholders with two text tokens after it, then the rest of the text."""
     special = [
         value
         for name, value in vars(config).items()
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     ]
     ceiling = min([config.get_text_config().vocab_size, *(value for value in special if value > 16)])
-    length = text_tokens + sum(count for _, count in spans)
+    length = text_tokens + sum(span.count for span in spans)
     ids = torch.randint(min(10, ceiling - 1), ceiling, (batch_size, length))
     labels = ids.clone()
     position = 2
-    for token, count in spans:
-        ids[:, position : position + count] = token
-        labels[:, position : position + count] = IGNORE
-        position += count + 1
-    if position > length:
+    for span in spans:
+        end = position + span.count
+        ids[:, position:end] = span.token
+        labels[:, position:end] = IGNORE
+        for place, mark in ((position - 1, span.before), (end, span.after)):
+            if mark is not None and place < length:
+                ids[:, place] = labels[:, place] = mark
+        position = end + 2
+    if spans and position - 1 > length:
         raise ConfigError(
-            f"{text_tokens} text tokens are too few around {len(spans)} images or sounds; use at least {len(spans) + 2}"
+            f"{text_tokens} text tokens are too few around {len(spans)} images or sounds; use at least {2 * len(spans) + 1}"
         )
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
@@ -109,12 +134,28 @@ def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_
         return side * side // merge**2
     if unusual := {"aspect_ratio_ids", "pixel_attention_mask", "spatial_shapes"} & set(takes):
         raise _unknown(f"it takes {', '.join(sorted(unusual))}")
-    if getattr(model.config, "image_grid_pinpoints", None) or getattr(vision, "model_type", "") == "pixtral":
-        raise _unknown("it cuts images of any size into crops (image_sizes)")
+    if getattr(vision, "model_type", "") == "pixtral":
+        raise _unknown("it takes images of any size (image_sizes)")
     size = _first(vision, "image_size", default=image_size)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    pinpoints = getattr(model.config, "image_grid_pinpoints", None)
+    if pinpoints:
+        tiles = 1 + _num_tiles([image_size, image_size], pinpoints, size)
+        batch["image_sizes"] = torch.tensor([[image_size, image_size]] * count)
+        batch["pixel_values"] = torch.randn(count, tiles, channels, height, width, dtype=dtype)
+        # As lists: sizes are read by Python, and tensors have no values among fake ones.
+        sizes = {"image_sizes": batch["image_sizes"].tolist()}
+        return _num_features(model, "get_image_features", sizes, pixel_values=batch["pixel_values"]) // count
     batch["pixel_values"] = torch.randn(count, channels, height, width, dtype=dtype)
     return _num_features(model, "get_image_features", pixel_values=batch["pixel_values"]) // count
+
+
+def _num_tiles(image_size: list[int], pinpoints: list[Any], tile: int) -> int:
+    """Crops of an image, the whole image not counted, in models that cut images to the best of some resolutions."""
+    from transformers.image_processing_utils import select_best_resolution  # only needed for these models
+
+    height, width = select_best_resolution(image_size, pinpoints)
+    return -(-height // tile) * -(-width // tile)
 
 
 def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int:
@@ -130,10 +171,16 @@ def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int
     for name in ("feature_attention_mask", "input_features_mask"):
         if name in takes:
             batch[name] = mask
+    tower = getattr(getattr(model, "model", model), "audio_tower", None)
+    lengths = getattr(tower, "_get_feat_extract_output_lengths", None)
+    if lengths is not None:  # of what the convolutions leave, and of what the tower returns
+        return int(lengths(torch.tensor([frames]))[1])
     return _num_features(model, "get_audio_features", **{k: v for k, v in batch.items() if "feature" in k}) // count
 
 
-def _num_features(model: nn.Module, accessor: str, **inputs: torch.Tensor) -> int:
+def _num_features(
+    model: nn.Module, accessor: str, values: Mapping[str, object] | None = None, **inputs: torch.Tensor
+) -> int:
     """Rows that an encoder and its projector make of the inputs, by running them (on fake tensors for a skeleton)."""
     owner = model if hasattr(model, accessor) else getattr(model, "model", None)
     if owner is None or not hasattr(owner, accessor):
@@ -144,7 +191,7 @@ def _num_features(model: nn.Module, accessor: str, **inputs: torch.Tensor) -> in
     with _fake_or_real(mode), torch.no_grad():
         if mode is not None:
             arguments = {name: mode.from_tensor(value, static_shapes=True) for name, value in arguments.items()}
-        output = getattr(owner, accessor)(**arguments)
+        output = getattr(owner, accessor)(**arguments, **(values or {}))
     features = getattr(output, "pooler_output", output)
     parts = features if isinstance(features, (list, tuple)) else [features]
     shapes = [shape_hint(part) for part in parts]

@@ -146,7 +146,7 @@ class Candidate:
             backward=tuple(stage.name for stage in stages if stage.has_backward),
         )
         durations = {
-            name: StageDuration(forward_s=forward_s, backward_s=backward_s)
+            name: StageDuration(forward_s=forward_s, input_grad_s=backward_s)
             for name, forward_s, backward_s in zip(names, self.forward_s, self.backward_s, strict=True)
         }
         link_s: dict[tuple[str, str], float] = {}

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mmcompile.plan.plan import Plan, Stage
+from mmcompile.errors import PlanError
+from mmcompile.plan.plan import Plan, ScheduleKind, Stage
+
+RUNNABLE_SCHEDULES: tuple[ScheduleKind, ...] = ("1f1b", "gpipe", "eager-1f1b")
+"""Those that keep the backward of a microbatch in one piece."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +30,38 @@ class Placement:
 
     stages: tuple[PlacedStage, ...]
     num_microbatches: int
+    schedule: ScheduleKind = "1f1b"
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
+        """Raises PlanError for a plan with axes that ranks cannot run."""
+        check_runnable(plan)
         return cls(
             stages=tuple(placed for stage in plan.stages for placed in _placed(stage)),
             num_microbatches=plan.num_microbatches,
+            schedule=plan.schedule,
+        )
+
+
+def check_runnable(plan: Plan) -> None:
+    """Refuse what can be planned, printed and simulated, but not run.
+
+    Raises:
+        PlanError: naming every axis in the way, and how to plan without it.
+    """
+    last = plan.chains[-1]
+    found = [
+        *(f"{chain.name} has tensor parallel degree {chain.tp}" for chain in plan.chains if chain.tp > 1),
+        *(f"{chain.name} has {chain.dp} replicas" for chain in plan.chains if chain.dp > 1),
+        *(f"{chain.name} has context parallel degree {chain.cp}" for chain in plan.chains if chain.cp > 1 and chain != last),
+        *([f"recompute is {plan.recompute}"] if plan.recompute != "none" else []),
+        *([f"the schedule is {plan.schedule}"] if plan.schedule not in RUNNABLE_SCHEDULES else []),
+    ]
+    if found:
+        raise PlanError(
+            f"this plan can be simulated but not run: {'; '.join(found)}. The engine runs one replica whose stages are whole or share "
+            f"the tokens of the language model, recompute none, schedules {', '.join(RUNNABLE_SCHEDULES)}: plan with "
+            "tensor_parallel=1, replicas=1, recompute='none' and one of these schedules"
         )
 
 

@@ -30,6 +30,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from mmcompile.errors import PlanError
+from mmcompile.plan.plan import ScheduleKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +148,21 @@ class Placed(Protocol):
     def depth(self) -> int:
         """Longest path, in stages, to the loss stage."""
         ...
+
+
+def in_flight(kind: ScheduleKind, depth: int, num_microbatches: int) -> int:
+    """Microbatches whose activations a stage holds at its peak, if it runs a backward (without one it holds none).
+
+    Args:
+        depth: longest path, in stages, to the loss stage.
+    """
+    match kind:
+        case "gpipe":
+            return num_microbatches
+        case "1f1b" | "zb-h1":
+            return min(depth + 1, num_microbatches)
+        case "eager-1f1b":
+            return min(2 * depth + 1, num_microbatches)
 
 
 def build_schedule(stages: Sequence[Placed], flows: Sequence[Flow]) -> Schedule:

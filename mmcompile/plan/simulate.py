@@ -20,7 +20,14 @@ class StageDuration:
     """Seconds of one microbatch in one stage."""
 
     forward_s: float
-    backward_s: float
+    input_grad_s: float
+    """The part of the backward that stages before wait for."""
+    weight_grad_s: float = 0.0
+    """The part of the backward that nothing else waits for."""
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

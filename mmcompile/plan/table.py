@@ -1,140 +1,213 @@
-"""A plan as a plain-text table."""
+"""A plan as plain text of at most forty lines, whatever its size.
+
+Header, chains as boxes, stages, prediction and bottlenecks come first; cuts, rejected alternatives, notes, links and shared
+values share what is left, and count what does not fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mmcompile.plan.plan import Link, Plan, SharedValue, Stage
+from mmcompile.plan.bottlenecks import CAUSE_WORDS, bottlenecks, causes
+from mmcompile.plan.layout import Node, lay_out
+from mmcompile.plan.line_art import line_art
+from mmcompile.plan.stage_rows import columns, frozen_text, milliseconds, stage_table
+from mmcompile.units import format_bytes, format_seconds
 
-_MAX_ROWS = 8
-"""Rows of links, shared values and rejected alternatives; the rest is counted."""
+if TYPE_CHECKING:
+    from mmcompile.plan.plan import Chain, Cut, Link, Plan, SharedValue
+
+MAX_LINES = 40
+_MAX_STAGE_ROWS = 10
+_MAX_BUBBLES = 3
 _MAX_NAMES = 2
+_LABEL = 13
+"""Width of the column of labels."""
 
 
 def format_plan(plan: Plan) -> str:
-    """What a reader needs to judge a plan: what runs where, how long, how much memory, what else was tried."""
-    return "\n".join(line.rstrip() for line in _lines(plan))
+    """What a reader needs to judge a plan: what runs where, how long, how much memory, what holds it back, what else was tried."""
+    head = [*_header(plan), "", *_boxes(plan), "", *stage_table(plan.chains, _MAX_STAGE_ROWS), ""]
+    head += _labelled("predicted", _prediction(plan))
+    head += _labelled("bottlenecks", [str(one) for one in bottlenecks(plan)])
+    room = MAX_LINES - len(head)
+    return "\n".join(line.rstrip() for line in [*head, *_rest(plan, room)])
 
 
-def _lines(plan: Plan) -> Iterator[str]:
-    yield (
-        f"{plan.fingerprint.model} on {plan.cluster}: {len(plan.stages)} stages, {plan.num_ranks} ranks, "
-        f"{plan.schedule}, {plan.num_microbatches} microbatches, recompute {plan.recompute}"
-        + (f", {plan.attention} attention" if plan.attention != "model" else "")
-        + (f", context parallel {plan.context_parallel}" if plan.context_parallel > 1 else "")
+def _header(plan: Plan) -> list[str]:
+    used = len({rank for stage in plan.stages for rank in stage.ranks})
+    count = f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "1 stage"
+    devices = f"{used} of {plan.cluster.num_devices} devices" if used <= plan.cluster.num_devices else f"{used} processes"
+    first = (
+        f"{plan.fingerprint.model} on {plan.cluster}: {count} on {devices}, {plan.schedule}, "
+        f"recompute {plan.recompute}, {_batch(plan)}"
     )
-    yield ""
-    yield from _stages(plan.stages)
-    yield from _links(plan.links)
-    yield from _shared(plan.shared_values)
-    yield from _prediction(plan)
-    yield from _rejected(plan)
-
-
-def _stages(stages: Sequence[Stage]) -> Iterator[str]:
-    unit, scale = _memory_unit(max(stage.prediction.total_bytes for stage in stages))
-    header = (
-        *("stage", "layers", "rank", "fwd ms", "bwd ms"),
-        *(f"{part} {unit}" for part in ("params", "grads", "optim", "activ")),
-        *("in flight", "gradient"),
-    )
-    rows = [_stage_row(stage, scale) for stage in stages]
-    yield from _columns([header, *rows], left={0, 1, len(header) - 1})
-
-
-def _stage_row(stage: Stage, scale: int) -> tuple[str, ...]:
-    predicted = stage.prediction
-    sizes = (
-        predicted.parameter_bytes,
-        predicted.gradient_bytes,
-        predicted.optimizer_bytes,
-        predicted.activation_bytes,
-    )
-    return (
-        stage.name,
-        _layers(stage),
-        ",".join(map(str, stage.ranks)),
-        _ms(predicted.forward_s),
-        _ms(predicted.backward_s) if stage.has_backward else "-",
-        *(f"{size / scale:.2f}" for size in sizes),
-        str(predicted.in_flight) if stage.has_backward else "-",
-        _gradient(stage),
-    )
-
-
-def _gradient(stage: Stage) -> str:
-    if stage.prediction.gradient_bytes:
-        return "trains"
-    return "frozen, passes gradient" if stage.has_backward else "forward only"
-
-
-def _layers(stage: Stage) -> str:
-    """First and last layer of each component touched; layers are counted from 0."""
-    parts = []
-    for segment in stage.segments:
-        last = segment.last - 1
-        parts.append(f"{segment.component} {segment.first}" + (f"..{last}" if last > segment.first else ""))
-    return ", ".join(parts)
-
-
-def _links(links: Sequence[Link]) -> Iterator[str]:
-    if not links:
-        return
-    yield ""
-    rows = [
-        (
-            f"{link.source} -> {link.target}",
-            _names(tensor.name for tensor in link.tensors),
-            f"{link.num_bytes / 1e6:.3g}",
-            "yes" if link.gradient else "no",
-        )
-        for link in links[:_MAX_ROWS]
+    second = [
+        f"strategy {plan.strategy}",
+        f"averages over {plan.data}" if plan.data else "sizes of the example batch",
+        f"costs {plan.costs}",
     ]
-    yield from _columns([("link", "tensors", "MB", "gradient back"), *rows], left={0, 1})
-    yield from _more(len(links) - _MAX_ROWS, "links")
+    if plan.attention != "model":
+        second.append(f"{plan.attention} attention")
+    return [first, "; ".join(second)]
 
 
-def _shared(values: Sequence[SharedValue]) -> Iterator[str]:
-    if not values:
-        return
-    yield ""
-    yield "shared values, without gradient, needed by several stages: computed again in each unless sending is faster"
-    rows = [
-        (
-            value.name,
-            value.choice,
-            f"{value.recompute_s * 1e6:.3g} us to compute, {value.send_s * 1e6:.3g} us to send",
-            f"for {_names(value.stages)}",
+def _batch(plan: Plan) -> str:
+    replicas = plan.chains[-1].dp
+    steps = f"{plan.num_microbatches} microbatches" + (f" x {replicas} replicas" if replicas > 1 else "")
+    if not plan.global_batch:
+        return steps
+    return f"global batch {plan.global_batch} = {steps} x {plan.microbatch_samples:.3g} samples"
+
+
+def _boxes(plan: Plan) -> list[str]:
+    """The chains and which feeds which. Frames go when there are many."""
+    edges = _edges(plan)
+    columns_of = _columns(plan.chains, edges)
+    parallel = _rows(plan.chains, columns_of)
+    many = max(parallel.values())
+    nodes = [
+        Node(
+            name=chain.name,
+            column=columns_of[chain.name],
+            row=parallel[chain.name],
+            lines=_chain_lines(chain) if many < 2 else ("   ".join(_chain_lines(chain)),),
         )
-        for value in values[:_MAX_ROWS]
+        for chain in plan.chains
     ]
-    yield from _columns(rows, left={0, 1, 2, 3})
-    yield from _more(len(values) - _MAX_ROWS, "shared values")
+    return line_art(lay_out(nodes, edges, framed=many < 3, row_gap=0)).splitlines()
 
 
-def _prediction(plan: Plan) -> Iterator[str]:
+def _edges(plan: Plan) -> list[tuple[str, str]]:
+    """Which chain feeds which: from the links, or, before stages are lowered, everything the last."""
+    owner = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
+    pairs = dict.fromkeys((owner[link.source], owner[link.target]) for link in plan.links)
+    crossing = [pair for pair in pairs if pair[0] != pair[1]]
+    if crossing or len(plan.chains) == 1:
+        return crossing
+    return [(chain.name, plan.chains[-1].name) for chain in plan.chains[:-1]]
+
+
+def _columns(chains: Sequence[Chain], edges: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """Column of each chain: as far right as what it feeds allows."""
+    distance = {chain.name: 0 for chain in chains}
+    position = {chain.name: index for index, chain in enumerate(chains)}
+    for source, target in sorted(edges, key=lambda edge: -position[edge[0]]):
+        distance[source] = max(distance[source], distance[target] + 1)
+    farthest = max(distance.values())
+    return {name: farthest - steps for name, steps in distance.items()}
+
+
+def _rows(chains: Sequence[Chain], columns_of: Mapping[str, int]) -> dict[str, int]:
+    """Row of each chain: the first free one of its column."""
+    taken: dict[int, int] = {}
+    rows: dict[str, int] = {}
+    for chain in chains:
+        rows[chain.name] = taken.get(columns_of[chain.name], 0)
+        taken[columns_of[chain.name]] = rows[chain.name] + 1
+    return rows
+
+
+def _chain_lines(chain: Chain) -> tuple[str, str]:
+    degrees = f"tp {chain.tp}  cp {chain.cp}  pp {len(chain.stages)}  dp {chain.dp}"
+    frozen = frozen_text(chain.stages)
+    share = {"0%": "all trains", "100%": "frozen", "-": "no parameters"}.get(frozen, f"{frozen} frozen")
+    return " + ".join(chain.components), f"{degrees}  {share}"
+
+
+def _prediction(plan: Plan) -> list[str]:
     predicted = plan.predicted
-    yield ""
-    yield (
-        f"predicted iteration {_ms(predicted.iteration_s)} ms, bubble {predicted.bubble:.1%}, "
-        f"lower bound {_ms(predicted.lower_bound_s)} ms, gap {predicted.gap:.1%}"
-    )
+    parts = [
+        f"iteration {format_seconds(predicted.iteration_s)}",
+        f"bubble {predicted.bubble:.1%}",
+        f"lower bound {format_seconds(predicted.lower_bound_s)}",
+        f"gap {predicted.gap:.1%}",
+    ]
+    if plan.global_batch and predicted.iteration_s:
+        parts.insert(1, f"{plan.global_batch / predicted.iteration_s:.3g} samples/s")
+    if predicted.reduce_s:
+        parts.append(f"{format_seconds(predicted.reduce_s)} of it reduces gradients and steps")
+    shares = sorted(predicted.bubbles, key=lambda share: -sum(causes(share).values()))
+    rows = [_bubble(share.chain, causes(share)) for share in shares[:_MAX_BUBBLES]]
+    more = [f"and {len(shares) - len(rows)} more chains"] if len(shares) > len(rows) else []
+    return [", ".join(parts), *rows, *more]
 
 
-def _rejected(plan: Plan) -> Iterator[str]:
-    if not plan.rejected:
-        return
-    yield "rejected:"
-    for alternative in plan.rejected[:_MAX_ROWS]:
-        yield f"  {alternative.what}: {alternative.reason}"
-    yield from _more(len(plan.rejected) - _MAX_ROWS, "alternatives")
+def _bubble(chain: str, shares: Mapping[str, float]) -> str:
+    words: Mapping[str, str] = CAUSE_WORDS  # type: ignore[assignment]
+    named = (f"{words[cause]} {share:.1%}" for cause, share in shares.items() if share >= 0.0005)
+    return f"{chain} idle {sum(shares.values()):.1%}: " + (", ".join(named) or "never")
 
 
-def _more(count: int, what: str) -> Iterator[str]:
-    if count > 0:
-        yield f"  and {count} more {what}"
+def _rest(plan: Plan, room: int) -> list[str]:
+    """The sections that shrink, each with at least one line, those that a reader misses most first."""
+    sections = {
+        "cuts": _cuts(plan.cuts),
+        "rejected": [f"{one.what}: {one.reason}" for one in plan.rejected],
+        "notes": list(plan.notes),
+        "links": [_link(link) for link in sorted(plan.links, key=lambda link: -link.num_bytes)],
+        "shared": [_shared(value) for value in plan.shared_values],
+    }
+    wanted = {name: len(lines) for name, lines in sections.items() if lines}
+    given = _deal(wanted, room)
+    lines: list[str] = []
+    for name, count in given.items():
+        lines += _labelled(name, _first(sections[name], count))
+    return lines
+
+
+def _deal(wanted: Mapping[str, int], room: int) -> dict[str, int]:
+    """Lines for each section: one each, then in turns, until all have what they want or nothing is left."""
+    given = {name: 0 for name in wanted}
+    while room > 0 and given != wanted:
+        for name, count in wanted.items():
+            if given[name] < count and room > 0:
+                given[name] += 1
+                room -= 1
+    return {name: count for name, count in given.items() if count}
+
+
+def _first(lines: Sequence[str], count: int) -> list[str]:
+    """The first lines; the last of them says how many are left out."""
+    shown = list(lines[:count])
+    if len(lines) > count:
+        shown[-1] += f" (and {len(lines) - count} more)"
+    return shown
+
+
+def _cuts(cuts: Sequence[Cut]) -> list[str]:
+    """Reasons that differ in numbers only stand in one line."""
+    groups: dict[tuple[str, str], list[Cut]] = {}
+    for cut in cuts:
+        chain = cut.stage.rpartition(".")[0]
+        groups.setdefault((chain, re.sub(r"[\d.]+", "#", cut.reason)), []).append(cut)
+    return [_cut(group) for group in groups.values()]
+
+
+def _cut(group: Sequence[Cut]) -> str:
+    first, last = group[0], group[-1]
+    if len(group) == 1:
+        return f"after {first.stage}: {first.reason}"
+    alike = "" if all(cut.reason == first.reason for cut in group) else " (the first; the others alike)"
+    return f"after {first.stage}..{last.stage.rpartition('.')[2]} x{len(group)}: {first.reason}{alike}"
+
+
+def _link(link: Link) -> str:
+    names = _names(tensor.name for tensor in link.tensors)
+    back = "gradient returns" if link.gradient else "no gradient"
+    return f"{link.source} -> {link.target}: {names or 'tensors'}, {format_bytes(link.num_bytes)} a microbatch, {back}"
+
+
+def _shared(value: SharedValue) -> str:
+    did = "computed again in each" if value.choice == "recompute" else "sent"
+    times = f"{format_seconds(value.recompute_s)} to compute, {format_seconds(value.send_s)} to send"
+    return f"{value.name} {did} of {_names(value.stages)}: {times}"
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[str]:
+    return [f"{label if index == 0 else '':<{_LABEL}}{line}" for index, line in enumerate(lines)]
 
 
 def _names(names: Iterable[str]) -> str:
@@ -142,22 +215,3 @@ def _names(names: Iterable[str]) -> str:
     if len(listed) <= _MAX_NAMES + 1:
         return ", ".join(listed)
     return f"{', '.join(listed[:_MAX_NAMES])} and {len(listed) - _MAX_NAMES} more"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g}"
-
-
-def _memory_unit(largest: int) -> tuple[str, int]:
-    """GiB, or MiB for models so small that GiB would print zeros."""
-    return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-
-
-def _columns(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells)

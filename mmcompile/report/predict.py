@@ -26,7 +26,11 @@ def predict(plan: Plan) -> Timeline:
         backward=tuple(name for name, stage in shards.items() if stage.has_backward),
     )
     durations = {
-        name: StageDuration(forward_s=stage.prediction.forward_s, backward_s=stage.prediction.backward_s)
+        name: StageDuration(
+            forward_s=stage.prediction.forward_s,
+            input_grad_s=stage.prediction.input_grad_s,
+            weight_grad_s=stage.prediction.weight_grad_s,
+        )
         for name, stage in shards.items()
     }
     rank = {stage.name: stage.ranks[0] for stage in placed}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from mmcompile.report.layout import Node, lay_out
+from mmcompile.plan.layout import Node, lay_out
 from mmcompile.report.svg import Svg, dot_text
 
 _INPUT, _OUTPUT = "input", "output"

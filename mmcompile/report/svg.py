@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from mmcompile.report.layout import Box, Layout, Path
+from mmcompile.plan.layout import Box, Layout, Path
 
 _CELL_WIDTH, _CELL_HEIGHT, _MARGIN = 7.5, 17.0, 12.0
 """Pixels of a character cell, and around the picture."""

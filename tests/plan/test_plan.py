@@ -85,7 +85,7 @@ def test_what_is_no_plan_is_refused_with_file_place_and_remedy(plan: Plan, tmp_p
         (edited(plan, "colour", value="red"), "has an unknown field $.colour; remove it"),
         (edited(plan, "chains", 0, "stages", 0, "speed", value=1), "has an unknown field $.chains[0].stages[0].speed"),
         (edited(plan, "num_microbatches", value="8"), "Expected `int`, got `str` - at `$.num_microbatches`"),
-        (edited(plan, "schedule", value="gpipe"), "Invalid enum value 'gpipe' - at `$.schedule`"),
+        (edited(plan, "schedule", value="dualpipe"), "Invalid enum value 'dualpipe' - at `$.schedule`"),
         (edited(plan, "chains", 0, "stages", value=None), "at `$.chains[0].stages`"),
         (edited(plan, "chains", value=[]), "is no plan: it has no stages"),
         ("[" * 100_000, "is no plan"),

@@ -17,7 +17,7 @@ MICROBATCHES = 24
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 5), (4, 4), (4, 24), (6, 8)])
 def test_equal_stages_take_n_plus_s_minus_1_turns(stages: int, microbatches: int) -> None:
     toys, flow = chain(stages)
-    times = {toy.name: StageDuration(forward_s=2.0, backward_s=3.0) for toy in toys}
+    times = {toy.name: StageDuration(forward_s=2.0, input_grad_s=3.0) for toy in toys}
     timeline = simulate(build_schedule(toys, [flow] * microbatches), times)
     assert timeline.makespan_s == pytest.approx((microbatches + stages - 1) * 5.0)
     assert timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
@@ -27,14 +27,14 @@ def test_equal_stages_take_n_plus_s_minus_1_turns(stages: int, microbatches: int
 def test_a_slow_stage_sets_the_pace() -> None:
     # Oobleck's critical path: all stages once, the slowest for the rest.
     toys, flow = chain(3)
-    times = {f"s{i}": StageDuration(forward_s=f, backward_s=2 * f) for i, f in enumerate((1.0, 1.0, 4.0))}
+    times = {f"s{i}": StageDuration(forward_s=f, input_grad_s=2 * f) for i, f in enumerate((1.0, 1.0, 4.0))}
     timeline = simulate(build_schedule(toys, [flow] * 10), times)
     assert timeline.makespan_s == pytest.approx((1 + 1) * 3.0 + 10 * 12.0)
 
 
 def test_links_delay_and_messages_queue_one_behind_another() -> None:
     toys, flow = chain(2, backward=False)
-    times = {"s0": StageDuration(forward_s=1.0, backward_s=0.0), "s1": StageDuration(forward_s=1.0, backward_s=0.0)}
+    times = {"s0": StageDuration(forward_s=1.0, input_grad_s=0.0), "s1": StageDuration(forward_s=1.0, input_grad_s=0.0)}
     timeline = simulate(build_schedule(toys, [flow] * 3), times, {("s0", "s1"): 2.0})
     sends = [(e.start_s, e.end_s) for e in timeline.events if e.kind is ActionKind.SEND_F]
     assert sends == [(1.0, 3.0), (3.0, 5.0), (5.0, 7.0)]
@@ -47,15 +47,15 @@ def test_independent_encoders_run_at_the_same_time() -> None:
     stages = [type(stages[0])(name=stage.name, ranks=stage.ranks, depth=int(stage.name != "s2")) for stage in stages]
     edges = tuple(FlowEdge(source=name, target="s2", gradient=False) for name in ("s0", "s1"))
     flow = Flow(stages=("s0", "s1", "s2"), edges=edges, backward=("s2",))
-    times = {name: StageDuration(forward_s=5.0, backward_s=0.0) for name in ("s0", "s1")}
-    times["s2"] = StageDuration(forward_s=1.0, backward_s=1.0)
+    times = {name: StageDuration(forward_s=5.0, input_grad_s=0.0) for name in ("s0", "s1")}
+    times["s2"] = StageDuration(forward_s=1.0, input_grad_s=1.0)
     assert simulate(build_schedule(stages, [flow]), times).makespan_s == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_rank_does_two_things_at_once_and_nothing_runs_before_its_inputs(seed: int) -> None:
     stages, flows = random_case(seed)
-    times = {stage.name: StageDuration(forward_s=1.0 + i, backward_s=2.0 + i) for i, stage in enumerate(stages)}
+    times = {stage.name: StageDuration(forward_s=1.0 + i, input_grad_s=2.0 + i) for i, stage in enumerate(stages)}
     timeline = simulate(build_schedule(stages, flows), times)
     computing = [event for event in timeline.events if event.kind in (ActionKind.F, ActionKind.B)]
     for rank in range(len(timeline.busy_s)):
@@ -73,7 +73,7 @@ def test_no_rank_does_two_things_at_once_and_nothing_runs_before_its_inputs(seed
 
 def test_a_deadlock_is_reported() -> None:
     schedule = Schedule.parse("stages: a b\nrank 0: 0RECV_B0<1 0F0\nrank 1: 1RECV_F0<0 1F0")
-    times = {name: StageDuration(forward_s=1.0, backward_s=1.0) for name in "ab"}
+    times = {name: StageDuration(forward_s=1.0, input_grad_s=1.0) for name in "ab"}
     with pytest.raises(VerifyError, match="deadlocks: rank 0 at step 0 \\(0RECV_B0<1\\), rank 1 at step 0"):
         simulate(schedule, times)
 
@@ -107,9 +107,9 @@ def iteration_ms(times: tuple[float, float, float, float], counts: tuple[int, in
     encoder, language = counts
     toys, flow = chain(encoder + language)
     durations = {
-        toy.name: StageDuration(forward_s=times[0], backward_s=times[2])
+        toy.name: StageDuration(forward_s=times[0], input_grad_s=times[2])
         if index < encoder
-        else StageDuration(forward_s=times[1], backward_s=times[3])
+        else StageDuration(forward_s=times[1], input_grad_s=times[3])
         for index, toy in enumerate(toys)
     }
     return simulate(build_schedule(toys, [flow] * MICROBATCHES), durations).makespan_s

@@ -82,7 +82,11 @@ def events(plan: Plan) -> tuple[Event, ...]:
         backward=tuple(stage.name for stage in plan.stages if stage.has_backward),
     )
     durations = {
-        stage.name: StageDuration(forward_s=stage.prediction.forward_s, backward_s=stage.prediction.backward_s)
+        stage.name: StageDuration(
+            forward_s=stage.prediction.forward_s,
+            input_grad_s=stage.prediction.input_grad_s,
+            weight_grad_s=stage.prediction.weight_grad_s,
+        )
         for stage in plan.stages
     }
     schedule = build_schedule(plan.stages, [flow] * plan.num_microbatches)

@@ -59,18 +59,27 @@ class Layout:
     paths: tuple[Path, ...]
     width: int
     height: int
+    framed: bool
+    """Boxes have a frame of one cell around them."""
 
 
-def lay_out(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> Layout:
-    """Place nodes and route edges (source name, target name), each from a lower to a higher column."""
+def lay_out(
+    nodes: Sequence[Node], edges: Sequence[tuple[str, str]], *, framed: bool = True, row_gap: int = _ROW_GAP
+) -> Layout:
+    """Place nodes and route edges (source name, target name), each from a lower to a higher column.
+
+    Args:
+        framed: leave room for frames.
+        row_gap: free cells between rows; as many more as lanes need are added.
+    """
     tracks, lanes = _tracks(nodes, edges)
-    boxes = _place(nodes, tracks, lanes)
+    boxes = _place(nodes, tracks, lanes, framed, row_gap)
     paths = tuple(_route(boxes[source], boxes[target], boxes, tracks, lanes) for source, target in edges)
     placed = tuple(boxes.values())
     corners = [point for path in paths for point in path.points]
     width = max([box.x + box.width for box in placed] + [x + 1 for x, _ in corners])
     height = max([box.y + box.height for box in placed] + [y + 1 for _, y in corners])
-    return Layout(boxes=placed, paths=paths, width=width, height=height)
+    return Layout(boxes=placed, paths=paths, width=width, height=height, framed=framed)
 
 
 _Numbers = dict[int, dict[str, int]]
@@ -91,18 +100,19 @@ def _tracks(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> tuple[_N
     return tracks, lanes
 
 
-def _place(nodes: Sequence[Node], tracks: _Numbers, lanes: _Numbers) -> dict[str, Box]:
+def _place(nodes: Sequence[Node], tracks: _Numbers, lanes: _Numbers, framed: bool, row_gap: int) -> dict[str, Box]:
     columns = sorted({node.column for node in nodes})
     rows = sorted({node.row for node in nodes})
-    widths = {column: max(_width(node) for node in nodes if node.column == column) for column in columns}
-    heights = {row: max(2 + len(node.lines) for node in nodes if node.row == row) for row in rows}
+    frame = 2 * framed
+    widths = {column: frame + max(_width(node) for node in nodes if node.column == column) for column in columns}
+    heights = {row: frame + max(len(node.lines) for node in nodes if node.row == row) for row in rows}
     x_of, y_of, x, y = {}, {}, 0, 0
     for column in columns:
         x_of[column] = x
         x += widths[column] + _COLUMN_GAP + len(tracks[column])
     for row in rows:
         y_of[row] = y
-        y += heights[row] + _ROW_GAP + len(lanes[row])
+        y += heights[row] + row_gap + len(lanes[row])
     return {
         node.name: Box(
             node=node, x=x_of[node.column], y=y_of[node.row], width=widths[node.column], height=heights[node.row]
@@ -112,7 +122,7 @@ def _place(nodes: Sequence[Node], tracks: _Numbers, lanes: _Numbers) -> dict[str
 
 
 def _width(node: Node) -> int:
-    return 4 + max(len(line) for line in node.lines)
+    return 2 + max(len(line) for line in node.lines)
 
 
 def _route(source: Box, target: Box, boxes: dict[str, Box], tracks: _Numbers, lanes: _Numbers) -> Path:

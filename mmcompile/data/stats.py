@@ -1,0 +1,237 @@
+"""`DatasetStats`: what a dataset is made of, as the shapes of its samples."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from mmcompile.data.sample import SampleShape
+from mmcompile.errors import ConfigError
+from mmcompile.files import write_atomic
+from mmcompile.units import format_count
+
+STATS_VERSION = 1
+MAX_SAMPLES = 20_000
+"""Shapes kept of a dataset; a larger one is sampled."""
+NUM_WORST = 64
+"""Heaviest samples kept by each measure: as many as a microbatch may hold."""
+PROGRESS_EVERY = 1_000
+PERCENTS = (1, 5, 25, 50, 75, 95, 99, 100)
+
+Progress = Callable[[int], None]
+"""Called with the number of samples read so far."""
+
+MEASURES: Mapping[str, Callable[[SampleShape], int]] = {
+    "patches": lambda shape: shape.patches,
+    "frames": lambda shape: shape.frames,
+    "text tokens": lambda shape: shape.text_tokens,
+    "total": lambda shape: shape.patches + shape.frames + shape.text_tokens,
+}
+"""What is heavy about a sample. `total` adds rows of encoders and tokens of text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Distribution of one quantity."""
+
+    mean: float
+    std: float
+    percentiles: tuple[float, ...]
+    """At `PERCENTS`; the last is the maximum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worst:
+    """The heaviest samples of a dataset by one measure, heaviest first."""
+
+    measure: str
+    samples: tuple[SampleShape, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetStats:
+    """The joint distribution of a dataset's modalities. `str(stats)` is the table; JSON round-trips."""
+
+    name: str
+    count: int
+    """Samples of the dataset, exactly."""
+    samples: tuple[SampleShape, ...]
+    """The shape of every sample, or of `MAX_SAMPLES` drawn at random where there are more."""
+    spreads: Mapping[str, Spread]
+    """Of `patches per image` and `frames per sound` over images and sounds; of `images`, `sounds`, `patches`, `frames`, `text
+    tokens` and `total` over samples."""
+    correlations: Mapping[str, float]
+    """`patches ~ text tokens` -> Pearson's correlation over samples; pairs in which one is constant are left out."""
+    worst: tuple[Worst, ...]
+    """By each of `MEASURES`, over the whole dataset, with anything of that modality."""
+    version: int = STATS_VERSION
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Iterable[SampleShape],
+        *,
+        name: str,
+        max_samples: int = MAX_SAMPLES,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> DatasetStats:
+        """Read the shapes of a dataset once, in constant memory.
+
+        Args:
+            shapes: of all samples, in any order.
+            name: what reports call the dataset.
+            max_samples: shapes kept; a larger dataset is sampled uniformly (reservoir).
+            seed: of that sampling.
+            progress: called every `PROGRESS_EVERY` samples and at the end.
+        """
+        kept: list[SampleShape] = []
+        heaps: dict[str, list[tuple[int, int, SampleShape]]] = {measure: [] for measure in MEASURES}
+        generator = random.Random(seed)
+        count = 0
+        for shape in shapes:
+            for measure, weigh in MEASURES.items():
+                _push(heaps[measure], (weigh(shape), -count, shape))
+            if count < max_samples:
+                kept.append(shape)
+            elif (slot := generator.randrange(count + 1)) < max_samples:
+                kept[slot] = shape
+            count += 1
+            if progress is not None and count % PROGRESS_EVERY == 0:
+                progress(count)
+        if progress is not None:
+            progress(count)
+        columns = _columns(kept)
+        return cls(
+            name=name,
+            count=count,
+            samples=tuple(kept),
+            spreads={quantity: _spread(values) for quantity, values in columns.items() if len(values)},
+            correlations=_correlations(columns),
+            worst=tuple(
+                Worst(measure=measure, samples=tuple(shape for _, _, shape in sorted(heap, reverse=True)))
+                for measure, heap in heaps.items()
+                if heap
+            ),
+        )
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether `samples` are a part of the dataset."""
+        return self.count > len(self.samples)
+
+    def share(self, modality: str) -> float:
+        """Share of samples [0..1] with any `"images"`, `"audios"` or `"text_tokens"`."""
+        return sum(bool(getattr(shape, modality)) for shape in self.samples) / max(1, len(self.samples))
+
+    def heaviest(self) -> tuple[SampleShape, ...]:
+        """The shapes to look for the worst in: those kept, and the worst of the whole dataset."""
+        if not self.is_sampled:
+            return self.samples
+        return tuple(dict.fromkeys([*self.samples, *(shape for worst in self.worst for shape in worst.samples)]))
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> DatasetStats:
+        """Raises ConfigError if the text is no statistics, or of another version."""
+        try:
+            version = msgspec.json.decode(text, type=_Versioned).version
+            if version != STATS_VERSION:
+                raise ConfigError(
+                    f"dataset statistics have version {version}, this mmcompile reads {STATS_VERSION}; make them again"
+                )
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"this is no dataset statistics: {error}; make them again, or give a folder of images or a .jsonl of shapes"
+            ) from error
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write JSON, whole or not at all."""
+        return write_atomic(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> DatasetStats:
+        """Raises ConfigError if the file cannot be read or holds no statistics of this version."""
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read dataset statistics {path}: {error.strerror}") from error
+        return cls.from_json(text)
+
+    def __str__(self) -> str:
+        sampled = f", {len(self.samples)} of them kept" if self.is_sampled else ""
+        shares = [f"{self.share(field):.0%} with {word}" for field, word in _SHARES.items() if self.share(field) > 0]
+        lines = [f"{self.name}: {self.count} samples{sampled}" + "".join(f", {share}" for share in shares)]
+        heads = [f"p{percent}" for percent in PERCENTS[:-1]] + ["max"]
+        lines.append(f"{'':<18}{'mean':>9}{'std':>9}" + "".join(f"{head:>9}" for head in heads))
+        for quantity, spread in self.spreads.items():
+            figures = (spread.mean, spread.std, *spread.percentiles)
+            lines.append(f"{quantity:<18}" + "".join(f"{_short(figure):>9}" for figure in figures))
+        lines += [f"correlation {pair}: {value:+.2f}" for pair, value in self.correlations.items()]
+        for worst in self.worst:
+            names = [f"{shape.name} ({MEASURES[worst.measure](shape)})" for shape in worst.samples[:3]]
+            lines.append(f"most {worst.measure}: {', '.join(names)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Versioned:
+    version: int
+
+
+_SHARES = {"images": "images", "audios": "sounds", "text_tokens": "text"}
+
+
+def _short(figure: float) -> str:
+    return f"{figure:.3g}" if figure < 100 else format_count(round(figure))
+
+
+def _push(heap: list[tuple[int, int, SampleShape]], entry: tuple[int, int, SampleShape]) -> None:
+    """Keep the heaviest `NUM_WORST`; of equals the earlier ones. (The position decides before shapes would be compared.)"""
+    if entry[0] == 0:
+        return
+    if len(heap) < NUM_WORST:
+        heapq.heappush(heap, entry)
+    elif entry > heap[0]:
+        heapq.heapreplace(heap, entry)
+
+
+def _columns(samples: list[SampleShape]) -> dict[str, np.ndarray]:
+    per_sample: dict[str, list[int]] = {
+        "images": [len(shape.images) for shape in samples],
+        "sounds": [len(shape.audios) for shape in samples],
+        **{measure: [weigh(shape) for shape in samples] for measure, weigh in MEASURES.items()},
+    }
+    per_unit = {
+        "patches per image": [patches for shape in samples for patches in shape.images],
+        "frames per sound": [frames for shape in samples for frames in shape.audios],
+    }
+    columns = {name: np.array(values, dtype=np.float64) for name, values in {**per_unit, **per_sample}.items()}
+    return {name: values for name, values in columns.items() if values.any()}
+
+
+def _spread(values: np.ndarray) -> Spread:
+    return Spread(
+        mean=float(values.mean()),
+        std=float(values.std()),
+        percentiles=tuple(float(value) for value in np.percentile(values, PERCENTS)),
+    )
+
+
+def _correlations(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
+    names = [name for name in ("patches", "frames", "text tokens") if name in columns and np.ptp(columns[name]) > 0]
+    return {
+        f"{first} ~ {second}": float(np.corrcoef(columns[first], columns[second])[0, 1])
+        for index, first in enumerate(names)
+        for second in names[index + 1 :]
+    }

@@ -1,0 +1,120 @@
+"""Which layers a user's words mean: a module path, `component.index`, a component, or a glob that matches one layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from mmcompile.errors import ConfigError
+
+MAX_LISTED = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerLabel:
+    """What one layer of a chain is called."""
+
+    component: str
+    index: int
+    """Within the component."""
+    name: str
+    """Module path."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedChain:
+    """A chain's name and the labels of its layers, first to last."""
+
+    name: str
+    labels: tuple[LayerLabel, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Layers `first` to `last` (excluded) of a chain: one layer, or those of one component."""
+
+    chain: int
+    first: int
+    last: int
+
+
+def find(text: str, chains: Sequence[NamedChain], *, where: str) -> Place:
+    """The layer or component a text names.
+
+    Args:
+        where: named in errors: the constraint it stands in.
+
+    Raises:
+        ConfigError: it names nothing, or a glob matches several; the message lists what it could be.
+    """
+    if any(mark in text for mark in "*?["):
+        return _only(text, [place for place, label in _layers(chains) if fnmatchcase(label.name, text)], chains, where)
+    exact = [place for place, label in _layers(chains) if label.name == text]
+    if exact:
+        return _only(text, exact, chains, where)
+    component, _, number = text.rpartition(".")
+    own = _component(component, chains) if re.fullmatch(r"-?\d+", number) else None
+    if own is not None:
+        count, index = own.last - own.first, int(number)
+        if not -count <= index < count:
+            raise ConfigError(f"{where}: {component} has {count} layers, {component}.0 to {component}.{count - 1}; got {text!r}")
+        first = own.first + index % count
+        return Place(chain=own.chain, first=first, last=first + 1)
+    whole = _component(text, chains)
+    return _only(text, [whole] if whole else [], chains, where)
+
+
+def chain_index(text: str, chains: Sequence[NamedChain], *, where: str) -> int:
+    """The chain of a name. Raises ConfigError if there is none; it lists those there are."""
+    for index, chain in enumerate(chains):
+        if chain.name == text:
+            return index
+    names = ", ".join(chain.name for chain in chains)
+    raise ConfigError(f"{where}: there is no chain {text!r}; chains are {names}")
+
+
+def short_name(chains: Sequence[NamedChain], place: Place) -> str:
+    """`component.index` of a layer, or the component of several."""
+    label = chains[place.chain].labels[place.first]
+    return f"{label.component}.{label.index}" if place.last - place.first == 1 else label.component
+
+
+def _layers(chains: Sequence[NamedChain]) -> list[tuple[Place, LayerLabel]]:
+    return [
+        (Place(chain=index, first=position, last=position + 1), label)
+        for index, chain in enumerate(chains)
+        for position, label in enumerate(chain.labels)
+    ]
+
+
+def _component(name: str, chains: Sequence[NamedChain]) -> Place | None:
+    own = [place for place, label in _layers(chains) if label.component == name]
+    return Place(chain=own[0].chain, first=own[0].first, last=own[-1].last) if own else None
+
+
+def _only(text: str, found: Sequence[Place], chains: Sequence[NamedChain], where: str) -> Place:
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = [chains[place.chain].labels[place.first].name for place in found]
+        raise ConfigError(f"{where}: {text!r} matches {len(found)} layers, name one: {_few(names)}")
+    raise ConfigError(f"{where}: {text!r} names no layer or component; {_known(text, chains)}")
+
+
+def _known(text: str, chains: Sequence[NamedChain]) -> str:
+    labels = [label for _, label in _layers(chains)]
+    names = [*(label.name for label in labels), *(f"{label.component}.{label.index}" for label in labels)]
+    close = get_close_matches(text, dict.fromkeys(names), n=MAX_LISTED, cutoff=0.6)
+    counts: dict[str, int] = {}
+    for label in labels:
+        counts[label.component] = counts.get(label.component, 0) + 1
+    components = ", ".join(f"{name} (layers {name}.0 to {name}.{count - 1})" for name, count in counts.items())
+    return f"{f'did you mean {_few(close)}? ' if close else ''}components are {components}"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return f"{', '.join(names[:MAX_LISTED])}{more}"
