@@ -51,6 +51,14 @@ class LayerCost:
     """Keys and values that ranks sharing the tokens must exchange; 0 without attention."""
     working_bytes: int = 0
     """Held only while the layer runs its backward: activations computed again."""
+    shared_bytes: int = 0
+    """Kept by a stage that begins with this layer, beside the `activation_bytes` of its layers: values that earlier layers
+    read and count too (masks, rotary tables, features that several layers attend to)."""
+    kept_forward_bytes: int = 0
+    """Part of `forward_bytes` moved by products, convolutions and attention, which selective recomputation does not
+    run again."""
+    kept_kernels: int = 0
+    """Part of `kernels` that are products, convolutions and attention."""
 
     @property
     def has_backward(self) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections import Counter
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -14,30 +13,32 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.data.readers import read_stats
+from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.capture import capture as _capture
-from mmcompile.ir.graph import ModelGraph, component_of, info
+from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.ir.skeleton import skeleton
-from mmcompile.lower.attention import AttentionChoice, with_attention, with_shared_tokens, with_words
-from mmcompile.lower.cut import cut
+from mmcompile.lower.attention import AttentionChoice, with_attention
 from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import StageProgram
-from mmcompile.lower.stages import links, lower
-from mmcompile.passes.cost import Cost
+from mmcompile.lower.stages import lower
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.plan.chains import ProjectorPlacement
-from mmcompile.plan.placement import Placement
-from mmcompile.plan.plan import Attention, Fingerprint, Plan, check_fingerprint
-from mmcompile.plan.search import search
-from mmcompile.plan.shared_tokens import SharedTokens
+from mmcompile.plan.constraints import Constraint, parse_constraint
+from mmcompile.plan.placement import Placement, check_runnable
+from mmcompile.plan.plan import Attention, Fingerprint, Plan, ScheduleKind, check_fingerprint
+from mmcompile.plan.strategies import AUTO
+from mmcompile.planning import Wanted, make_plan
 from mmcompile.runtime.engine import Engine
 
-DEFAULT_MICROBATCHES = 4
 PROJECTOR_MODULES = frozenset({"merger", "deepstack_merger_list", "connector", "aligner", "language_projection"})
 """Modules that are projectors by another name: `freeze(model, "projector")` trains them too."""
 
@@ -104,43 +105,90 @@ def plan(
     batch: Mapping[str, Any] | None = None,
     *,
     cluster: Cluster | str = "local",
-    num_microbatches: int = DEFAULT_MICROBATCHES,
+    num_microbatches: int | None = None,
     stages: Mapping[str, int] | None = None,
     projector: ProjectorPlacement | None = None,
     attention: Attention | None = None,
-    context_parallel: int = 1,
+    context_parallel: int | None = None,
+    global_batch: int | None = None,
+    stats: DatasetStats | str | Path | None = None,
+    strategy: str = AUTO,
+    schedule: ScheduleKind | None = None,
+    recompute: Recompute | None = None,
+    tensor_parallel: int | None = None,
+    replicas: int | None = None,
+    constraints: Sequence[Constraint | str] = (),
+    calibration: Calibration | str | Path | None = None,
+    solver_seconds: float | None = None,
+    on_phase: Callable[[str, float], None] | None = None,
 ) -> Plan:
     """Find where every layer runs.
+
+    Without `global_batch`, a step is `num_microbatches` times the captured batch, on one replica, and the plan is one that the
+    engine runs. With it, everything is searched that is not decided here: tensor, context and data parallel degrees of every
+    component, microbatches, schedule, recomputation, encoders beside the language model or on its devices.
 
     Args:
         model: with `requires_grad` as it will train; or a path, as for `capture`.
         batch: one microbatch, with every modality in it; made from the config when not given.
         cluster: for example `"4x8xH100"`, or `"local"` for this machine.
-        num_microbatches: microbatches of a step.
+        num_microbatches: microbatches of a step, of one replica of the language model; 4, or searched with a global batch.
         stages: chain name -> number of stages, where that is decided already.
         projector: `"with_encoder"`, `"alone"`, `"with_language_model"`; None lets the simulator choose.
         attention: `"model"`, as the model does it; or `"bitfield"`: in the language model, masks become words of one int64 a
             token and empty parts of the mask cost nothing. None: bitfield if context_parallel needs it.
-        context_parallel: ranks that share the tokens of each stage of the language model.
+        context_parallel: ranks that share the tokens of each stage of the language model; 1, or searched with a global batch and
+            bitfield attention.
+        global_batch: samples of a step.
+        stats: the dataset that the step is predicted for, or where to read it (`mmcompile.data.readers.read_stats`); without
+            it, all samples are like those of the captured batch.
+        strategy: `"auto"`, or the name of a published search or a baseline (`mmcompile.plan.strategies`).
+        schedule, recompute: None: 1F1B and none, or searched with a global batch.
+        tensor_parallel: ranks that share the tensors of a layer, in every chain; 1, or searched with a global batch.
+        replicas: of the language model; 1, or searched with a global batch.
+        constraints: values or texts (`mmcompile.plan.constraints`): layers together or apart, on a stage, memory caps.
+        calibration: measured times of layers, or the file they are in (`mmcompile profile`).
+        solver_seconds: time for Z3 to prove the cuts; 5 with constraints, else only on demand.
+        on_phase: told the seconds of `"capture"` and `"search"`.
 
     Raises:
         BatchError, CaptureError: from the capture.
-        PlanError: nothing fits, or `stages` asks for what does not exist; the model's tokens cannot be shared.
-        ConfigError: `context_parallel` with the model's own attention.
+        PlanError: nothing fits (the message has the nearest requests that do), a constraint conflicts, or `stages` asks for what
+            does not exist; the model's tokens cannot be shared.
+        ConfigError: options that conflict or have no effect; a calibration for another machine.
     """
     model, batch = _built(model, batch)
-    return _planned(
-        _captured(model, batch),
-        completed(model, batch),
-        cluster,
-        num_microbatches,
-        stages,
-        projector,
-        _attention(attention, context_parallel),
+    wanted = Wanted(
+        cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
+        num_microbatches=num_microbatches,
+        stages=stages,
+        projector=projector,
+        attention=_attention(attention, context_parallel),
+        search_tokens=attention == "bitfield" and context_parallel is None and global_batch is not None,
+        global_batch=global_batch,
+        stats=stats if isinstance(stats, DatasetStats | None) else read_stats(stats),
+        strategy=strategy,
+        schedule=schedule,
+        recompute=recompute,
+        tensor_parallel=tensor_parallel,
+        replicas=replicas,
+        constraints=tuple(parse_constraint(own) if isinstance(own, str) else own for own in constraints),
+        calibration=calibration if isinstance(calibration, Calibration | None) else Calibration.load(calibration),
+        solver_seconds=solver_seconds,
     )
+    wanted.check()
+    started = time.perf_counter()
+    captured = _captured(model, batch)
+    captured_at = time.perf_counter()
+    found = make_plan(captured, completed(model, batch), wanted, fingerprint_of(captured.graph))
+    if on_phase is not None:
+        on_phase("capture", captured_at - started)
+        on_phase("search", time.perf_counter() - captured_at)
+    return found
 
 
-def _attention(attention: Attention | None, context_parallel: int) -> AttentionChoice:
+def _attention(attention: Attention | None, context_parallel: int | None) -> AttentionChoice:
+    context_parallel = 1 if context_parallel is None else context_parallel
     if context_parallel < 1:
         raise ConfigError(
             f"context_parallel is {context_parallel}; each stage of the language model has at least 1 rank"
@@ -176,11 +224,11 @@ def parallelize(
     plan: Plan | None = None,
     *,
     cluster: Cluster | str = "local",
-    num_microbatches: int = DEFAULT_MICROBATCHES,
+    num_microbatches: int | None = None,
     stages: Mapping[str, int] | None = None,
     projector: ProjectorPlacement | None = None,
     attention: Attention | None = None,
-    context_parallel: int = 1,
+    context_parallel: int | None = None,
     on_capture: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Engine:
@@ -196,16 +244,27 @@ def parallelize(
         cluster, num_microbatches, stages, projector, attention, context_parallel: as for `plan`, when none is given.
         on_capture: called before each later capture with the number of captures so far.
         options: of `Engine` (optimizer, scheduler, clip_norm, compile, ...).
+
+    Raises:
+        PlanError: the plan has axes that the engine does not run, or belongs to another model.
     """
+    if plan is not None:
+        check_runnable(plan)
     model, batch = _built(model, batch)
     captured = _captured(model, batch)
-    wanted = _attention(attention, context_parallel)
+    wanted = Wanted(
+        cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
+        num_microbatches=num_microbatches,
+        stages=stages,
+        projector=projector,
+        attention=_attention(attention, context_parallel),
+    )
     if plan is None:
-        plan = _planned(captured, completed(model, batch), cluster, num_microbatches, stages, projector, wanted)
-    elif attention not in (None, plan.attention) or context_parallel not in (1, plan.context_parallel):
+        plan = make_plan(captured, completed(model, batch), wanted, fingerprint_of(captured.graph))
+    elif attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
         raise ConfigError(
             f"the plan has attention {plan.attention!r} and context_parallel {plan.context_parallel}, asked were "
-            f"{wanted.attention!r} and {context_parallel}: a plan decides these; leave them out, or make another plan"
+            f"{wanted.attention.attention!r} and {context_parallel}: a plan decides these; leave them out, or make another plan"
         )
     check_fingerprint(plan, fingerprint_of(captured.graph))
     patterns = Patterns(model, plan, captured, batch, on_capture)
@@ -225,61 +284,6 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, 
     captured = _capture(model, batch, dynamic=dynamic)
     Pipeline(passes=(GradientFlow(),)).run(captured.graph)
     return captured
-
-
-def _planned(
-    captured: Capture,
-    batch: Mapping[str, Any],
-    cluster: Cluster | str,
-    num_microbatches: int,
-    stages: Mapping[str, int] | None,
-    projector: ProjectorPlacement | None,
-    choice: AttentionChoice,
-) -> Plan:
-    captured = with_words(captured, choice, batch)
-    graph = captured.graph
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    table = Cost().run(graph)
-    costs = {component.name: table[component.name] for component in graph.components}
-    if choice.context_parallel > 1:
-        link = SharedTokens(graph=graph, num_ranks=choice.context_parallel, cluster=where, dtype=_main_dtype(graph))
-        choice = replace(choice, head_stride=link.head_stride)
-        costs = link.costs(costs)
-    found = search(
-        graph,
-        costs,
-        where,
-        num_microbatches=num_microbatches,
-        dtype=_main_dtype(graph),
-        fingerprint=fingerprint_of(graph),
-        stages=stages,
-        projector=projector,
-        entries=_entries(graph),
-        shards=choice.context_parallel,
-    )
-    found = replace(found, attention=choice.attention, head_stride=choice.head_stride)
-    parts = cut(with_shared_tokens(captured, choice).graph, found)
-    return replace(found, links=links(parts), shared_values=parts.shared_values)
-
-
-def _entries(graph: ModelGraph) -> dict[tuple[str, str], int]:
-    """(producer, consumer) -> first layer of the consumer that reads the producer."""
-    first: dict[tuple[str, str], int] = {}
-    for node in graph.module.graph.nodes:
-        for source in node.all_input_nodes if node.op == "call_function" else ():
-            if source.op == "call_function" and not info(source).shared and not info(node).shared:
-                pair = (component_of(source), component_of(node))
-                if pair[0] != pair[1]:
-                    first[pair] = min(first.get(pair, info(node).layer), info(node).layer)
-    return first
-
-
-def _main_dtype(graph: ModelGraph) -> str:
-    """The dtype of most parameter elements."""
-    counts: Counter[str] = Counter()
-    for spec in graph.parameters:
-        counts[spec.dtype] += spec.num_elements
-    return counts.most_common(1)[0][0] if counts else "float32"
 
 
 def fingerprint_of(graph: ModelGraph) -> Fingerprint:

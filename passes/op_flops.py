@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import fx
@@ -67,8 +69,22 @@ def _linear(node: fx.Node) -> OpFlops:
     )
 
 
+@cache  # torch's formulas unpack any argument, which costs more than the rest of the pass
 def _mm(m: int, k: int, n: int) -> int:
     return flop_registry[aten.mm]((m, k), (k, n))
+
+
+@cache
+def _bmm(batch: int, rows: int, inner: int, columns: int) -> int:
+    return flop_registry[aten.bmm]((batch, rows, inner), (batch, inner, columns))
+
+
+@cache
+def _attend(query: Shape, key: Shape, value: Shape) -> tuple[int, int]:
+    """(forward, backward) of attention over [batch, heads, tokens, dim]."""
+    forward = flop_registry[aten._scaled_dot_product_flash_attention](query, key, value)
+    out = (*query[:-1], value[-1])
+    return forward, flop_registry[aten._scaled_dot_product_flash_attention_backward](out, query, key, value)
 
 
 def _product(first: str, second: str) -> Callable[[fx.Node], OpFlops]:
@@ -81,7 +97,7 @@ def _product(first: str, second: str) -> Callable[[fx.Node], OpFlops]:
         rows, inner = (1, *left_shape)[-2:]
         columns = right_shape[-1] if len(right_shape) > 1 else 1
         batch = prod(torch.broadcast_shapes(left_shape[:-2], right_shape[:-2]))
-        flops = flop_registry[aten.bmm]((batch, rows, inner), (batch, inner, columns))
+        flops = _bmm(batch, rows, inner, columns)
         return OpFlops(forward=flops, operands=((left, flops), (right, flops)))
 
     return rule
@@ -114,7 +130,7 @@ def _solve_triangular(node: fx.Node) -> OpFlops:
     given = passed(node)
     matrix, solution = _node(given["self"]), shape_of(node)
     (*batch, rows, columns) = solution
-    outer = flop_registry[aten.bmm]((prod(batch), rows, columns), (prod(batch), columns, rows))
+    outer = _bmm(prod(batch), rows, columns, rows)
     return OpFlops(operands=((matrix, outer),))
 
 
@@ -127,13 +143,9 @@ def _attention(node: fx.Node) -> OpFlops:
     operands = tuple(_node(given[name]) for name in ("query", "key", "value"))
     given_shapes = [shape_of(operand) for operand in operands]
     batch = prod(torch.broadcast_shapes(*(shape[:-3] for shape in given_shapes)))
-    shapes = tuple((batch, *shape[-3:]) for shape in given_shapes)
-    out = (*shapes[0][:-1], shapes[2][-1])
-    return OpFlops(
-        forward=flop_registry[aten._scaled_dot_product_flash_attention](*shapes),
-        joint=flop_registry[aten._scaled_dot_product_flash_attention_backward](out, *shapes),
-        joint_operands=operands,
-    )
+    query, key, value = ((batch, *shape[-3:]) for shape in given_shapes)
+    forward, backward = _attend(query, key, value)
+    return OpFlops(forward=forward, joint=backward, joint_operands=operands)
 
 
 def _bitfield_attention(node: fx.Node) -> OpFlops:
@@ -164,13 +176,13 @@ def _packed_attention(node: fx.Node) -> OpFlops:
     forward = backward = 0
     for size in _segments(_node(given["cu_seqlens"]), query[-2]):
         q, k, v = ((*shape[:-2], size, shape[-1]) for shape in (query, key, value))
-        forward += flop_registry[aten._scaled_dot_product_flash_attention](q, k, v)
-        backward += flop_registry[aten._scaled_dot_product_flash_attention_backward]((*q[:-1], v[-1]), q, k, v)
+        flops = _attend(q, k, v)
+        forward, backward = forward + flops[0], backward + flops[1]
     return OpFlops(forward=forward, joint=backward, joint_operands=operands)
 
 
 def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
-    """Segment lengths: real ones if `cu_seqlens` is a constant of the graph, else as equal as can be. [Approximation]
+    """Segment lengths: real ones if `cu_seqlens` is made of constants of the graph, else as equal as can be. [Approximation]
 
     Equal lengths give the least work for that many segments; windows of one size, the usual case, are close to it.
     """
@@ -181,12 +193,22 @@ def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
     return [num_tokens // count + (index < num_tokens % count) for index in range(count)]
 
 
-def _constant(node: fx.Node) -> torch.Tensor | None:
-    """The value of a constant of the graph, or None for an input and for a tensor without values (fake, meta)."""
-    if node.op != "get_attr":
+def _constant(node: fx.Node) -> Any:
+    """The value of a constant of the graph, or of what is computed from constants alone; None for anything else.
+
+    Tensors without values (fake, meta) are not known either.
+    """
+    if node.op == "get_attr":
+        value = attrgetter(str(node.target))(node.graph.owning_module)
+        return value if type(value) is torch.Tensor and value.device.type != "meta" else None
+    if node.op != "call_function" or not node.all_input_nodes or any(t.is_floating_point() for t in tensors(node)):
         return None
-    value = attrgetter(str(node.target))(node.graph.owning_module)
-    return value if type(value) is torch.Tensor and value.device.type != "meta" else None
+    known = {source: _constant(source) for source in node.all_input_nodes}
+    if any(value is None for value in known.values()):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
 def _einsum(node: fx.Node) -> OpFlops:
@@ -237,6 +259,37 @@ def _node(value: object) -> fx.Node:
     assert isinstance(value, fx.Node), f"expected a tensor of the graph, got {value!r}"
     return value
 
+
+def attention_lengths(node: fx.Node) -> tuple[Shape, Shape] | None:
+    """Lengths of the sequences of queries, and of those of keys, that an attention op computes; None for other ops."""
+    name = op_name(node)
+    if name not in ATTENTION:
+        return None
+    given = passed(node)
+    first, second = ("query", "key") if "query" in given else ("q", "k")
+    query, key = shape_of(_node(given[first])), shape_of(_node(given[second]))
+    if name == "mmcompile.packed_attention":
+        lengths = tuple(_segments(_node(given["cu_seqlens"]), query[-2]))
+        return lengths, lengths
+    count = prod(torch.broadcast_shapes(query[:-3], key[:-3]))
+    return (query[-2],) * count, (key[-2],) * count
+
+
+def keys_and_values(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What an attention op attends to; nothing for other ops."""
+    if op_name(node) not in ATTENTION:
+        return ()
+    given = passed(node)
+    return tuple(_node(given[name]) for name in (("key", "value") if "key" in given else ("k", "v")))
+
+
+ATTENTION = frozenset(
+    {"aten.scaled_dot_product_attention", "mmcompile.bitfield_attention", "mmcompile.packed_attention"}
+)
+PRODUCTS = frozenset(
+    f"aten.{name}" for name in ("matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addbmm", "einsum")
+)
+"""Matrix products of two operands, of which neither need be a weight."""
 
 _RULES: Mapping[str, Callable[[fx.Node], OpFlops]] = {
     "aten.linear": _linear,

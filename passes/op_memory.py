@@ -8,6 +8,7 @@ inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -74,19 +75,32 @@ def _passes_through(node: fx.Node) -> bool:
     return op_name(node) == "aten.dropout" and not (node.args[1] and node.args[2])
 
 
-def saved_for_backward(node: fx.Node, carries: Callable[[fx.Node], bool]) -> dict[int, int]:
-    """Memory that a node with gradient keeps until its backward, parameters not excluded: storage -> bytes.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """Memory kept for backward."""
+
+    num_bytes: int
+    owner: fx.Node
+    """The node whose value it is, or that it grows with."""
+
+
+def saved_for_backward(node: fx.Node, carries: Callable[[fx.Node], bool]) -> dict[int, Saved]:
+    """Memory that a node with gradient keeps until its backward, parameters not excluded, by storage.
 
     Args:
         node: a node through which gradient passes.
         carries: whether gradient is needed for an input of it.
     """
-    kept = {storage_of(tensor): storage_bytes(tensor) for tensor in _saved_tensors(node, carries)}
-    extra = _extra_bytes(node)
-    return {**kept, -id(node): extra} if extra else kept
+    kept = {
+        storage_of(tensor): Saved(num_bytes=storage_bytes(tensor), owner=owner)
+        for owner, tensor in _saved_tensors(node, carries)
+    }
+    for index, (owner, size) in enumerate(_extra_bytes(node)):
+        kept[-2 * id(node) - index] = Saved(num_bytes=size, owner=owner)
+    return kept
 
 
-def _saved_tensors(node: fx.Node, carries: Callable[[fx.Node], bool]) -> Iterable[torch.Tensor]:
+def _saved_tensors(node: fx.Node, carries: Callable[[fx.Node], bool]) -> Iterable[tuple[fx.Node, torch.Tensor]]:
     name = op_name(node).removesuffix("_")
     inputs = node.all_input_nodes
     if name in SAVES_NOTHING or name == "getitem" or is_view(node):
@@ -94,15 +108,15 @@ def _saved_tensors(node: fx.Node, carries: Callable[[fx.Node], bool]) -> Iterabl
     if name in SAVES_INDICES:
         return _of(inputs, floating=False)
     if name in SAVES_RESULT:
-        return tensors(node)[:1]
+        return _results(node)[:1]
     if name in SAVES_OTHER:
         return _of(
             [source for source in inputs if any(carries(other) for other in _others(node, source))], floating=True
         )
     if name in ATTENTION:  # and its result
-        return (*_of(inputs, floating=True), *tensors(node)[:1])
+        return (*_of(inputs, floating=True), *_results(node)[:1])
     if name in SAVES_ALL:
-        return (*_of(inputs, floating=True), *_of(inputs, floating=False), *tensors(node))
+        return (*_of(inputs, floating=True), *_of(inputs, floating=False), *_results(node))
     if name in LOSSES:
         return _of(inputs, floating=False)
     return _of(inputs, floating=True)
@@ -118,9 +132,13 @@ def _others(node: fx.Node, source: fx.Node) -> list[fx.Node]:
     return []  # a bias
 
 
-def _of(nodes: Iterable[fx.Node], *, floating: bool) -> list[torch.Tensor]:
-    sources = [_memory_owner(node) for node in nodes]
-    return [tensor for source in sources for tensor in tensors(source) if tensor.is_floating_point() == floating]
+def _results(node: fx.Node) -> list[tuple[fx.Node, torch.Tensor]]:
+    return [(node, tensor) for tensor in tensors(node)]
+
+
+def _of(nodes: Iterable[fx.Node], *, floating: bool) -> list[tuple[fx.Node, torch.Tensor]]:
+    pairs = [pair for node in nodes for pair in _results(_memory_owner(node))]
+    return [(owner, tensor) for owner, tensor in pairs if tensor.is_floating_point() == floating]
 
 
 def _memory_owner(node: fx.Node) -> fx.Node:
@@ -130,25 +148,23 @@ def _memory_owner(node: fx.Node) -> fx.Node:
     return node
 
 
-def _extra_bytes(node: fx.Node) -> int:
-    """What an op computes and keeps beside its inputs and result."""
+def _extra_bytes(node: fx.Node) -> Iterable[tuple[fx.Node, int]]:
+    """What an op computes and keeps beside its inputs and result, each with a node that grows as it does."""
     name = op_name(node)
     values = tensors(node)
     if name in ROW_STATISTICS:
         (source, *_) = tensors(node.all_input_nodes[0])
-        return (
-            ROW_STATISTICS[name]
-            * FLOAT32_BYTES
-            * (num_bytes(source) // source.element_size() // concrete_shape(source)[-1])
-        )
+        rows = num_bytes(source) // source.element_size() // concrete_shape(source)[-1]
+        return [(node, ROW_STATISTICS[name] * FLOAT32_BYTES * rows)]
     if name in ATTENTION:  # log-sum-exp of each row, and boolean masks made into a bias
         rows = num_bytes(values[0]) // values[0].element_size() // concrete_shape(values[0])[-1]
-        masks = _of(node.all_input_nodes, floating=False)
-        bias = sum(storage_bytes(mask) for mask in masks if mask.dtype == torch.bool) * values[0].element_size()
-        return FLOAT32_BYTES * rows + bias
+        masks = [(owner, mask) for owner, mask in _of(node.all_input_nodes, floating=False) if mask.dtype == torch.bool]
+        biases = [(owner, storage_bytes(mask) * values[0].element_size()) for owner, mask in masks]
+        return [(node, FLOAT32_BYTES * rows), *biases]
     if name in LOSSES:  # log-probabilities, as large as the logits, and the sum of the weights
-        (logits, *_) = tensors(node.all_input_nodes[0])
-        return num_bytes(logits) + logits.element_size()
+        source = node.all_input_nodes[0]
+        (logits, *_) = tensors(source)
+        return [(source, num_bytes(logits) + logits.element_size())]
     if name == "aten.dropout" and not _passes_through(node):  # the scaled mask, in the dtype of the input
-        return num_bytes(values[0])
-    return 0
+        return [(node, num_bytes(values[0]))]
+    return []

@@ -37,7 +37,10 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
         raise VerifyError(
             f"node {node.format_node()} has no recorded value; a pass that makes a node must set node.meta['val']"
         )
-    return tuple(leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor))
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def concrete_int(size: int | torch.SymInt) -> int:

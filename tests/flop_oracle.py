@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,25 +52,38 @@ _FORMULAS: dict[object, Callable[..., int]] = {
 }
 
 
+ResultT = TypeVar("ResultT")
+
+
+def count_flops(run: Callable[[], ResultT]) -> tuple[ResultT, int]:
+    """(what `run` returns, FLOPs it took)."""
+    with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
+        result = run()
+    return result, counter.get_total_flops()
+
+
 def counted_flops(run: Callable[[], Tensor]) -> tuple[int, int]:
     """(forward, backward) FLOPs of a loss."""
-    with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as forward:
-        loss = run()
-    with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as backward:
-        loss.backward()
-    return forward.get_total_flops(), backward.get_total_flops()
+    loss, forward = count_flops(run)
+    return forward, count_flops(loss.backward)[1]
 
 
-def saved_bytes(run: Callable[[], Tensor], permanent: Iterable[Tensor]) -> int:
-    """Bytes of distinct storages kept for backward, those of `permanent` (parameters, buffers) excluded."""
-    excluded = {tensor.untyped_storage()._cdata for tensor in permanent}
-    kept: dict[int, Tensor] = {}
+@contextmanager
+def saved_storages(kept: dict[int, Tensor]) -> Iterator[None]:
+    """Put a tensor of every storage that autograd keeps for backward into `kept`, by storage."""
 
     def pack(tensor: Tensor) -> Tensor:
         kept.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run()
-    assert loss.requires_grad
+        yield
+
+
+def saved_bytes(run: Callable[[], object], permanent: Iterable[Tensor]) -> int:
+    """Bytes of distinct storages kept for backward, those of `permanent` (parameters, buffers) excluded."""
+    excluded = {tensor.untyped_storage()._cdata for tensor in permanent}
+    kept: dict[int, Tensor] = {}
+    with saved_storages(kept):
+        run()
     return sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in excluded)

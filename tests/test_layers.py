@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mmcompile.plan", "mmcompile.step"),
     ("mmcompile.lower",),
     ("mmcompile.runtime",),
+    ("mmcompile.planning", "mmcompile.profile"),
     ("mmcompile.report", "mmcompile.api", "mmcompile", "mmcompile.cli"),
 )
 

@@ -7,11 +7,14 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
+
+from mmcompile.plan.plan import Plan
 
 ERRORS = Console(stderr=True, highlight=False)
 
@@ -19,6 +22,18 @@ ERRORS = Console(stderr=True, highlight=False)
 def print_text(text: str) -> None:
     """A result for people: never wrapped, so that tables survive a narrow terminal or a pipe."""
     sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def print_plan(plan: Plan) -> None:
+    """The table of a plan; on a terminal with its labels in colour."""
+    if not sys.stdout.isatty():
+        print_text(str(plan))
+        return
+    text = Text(str(plan))
+    text.highlight_regex(r"(?m)^(predicted|bottlenecks|cuts|rejected|notes|links|shared)(?= )", "bold cyan")
+    text.highlight_regex(r"(?m)^stage .*$|\A.*$", "bold")
+    text.highlight_regex(r"(?m)(?<= )(slowest|fullest|idle)(?=: )", "yellow")
+    Console(highlight=False, soft_wrap=True).print(text)
 
 
 def print_json(value: Any) -> None:
@@ -31,6 +46,13 @@ def busy(what: str) -> Iterator[None]:
     """A spinner on a terminal while something takes seconds."""
     with ERRORS.status(what):
         yield
+
+
+@contextlib.contextmanager
+def counting(what: str) -> Iterator[Callable[[int], None]]:
+    """A spinner with a number on a terminal; yields what sets it."""
+    with ERRORS.status(what) as status:
+        yield lambda count: status.update(f"{what}: {count}")
 
 
 def silence_libraries() -> None:

@@ -8,10 +8,16 @@ import textwrap
 import typer
 from rich.markup import escape
 
+from mmcompile.cli.check import check
 from mmcompile.cli.console import ERRORS, print_json, silence_libraries
+from mmcompile.cli.diff import diff
+from mmcompile.cli.explain import explain
 from mmcompile.cli.plan import plan
+from mmcompile.cli.profile import profile
 from mmcompile.cli.show import show
+from mmcompile.cli.simulate import simulate
 from mmcompile.cli.stages import stages
+from mmcompile.cli.stats import stats
 from mmcompile.cli.trace import trace
 from mmcompile.cli.train import train
 from mmcompile.errors import EngineError, MMCompileError
@@ -23,10 +29,34 @@ EXAMPLES = {
         "mmcompile plan examples/configs/llava-tiny.json --stages language_model=2 --microbatches 4 -o plan.json",
         "mmcompile plan examples.digits_llava:build_model --json",
     ),
+    "stats": (
+        "mmcompile stats synthetic:cocoqa:64 -o stats.json",
+        "mmcompile stats stats.json --json",
+    ),
+    "check": (
+        "mmcompile check examples/configs/llava-tiny.json --stats stats.json --train projector",
+        "mmcompile check examples/configs/llava-tiny.json --stats stats.json --plan plan.json",
+    ),
     "show": ("mmcompile show plan.json", "mmcompile show plan.json --json"),
     "stages": (
         "mmcompile stages plan.json --emit svg -o plan.svg",
         "mmcompile stages examples/configs/llava-tiny.json --plan plan.json --stage language_model.0 --emit source",
+    ),
+    "explain": (
+        "mmcompile explain language_model.0 --plan plan.json",
+        "mmcompile explain language_model.3 --plan plan.json examples/configs/llava-tiny.json",
+    ),
+    "simulate": (
+        "mmcompile simulate --plan plan.json --schedule all",
+        "mmcompile simulate --plan plan.json --microbatches 16 --emit png -o step.png",
+        "mmcompile simulate examples/configs/llava-tiny.json --plan plan.json --stats stats.json",
+    ),
+    "diff": (
+        "mmcompile plan examples/configs/llava-tiny.json --stages language_model=3 -o other.json",
+        "mmcompile diff plan.json other.json",
+    ),
+    "profile": (
+        "mmcompile profile examples/configs/llava-tiny.json --dtype float32 --sizes 64,256 -o calibration.json",
     ),
     "train": (
         "mmcompile train examples.digits_llava:build_model --data examples.digits_llava:build_samples "
@@ -51,7 +81,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-for _command in (plan, show, stages, train, trace):
+for _command in (plan, check, show, explain, diff, simulate, stages, stats, profile, train, trace):
     _lines = "\n\n".join(_wrapped(command) for command in EXAMPLES[_command.__name__])
     app.command(epilog=f"[bold]Examples[/bold]\n\n{_lines}")(_command)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,6 +38,43 @@ class AttentionChoice(StrEnum):
     BITFIELD = "bitfield"
 
 
+SEARCH = "search"
+
+
+class Strategy(StrEnum):
+    """Who decides a plan: our search, a published one, or a baseline."""
+
+    AUTO = "auto"
+    LOOSELY_COUPLED = "loosely-coupled"
+    DFLOP = "dflop"
+    ENTRAIN = "entrain"
+    FROZEN_UNAWARE = "frozen-unaware"
+    MEGATRON = "megatron"
+    REPLICATED = "replicated"
+    EQUAL_LAYERS = "equal-layers"
+    PINNED = "pinned"
+    FSDP = "fsdp"
+
+
+class ScheduleChoice(StrEnum):
+    """Order in which ranks run forwards and backwards."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    EAGER = "eager-1f1b"
+    ZERO_BUBBLE = "zb-h1"
+    SEARCH = SEARCH
+
+
+class RecomputeChoice(StrEnum):
+    """What the backward computes again instead of keeping."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+    SEARCH = SEARCH
+
+
 MODEL_HELP = (
     "A config.json, a folder with one, a Hugging Face id in the local cache, or package.module:function that returns a "
     "model or (model, batch)."
@@ -54,7 +92,12 @@ TrainOption = Annotated[
         show_default="as the model is: all",
     ),
 ]
-MicrobatchesOption = Annotated[int, typer.Option("--microbatches", min=1, help="Microbatches of a step.")]
+MicrobatchesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--microbatches", min=1, help="Microbatches of a step.", show_default="8; searched with --global-batch"
+    ),
+]
 StagesOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -73,7 +116,12 @@ AttentionOption = Annotated[
     ),
 ]
 ContextParallelOption = Annotated[
-    int, typer.Option(min=1, help="Ranks that share the tokens of each stage of the language model.")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Ranks that share the tokens of each stage of the language model.",
+        show_default="1; searched with --global-batch and bitfield attention",
+    ),
 ]
 BatchSizeOption = Annotated[int, typer.Option(min=1, help="Samples of a microbatch, for the example batch.")]
 TextTokensOption = Annotated[int, typer.Option(min=1, help="Text tokens of a sample, its image tokens not counted.")]
@@ -81,6 +129,65 @@ ImagesOption = Annotated[int, typer.Option(min=0, help="Images of a sample, wher
 ImageSizeOption = Annotated[int, typer.Option(min=1, help="Pixels a side, where the model takes any size.")]
 AudiosOption = Annotated[int, typer.Option(min=0, help="Sounds of a sample, where the model takes any.")]
 DtypeOption = Annotated[Dtype | None, typer.Option(help="Of the parameters.", show_default="the config's")]
+GlobalBatchOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Samples of a step. With it, replicas, tensor parallelism, microbatches, schedule and recomputation are searched.",
+        show_default="the example batch is one microbatch",
+    ),
+]
+STATS_HELP = (
+    "A dataset: a folder of images, a .jsonl of shapes, a .json that `mmcompile stats` wrote, or "
+    "synthetic:NAME[:COUNT[:SEED]]."
+)
+StatsOption = Annotated[str | None, typer.Option(metavar="SOURCE", help=STATS_HELP, show_default="the example batch")]
+StrategyOption = Annotated[Strategy, typer.Option(help="Who decides: our search, a published one, or a baseline.")]
+ScheduleOption = Annotated[
+    ScheduleChoice | None,
+    typer.Option(help="Order of forwards and backwards.", show_default="1f1b; search with --global-batch"),
+]
+RecomputeOption = Annotated[
+    RecomputeChoice | None,
+    typer.Option(help="What the backward computes again.", show_default="none; search with --global-batch"),
+]
+TensorParallelOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|search",
+        help="Ranks that share the tensors of a layer.",
+        show_default="1; search with --global-batch",
+    ),
+]
+ReplicasOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|search", help="Replicas of the language model.", show_default="1; search with --global-batch"
+    ),
+]
+ConstrainOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--constrain",
+        metavar="TEXT",
+        help="together:A,B, apart:A,B, on:A=STAGE, on:A=rankR, memory:SIZE[@WHERE], stages:CHAIN=LOW..HIGH or equal-tp; repeat "
+        "for several.",
+        show_default="none",
+    ),
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(help="Measured costs, from `mmcompile profile`.", show_default="analytic costs"),
+]
+SolverSecondsOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.1,
+        help="Let an exact solver prove or beat the cuts, for so long at most.",
+        show_default="5 with --constrain, else not asked",
+    ),
+]
+PlanOption = Annotated[Path, typer.Option("--plan", metavar="PLAN", help="A plan file.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
 
 
@@ -101,3 +208,16 @@ def parse_stages(texts: Sequence[str] | None) -> dict[str, int] | None:
             raise ConfigError(f"--stages names {match[1]!r} twice: {stages[match[1]]} and {match[2]}")
         stages[match[1]] = int(match[2])
     return stages
+
+
+def parse_degree(option: str, text: str | None) -> int | None:
+    """`"4"` -> 4; None for `"search"` and where nothing was given.
+
+    Raises:
+        ConfigError: neither a number from 1 on nor `search`.
+    """
+    if text is None or text == SEARCH:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{option} is {text!r}; give a number from 1 on, or {SEARCH}")
+    return int(text)

@@ -9,14 +9,17 @@ from typing import Annotated
 
 import typer
 
-from mmcompile.cli.console import print_json, print_text
+from mmcompile.cli.console import print_json, print_plan, print_text
 from mmcompile.cli.options import (
     AttentionOption,
     AudiosOption,
     BatchSizeOption,
+    CalibrationOption,
     ClusterOption,
+    ConstrainOption,
     ContextParallelOption,
     DtypeOption,
+    GlobalBatchOption,
     ImageSizeOption,
     ImagesOption,
     JsonOption,
@@ -24,12 +27,20 @@ from mmcompile.cli.options import (
     ModelArgument,
     Projector,
     ProjectorOption,
+    RecomputeOption,
+    ReplicasOption,
+    ScheduleOption,
+    SolverSecondsOption,
     StagesOption,
+    StatsOption,
+    Strategy,
+    StrategyOption,
+    TensorParallelOption,
     TextTokensOption,
     TrainOption,
     parse_stages,
 )
-from mmcompile.cli.planning import Example, Wanted, load_subject, make_plan
+from mmcompile.cli.planning import Example, Searched, Wanted, load_subject, make_plan
 from mmcompile.files import write_atomic
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
 from mmcompile.report.summary import plan_summary
@@ -39,11 +50,21 @@ def plan(
     model: ModelArgument,
     cluster: ClusterOption = "local",
     train: TrainOption = None,
-    microbatches: MicrobatchesOption = 8,
+    global_batch: GlobalBatchOption = None,
+    stats: StatsOption = None,
+    strategy: StrategyOption = Strategy.AUTO,
+    microbatches: MicrobatchesOption = None,
+    schedule: ScheduleOption = None,
+    recompute: RecomputeOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    replicas: ReplicasOption = None,
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
     attention: AttentionOption = None,
-    context_parallel: ContextParallelOption = 1,
+    context_parallel: ContextParallelOption = None,
+    constrain: ConstrainOption = None,
+    calibration: CalibrationOption = None,
+    solver_seconds: SolverSecondsOption = None,
     batch_size: BatchSizeOption = 2,
     text_tokens: TextTokensOption = DEFAULT_TEXT_TOKENS,
     images: ImagesOption = 1,
@@ -53,31 +74,45 @@ def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, as JSON.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan the training of MODEL on a cluster: stages, devices, predicted times and memory.
+    """Plan the training of MODEL on a cluster: stages, devices, predicted times and memory, and why so.
 
     No weights are needed and none are read, so real sizes are planned on a laptop.
     """
-    started = time.perf_counter()
-    wanted = Wanted(
-        stages=parse_stages(stages), projector=projector, attention=attention, context_parallel=context_parallel
+    searched = Searched(
+        global_batch=global_batch,
+        stats=stats,
+        strategy=strategy,
+        schedule=schedule,
+        recompute=recompute,
+        tensor_parallel=tensor_parallel,
+        replicas=replicas,
+        constrain=constrain,
+        calibration=calibration,
+        solver_seconds=solver_seconds,
+    )
+    wanted = searched.read(
+        Wanted(
+            stages=parse_stages(stages),
+            projector=projector,
+            attention=attention,
+            context_parallel=context_parallel,
+            microbatches=microbatches,
+        )
     )
     example = Example(
         batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
     )
+    started = time.perf_counter()
     subject = load_subject(model, train, dtype, example)
-    built = time.perf_counter()
-    made = make_plan(subject, cluster, microbatches, wanted)
-    planned = time.perf_counter()
+    phases = {"build": time.perf_counter() - started}
+    made = make_plan(subject, cluster, wanted, phases)
     if output is not None:
         write_atomic(output, made.to_json())
     if json:
-        timing = {
-            "build_s": built - started,
-            "capture_and_search_s": planned - built,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
+        timing = {f"{name}_s": seconds for name, seconds in phases.items()}
+        timing["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print_json(plan_summary(made) | {"timing": timing})
         return
-    print_text(str(made))
+    print_plan(made)
     if output is not None:
         print_text(f"\nwritten to {output}")

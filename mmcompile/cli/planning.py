@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
 
 from torch import nn
 
 from mmcompile import api
-from mmcompile.cli.console import busy
+from mmcompile.cli.console import busy, counting
 from mmcompile.cli.model import Weights, load_model
-from mmcompile.cli.options import AttentionChoice, Dtype, Projector
+from mmcompile.cli.options import (
+    SEARCH,
+    AttentionChoice,
+    Dtype,
+    Projector,
+    RecomputeChoice,
+    ScheduleChoice,
+    Strategy,
+    parse_degree,
+)
+from mmcompile.costmodel.calibration import Calibration
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.data.readers import read_stats
+from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import example_batch
-from mmcompile.plan.plan import Plan
+from mmcompile.plan.constraints import Constraint, parse_constraint
+from mmcompile.plan.plan import Plan, ScheduleKind
+
+DEFAULT_MICROBATCHES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +70,98 @@ def set_trainable(model: nn.Module, train: Sequence[str] | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What the user decided about a plan before the search."""
+    """What the user decided about a plan before the search: arguments of `api.plan`. None leaves a choice to it."""
 
-    stages: Mapping[str, int] | None
-    projector: Projector
-    attention: AttentionChoice | None
-    context_parallel: int
+    stages: Mapping[str, int] | None = None
+    projector: Projector = Projector.SEARCH
+    attention: AttentionChoice | None = None
+    context_parallel: int | None = None
+    microbatches: int | None = None
+    global_batch: int | None = None
+    stats: DatasetStats | None = field(default=None, repr=False)
+    strategy: Strategy = Strategy.AUTO
+    schedule: ScheduleKind | None = None
+    recompute: Recompute | None = None
+    tensor_parallel: int | None = None
+    replicas: int | None = None
+    constraints: tuple[Constraint, ...] = ()
+    calibration: Calibration | None = field(default=None, repr=False)
+    solver_seconds: float | None = None
 
 
-def make_plan(subject: Subject, cluster: str, microbatches: int, wanted: Wanted) -> Plan:
-    """Capture and search, with a spinner."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Searched:
+    """Options of the search as they were typed."""
+
+    global_batch: int | None
+    stats: str | None
+    strategy: Strategy
+    schedule: ScheduleChoice | None
+    recompute: RecomputeChoice | None
+    tensor_parallel: str | None
+    replicas: str | None
+    constrain: Sequence[str] | None
+    calibration: Path | None
+    solver_seconds: float | None
+
+    def read(self, wanted: Wanted) -> Wanted:
+        """`wanted` with these options as values; files are read.
+
+        Raises:
+            ConfigError: an option that cannot be read or has no effect.
+        """
+        self._check()
+        return replace(
+            wanted,
+            global_batch=self.global_batch,
+            stats=None if self.stats is None else read_dataset(self.stats),
+            strategy=self.strategy,
+            schedule=None if self.schedule in (None, ScheduleChoice.SEARCH) else _kind(self.schedule),
+            recompute=None if self.recompute in (None, RecomputeChoice.SEARCH) else _recompute(self.recompute),
+            tensor_parallel=parse_degree("--tensor-parallel", self.tensor_parallel),
+            replicas=parse_degree("--replicas", self.replicas),
+            constraints=tuple(parse_constraint(text) for text in self.constrain or ()),
+            calibration=None if self.calibration is None else Calibration.load(self.calibration),
+            solver_seconds=self.solver_seconds,
+        )
+
+    def _check(self) -> None:
+        if self.global_batch is not None:
+            return
+        searched = {
+            "--schedule": self.schedule,
+            "--recompute": self.recompute,
+            "--tensor-parallel": self.tensor_parallel,
+            "--replicas": self.replicas,
+        }
+        for option, value in searched.items():
+            if value == SEARCH:
+                raise ConfigError(
+                    f"{option} search has no effect without --global-batch: say how many samples a step has"
+                )
+        if self.stats is not None:
+            raise ConfigError(
+                "--stats has no effect without --global-batch: every microbatch is the example batch then; "
+                "say how many samples a step has"
+            )
+
+
+def read_dataset(source: str) -> DatasetStats:
+    """Statistics of a dataset, with a spinner that counts."""
+    with counting(f"reading {source}") as progress:
+        return read_stats(source, progress=progress)
+
+
+def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, float] | None = None) -> Plan:
+    """Capture and search, with a spinner.
+
+    Args:
+        timing: gets the seconds of each phase, `capture` and `search`.
+    """
+    seconds = {} if timing is None else timing
+    microbatches = wanted.microbatches
+    if microbatches is None and wanted.global_batch is None:
+        microbatches = DEFAULT_MICROBATCHES
     with busy("capturing and planning"):
         return api.plan(
             subject.model,
@@ -73,7 +172,26 @@ def make_plan(subject: Subject, cluster: str, microbatches: int, wanted: Wanted)
             projector=None if wanted.projector is Projector.SEARCH else wanted.projector.value,
             attention=None if wanted.attention is None else wanted.attention.value,
             context_parallel=wanted.context_parallel,
+            global_batch=wanted.global_batch,
+            stats=wanted.stats,
+            strategy=wanted.strategy.value,
+            schedule=wanted.schedule,
+            recompute=wanted.recompute,
+            tensor_parallel=wanted.tensor_parallel,
+            replicas=wanted.replicas,
+            constraints=wanted.constraints,
+            calibration=wanted.calibration,
+            solver_seconds=wanted.solver_seconds,
+            on_phase=seconds.__setitem__,
         )
+
+
+def _kind(choice: ScheduleChoice) -> ScheduleKind:
+    return next(kind for kind in get_args(ScheduleKind) if kind == choice.value)
+
+
+def _recompute(choice: RecomputeChoice) -> Recompute:
+    return next(kind for kind in get_args(Recompute) if kind == choice.value)
 
 
 def refuse_with_plan(**given: object) -> None:

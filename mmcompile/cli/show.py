@@ -13,6 +13,9 @@ from mmcompile.plan.plan import Plan
 from mmcompile.report.stage_graph import stage_graph_text
 from mmcompile.report.summary import plan_summary
 
+MAX_DRAWN = 12
+"""Stages; the graph of more is wider than any terminal, and `mmcompile stages` draws it."""
+
 
 def show(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)],
@@ -23,4 +26,6 @@ def show(
     if json:
         print_json(plan_summary(loaded))
     else:
-        print_text(f"{loaded}\n\n{stage_graph_text(loaded)}")
+        print_text(str(loaded))
+        if len(loaded.stages) <= MAX_DRAWN:
+            print_text(f"\n{stage_graph_text(loaded)}")

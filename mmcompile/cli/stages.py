@@ -79,11 +79,11 @@ def stages(
     ] = None,
     cluster: ClusterOption = "local",
     train: TrainOption = None,
-    microbatches: MicrobatchesOption = 8,
+    microbatches: MicrobatchesOption = None,
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
     attention: AttentionOption = None,
-    context_parallel: ContextParallelOption = 1,
+    context_parallel: ContextParallelOption = None,
     batch_size: BatchSizeOption = 2,
     text_tokens: TextTokensOption = DEFAULT_TEXT_TOKENS,
     images: ImagesOption = 1,
@@ -101,15 +101,24 @@ def stages(
         _deliver({"plan": _PLAN_GRAPH[emit](Plan.load(target))}, output, json)
         return
     wanted = Wanted(
-        stages=parse_stages(stages), projector=projector, attention=attention, context_parallel=context_parallel
+        stages=parse_stages(stages),
+        projector=projector,
+        attention=attention,
+        context_parallel=context_parallel,
+        microbatches=microbatches,
     )
     if plan is not None:
-        refuse_with_plan(stages=wanted.stages, attention=attention, context_parallel=context_parallel > 1)
+        refuse_with_plan(
+            stages=wanted.stages,
+            microbatches=microbatches,
+            attention=attention,
+            context_parallel=context_parallel,
+        )
     example = Example(
         batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
     )
     subject = load_subject(target, train, dtype, example)
-    made = make_plan(subject, cluster, microbatches, wanted) if plan is None else Plan.load(plan)
+    made = make_plan(subject, cluster, wanted) if plan is None else Plan.load(plan)
     if stage is None and emit is not Emit.SOURCE:
         _deliver({"plan": _PLAN_GRAPH[emit](made)}, output, json)
         return

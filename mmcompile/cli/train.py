@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +35,7 @@ from mmcompile.cli.planning import Subject, Wanted, make_plan, refuse_with_plan,
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.plan.plan import Plan
+from mmcompile.planning import DEFAULT_MICROBATCHES
 from mmcompile.report.run_folder import PLAN, write_events, write_programs
 from mmcompile.runtime.engine import Engine, StepMetrics
 from mmcompile.step.collate import Sample, collate
@@ -59,7 +60,7 @@ def train(
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
     attention: AttentionOption = None,
-    context_parallel: ContextParallelOption = 1,
+    context_parallel: ContextParallelOption = None,
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Microbatches of a step.", show_default="the plan's, else 4")
     ] = None,
@@ -98,7 +99,7 @@ def train(
             stages=wanted.stages,
             microbatches=microbatches,
             attention=attention,
-            context_parallel=context_parallel > 1,
+            context_parallel=context_parallel,
         )
     samples = load_samples(data)
     torch.manual_seed(seed)
@@ -136,7 +137,7 @@ def _planned(
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan, and the microbatch it is for."""
     stored = None if path is None else Plan.load(path)
-    count = stored.num_microbatches if stored is not None else microbatches or api.DEFAULT_MICROBATCHES
+    count = stored.num_microbatches if stored is not None else microbatches or DEFAULT_MICROBATCHES
     if batch_size < count:
         raise ConfigError(
             f"--batch-size {batch_size} is less than the {count} microbatches of a step; raise it, or plan for fewer"
@@ -144,7 +145,7 @@ def _planned(
     batch = collate(richest(samples, -(-batch_size // count)))
     if stored is not None:
         return stored, batch
-    return make_plan(Subject(model=model, batch=batch), "local", count, wanted), batch
+    return make_plan(Subject(model=model, batch=batch), "local", replace(wanted, microbatches=count)), batch
 
 
 def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int, seed: int, *, traced: bool) -> _Result:

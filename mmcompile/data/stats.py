@@ -127,15 +127,31 @@ class DatasetStats:
         """Whether `samples` are a part of the dataset."""
         return self.count > len(self.samples)
 
-    def share(self, modality: str) -> float:
-        """Share of samples [0..1] with any `"images"`, `"audios"` or `"text_tokens"`."""
-        return sum(bool(getattr(shape, modality)) for shape in self.samples) / max(1, len(self.samples))
+    @property
+    def with_images(self) -> float:
+        """Share of samples [0..1] with an image."""
+        return self._share(lambda shape: bool(shape.images))
+
+    @property
+    def with_sounds(self) -> float:
+        """Share of samples [0..1] with a sound."""
+        return self._share(lambda shape: bool(shape.audios))
+
+    @property
+    def with_text(self) -> float:
+        """Share of samples [0..1] with text."""
+        return self._share(lambda shape: shape.text_tokens > 0)
+
+    def _share(self, has: Callable[[SampleShape], bool]) -> float:
+        return sum(map(has, self.samples)) / max(1, len(self.samples))
 
     def heaviest(self) -> tuple[SampleShape, ...]:
-        """The shapes to look for the worst in: those kept, and the worst of the whole dataset."""
+        """The shapes to look for the worst in: those kept, and after them the worst of the whole dataset that are not."""
         if not self.is_sampled:
             return self.samples
-        return tuple(dict.fromkeys([*self.samples, *(shape for worst in self.worst for shape in worst.samples)]))
+        kept = set(self.samples)
+        worst = dict.fromkeys(shape for entry in self.worst for shape in entry.samples)
+        return (*self.samples, *(shape for shape in worst if shape not in kept))
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -170,8 +186,9 @@ class DatasetStats:
 
     def __str__(self) -> str:
         sampled = f", {len(self.samples)} of them kept" if self.is_sampled else ""
-        shares = [f"{self.share(field):.0%} with {word}" for field, word in _SHARES.items() if self.share(field) > 0]
-        lines = [f"{self.name}: {self.count} samples{sampled}" + "".join(f", {share}" for share in shares)]
+        shares = {"images": self.with_images, "sounds": self.with_sounds, "text": self.with_text}
+        parts = [f"{share:.0%} with {what}" for what, share in shares.items() if share > 0]
+        lines = [", ".join([f"{self.name}: {self.count} samples{sampled}", *parts])]
         heads = [f"p{percent}" for percent in PERCENTS[:-1]] + ["max"]
         lines.append(f"{'':<18}{'mean':>9}{'std':>9}" + "".join(f"{head:>9}" for head in heads))
         for quantity, spread in self.spreads.items():
@@ -187,9 +204,6 @@ class DatasetStats:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Versioned:
     version: int
-
-
-_SHARES = {"images": "images", "audios": "sounds", "text_tokens": "text"}
 
 
 def _short(figure: float) -> str:

@@ -85,9 +85,10 @@ def take_sizes(graph: fx.Graph) -> Sizes:
             if any(isinstance(size, torch.SymInt) for size in value.shape):
                 guards = shape_guards(value)
     values = _size_placeholders(graph)
+    memory: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
     for node in graph.nodes:
         if "val" in node.meta:
-            _make_concrete(node)
+            _make_concrete(node, memory)
     return Sizes(inputs=shapes, guards=guards, values=values)
 
 
@@ -130,19 +131,36 @@ def _size_placeholders(graph: fx.Graph) -> dict[str, sympy.Expr]:
     return {str(node.target): expression for expression, node in made.items()}
 
 
-def _make_concrete(node: fx.Node) -> None:
+def _make_concrete(node: fx.Node, memory: dict[int, tuple[torch.Tensor, torch.UntypedStorage]]) -> None:
     value = node.meta["val"]
-    if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+    if isinstance(value, torch.Tensor) and _has_symbols(value):
         node.meta["symbolic_shape"] = _symbolic_shape(value)
     node.meta["val"] = pytree.tree_map_only(
         torch.Tensor,
-        lambda t: (
-            torch.empty(shape_hint(t), dtype=t.dtype, device="meta")
-            if any(isinstance(size, torch.SymInt) for size in t.shape)
-            else t
-        ),
+        lambda t: _concrete(t, memory) if _has_symbols(t) else t,
         pytree.tree_map_only(torch.SymInt, size_hint, value),
     )
+
+
+def _has_symbols(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+def _concrete(tensor: torch.Tensor, memory: dict[int, tuple[torch.Tensor, torch.UntypedStorage]]) -> torch.Tensor:
+    """A tensor without data of the captured size; views of one memory stay views of one.
+
+    Args:
+        tensor: with symbols in its shape.
+        memory: by identity of a symbolic storage: a tensor that keeps it alive, so that no other gets its identity, and
+            its counterpart.
+    """
+    storage = tensor.untyped_storage()
+    if storage._cdata not in memory:
+        num_bytes = size_hint(storage.nbytes())
+        memory[storage._cdata] = tensor, torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
+    stride = tuple(map(size_hint, tensor.stride()))
+    made = torch.empty(0, dtype=tensor.dtype, device="meta")
+    return made.set_(memory[storage._cdata][1], size_hint(tensor.storage_offset()), shape_hint(tensor), stride)  # type: ignore[call-overload]
 
 
 def shape_of(node: fx.Node) -> tuple[int | str, ...]:

@@ -88,27 +88,36 @@ def _slowest(plan: Plan, loads: tuple[RankLoad, ...]) -> Bottleneck:
     slowest = max(loads, key=lambda load: load.seconds)
     mean_s = sum(load.seconds for load in loads) / len(loads)
     excess = slowest.seconds / mean_s - 1 if mean_s else 0.0
-    above = f", {excess:.0%} above the mean of all ranks" if excess > EVEN else ""
+    above = f" ({times_text(1 + excess)} the mean)" if excess > EVEN else ""
     return Bottleneck(
         kind="time",
         where=slowest.name,
-        what=f"slowest: {slowest.name} takes {milliseconds(slowest.seconds)} ms a microbatch{above}",
+        what=f"slowest: {slowest.name}, {milliseconds(slowest.seconds)} ms a microbatch{above}",
         advice=_faster(plan, slowest, excess),
     )
 
 
+def times_text(ratio: float) -> str:
+    """`1.2` -> `"20% above"`, `3.1` -> `"3.1 times"`."""
+    return f"{ratio - 1:.0%} above" if ratio < 2 else f"{ratio:.1f} times"
+
+
 def _faster(plan: Plan, slowest: RankLoad, excess: float) -> str:
     if excess <= EVEN:
-        return "the stages are even, so only more devices or less work make the step shorter"
-    if len(slowest.stages) > 1:
+        return "all are even, so only more devices shorten the step"
+    stage, *beside = slowest.stages
+    if beside:
         return "its stages share devices; give them devices of their own"
-    (stage,) = slowest.stages
     chain = chain_of_stage(plan, stage.name)
     if len(stage.layer_names) == 1:
-        return f"it is a single layer, which no cut makes shorter; let more ranks share {chain.name}'s tensors or tokens"
+        return f"it is a single layer: only more ranks for {chain.name}'s tensors or tokens shorten it"
     total_s = sum(other.prediction.forward_s + other.prediction.backward_s for other in chain.stages)
     count = len(chain.stages) + 1
-    return f"a stage more would bring {chain.name} to about {milliseconds(total_s / count)} ms a stage (--stages {chain.name}={count})"
+    gain = f"would make about {milliseconds(total_s / count)} ms"
+    used = len({rank for other in plan.stages for rank in other.ranks})
+    if used + len(stage.ranks) > plan.cluster.num_devices:
+        return f"a stage more for {chain.name} {gain}, but the devices are used up"
+    return f"--stages {chain.name}={count} {gain}"
 
 
 def _fullest(plan: Plan, loads: tuple[RankLoad, ...]) -> Bottleneck:
@@ -117,12 +126,10 @@ def _fullest(plan: Plan, loads: tuple[RankLoad, ...]) -> Bottleneck:
     share = fullest.num_bytes / limit
     parts = _parts(fullest)
     largest = max(parts, key=lambda part: parts[part])
-    left = limit - fullest.num_bytes
-    room = f"{format_bytes(left)} free" if left >= 0 else f"{format_bytes(-left)} too much"
-    flying = f" of {fullest.in_flight} microbatches in flight" if largest == "activations" else ""
+    flying = f" of {fullest.in_flight} in flight" if largest == "activations" else ""
     what = (
-        f"fullest: {fullest.name} holds {format_bytes(fullest.num_bytes)} of {format_bytes(limit)} ({share:.0%}, {room}), "
-        f"most of it {largest}{flying}"
+        f"fullest: {fullest.name}, {format_bytes(fullest.num_bytes)} of {format_bytes(limit)} ({share:.0%}), "
+        f"mostly {largest}{flying}"
     )
     return Bottleneck(kind="memory", where=fullest.name, what=what, advice=_smaller(plan, largest, share))
 
@@ -139,7 +146,7 @@ def _parts(load: RankLoad) -> Mapping[str, int]:
 
 def _smaller(plan: Plan, largest: str, share: float) -> str:
     if share < TIGHT:
-        return "memory does not limit this plan"
+        return f"{1 - share:.0%} is free"
     if largest == "activations":
         if plan.recompute != "full":
             return "recompute more (--recompute full), or take fewer samples a microbatch"
@@ -155,11 +162,11 @@ def _idle(plan: Plan, loads: tuple[RankLoad, ...]) -> Bottleneck:
         return Bottleneck(
             kind="bubble",
             where="all",
-            what=f"idle: {plan.predicted.bubble:.0%} of device time; filling and draining {depth} equal stages alone takes {fill:.0%}",
+            what=f"idle: {plan.predicted.bubble:.0%} of device time, where {depth} equal stages would be idle {fill:.0%}",
             advice=f"more microbatches than {plan.num_microbatches} shrink that part",
         )
     ranks = {chain.name: len({rank for stage in chain.stages for rank in stage.ranks}) for chain in plan.chains}
-    weighted = {
+    weighted: dict[tuple[str, Cause], float] = {
         (share.chain, cause): ranks[share.chain] * value for share in shares for cause, value in causes(share).items()
     }
     name, cause = max(weighted, key=lambda key: weighted[key])
@@ -210,7 +217,7 @@ def _busier(plan: Plan, chain: str, cause: Cause, loads: tuple[RankLoad, ...]) -
             if not plan.links:
                 return "put its stages nearer together"
             link = max(plan.links, key=lambda link: link.num_bytes)
-            return f"the largest message is {link.source} -> {link.target}, {format_bytes(link.num_bytes)}; keep both on one node"
+            return f"the largest message is {link.source} -> {link.target}, {format_bytes(link.num_bytes)}; keep them on one node"
 
 
 def chain_named(plan: Plan, name: str) -> Chain:

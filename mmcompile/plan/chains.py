@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, get_args
@@ -27,7 +27,10 @@ class ChainLayer:
     """Within the component."""
     name: str
     cost: LayerCost
+    """Captured, on one rank."""
     times: LayerTimes
+    share: float = 1.0
+    """Part of a microbatch's load that it processes; below 1 where several stages hold a copy of the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,8 @@ class ChainSet:
     """Where projectors went; None for a model without any."""
     chains: tuple[ChainSpec, ...]
     edges: tuple[ChainEdge, ...]
+    colocated: bool = False
+    """All components are one line, so that a stage may have layers of an encoder and of the language model."""
 
     def longest_path_s(self) -> float:
         """Seconds of one microbatch, forward to the loss and backward again, along the longest path of layers."""
@@ -126,12 +131,37 @@ def chain_sets(
     has_projector = ComponentKind.PROJECTOR in kinds.values()
     placements = get_args(ProjectorPlacement) if projector is None else (projector,)
     sets: dict[tuple[tuple[str, ...], ...], ChainSet] = {}
+    layers = {name: _layers(graph, name, costs[name], device, dtype) for name in kinds}
+    known: dict[tuple[str, ...], ChainSpec] = {}
     for placement in placements if has_projector else (None,):
         groups = _groups(graph, kinds, placement)
         if groups not in sets:
-            layers = {name: _layers(graph, name, costs[name], device, dtype) for name in kinds}
-            sets[groups] = _chain_set(graph, kinds, placement, groups, layers, entries or {})
+            found = _chain_set(graph, kinds, placement, groups, layers, entries or {})
+            # A chain that two sets have is one object, priced once.
+            chains = tuple(known.setdefault(chain.components, chain) for chain in found.chains)
+            sets[groups] = replace(found, chains=chains)
     return tuple(sets.values())
+
+
+def joined_chain(
+    graph: ModelGraph,
+    costs: Mapping[str, Sequence[LayerCost]],
+    device: Device,
+    dtype: str,
+    *,
+    entries: Mapping[tuple[str, str], int] | None = None,
+) -> ChainSet | None:
+    """All components as one line, each after what it reads; None for a model of one component. Arguments as `chain_sets`."""
+    _check(graph, costs, None)
+    kinds = {component.name: component.kind for component in graph.components}
+    if len(kinds) == 1:
+        return None
+    position = {component.name: index for index, component in enumerate(graph.components)}
+    order = tuple(nx.lexicographical_topological_sort(graph.dag(), key=position.__getitem__))
+    layers = {name: _layers(graph, name, costs[name], device, dtype) for name in kinds}
+    joined = _chain_set(graph, kinds, None, (order,), layers, entries or {})
+    (line,) = joined.chains
+    return replace(joined, chains=(replace(line, name=order[-1]),), colocated=True)
 
 
 def _check(graph: ModelGraph, costs: Mapping[str, Sequence[LayerCost]], projector: ProjectorPlacement | None) -> None:

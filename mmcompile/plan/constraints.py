@@ -15,12 +15,25 @@ A and B are layers, or components standing for all their layers. A layer is name
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmcompile.errors import ConfigError
 
-_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
-FORMS = "together:A,B | apart:A,B | on:A=STAGE | on:A=rankR | memory:SIZE[@WHERE] | stages:CHAIN=LOW..HIGH | equal-tp[:A,B]"
+_UNITS = {
+    "TiB": 2**40,
+    "GiB": 2**30,
+    "MiB": 2**20,
+    "KiB": 2**10,
+    "TB": 10**12,
+    "GB": 10**9,
+    "MB": 10**6,
+    "KB": 10**3,
+    "B": 1,
+}
+FORMS = (
+    "together:A,B | apart:A,B | on:A=STAGE | on:A=rankR | memory:SIZE[@WHERE] | stages:CHAIN=LOW..HIGH | equal-tp[:A,B]"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +160,28 @@ def parse_constraint(text: str) -> Constraint:
     if kind == "stages":
         return _stage_range(text, rest)
     raise _bad(text, f"its forms are {FORMS}")
+
+
+def decided_stages(constraints: Sequence[Constraint]) -> dict[str, int]:
+    """Chain -> number of stages, of the constraints that leave one: a search need not look at others.
+
+    Raises:
+        ConfigError: two of them differ.
+    """
+    found: dict[str, int] = {}
+    for constraint in constraints:
+        if not isinstance(constraint, StageRange) or constraint.low != constraint.high:
+            continue
+        count = found.setdefault(constraint.chain, constraint.low)
+        if count != constraint.low:
+            raise ConfigError(f"{constraint.chain} cannot have {count} and {_stages(constraint.low)} at once")
+    return found
+
+
+def memory_limit(constraints: Sequence[Constraint]) -> int | None:
+    """The least bytes that a stage may need wherever it is; None if nothing limits all stages."""
+    limits = (c.num_bytes for c in constraints if isinstance(c, MemoryCap) and not c.where)
+    return min(limits, default=None)
 
 
 def _on(text: str, rest: str) -> On:

@@ -3,7 +3,7 @@
 Stages of a chain are counted from its end (1 is the last): the distance to the loss sets the microbatches in flight.
 The stage that is k-th from the end, layers i to j-1, takes the picoseconds of `times` and needs
 
-    bytes(i, j) = fixed(i..j) + in_flight(tail + k - 1) * saved(i..j)
+    bytes(i, j) = fixed(i..j) + in_flight(tail + k - 1) * saved(i..j) + the most that one layer of it works with
 
 where `tail` is the number of stages between the chain's end and the loss. A chain that feeds another has the tail of
 that one plus the stages from the one that holds the entry layer to the end.
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from mmcompile.plan.layer_names import LayerLabel, NamedChain
 from mmcompile.plan.partition import PartitionLayer
+from mmcompile.plan.rules import Cap, Count, Demand, Devices, InStage, NoCut, Rule, SameTp, SomeCut
 
 PER_SECOND = 10**12
 INFINITE = np.iinfo(np.int64).max
@@ -32,26 +33,53 @@ class Variant:
     """A chain's layers under one set of parallel degrees."""
 
     layers: tuple[PartitionLayer, ...]
+    working_bytes: tuple[int, ...] = ()
+    """Held by each layer while it runs its backward: what is computed again. Empty: nothing."""
     tp: int = 1
     devices: int = 1
     """Of one stage: tp * cp * dp."""
 
     @cached_property
+    def begins(self) -> Table:
+        """[N+1]: a stage of layers i..j-1 takes `ends[j] - begins[i]` picoseconds, its sends included."""
+        return self._total - np.array([0, *(_picoseconds(layer.return_s) for layer in self.layers)])
+
+    @cached_property
+    def ends(self) -> Table:
+        return self._total + np.array([0, *(_picoseconds(layer.send_s) for layer in self.layers)])
+
+    @cached_property
     def times(self) -> Table:
-        """[N+1, N+1]: picoseconds of a stage of layers i..j-1, its sends included; infinite unless i < j."""
-        total = _sums([_picoseconds(layer.seconds) for layer in self.layers])
-        send = np.array([0, *(_picoseconds(layer.send_s) for layer in self.layers)])
-        back = np.array([0, *(_picoseconds(layer.return_s) for layer in self.layers)])
-        table = (total + send)[None, :] - (total - back)[:, None]
-        table[_backward(len(total))] = INFINITE
+        """[N+1, N+1]: picoseconds of a stage of layers i..j-1; infinite unless i < j."""
+        table = self.ends[None, :] - self.begins[:, None]
+        table[_backward(len(table))] = INFINITE
         return table
+
+    def held(self, in_flight: int) -> Table:
+        """[N+1]: bytes of the first i layers with so many microbatches in flight, what they work with left out."""
+        return _sums([layer.fixed_bytes + in_flight * layer.saved_bytes for layer in self.layers])
 
     def needs(self, in_flight: int) -> Table:
         """[N+1, N+1]: bytes of a stage of layers i..j-1; 0 unless i < j."""
-        needed = _sums([layer.fixed_bytes + in_flight * layer.saved_bytes for layer in self.layers])
-        table = needed[None, :] - needed[:, None]
-        table[_backward(len(needed))] = 0
+        held = self.held(in_flight)
+        table = held[None, :] - held[:, None] + self._most_working
+        table[_backward(len(table))] = 0
         return table
+
+    @cached_property
+    def _most_working(self) -> Table:
+        """[N+1, N+1]: the largest of the working bytes of layers i..j-1."""
+        size = len(self.layers) + 1
+        table = np.zeros((size, size), dtype=np.int64)
+        if self.working_bytes:
+            table[:, 1:] = np.tile(np.array(self.working_bytes), (size, 1))
+            table[_backward(size)] = 0
+            table = np.maximum.accumulate(table, axis=1)
+        return table
+
+    @cached_property
+    def _total(self) -> Table:
+        return _sums([_picoseconds(layer.seconds) for layer in self.layers])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +105,13 @@ class ExactChain:
     feeds: tuple[Feed, ...] = ()
     """Empty for the chain that ends in the loss."""
     ranks: tuple[tuple[int, ...], ...] = ()
-    """Of each stage, first to last, if the number of stages is decided. Stages that share ranks run in turn."""
+    """Of each stage, first to last, if the number of stages is decided: `low` and `high` are that number then. Stages that
+    share ranks run in turn."""
+
+    def __post_init__(self) -> None:
+        assert not self.ranks or self.low == self.high == len(self.ranks), (
+            "ranks are those of a decided number of stages"
+        )
 
     @property
     def num_layers(self) -> int:
@@ -96,84 +130,6 @@ class ExactProblem:
     in_flight: Callable[[int], int]
     """Depth (stages to the loss, 0 for the loss stage) -> microbatches whose activations a stage holds; never falls."""
     demands: tuple[Demand, ...] = ()
-
-
-# What a demand comes down to. Chains and layers are indices; a cut at i lies between layers i-1 and i.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoCut:
-    """No cut after `first`, up to and including `last`."""
-
-    chain: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SomeCut:
-    """A cut after `first`, up to and including `last`."""
-
-    chain: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InStage:
-    """Layers `first` to `last` (excluded) lie in stage `stage` of their chain, counted from 0 at the beginning."""
-
-    chain: int
-    first: int
-    last: int
-    stage: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cap:
-    """The most bytes of a stage: of every stage, of every stage of a chain, or of one stage counted from 0."""
-
-    num_bytes: int
-    chain: int | None = None
-    stage: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Count:
-    """Fewest and most stages of a chain."""
-
-    chain: int
-    low: int
-    high: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SameTp:
-    chains: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Devices:
-    """All stages together have at most so many."""
-
-    most: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Never:
-    """Holds for no split."""
-
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
-    """A rule and how to say it."""
-
-    rule: NoCut | SomeCut | InStage | Cap | Count | SameTp | Devices | Never
-    words: str
-    asked: bool = True
-    """By the user; False for what the devices and the layout impose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,7 +207,7 @@ def broken(problem: ExactProblem, splits: Splits) -> tuple[Demand, ...]:
     return tuple(demand for demand in problem.demands if not _holds(problem, splits, demand.rule))
 
 
-def _holds(problem: ExactProblem, splits: Splits, rule: object) -> bool:
+def _holds(problem: ExactProblem, splits: Splits, rule: Rule) -> bool:
     match rule:
         case NoCut() | SomeCut():
             cut = any(rule.first < cut <= rule.last for cut in splits[rule.chain].boundaries[1:-1])

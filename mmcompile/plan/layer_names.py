@@ -60,7 +60,9 @@ def find(text: str, chains: Sequence[NamedChain], *, where: str) -> Place:
     if own is not None:
         count, index = own.last - own.first, int(number)
         if not -count <= index < count:
-            raise ConfigError(f"{where}: {component} has {count} layers, {component}.0 to {component}.{count - 1}; got {text!r}")
+            raise ConfigError(
+                f"{where}: {component} has {count} layers, {component}.0 to {component}.{count - 1}; got {text!r}"
+            )
         first = own.first + index % count
         return Place(chain=own.chain, first=first, last=first + 1)
     whole = _component(text, chains)

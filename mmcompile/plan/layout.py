@@ -1,13 +1,14 @@
 """Boxes in columns with right-angled edges between them, in character cells. One layout serves text and SVG.
 
 Columns run left to right, rows are lanes of equal height. An edge leaves its box at the right, turns in the gap behind its
-column on a track of its own source, and enters its target at the left. An edge that skips columns runs below its row first.
-Edges of one source share tracks (they fork), edges into one target share its entry (they join).
+column on a track of its own source (or of its target, shared with others that go there alone), and enters its target at the
+left. An edge that skips columns runs below its row first. Edges of one source share tracks (they fork), edges into one target
+share its entry (they join).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,13 +89,18 @@ _Numbers = dict[int, dict[str, int]]
 
 def _tracks(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> tuple[_Numbers, _Numbers]:
     by_name = {node.name: node for node in nodes}
+    outgoing = Counter(source for source, _ in edges)
     tracks: _Numbers = defaultdict(dict)
     lanes: _Numbers = defaultdict(dict)
+    numbers: defaultdict[int, dict[tuple[str, bool], int]] = defaultdict(dict)
     for source, target in edges:
         first, last = by_name[source], by_name[target].column - 1
         assert first.column <= last, f"edge {source} -> {target} does not go right"
+        # Sources that feed one target and nothing else share its track: no reader can mistake where they go.
+        alone = outgoing[source] == 1 and first.column == last
+        key = (target, True) if alone else (source, False)
         for column in {first.column, last}:
-            tracks[column].setdefault(source, len(tracks[column]))
+            tracks[column].setdefault(source, numbers[column].setdefault(key, len(numbers[column])))
         if last > first.column:
             lanes[first.row].setdefault(source, len(lanes[first.row]))
     return tracks, lanes
@@ -109,7 +115,7 @@ def _place(nodes: Sequence[Node], tracks: _Numbers, lanes: _Numbers, framed: boo
     x_of, y_of, x, y = {}, {}, 0, 0
     for column in columns:
         x_of[column] = x
-        x += widths[column] + _COLUMN_GAP + len(tracks[column])
+        x += widths[column] + _COLUMN_GAP + len(set(tracks[column].values()))
     for row in rows:
         y_of[row] = y
         y += heights[row] + row_gap + len(lanes[row])

@@ -52,7 +52,7 @@ def check_runnable(plan: Plan) -> None:
     last = plan.chains[-1]
     found = [
         *(f"{chain.name} has tensor parallel degree {chain.tp}" for chain in plan.chains if chain.tp > 1),
-        *(f"{chain.name} has {chain.dp} replicas" for chain in plan.chains if chain.dp > 1),
+        *(f"{chain.name} has {chain.dp} replicas" for chain in plan.chains if chain.dp > 1 or chain.fsdp),
         *(f"{chain.name} has context parallel degree {chain.cp}" for chain in plan.chains if chain.cp > 1 and chain != last),
         *([f"recompute is {plan.recompute}"] if plan.recompute != "none" else []),
         *([f"the schedule is {plan.schedule}"] if plan.schedule not in RUNNABLE_SCHEDULES else []),

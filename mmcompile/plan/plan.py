@@ -103,6 +103,8 @@ class Chain:
     dp: int = 1
     """Replicas. The microbatches of a step are shared between those of the last chain; at each of them, the samples of all
     its replicas are shared evenly between the replicas of every other chain."""
+    fsdp: bool = False
+    """Replicas share parameters, gradients and optimizer state, and gather parameters when they are needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,24 +1,8 @@
-"""`Schedule`: for each rank an ordered list of actions, and the 1F1B order over a DAG of stages.
+"""`Schedule`: for each rank an ordered list of actions; `build_schedule` makes it for any DAG of stages.
 
-**The order.** Let r(s) be the longest path from stage s to a sink, counting only edges that cross ranks. Give
-
-    the forward of microbatch m in stage s the key 2m - r(s),
-    the backward of microbatch m in stage s the key 2m + r(s) + 1,
-
-and let each rank run what it has in the order of keys. In a stage with r = d this reads F0 .. F(d-1), then F(d) B0,
-F(d+1) B1, ...: 1F1B with a warm-up of d. Stages of one rank interleave by the same keys; at equal keys forwards go from
-the far stage to the near one and backwards the other way.
-
-**Why it cannot deadlock.** An edge that crosses ranks raises r by at least one towards its source, so along every
-dependency the forward key rises, and the backward key rises; an edge inside a rank has equal keys at worst, and the
-tie-break orders it; a backward's key is above its own forward's. So the keys order *all* actions of all ranks
-consistently with every dependency, for any DAG, any map of stages to ranks, and any subset of stages in a microbatch.
-Sends never block and stand right after what made the value; receives block and stand right before what needs it.
-Between two stages both sides follow the order of microbatches.
-
-Edges inside a rank have no SEND or RECV: the value is handed over.
-
-Source: longest path instead of the stage index, Cornstarch §4.1 (Oobleck / Cornstarch / Entrain dissertation, Ch. 3).
+The order of computations is `mmcompile.plan.order`'s. Sends never block and stand right after what made the value; receives
+block and stand right before what needs it. Between two stages both sides follow the order of microbatches. Edges inside
+a rank have no SEND or RECV: the value is handed over.
 """
 
 from __future__ import annotations
@@ -30,6 +14,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from mmcompile.errors import PlanError
+from mmcompile.plan.order import Key, Order, crossings
 from mmcompile.plan.plan import ScheduleKind
 
 
@@ -52,14 +37,23 @@ class Flow:
 
 
 class ActionKind(StrEnum):
-    """What a rank does next. F and B compute; the others move the tensors of one edge of one microbatch."""
+    """What a rank does next. F, B, I and W compute; the others move the tensors of one edge of one microbatch."""
 
     F = "F"
     B = "B"
+    """The whole backward, I and W in one."""
+    I = "I"  # noqa: E741 (the letter is the field's)
+    """Gradients of the inputs: what stages before wait for."""
+    W = "W"
+    """Gradients of the weights, after I."""
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+
+    @property
+    def is_compute(self) -> bool:
+        return self in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 
     @property
     def is_send(self) -> bool:
@@ -70,14 +64,14 @@ class ActionKind(StrEnum):
         return self in (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B)(\d+)(?:([<>])(\d+))?")
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:([<>])(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
     """One step of a rank. Text: stage, kind, microbatch as in torch's schedules, then `>` or `<` and the peer stage.
 
-    `2F0`, `1SEND_F3>2` (stage 1 sends microbatch 3 to stage 2), `2RECV_F3<1`, `2SEND_B3>1`, `1RECV_B3<2`.
+    `2F0`, `2B0`, `2I0`, `2W0`, `1SEND_F3>2` (stage 1 sends microbatch 3 to stage 2), `2RECV_F3<1`, `2SEND_B3>1`, `1RECV_B3<2`.
     """
 
     stage: int
@@ -107,7 +101,9 @@ class Action:
                     microbatch=int(microbatch),
                     peer=None if peer is None else int(peer),
                 )
-        raise PlanError(f"{text!r} is not an action; write 2F0, 2B0, 1SEND_F3>2, 2RECV_F3<1, 2SEND_B3>1 or 1RECV_B3<2")
+        raise PlanError(
+            f"{text!r} is not an action; write 2F0, 2B0, 2I0, 2W0, 1SEND_F3>2, 2RECV_F3<1, 2SEND_B3>1 or 1RECV_B3<2"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,63 +161,51 @@ def in_flight(kind: ScheduleKind, depth: int, num_microbatches: int) -> int:
             return min(2 * depth + 1, num_microbatches)
 
 
-def build_schedule(stages: Sequence[Placed], flows: Sequence[Flow]) -> Schedule:
-    """Order one step by 1F1B over the DAG of stages (see the module's docstring).
+def build_schedule(stages: Sequence[Placed], flows: Sequence[Flow], kind: ScheduleKind = "1f1b") -> Schedule:
+    """Order one step over the DAG of stages; it cannot deadlock (see `mmcompile.plan.order`).
 
     Args:
         stages: all stages of the plan, each on one rank.
         flows: one a microbatch, in order. A stage absent from a flow does nothing for that microbatch.
+        kind: the rule of the order. `zb-h1` runs each backward as I and W, the others as B.
 
     Raises:
         PlanError: a flow names an unknown stage, an edge does not lead towards the loss, or a stage has several ranks.
     """
-    order = _Order.of(stages, flows)
-    num_ranks = 1 + max(stage.ranks[0] for stage in stages)
-    keyed: list[list[tuple[tuple[int, int, int], list[Action]]]] = [[] for _ in range(num_ranks)]
+    index = {stage.name: position for position, stage in enumerate(stages)}
+    rank = _ranks(stages)
+    depth = tuple(stage.depth for stage in stages)
+    edges = {edge for flow in dict.fromkeys(flows) for edge in _checked(flow, index, depth)}
+    order = Order(kind=kind, num_microbatches=len(flows), depth=depth, crossings=crossings(edges, rank, depth))
+    programs = {flow: _Program.of(flow, index, rank, split=kind == "zb-h1") for flow in dict.fromkeys(flows)}
+    keyed: list[list[tuple[Key, list[Action]]]] = [[] for _ in range(1 + max(rank))]
     for microbatch, flow in enumerate(flows):
-        edges = _Edges.of(flow, order)
-        backward = set(flow.backward)
-        for name in flow.stages:
-            index = order.index[name]
-            rank = keyed[order.rank[index]]
-            rank.append((order.forward_key(index, microbatch), edges.forward(index, microbatch)))
-            if name in backward:
-                rank.append((order.backward_key(index, microbatch), edges.backward(index, microbatch)))
-    return Schedule(
-        stages=tuple(stage.name for stage in stages),
-        ranks=tuple(_in_order(rank) for rank in keyed),
-    )
+        program = programs[flow]
+        for stage, steps in program.forward.items():
+            keyed[rank[stage]].append((order.forward_key(stage, microbatch), _at(stage, microbatch, steps)))
+        for stage, steps in program.backward.items():
+            keyed[rank[stage]].append((order.backward_key(stage, microbatch), _at(stage, microbatch, steps)))
+    names = tuple(stage.name for stage in stages)
+    return Schedule(stages=names, ranks=tuple(_in_order(items) for items in keyed))
 
 
-def _in_order(keyed: list[tuple[tuple[int, int, int], list[Action]]]) -> tuple[Action, ...]:
+def _ranks(stages: Sequence[Placed]) -> tuple[int, ...]:
+    for stage in stages:
+        if len(stage.ranks) != 1:
+            raise PlanError(f"stage {stage.name} runs on ranks {stage.ranks}; a schedule wants one rank a stage")
+    return tuple(stage.ranks[0] for stage in stages)
+
+
+def _in_order(keyed: list[tuple[Key, list[Action]]]) -> tuple[Action, ...]:
     return tuple(action for _, actions in sorted(keyed, key=lambda item: item[0]) for action in actions)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Order:
-    """Stage indices, their ranks, depths, and distances `r` in rank crossings."""
+_Step = tuple[ActionKind, int | None]
+"""A kind and the peer stage."""
 
-    index: Mapping[str, int]
-    rank: tuple[int, ...]
-    depth: tuple[int, ...]
-    crossings: tuple[int, ...]
 
-    @classmethod
-    def of(cls, stages: Sequence[Placed], flows: Sequence[Flow]) -> _Order:
-        index = {stage.name: position for position, stage in enumerate(stages)}
-        for stage in stages:
-            if len(stage.ranks) != 1:
-                raise PlanError(f"stage {stage.name} runs on ranks {stage.ranks}; a schedule wants one rank a stage")
-        depth = tuple(stage.depth for stage in stages)
-        rank = tuple(stage.ranks[0] for stage in stages)
-        edges = {edge for flow in flows for edge in _checked(flow, index, depth)}
-        return cls(index=index, rank=rank, depth=depth, crossings=_crossings(edges, rank, depth))
-
-    def forward_key(self, stage: int, microbatch: int) -> tuple[int, int, int]:
-        return 2 * microbatch - self.crossings[stage], -self.depth[stage], stage
-
-    def backward_key(self, stage: int, microbatch: int) -> tuple[int, int, int]:
-        return 2 * microbatch + self.crossings[stage] + 1, self.depth[stage], stage
+def _at(stage: int, microbatch: int, steps: Sequence[_Step]) -> list[Action]:
+    return [Action(stage=stage, kind=kind, microbatch=microbatch, peer=peer) for kind, peer in steps]
 
 
 def _checked(flow: Flow, index: Mapping[str, int], depth: tuple[int, ...]) -> Iterable[tuple[int, int]]:
@@ -248,52 +232,35 @@ def _checked(flow: Flow, index: Mapping[str, int], depth: tuple[int, ...]) -> It
         yield source, target
 
 
-def _crossings(edges: Iterable[tuple[int, int]], rank: tuple[int, ...], depth: tuple[int, ...]) -> tuple[int, ...]:
-    crossings = [0] * len(rank)
-    # Sources of equal depth are not joined by an edge, so targets are final when their sources are visited.
-    for source, target in sorted(edges, key=lambda edge: (depth[edge[0]], edge)):
-        step = int(rank[source] != rank[target])
-        crossings[source] = max(crossings[source], crossings[target] + step)
-    return tuple(crossings)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Edges:
-    """Edges of one microbatch that cross ranks, by stage index, peers ascending."""
+class _Program:
+    """What each stage does for a microbatch of one flow, messages to other ranks included, peers ascending."""
 
-    before: Mapping[int, list[int]]
-    after: Mapping[int, list[int]]
-    gradient_before: Mapping[int, list[int]]
-    gradient_after: Mapping[int, list[int]]
+    forward: Mapping[int, tuple[_Step, ...]]
+    backward: Mapping[int, tuple[_Step, ...]]
 
     @classmethod
-    def of(cls, flow: Flow, order: _Order) -> _Edges:
-        pairs = sorted((order.index[edge.source], order.index[edge.target], edge.gradient) for edge in flow.edges)
-        crossing = [pair for pair in pairs if order.rank[pair[0]] != order.rank[pair[1]]]
+    def of(cls, flow: Flow, index: Mapping[str, int], rank: Sequence[int], *, split: bool) -> _Program:
+        """`split`: the backward as I and W."""
+        pairs = sorted((index[edge.source], index[edge.target], edge.gradient) for edge in flow.edges)
+        crossing = [pair for pair in pairs if rank[pair[0]] != rank[pair[1]]]
+        before = _grouped((target, (ActionKind.RECV_F, source)) for source, target, _ in crossing)
+        after = _grouped((source, (ActionKind.SEND_F, target)) for source, target, _ in crossing)
+        back = [(source, target) for source, target, gradient in crossing if gradient]
+        receives = _grouped((source, (ActionKind.RECV_B, target)) for source, target in back)
+        sends = _grouped((target, (ActionKind.SEND_B, source)) for source, target in back)
+        compute: _Step = (ActionKind.I if split else ActionKind.B, None)
+        late: tuple[_Step, ...] = ((ActionKind.W, None),) if split else ()
+        forward = [index[name] for name in flow.stages]
+        backward = [index[name] for name in flow.backward]
         return cls(
-            before=_grouped((target, source) for source, target, _ in crossing),
-            after=_grouped((source, target) for source, target, _ in crossing),
-            gradient_before=_grouped((target, source) for source, target, gradient in crossing if gradient),
-            gradient_after=_grouped((source, target) for source, target, gradient in crossing if gradient),
+            forward={s: (*before.get(s, ()), (ActionKind.F, None), *after.get(s, ())) for s in forward},
+            backward={s: (*receives.get(s, ()), compute, *sends.get(s, ()), *late) for s in backward},
         )
 
-    def forward(self, stage: int, microbatch: int) -> list[Action]:
-        receives = (_action(stage, ActionKind.RECV_F, microbatch, peer) for peer in self.before.get(stage, ()))
-        sends = (_action(stage, ActionKind.SEND_F, microbatch, peer) for peer in self.after.get(stage, ()))
-        return [*receives, _action(stage, ActionKind.F, microbatch), *sends]
 
-    def backward(self, stage: int, microbatch: int) -> list[Action]:
-        receives = (_action(stage, ActionKind.RECV_B, microbatch, peer) for peer in self.gradient_after.get(stage, ()))
-        sends = (_action(stage, ActionKind.SEND_B, microbatch, peer) for peer in self.gradient_before.get(stage, ()))
-        return [*receives, _action(stage, ActionKind.B, microbatch), *sends]
-
-
-def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    groups: dict[int, list[int]] = {}
+def _grouped(pairs: Iterable[tuple[int, _Step]]) -> dict[int, list[_Step]]:
+    groups: dict[int, list[_Step]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
-
-
-def _action(stage: int, kind: ActionKind, microbatch: int, peer: int | None = None) -> Action:
-    return Action(stage=stage, kind=kind, microbatch=microbatch, peer=peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,12 +56,12 @@ def stage_table(chains: Sequence[Chain], max_rows: int) -> Iterator[str]:
     folds = folded(chains, max_rows)
     shown = folds if len(folds) <= max_rows else folds[: max_rows - 1]
     unit, scale = memory_unit(max(stage.prediction.total_bytes for chain in chains for stage in chain.stages))
-    header = ("stage", "layers", "devices", "fwd ms", "dgrad ms", "wgrad ms")
+    header = ("stage", "layers", "devices", "fwd ms", "input-grad", "weight-grad")
     memory = (f"param {unit}", "grad", "optim", "activ", "total")
     rows = [_row(fold, scale) for fold in shown]
     yield from columns([(*header, *memory, "live", "frozen"), *rows], left={0, 1, 2})
     if len(shown) < len(folds):
-        yield f"and {len(folds) - len(shown)} more chains"
+        yield f"and {counted(len(folds) - len(shown), 'more chain')}"
 
 
 def frozen_share(stages: Iterable[Stage]) -> float | None:
@@ -82,7 +83,7 @@ def frozen_text(stages: Iterable[Stage]) -> str:
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """`(0, 1, 2, 8, 9)` -> `"0-2,8-9"`; many ranges are counted: `"0-7,16-23 and 6 more"`."""
+    """`(0, 1, 2, 8, 9)` -> `"0-2,8-9"`; many that repeat: `"0-7,16-23,..,112-119"`, many others: `"0-7,9-11 and 6 more"`."""
     ranges: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if ranges and rank == ranges[-1][1] + 1:
@@ -92,7 +93,14 @@ def rank_ranges(ranks: Iterable[int]) -> str:
     texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
     if len(texts) <= _MAX_RANGES + 1:
         return ",".join(texts)
-    return f"{','.join(texts[:_MAX_RANGES])} and {len(texts) - _MAX_RANGES} more"
+    shown = ",".join(texts[:_MAX_RANGES])
+    steps = {(next_[0] - first, next_[1] - last) for (first, last), next_ in pairwise(ranges)}
+    return f"{shown},..,{texts[-1]}" if len(steps) == 1 else f"{shown} and {len(texts) - _MAX_RANGES} more"
+
+
+def counted(count: float, what: str) -> str:
+    """`(2, "stage")` -> `"2 stages"`, `(1, "more chain")` -> `"1 more chain"`."""
+    return f"{count:.4g} {what}" + ("s" if count != 1 else "")
 
 
 def milliseconds(seconds: float) -> str:

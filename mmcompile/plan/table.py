@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mmcompile.plan.bottlenecks import CAUSE_WORDS, bottlenecks, causes
+from mmcompile.plan.bottlenecks import CAUSE_WORDS, Cause, bottlenecks, causes
 from mmcompile.plan.layout import Node, lay_out
 from mmcompile.plan.line_art import line_art
-from mmcompile.plan.stage_rows import columns, frozen_text, milliseconds, stage_table
+from mmcompile.plan.stage_rows import counted, frozen_text, stage_table
 from mmcompile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_LINES = 40
 _MAX_STAGE_ROWS = 10
+_MAX_BOX_ROWS = 8
 _MAX_BUBBLES = 3
 _MAX_NAMES = 2
 _LABEL = 13
@@ -28,7 +29,7 @@ _LABEL = 13
 
 
 def format_plan(plan: Plan) -> str:
-    """What a reader needs to judge a plan: what runs where, how long, how much memory, what holds it back, what else was tried."""
+    """What a reader needs to judge a plan: what runs where, how long, in how much memory, what holds it back and why so."""
     head = [*_header(plan), "", *_boxes(plan), "", *stage_table(plan.chains, _MAX_STAGE_ROWS), ""]
     head += _labelled("predicted", _prediction(plan))
     head += _labelled("bottlenecks", [str(one) for one in bottlenecks(plan)])
@@ -38,8 +39,10 @@ def format_plan(plan: Plan) -> str:
 
 def _header(plan: Plan) -> list[str]:
     used = len({rank for stage in plan.stages for rank in stage.ranks})
-    count = f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "1 stage"
-    devices = f"{used} of {plan.cluster.num_devices} devices" if used <= plan.cluster.num_devices else f"{used} processes"
+    count = counted(len(plan.stages), "stage")
+    devices = (
+        f"{used} of {plan.cluster.num_devices} devices" if used <= plan.cluster.num_devices else f"{used} processes"
+    )
     first = (
         f"{plan.fingerprint.model} on {plan.cluster}: {count} on {devices}, {plan.schedule}, "
         f"recompute {plan.recompute}, {_batch(plan)}"
@@ -56,10 +59,11 @@ def _header(plan: Plan) -> list[str]:
 
 def _batch(plan: Plan) -> str:
     replicas = plan.chains[-1].dp
-    steps = f"{plan.num_microbatches} microbatches" + (f" x {replicas} replicas" if replicas > 1 else "")
+    steps = f"{plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"
+    steps += f" x {replicas} replicas" if replicas > 1 else ""
     if not plan.global_batch:
         return steps
-    return f"global batch {plan.global_batch} = {steps} x {plan.microbatch_samples:.3g} samples"
+    return f"global batch {plan.global_batch} = {steps} x {counted(plan.microbatch_samples, 'sample')}"
 
 
 def _boxes(plan: Plan) -> list[str]:
@@ -68,6 +72,8 @@ def _boxes(plan: Plan) -> list[str]:
     columns_of = _columns(plan.chains, edges)
     parallel = _rows(plan.chains, columns_of)
     many = max(parallel.values())
+    if many >= _MAX_BOX_ROWS:
+        return [f"{len(plan.chains)} chains, too many to draw"]
     nodes = [
         Node(
             name=chain.name,
@@ -126,18 +132,21 @@ def _prediction(plan: Plan) -> list[str]:
         f"gap {predicted.gap:.1%}",
     ]
     if plan.global_batch and predicted.iteration_s:
-        parts.insert(1, f"{plan.global_batch / predicted.iteration_s:.3g} samples/s")
+        parts.insert(1, f"{_rate(plan.global_batch / predicted.iteration_s)} samples/s")
     if predicted.reduce_s:
         parts.append(f"{format_seconds(predicted.reduce_s)} of it reduces gradients and steps")
     shares = sorted(predicted.bubbles, key=lambda share: -sum(causes(share).values()))
     rows = [_bubble(share.chain, causes(share)) for share in shares[:_MAX_BUBBLES]]
-    more = [f"and {len(shares) - len(rows)} more chains"] if len(shares) > len(rows) else []
-    return [", ".join(parts), *rows, *more]
+    left = [f"and {counted(len(shares) - len(rows), 'more chain')}"] if len(shares) > len(rows) else []
+    return [", ".join(parts), *rows, *left]
 
 
-def _bubble(chain: str, shares: Mapping[str, float]) -> str:
-    words: Mapping[str, str] = CAUSE_WORDS  # type: ignore[assignment]
-    named = (f"{words[cause]} {share:.1%}" for cause, share in shares.items() if share >= 0.0005)
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _bubble(chain: str, shares: Mapping[Cause, float]) -> str:
+    named = (f"{CAUSE_WORDS[cause]} {share:.1%}" for cause, share in shares.items() if share >= 0.0005)
     return f"{chain} idle {sum(shares.values()):.1%}: " + (", ".join(named) or "never")
 
 
@@ -147,7 +156,7 @@ def _rest(plan: Plan, room: int) -> list[str]:
         "cuts": _cuts(plan.cuts),
         "rejected": [f"{one.what}: {one.reason}" for one in plan.rejected],
         "notes": list(plan.notes),
-        "links": [_link(link) for link in sorted(plan.links, key=lambda link: -link.num_bytes)],
+        "links": _links(plan.links),
         "shared": [_shared(value) for value in plan.shared_values],
     }
     wanted = {name: len(lines) for name, lines in sections.items() if lines}
@@ -194,10 +203,22 @@ def _cut(group: Sequence[Cut]) -> str:
     return f"after {first.stage}..{last.stage.rpartition('.')[2]} x{len(group)}: {first.reason}{alike}"
 
 
-def _link(link: Link) -> str:
-    names = _names(tensor.name for tensor in link.tensors)
+def _links(links: Sequence[Link]) -> list[str]:
+    """Largest first; those along one chain that carry the same stand in one line."""
+    groups: dict[tuple[object, ...], list[Link]] = {}
+    for link in sorted(links, key=lambda link: -link.num_bytes):
+        ends = tuple(name.rpartition(".")[0] for name in (link.source, link.target))
+        along = ends if ends[0] == ends[1] else (link.source, link.target)
+        groups.setdefault((*along, bool(link.gradient), link.num_bytes), []).append(link)
+    return [_link(group) for group in groups.values()]
+
+
+def _link(group: Sequence[Link]) -> str:
+    link = group[0]
+    where = f"{link.source} -> {link.target}" + (f" and {len(group) - 1} alike" if len(group) > 1 else "")
     back = "gradient returns" if link.gradient else "no gradient"
-    return f"{link.source} -> {link.target}: {names or 'tensors'}, {format_bytes(link.num_bytes)} a microbatch, {back}"
+    names = _names(tensor.name for tensor in link.tensors)
+    return f"{where}: {names or 'tensors'}, {format_bytes(link.num_bytes)} a microbatch, {back}"
 
 
 def _shared(value: SharedValue) -> str:

@@ -1,14 +1,15 @@
 """`check_schedule`: run a schedule in unit steps and refuse it at the first rule it breaks.
 
-Rules: each stage of a flow runs one forward, and one backward where the flow says so, and nothing else; a forward
-waits for every edge into its stage, a backward for its own forward and every gradient; each receive meets exactly one
-send; between two stages, sends and receives come in the same order; no rank waits for ever.
+Rules: each stage of a flow runs one forward, and, where the flow says so, one backward, whole (B) or in two parts (I then W),
+and nothing else; a forward waits for every edge into its stage, a B or I for its own forward and every gradient, a W for
+its I; gradients leave after B or I; each receive meets exactly one send; between two stages, sends and receives come in the
+same order; no rank waits for ever.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -26,7 +27,7 @@ def check_schedule(schedule: Schedule, flows: Sequence[Flow]) -> None:
     """
     home = _home(schedule)
     _check_complete(schedule, flows, home)
-    run = _Run(schedule=schedule, flows=flows, home=home, positions=[0] * len(schedule.ranks))
+    run = _Run(schedule=schedule, flows=flows, home=home, split=_split(schedule), positions=[0] * len(schedule.ranks))
     while any(run.positions[rank] < len(actions) for rank, actions in enumerate(schedule.ranks)):
         if not any([run.advance(rank) for rank in range(len(schedule.ranks))]):
             rank = next(r for r, actions in enumerate(schedule.ranks) if run.positions[r] < len(actions))
@@ -73,7 +74,8 @@ def _home(schedule: Schedule) -> dict[int, int]:
 
 def _check_complete(schedule: Schedule, flows: Sequence[Flow], home: Mapping[int, int]) -> None:
     """Exactly the actions that the flows ask for, each once."""
-    wanted = Counter(chain.from_iterable(_expected(schedule, m, flow, home) for m, flow in enumerate(flows)))
+    split = _split(schedule)
+    wanted = Counter(chain.from_iterable(_expected(schedule, m, flow, home, split) for m, flow in enumerate(flows)))
     seen: Counter[str] = Counter()
     for rank, actions in enumerate(schedule.ranks):
         for step, action in enumerate(actions):
@@ -87,10 +89,22 @@ def _check_complete(schedule: Schedule, flows: Sequence[Flow], home: Mapping[int
         raise VerifyError(f"the schedule lacks {listed} ({len(missing)} actions)\n{format_grid(schedule)}")
 
 
-def _expected(schedule: Schedule, microbatch: int, flow: Flow, home: Mapping[int, int]) -> Iterator[str]:
+def _split(schedule: Schedule) -> set[tuple[int, int]]:
+    """(stage, microbatch) pairs whose backward comes in two parts."""
+    parts = (ActionKind.I, ActionKind.W)
+    return {
+        (action.stage, action.microbatch) for actions in schedule.ranks for action in actions if action.kind in parts
+    }
+
+
+def _expected(
+    schedule: Schedule, microbatch: int, flow: Flow, home: Mapping[int, int], split: Set[tuple[int, int]]
+) -> Iterator[str]:
     index = {name: position for position, name in enumerate(schedule.stages)}
     yield from (f"{index[name]}F{microbatch}" for name in flow.stages)
-    yield from (f"{index[name]}B{microbatch}" for name in flow.backward)
+    for name in flow.backward:
+        parts = "IW" if (index[name], microbatch) in split else "B"
+        yield from (f"{index[name]}{part}{microbatch}" for part in parts)
     for edge in flow.edges:
         source, target = index[edge.source], index[edge.target]
         if home.get(source) == home.get(target):
@@ -109,6 +123,7 @@ class _Run:
     schedule: Schedule
     flows: Sequence[Flow]
     home: Mapping[int, int]
+    split: Set[tuple[int, int]]
     positions: list[int]
     done: set[str] = field(default_factory=set)
     channels: dict[tuple[int, int, str], deque[int]] = field(default_factory=dict)
@@ -123,7 +138,7 @@ class _Run:
             return False
         if action.kind.is_send:
             self._send(rank, action)
-        if not (action.kind.is_send or action.kind.is_receive):
+        if action.kind.is_compute:
             self._compute(rank, action)
         self.done.add(str(action))
         self.positions[rank] += 1
@@ -142,12 +157,15 @@ class _Run:
 
     def _send(self, rank: int, action: Action) -> None:
         assert action.peer is not None
-        made = ActionKind.F if action.kind is ActionKind.SEND_F else ActionKind.B
+        made = "F" if action.kind is ActionKind.SEND_F else self._gradient_of(action.stage, action.microbatch)
         self._need(rank, f"{action.stage}{made}{action.microbatch}")
         channel = (action.stage, action.peer, str(action.kind))
         self.channels.setdefault(channel, deque()).append(action.microbatch)
 
     def _compute(self, rank: int, action: Action) -> None:
+        if action.kind is ActionKind.W:
+            self._need(rank, f"{action.stage}I{action.microbatch}")
+            return
         forward = action.kind is ActionKind.F
         if not forward:
             self._need(rank, f"{action.stage}F{action.microbatch}")
@@ -161,9 +179,14 @@ class _Run:
     def _need_edge(self, rank: int, action: Action, peer_name: str, kind: str) -> None:
         peer = self.schedule.stages.index(peer_name)
         if self.home[peer] == rank:
-            self._need(rank, f"{peer}{kind}{action.microbatch}")
+            made = "F" if kind == "F" else self._gradient_of(peer, action.microbatch)
+            self._need(rank, f"{peer}{made}{action.microbatch}")
         else:
             self._need(rank, f"{action.stage}RECV_{kind}{action.microbatch}<{peer}")
+
+    def _gradient_of(self, stage: int, microbatch: int) -> str:
+        """The kind of action that makes the gradients a stage sends."""
+        return "I" if (stage, microbatch) in self.split else "B"
 
     def _need(self, rank: int, earlier: str) -> None:
         if earlier not in self.done:

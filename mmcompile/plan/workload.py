@@ -12,7 +12,7 @@ from mmcompile.data.sample import SampleShape
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ModelGraph
-from mmcompile.passes.cost import CostTable
+from mmcompile.passes.cost_table import CostTable
 from mmcompile.plan.geometry import Geometry, geometries
 
 
@@ -53,6 +53,17 @@ class _Rows:
     squares: np.ndarray
     """Sum of squared lengths of its sequences."""
 
+    def __getitem__(self, chosen: np.ndarray) -> _Rows:
+        return _Rows(rows=self.rows[chosen], squares=self.squares[chosen])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Ranking:
+    """Samples by what they bring to one component, heaviest first."""
+
+    table: _Rows
+    names: tuple[str, ...]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
@@ -65,6 +76,9 @@ class Workload:
     """Samples in the captured batch."""
     stats: DatasetStats | None = None
     _rows: Mapping[str, _Rows] = field(default_factory=dict, repr=False, compare=False)
+    _ascending: Mapping[str, _Rows] = field(default_factory=dict, repr=False, compare=False)
+    """The same, each array sorted on its own."""
+    _rankings: Mapping[str, _Ranking] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -106,8 +120,22 @@ class Workload:
         """
         if stats is not None and not stats.samples:
             raise PlanError(f"dataset {stats.name} has no samples; give one with at least one")
-        rows = {} if stats is None else {name: _rows_of(g, stats.samples) for name, g in geometries.items()}
-        return cls(geometries=geometries, captured=captured, num_samples=num_samples, stats=stats, _rows=rows)
+        if stats is None:
+            return cls(geometries=geometries, captured=captured, num_samples=num_samples)
+        heaviest = stats.heaviest()
+        tables = {name: _rows_of(geometry, heaviest) for name, geometry in geometries.items()}
+        rows = {name: table[np.arange(len(stats.samples))] for name, table in tables.items()}
+        return cls(
+            geometries=geometries,
+            captured=captured,
+            num_samples=num_samples,
+            stats=stats,
+            _rows=rows,
+            _ascending={
+                name: _Rows(rows=np.sort(table.rows), squares=np.sort(table.squares)) for name, table in rows.items()
+            },
+            _rankings={name: _ranking(table, heaviest) for name, table in tables.items()},
+        )
 
     def loads(self, samples: Sequence[SampleShape]) -> dict[str, Load]:
         """Component -> load of the microbatch made of these samples."""
@@ -118,7 +146,7 @@ class Workload:
         size = _checked(samples_per_microbatch)
         if self.stats is None:
             return self._like_captured(size)
-        return {name: _mean(geometry, self._rows[name], size) for name, geometry in self.geometries.items()}
+        return {name: _mean(geometry, self._ascending[name], size) for name, geometry in self.geometries.items()}
 
     def draw(self, num_microbatches: int, samples_per_microbatch: float, seed: int = 0) -> MicrobatchLoads:
         """Loads of microbatches of random samples, each drawn from the whole dataset.
@@ -150,26 +178,24 @@ class Workload:
         return MicrobatchLoads(tokens=tokens, squares=squares, samples=sizes)
 
     def worst(self, samples_per_microbatch: float) -> WorstMicrobatch:
-        """For each component, the heaviest microbatch that the dataset's samples can make, each sample taken once.
+        """For each component, the heaviest microbatch that the dataset's samples can make.
 
-        By rows, then by squared lengths. The dataset's worst samples are among them even where it was sampled.
+        By rows, then by squared lengths. Each sample is taken once, or more often if the dataset has fewer than that. The
+        dataset's worst samples are among them even where it was sampled.
         """
         size = int(np.ceil(_checked(samples_per_microbatch)))
         if self.stats is None:
-            return WorstMicrobatch(
-                loads=self._like_captured(size), samples={name: () for name in self.geometries}
-            )
-        shapes = self.stats.heaviest()
+            return WorstMicrobatch(loads=self._like_captured(size), samples={name: () for name in self.geometries})
         loads, names = {}, {}
         for name, geometry in self.geometries.items():
-            table = _rows_of(geometry, shapes)
-            order = np.lexsort((-table.squares, -table.rows))[:size]
-            chosen = [shapes[index] for index in order if table.rows[index] > 0]
-            loads[name] = _joined(geometry, _rows_of(geometry, chosen)) if chosen else NO_LOAD
-            names[name] = tuple(shape.name for shape in chosen)
-            if geometry.pads and len(chosen) < size and chosen:
-                loads[name] = loads[name] * (size / len(chosen))
+            ranking = self._rankings[name]
+            loads[name] = _joined(geometry, ranking.table[np.arange(size) % len(ranking.table.rows)])
+            names[name] = ranking.names[:size]
         return WorstMicrobatch(loads=loads, samples=names)
+
+    def per_sample(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Component -> rows [samples] and squared lengths [samples] that each sample of the dataset brings, without padding."""
+        return {name: (table.rows, table.squares) for name, table in self._rows.items()}
 
     def absent(self) -> tuple[str, ...]:
         """Components that no sample of the dataset brings any row to."""
@@ -186,24 +212,30 @@ def _checked(samples_per_microbatch: float) -> float:
 
 
 def _rows_of(geometry: Geometry, samples: Sequence[SampleShape]) -> _Rows:
-    if geometry.modality == "sample":
-        lengths = [(1.0, 1.0)] * len(samples)
-    elif geometry.modality == "text":
-        lengths = [(length, length * length) for length in (_length(geometry, sample) for sample in samples)]
-    else:
-        units = [sample.images if geometry.modality == "image" else sample.audios for sample in samples]
-        lengths = [(float(sum(sizes)), float(sum(size * size for size in sizes))) for sizes in units]
-    table = np.array(lengths, dtype=np.float64).reshape(-1, 2)
-    return _Rows(rows=table[:, 0] * geometry.rows_per_unit, squares=table[:, 1] * geometry.pairs_per_unit)
-
-
-def _length(geometry: Geometry, sample: SampleShape) -> float:
-    """Positions of a sample's sequence."""
-    return (
-        sample.text_tokens
-        + geometry.tokens_per_patch * sample.patches
-        + geometry.tokens_per_frame * sample.frames
+    lengths = [_lengths(geometry, sample) for sample in samples]
+    return _Rows(
+        rows=np.array([sum(sizes) for sizes in lengths], dtype=np.float64) * geometry.rows_per_unit,
+        squares=np.array([sum(map(geometry.squares, sizes)) for sizes in lengths], dtype=np.float64),
     )
+
+
+def _lengths(geometry: Geometry, sample: SampleShape) -> Sequence[float]:
+    """Length of every sequence that a sample brings to a component, in the units of its geometry."""
+    match geometry.modality:
+        case "image":
+            return sample.images
+        case "audio":
+            return sample.audios
+        case "text":
+            media = geometry.tokens_per_patch * sample.patches + geometry.tokens_per_frame * sample.frames
+            return (sample.text_tokens + media,)
+        case "sample":
+            return (1.0,)
+
+
+def _ranking(table: _Rows, samples: Sequence[SampleShape]) -> _Ranking:
+    order = np.lexsort((-table.squares, -table.rows))
+    return _Ranking(table=table[order], names=tuple(samples[index].name for index in order if table.rows[index] > 0))
 
 
 def _joined(geometry: Geometry, table: _Rows) -> Load:
@@ -216,15 +248,13 @@ def _joined(geometry: Geometry, table: _Rows) -> Load:
     return Load(tokens=float(table.rows.sum()), squares=float(table.squares.sum()))
 
 
-def _mean(geometry: Geometry, table: _Rows, size: float) -> Load:
+def _mean(geometry: Geometry, ascending: _Rows, size: float) -> Load:
     """Expected load of `size` samples drawn at random.
 
     With padding, the longest of s samples out of n sorted ascending is the i-th with probability (i/n)^s - ((i-1)/n)^s.
     """
     if not geometry.pads:
-        return Load(tokens=float(table.rows.mean()) * size, squares=float(table.squares.mean()) * size)
-    count = len(table.rows)
+        return Load(tokens=float(ascending.rows.mean()) * size, squares=float(ascending.squares.mean()) * size)
+    count = len(ascending.rows)
     weights = np.diff((np.arange(count + 1) / count) ** size)
-    return Load(
-        tokens=float(np.sort(table.rows) @ weights) * size, squares=float(np.sort(table.squares) @ weights) * size
-    )
+    return Load(tokens=float(ascending.rows @ weights) * size, squares=float(ascending.squares @ weights) * size)

@@ -39,7 +39,8 @@ def predict(plan: Plan) -> Timeline:
         message_s = p2p_seconds(link.num_bytes, plan.cluster.between(rank[source], rank[target]))
         # A gradient has the size of what it is the gradient of.
         seconds[source, target] = seconds[target, source] = message_s
-    return simulate(build_schedule(placed, [flow] * plan.num_microbatches), durations, seconds)
+    order = build_schedule(placed, [flow] * plan.num_microbatches, plan.schedule)
+    return simulate(order, durations, seconds)
 
 
 def _ends(plan: Plan, link: Link) -> Iterable[tuple[str, str]]:

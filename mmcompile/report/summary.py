@@ -10,15 +10,24 @@ from mmcompile.plan.plan import Plan, Stage
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
-    """`components`, `stages`, `links`, `predicted`, `rejected`, and what the plan was made for. Times [s], sizes [bytes]."""
+    """`components`, `stages`, `links`, `predicted`, `rejected`, and what the plan was made for. Times [s], sizes [bytes].
+
+    `templates` is empty: a plan has one layout, for one set of nodes.
+    """
     chains = [(chain, stage) for chain in plan.chains for stage in chain.stages]
     return {
         "model": plan.fingerprint.model,
         "cluster": str(plan.cluster),
         "processes": plan.num_ranks,
+        "strategy": plan.strategy,
         "schedule": plan.schedule,
+        "recompute": plan.recompute,
         "attention": plan.attention,
         "num_microbatches": plan.num_microbatches,
+        "microbatch_samples": plan.microbatch_samples,
+        "global_batch": plan.global_batch,
+        "data": plan.data,
+        "costs": plan.costs,
         "components": [name for chain in plan.chains for name in chain.components],
         "stages": [_stage(stage) | {"tp": chain.tp, "cp": chain.cp, "dp": chain.dp} for chain, stage in chains],
         "links": [
@@ -32,7 +41,10 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             for link in plan.links
         ],
         "predicted": msgspec.to_builtins(plan.predicted),
+        "templates": [],
         "rejected": msgspec.to_builtins(plan.rejected),
+        "notes": list(plan.notes),
+        "cuts": msgspec.to_builtins(plan.cuts),
     }
 
 

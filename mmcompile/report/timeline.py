@@ -17,7 +17,14 @@ from mmcompile.report.palette import chain_of, colours, lighter
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BACKWARD_WHITE = 0.45
+_WHITE = {ActionKind.F: 0.0, ActionKind.B: 0.45, ActionKind.I: 0.45, ActionKind.W: 0.7}
+"""Share of white in a bar's colour."""
+_NAMES = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+}
 _COMPARABLE = 3.0
 """Two timelines share their time axis while their lengths differ by at most this factor."""
 _DPI = 120
@@ -66,8 +73,8 @@ def draw_timeline(path: str | os.PathLike[str], measured: Sequence[Event], predi
 
 
 def computing(events: Sequence[Event]) -> list[Event]:
-    """The forwards and backwards among events."""
-    return [event for event in events if event.kind in (ActionKind.F, ActionKind.B)]
+    """The forwards and backwards among events, whole or in their two parts."""
+    return [event for event in events if event.kind.is_compute]
 
 
 def length_s(events: Sequence[Event]) -> float:
@@ -94,7 +101,7 @@ def _draw_rows(axis: Axes, events: Sequence[Event], ranks: Sequence[int], palett
             length,
             left=start,
             height=0.8,
-            color=colour if forward else lighter(colour, _BACKWARD_WHITE),
+            color=lighter(colour, _WHITE[event.kind]),
             edgecolor="white",
             linewidth=0.5,
         )
@@ -114,9 +121,9 @@ def _legend(axis: Axes, groups: Iterable[Sequence[Event]], palette: dict[str, st
 
     drawn = {(chain_of(event.stage), event.kind) for events in groups for event in events}
     handles = [
-        Patch(color=lighter(colour, white), label=f"{chain} {label}")
+        Patch(color=lighter(colour, _WHITE[kind]), label=f"{chain} {label}")
         for chain, colour in palette.items()
-        for kind, white, label in ((ActionKind.F, 0.0, "forward"), (ActionKind.B, _BACKWARD_WHITE, "backward"))
+        for kind, label in _NAMES.items()
         if (chain, kind) in drawn
     ]
     axis.legend(

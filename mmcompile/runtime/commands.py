@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from mmcompile.errors import EngineError
 from mmcompile.plan.placement import PlacedStage
+from mmcompile.plan.plan import ScheduleKind
 from mmcompile.runtime import wire
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.optimizer import OptimizerSpec
@@ -18,6 +19,7 @@ class Setup:
     """First command: what stays the same for the life of an engine."""
 
     stages: tuple[PlacedStage, ...]
+    schedule: ScheduleKind
     optimizer: OptimizerSpec
     clip_norm: float | None
     compiled: bool

@@ -99,7 +99,13 @@ class Engine:
         device: str | None = None,
     ) -> None:
         spec = OptimizerSpec.of(optimizer)
-        setup = Setup(stages=placement.stages, optimizer=spec, clip_norm=clip_norm, compiled=compile)
+        setup = Setup(
+            stages=placement.stages,
+            schedule=placement.schedule,
+            optimizer=spec,
+            clip_norm=clip_norm,
+            compiled=compile,
+        )
         self._source = source
         self._model = model
         self._num_microbatches = placement.num_microbatches

@@ -29,7 +29,7 @@ class Mail:
     """Posts receives ahead of the action list, sends, and hands tensors between stages of one rank by reference.
 
     A send waits for those of `world_size` microbatches before, which bounds the tensors held. That cannot deadlock: in
-    1F1B order a receive is never more than the number of rank crossings behind its send.
+    the order of keys that all schedules have, a receive is never more than the number of rank crossings behind its send.
     """
 
     def __init__(

@@ -153,7 +153,7 @@ class Rank:
         """The action lists of a step; the same on all ranks. Raises PlanError."""
         flows = tuple(microbatch.flow for microbatch in plan.microbatches)
         if flows not in self._schedules:
-            self._schedules[flows] = build_schedule(self._setup.stages, flows)
+            self._schedules[flows] = build_schedule(self._setup.stages, flows, self._setup.schedule)
         return self._schedules[flows]
 
     def _event(self, action: Action, start_s: float, end_s: float) -> Event:

@@ -38,6 +38,31 @@ TINY = str(CONFIGS / "llava-tiny.json")
         ("train toy:build --data .", r"no samples in \.: wanted \.safetensors files"),
         ("train toy:build --data toy:build_samples --batch-size 2", r"--batch-size 2 is less than the 4 microbatches"),
         ("trace .", r"is no run folder: cannot read events\.json"),
+        (f"plan {TINY} --tensor-parallel few", r"--tensor-parallel is 'few'; give a number from 1 on, or search"),
+        (f"plan {TINY} --tensor-parallel 0", r"--tensor-parallel is '0'"),
+        (f"plan {TINY} --replicas search", r"--replicas search has no effect without --global-batch"),
+        (f"plan {TINY} --schedule search", r"--schedule search has no effect without --global-batch"),
+        (f"plan {TINY} --stats synthetic:cocoqa", r"--stats has no effect without --global-batch"),
+        (
+            f"plan {TINY} --global-batch 8 --stats nowhere",
+            r"cannot read a dataset from nowhere: wanted a folder of images",
+        ),
+        (
+            f"plan {TINY} --global-batch 8 --stats synthetic:imagenet",
+            r"no synthetic dataset 'imagenet'; there are .*cocoqa",
+        ),
+        (f"plan {TINY} --constrain near:a,b", r"constraint 'near:a,b' cannot be read: its forms are together"),
+        (f"plan {TINY} --calibration nothing.json", r"cannot read calibration nothing\.json"),
+        ("explain language_model.0 --plan nothing.json", r"cannot read plan nothing\.json"),
+        ("diff nothing.json toy.py", r"cannot read plan nothing\.json"),
+        (f"simulate {TINY} --plan x.json", r"MODEL and --stats go together"),
+        ("simulate --plan x.json --emit png", r"--emit png needs --output FILE"),
+        ("simulate --plan x.json --output x.png", r"--output is for --emit png or chrome"),
+        ("simulate --plan x.json --emit chrome -o x.json --schedule all", r"name one schedule for --emit chrome"),
+        ("stats nowhere", r"cannot read a dataset from nowhere"),
+        ("stats synthetic:cocoqa --patch-size 16", r"have no effect on synthetic:cocoqa: it is no folder of images"),
+        (f"check {TINY} --plan x.json --global-batch 8", r"--global-batch has no effect together with --plan"),
+        (f"check {TINY} --plan nothing.json", r"cannot read plan nothing\.json"),
     ],
 )
 def test_problems(arguments: str, message: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +73,20 @@ def test_problems(arguments: str, message: str, run: Run, monkeypatch: pytest.Mo
     assert "Traceback" not in outcome.err and outcome.out == ""
 
 
-@pytest.mark.parametrize("arguments", ["", "plan", "nonsense", f"plan {TINY} --microbatches 0", f"plan {TINY} --nope"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            "",
+            "plan",
+            "nonsense",
+            f"plan {TINY} --microbatches 0",
+            f"plan {TINY} --nope",
+            f"plan {TINY} --strategy best",
+        ),
+        *("diff a.json", "explain language_model.0", "simulate --plan x.json --schedule random", "stats", "check"),
+    ],
+)
 def test_bad_usage_is_2(arguments: str, run: Run) -> None:
     outcome = run(*arguments.split())
     assert outcome.code == 2
@@ -91,4 +129,4 @@ def test_the_installed_script_runs() -> None:
     script = Path(sys.executable).parent / "mmcompile"
     done = subprocess.run([str(script), "--help"], capture_output=True, text=True)
     assert done.returncode == 0
-    assert all(name in done.stdout for name in ("plan", "show", "stages", "train", "trace"))
+    assert all(name in done.stdout for name in ("plan", "check", "show", "explain", "diff", "simulate", "stats"))

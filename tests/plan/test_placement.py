@@ -13,7 +13,6 @@ from mmcompile.ir.graph import ComponentKind
 from mmcompile.plan.placement import Placement, shard_names
 from mmcompile.plan.plan import Link, Plan
 from mmcompile.plan.search import search
-from mmcompile.plan.shared_tokens import SharedTokens
 from mmcompile.report.predict import predict
 
 GRAPH = toy_graph(
@@ -79,22 +78,3 @@ def test_predictions_show_every_shard() -> None:
         [event.end_s for event in timeline.events if event.stage == f"language_model.1@{shard}"] for shard in (0, 1)
     ]
     assert ends_s[0] == ends_s[1]
-
-
-def test_a_rank_does_its_share_of_all_layers_but_the_first() -> None:
-    shared = SharedTokens(graph=GRAPH, num_ranks=4, cluster=Cluster.parse("1x8xH100"), dtype="bfloat16")
-    costs = shared.costs(COSTS)
-    assert costs["vision"] == COSTS["vision"]
-    assert costs["language_model"][0] == COSTS["language_model"][0]
-    whole, share = COSTS["language_model"][1], costs["language_model"][1]
-    assert share.forward_flops == whole.forward_flops // 4
-    assert share.activation_bytes == whole.activation_bytes // 4
-    assert share.parameter_bytes == whole.parameter_bytes
-    assert share.trainable_bytes == whole.trainable_bytes
-
-
-def test_a_ring_moves_all_but_the_own_share() -> None:
-    cluster = Cluster.parse("1x8xH100")
-    shared = SharedTokens(graph=GRAPH, num_ranks=4, cluster=cluster, dtype="bfloat16")
-    link = cluster.intra
-    assert shared.exchange_s(8 * 10**9) == pytest.approx(3 * link.latency_s + 6 * 10**9 / link.bytes_per_s)

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mmcompile.plan.plan import Plan
 from mmcompile.plan.layout import Node, lay_out
+from mmcompile.plan.plan import Plan
 from mmcompile.report.stage_graph import stage_graph_dot, stage_graph_svg, stage_graph_text
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hand_stages import HandModel, HandSource, hand_plan, hand_samples
 from torch import nn
 
 from mmcompile.plan.placement import Placement
+from mmcompile.plan.plan import ScheduleKind
 from mmcompile.runtime.engine import Engine
 from mmcompile.step.collate import Sample, collate, split_microbatches
 
@@ -99,6 +101,13 @@ def test_frozen_first_stages_and_a_microbatch_without_labels() -> None:
         assert isinstance(labels, torch.Tensor)
         labels.fill_(-100)
     assert_parity(model, hand_plan(vision=1, lm0=1, lm1=0, lm2=1), steps)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "eager-1f1b"])
+def test_other_schedules(schedule: ScheduleKind) -> None:
+    steps = [hand_samples(12, images=(0, 1, 5), sounds=(2, 9), seed=0), hand_samples(9, seed=1)]
+    plan = replace(hand_plan(9, **SPREAD), schedule=schedule)
+    assert_parity(HandModel(tied=True), plan, steps)
 
 
 @pytest.mark.slow

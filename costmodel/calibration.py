@@ -1,0 +1,270 @@
+"""`Calibration`: seconds measured on one kind of device, which override the analytic ones where there are any."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from mmcompile.costmodel.cluster import Interconnect
+from mmcompile.costmodel.compute import LayerTimes
+from mmcompile.costmodel.fit import fit_polynomial
+from mmcompile.costmodel.load import Load, Polynomial
+from mmcompile.errors import ConfigError
+from mmcompile.files import write_atomic
+
+CALIBRATION_VERSION = 1
+_REMAKE = "measure again with `mmcompile profile`"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """Median seconds of one layer at one load."""
+
+    load: Load
+    times: LayerTimes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindCosts:
+    """Seconds of the layers of one kind as polynomials in the load (Entrain, section 4.4: a x^2 + b x + c).
+
+    The x^2 of the paper is the sum of squared sequence lengths here, so that packed and padded microbatches are told apart.
+    """
+
+    kind: str
+    """As `passes.layer_kinds` names it."""
+    layer: str
+    """Module path of the layer that was measured."""
+    forward: Polynomial
+    input_grad: Polynomial
+    weight_grad: Polynomial
+    measurements: tuple[Measurement, ...]
+    median_error: float
+    """Of the fitted total seconds against the measured, relative, over the points."""
+    max_error: float
+    tp: int = 1
+    """Ranks that shared the tensors of the layer."""
+
+    @classmethod
+    def fitted(cls, kind: str, layer: str, measurements: Sequence[Measurement], *, tp: int = 1) -> Self:
+        """Fit the measured points, of which there must be at least one."""
+        loads = [point.load for point in measurements]
+        forward = fit_polynomial(loads, [point.times.forward_s for point in measurements])
+        input_grad = fit_polynomial(loads, [point.times.input_grad_s for point in measurements])
+        weight_grad = fit_polynomial(loads, [point.times.weight_grad_s for point in measurements])
+        total = forward + input_grad + weight_grad
+        errors = [abs(total.at(point.load) / point.times.total_s - 1) for point in measurements]
+        return cls(
+            kind=kind,
+            layer=layer,
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            measurements=tuple(measurements),
+            median_error=statistics.median(errors),
+            max_error=max(errors),
+            tp=tp,
+        )
+
+    def at(self, load: Load) -> LayerTimes:
+        return LayerTimes(
+            forward_s=self.forward.at(load), input_grad_s=self.input_grad.at(load), weight_grad_s=self.weight_grad.at(load)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCosts:
+    """Seconds rank 0 needs to prepare one microbatch of a model: collating, and what the model computes from integer inputs."""
+
+    model: str
+    """Class name."""
+    seconds: Polynomial
+    """In the load of the component that ends in the loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeCosts:
+    """What a step costs besides the layers, measured by running pipelines of two processes that compute next to nothing."""
+
+    forward_s: float
+    """Of a rank, for each forward of a stage."""
+    backward_s: float
+    message_s: float
+    """Of a rank, for each message sent or received."""
+    message_s_per_byte: float
+    """Of a rank, while the bytes of a message are copied out or in: on a CPU the core that computes does it."""
+    step_s: float
+    """Of a whole step: planning it, telling the ranks, summing their losses."""
+    optimizer_s_per_byte: float
+    """By bytes of trainable parameters, for the optimizer measured."""
+    optimizer_s_per_tensor: float
+    optimizer: str
+    """Class name of that optimizer."""
+    link: Interconnect
+    """Between two processes of this machine."""
+
+    def __str__(self) -> str:
+        return (
+            f"runtime     forward {self.forward_s * 1e6:.0f} us, backward {self.backward_s * 1e6:.0f} us beyond the layers; "
+            f"step {self.step_s * 1e3:.1f} ms\n"
+            f"messages    {self.link.latency_s * 1e6:.0f} us and {self.link.bytes_per_s / 1e9:.2f} GB/s; a rank works "
+            f"{self.message_s * 1e6:.0f} us and {self.message_s_per_byte * 1e9:.2f} ns a byte on each\n"
+            f"optimizer   {self.optimizer}: {self.optimizer_s_per_byte * 1e9:.2f} ns a byte, "
+            f"{self.optimizer_s_per_tensor * 1e6:.0f} us a tensor"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Measured seconds. `to_json` / `from_json` round-trip it."""
+
+    device: str
+    """Name of the device, as a cluster names it."""
+    processor: str
+    """What the machine calls it."""
+    dtype: str
+    torch: str
+    mmcompile: str
+    kinds: tuple[KindCosts, ...]
+    hosts: tuple[HostCosts, ...] = ()
+    runtime: RuntimeCosts | None = None
+    version: int = CALIBRATION_VERSION
+
+    def times(self, kind: str, load: Load, tp: int = 1) -> LayerTimes | None:
+        """Seconds of a layer at a load; None for a kind that was not measured at this `tp`."""
+        found = self._find(kind, tp)
+        return None if found is None else found.at(load)
+
+    def host_s(self, model: str, load: Load) -> float:
+        """Seconds in which rank 0 prepares a microbatch of a model; 0 for a model that was not measured."""
+        return sum(host.seconds.at(load) for host in self.hosts if host.model == model)
+
+    def check(self, *, device: str, dtype: str, torch: str, mmcompile: str, processor: str | None = None) -> None:
+        """Refuse to be used where it does not hold.
+
+        Args:
+            processor: of the machine at hand, where plans are made for the machine itself.
+
+        Raises:
+            ConfigError: another device, dtype or version, naming the first that differs.
+        """
+        wanted = {"device": device, "processor": processor, "dtype": dtype, "torch": torch, "mmcompile": mmcompile}
+        for name, value in wanted.items():
+            if value is not None and (own := getattr(self, name)) != value:
+                raise ConfigError(
+                    f"the calibration does not hold here: it was measured with {name} {own}, wanted is {value}; {_REMAKE}"
+                )
+
+    def merged(self, other: Calibration) -> Calibration:
+        """Both calibrations' measurements; where both have the same one, the other's.
+
+        Raises:
+            ConfigError: they were not measured on the same device with the same dtype and versions.
+        """
+        self.check(
+            device=other.device,
+            processor=other.processor,
+            dtype=other.dtype,
+            torch=other.torch,
+            mmcompile=other.mmcompile,
+        )
+        kinds = {(costs.kind, costs.tp): costs for costs in (*self.kinds, *other.kinds)}
+        hosts = {costs.model: costs for costs in (*self.hosts, *other.hosts)}
+        return replace(
+            self, kinds=tuple(kinds.values()), hosts=tuple(hosts.values()), runtime=other.runtime or self.runtime
+        )
+
+    def to_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "calibration") -> Calibration:
+        """Read a calibration.
+
+        Raises:
+            ConfigError: not JSON, another version, or a missing or ill-typed field; `where` is named.
+        """
+        try:
+            raw = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{where} is no calibration: {error}; {_REMAKE}") from None
+        version = raw.get("version") if isinstance(raw, dict) else None
+        if version != CALIBRATION_VERSION:
+            raise ConfigError(
+                f"{where} has calibration version {version!r}, this mmcompile reads {CALIBRATION_VERSION}; {_REMAKE}"
+            )
+        try:
+            return msgspec.convert(raw, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where} is no calibration: {error}; {_REMAKE}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it, whole or not at all. Raises OutputError; nothing is changed then."""
+        write_atomic(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Read a calibration file. Raises ConfigError as `from_json`, or if the file cannot be read."""
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read calibration {os.fspath(path)}: {error.strerror}") from error
+        return cls.from_json(text, where=os.fspath(path))
+
+    def __str__(self) -> str:
+        head = f"measured on {self.device} ({self.processor}), {self.dtype}, torch {self.torch}, mmcompile {self.mmcompile}"
+        width = max([len("layer kind"), *(len(costs.kind) for costs in self.kinds)])
+        lines = [head, "", f"{'layer kind':<{width}}  {_row(*_COLUMNS)}"]
+        lines += [f"{costs.kind:<{width}}  {_row(*_cells(costs))}" for costs in self.kinds]
+        return "\n".join([*lines, *([] if self.runtime is None else ["", str(self.runtime)])])
+
+    def _find(self, kind: str, tp: int) -> KindCosts | None:
+        return next((costs for costs in self.kinds if costs.kind == kind and costs.tp == tp), None)
+
+
+_COLUMNS = ("tokens", "fwd ms", "input-grad", "weight-grad", "points", "fit median", "max")
+
+
+def _row(*cells: str) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, (16, 10, 12, 13, 8, 12, 8), strict=True))
+
+
+def _cells(costs: KindCosts) -> tuple[str, ...]:
+    """Seconds at the largest load measured, and how well the polynomials fit."""
+    tokens = [point.load.tokens for point in costs.measurements]
+    times = costs.at(max(costs.measurements, key=lambda point: point.times.total_s).load)
+    return (
+        f"{min(tokens):.0f}..{max(tokens):.0f}",
+        *(f"{seconds * 1e3:.3f}" for seconds in (times.forward_s, times.input_grad_s, times.weight_grad_s)),
+        str(len(costs.measurements)),
+        f"{costs.median_error:.1%}",
+        f"{costs.max_error:.1%}",
+    )
+
+
+def describe(calibration: Calibration | None, kinds: Mapping[str, Iterable[str]], *, tp: Mapping[str, int] | None = None) -> str:
+    """Which numbers of a plan are analytic and which measured, in one line (`Plan.costs`).
+
+    Args:
+        kinds: component -> kinds of its layers.
+        tp: component -> tensor-parallel degree, 1 where absent.
+    """
+    if calibration is None:
+        return "analytic"
+    wanted = {(kind, (tp or {}).get(component, 1)) for component, own in kinds.items() for kind in own}
+    found = [costs for costs in calibration.kinds if (costs.kind, costs.tp) in wanted]
+    if not found:
+        return f"analytic: the calibration for {calibration.device} {calibration.dtype} knows none of the {len(wanted)} layer kinds"
+    missing = sorted(kind for kind, degree in wanted - {(costs.kind, costs.tp) for costs in found})
+    error = f"fit error median {statistics.median(c.median_error for c in found):.1%}, max {max(c.max_error for c in found):.1%}"
+    text = (
+        f"measured on {calibration.device} ({calibration.processor}), {calibration.dtype}, torch {calibration.torch}: "
+        f"{len(found)} of {len(wanted)} layer kinds, {error}"
+    )
+    return f"{text}; analytic: {', '.join(missing)}" if missing else text

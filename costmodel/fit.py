@@ -1,0 +1,28 @@
+"""Fit seconds as a polynomial in the load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import nnls
+
+from mmcompile.costmodel.load import Load, Polynomial
+
+
+def fit_polynomial(loads: Sequence[Load], seconds: Sequence[float]) -> Polynomial:
+    """The polynomial with no negative coefficient and the least squared relative error at the points.
+
+    minimise over a, b, c >= 0: sum_i ((a q_i + b t_i + c) / y_i - 1)^2, with t tokens and q squares of lengths. Points of 0 s
+    say nothing of relative error and are left out; if all are, the polynomial is 0.
+    """
+    points = [(load, value) for load, value in zip(loads, seconds, strict=True) if value > 0]
+    if not points:
+        return Polynomial()
+    values = np.array([value for _, value in points])
+    columns = np.array([[1.0, load.tokens, load.squares] for load, _ in points])
+    # Squares are a million times tokens: without a common scale the solver's tolerance drops the small column.
+    scale = columns.max(axis=0)
+    scale[scale == 0] = 1.0
+    fixed, per_token, per_square = nnls(columns / scale / values[:, None], np.ones(len(points)))[0] / scale
+    return Polynomial(fixed=float(fixed), per_token=float(per_token), per_square=float(per_square))

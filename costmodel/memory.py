@@ -1,0 +1,58 @@
+"""Memory against time: what a layer keeps for its backward when it computes activations again instead.
+
+Recomputation runs a layer's forward a second time, just before the layer's backward, wherever there is backward work; a
+layer without (in a frozen tower with nothing trainable below) keeps nothing and repeats nothing. Layers whose backward
+has no product (an embedding, a slice) are left as they are: there is next to nothing to win. What is computed again
+counts with the input gradient, which waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mmcompile.costmodel.compute import LayerCost, Recompute
+
+
+def recomputed(cost: LayerCost, recompute: Recompute) -> LayerCost:
+    """A layer's cost under a recomputation.
+
+    Args:
+        cost: of the layer as captured, which keeps everything.
+        recompute: "none" returns `cost`. "selective" keeps what the layer reads from outside and the results of its
+            products, convolutions and attention, and repeats the rest: bytes and kernels, no FLOPs. "full" keeps what
+            it reads from outside and repeats all of its forward. (torch stops repeating once all that backward needs is
+            there, so that the last product of a layer is not run again; not modelled.)
+
+    Returns:
+        The cost with `activation_bytes` of what is kept, a dearer backward, and the repeated activations, alive while
+        the layer runs its backward, as `working_bytes`.
+    """
+    if recompute == "none" or not cost.has_backward:
+        return cost
+    if recompute == "selective":
+        return replace(
+            cost,
+            activation_bytes=cost.selective_bytes,
+            working_bytes=cost.activation_bytes,
+            backward_bytes=cost.backward_bytes + cost.forward_bytes - cost.kept_forward_bytes,
+            backward_kernels=cost.backward_kernels + cost.kernels - cost.kept_kernels,
+        )
+    return replace(
+        cost,
+        activation_bytes=cost.full_bytes,
+        working_bytes=cost.activation_bytes,
+        input_grad_flops=cost.input_grad_flops + cost.forward_flops,
+        attention_backward_flops=cost.attention_backward_flops + cost.attention_flops,
+        backward_bytes=cost.backward_bytes + cost.forward_bytes,
+        backward_kernels=cost.backward_kernels + cost.kernels,
+    )
+
+
+def stage_activation_bytes(costs: Sequence[LayerCost]) -> int:
+    """Bytes that a stage keeps for the backward of one microbatch.
+
+    Args:
+        costs: of its layers of one component, in order, after `recomputed`.
+    """
+    return sum(cost.activation_bytes for cost in costs) + sum(cost.shared_bytes for cost in costs[:1])

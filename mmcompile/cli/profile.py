@@ -1,0 +1,145 @@
+"""`mmcompile profile`: how long do the layers of a model take on this machine?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from mmcompile.cli.console import ERRORS, busy, print_json, print_text
+from mmcompile.cli.model import Weights, load_model
+from mmcompile.cli.options import (
+    AudiosOption,
+    DtypeOption,
+    ImageSizeOption,
+    ImagesOption,
+    JsonOption,
+    ModelArgument,
+    TrainOption,
+)
+from mmcompile.cli.planning import set_trainable
+from mmcompile.costmodel.calibration import Calibration
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.errors import ConfigError
+from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, example_batch
+from mmcompile.profile import CPU_SIZES, GPU_SIZES, ROUNDS
+from mmcompile.profile import profile as measure
+from mmcompile.runtime.probe import probe_runtime
+from mmcompile.step.collate import collate
+
+LEAST_TEXT = 8
+"""Text tokens of a sample, besides those of its images and sounds."""
+
+
+def profile(
+    model: ModelArgument,
+    cluster: Annotated[
+        str, typer.Option(help="The devices to measure: 'local' for CPU cores, else as for plan (8xH100).")
+    ] = "local",
+    train: TrainOption = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Tokens of the language model to measure at, once as one sample and once as several.",
+            show_default="64,256,1024; on a GPU also 4096,16384",
+        ),
+    ] = None,
+    images: ImagesOption = 1,
+    image_size: ImageSizeOption = DEFAULT_IMAGE_SIZE,
+    audios: AudiosOption = 1,
+    dtype: DtypeOption = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each measurement; the median counts.")] = ROUNDS,
+    runtime: Annotated[
+        bool, typer.Option(help="Measure messages, actions and the optimizer too, with two processes.")
+    ] = True,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the calibration here, as JSON.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure one layer of each kind of MODEL on this machine, and fit seconds over the size of a microbatch.
+
+    Weights are random and none are read. Nothing is written until all is measured.
+    """
+    where = Cluster.parse(cluster)
+    device = _device(where)
+    with busy(f"building {model}"):
+        loaded = load_model(model, Weights.NONE, dtype)
+        set_trainable(loaded.model, train)
+        if loaded.batch is None:
+            media = {"images": images, "image_size": image_size, "audios": audios}
+            wanted = parse_sizes(sizes, GPU_SIZES if device.type == "cuda" else CPU_SIZES)
+            batches = make_batches(loaded.model, wanted, media)
+        else:
+            _refuse_sizes(model, sizes)
+            batches = [collate([loaded.batch] * count, None) for count in (1, 2, 4)]
+    with _progress() as told:
+        made = measure(
+            loaded.model, batches, device_name=where.device.name, device=device, rounds=rounds, on_progress=told
+        )
+        if runtime:
+            told("messages, actions and optimizer, between two processes", 1.0)
+            made = replace(made, runtime=probe_runtime(device=device.type))
+    if output is not None:
+        made.save(output)
+    if json:
+        print_json(made)
+        return
+    print_text(str(made))
+    if output is not None:
+        print_text(f"\nwritten to {output}")
+
+
+def parse_sizes(text: str | None, default: Sequence[int]) -> tuple[int, ...]:
+    """`"64,256"` -> `(64, 256)`. Raises ConfigError."""
+    if text is None:
+        return tuple(default)
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--sizes {text!r} is no list of numbers of tokens, for example 64,256,1024")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def make_batches(model: nn.Module, sizes: Sequence[int], media: dict[str, int]) -> list[dict[str, Any]]:
+    """Microbatches of about so many tokens of the language model, each size as one sample, then as 2, 4, 8, ... of them.
+
+    So tokens are told from squares of lengths, and encoders see different numbers of images. A sample is at least as long
+    as its images and sounds need.
+    """
+    first = example_batch(model, batch_size=1, text_tokens=LEAST_TEXT, **media)
+    taken = first["input_ids"].shape[1] - LEAST_TEXT
+    wanted = [(1, size) for size in sizes] + [(2 ** (i + 1), size) for i, size in enumerate(sizes)]
+    shapes = dict.fromkeys((count, max(LEAST_TEXT, size // count - taken)) for count, size in wanted)
+    return [example_batch(model, batch_size=count, text_tokens=text, **media) for count, text in shapes]
+
+
+def _refuse_sizes(model: str, sizes: str | None) -> None:
+    if sizes is not None:
+        raise ConfigError(f"--sizes has no effect: {model} comes with a batch of its own, measured 1, 2 and 4 times")
+
+
+def _device(cluster: Cluster) -> torch.device:
+    """Where to measure for a cluster. Raises ConfigError if this machine has no such device."""
+    if cluster.is_local:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"a {cluster.device.name} is measured on one, and this machine has no CUDA device; "
+            "run `mmcompile profile` there, or use --cluster local"
+        )
+    return torch.device("cuda", 0)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error; yields what moves it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=ERRORS, transient=True) as bar:
+        task = bar.add_task("measuring", total=1.0)
+        yield lambda text, share: bar.update(task, description=text, completed=share)

@@ -1,0 +1,250 @@
+"""Shapes of samples from what people have: processed samples, a JSONL of shapes, a folder of images, a known dataset."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mmcompile.data.images import SUFFIXES, PatchRule, image_size
+from mmcompile.data.sample import SampleShape
+from mmcompile.data.stats import DatasetStats, Progress
+from mmcompile.data.synthetic import synthetic
+from mmcompile.errors import ConfigError
+
+SYNTHETIC = "synthetic:"
+CAPTIONS = ("metadata.jsonl", "captions.jsonl")
+"""Beside or above the images: lines of `file_name` and `text`."""
+CHARACTERS_PER_TOKEN = 4.0
+"""Of English text. [Empirical]"""
+
+
+def estimated_tokens(text: str) -> int:
+    """Tokens of a text without its tokenizer."""
+    return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """How files become shapes."""
+
+    rule: PatchRule = PatchRule()
+    """Of the encoder's processor, for images."""
+    count_tokens: Callable[[str], int] = estimated_tokens
+    """Tokens of a caption: by the model's tokenizer, or estimated."""
+    prompt_tokens: int = 0
+    """Tokens of text that every sample has beside its caption."""
+    max_samples: int | None = None
+    """Stop after so many samples; None reads all."""
+
+
+def read_stats(
+    source: str | os.PathLike[str], options: ReadOptions | None = None, *, progress: Progress | None = None
+) -> DatasetStats:
+    """Statistics of a dataset, from whatever is at hand.
+
+    Args:
+        source: a folder of images, a `.jsonl` of shapes, a `.json` of saved statistics, or `synthetic:NAME[:COUNT[:SEED]]`.
+        options: for folders: rule of patches, tokens of captions; `max_samples` for all but saved statistics.
+        progress: called with the samples read so far.
+
+    Raises:
+        ConfigError: there is no such source, or a part of it cannot be read; the message says which.
+    """
+    options = options or ReadOptions()
+    name = os.fspath(source)
+    if name.startswith(SYNTHETIC):
+        shapes = _named(name)
+    elif (path := Path(name)).is_dir():
+        shapes = shapes_of_folder(path, options)
+    elif path.suffix == ".jsonl":
+        shapes = shapes_of_jsonl(path)
+    elif path.suffix == ".json":
+        return DatasetStats.load(path)
+    else:
+        raise ConfigError(
+            f"cannot read a dataset from {name}: wanted a folder of images, a .jsonl of shapes, a .json of saved "
+            f"statistics, or {SYNTHETIC}NAME[:COUNT[:SEED]]"
+        )
+    return DatasetStats.of(_first(shapes, options.max_samples), name=name, progress=progress)
+
+
+def _first(shapes: Iterable[SampleShape], count: int | None) -> Iterator[SampleShape]:
+    for index, shape in enumerate(shapes):
+        if index == count:
+            return
+        yield shape
+
+
+def _named(source: str) -> Iterator[SampleShape]:
+    name, *numbers = source.removeprefix(SYNTHETIC).split(":")
+    if len(numbers) > 2 or not all(number.isdigit() for number in numbers):
+        raise ConfigError(f"{source}: wanted {SYNTHETIC}NAME[:COUNT[:SEED]] with whole numbers")
+    count, seed = [*map(int, numbers), *(None, None)][:2]
+    return synthetic(name, count, 0 if seed is None else seed)
+
+
+def shapes_of_jsonl(path: str | os.PathLike[str]) -> Iterator[SampleShape]:
+    """Shapes from lines like `{"text_tokens": 40, "images": [576], "audios": [], "name": "cat.jpg"}`.
+
+    `name` may be left out: then it is the line. `images` and `audios` may be left out if there are none.
+
+    Raises:
+        ConfigError: a line is no such object; the message has its number.
+    """
+    known = ", ".join(field.name for field in fields(SampleShape))
+    for number, line in _lines(Path(path)):
+        try:
+            values = msgspec.json.decode(line, type=dict[str, Any])
+            if unknown := set(values) - {field.name for field in fields(SampleShape)}:
+                raise msgspec.ValidationError(f"unknown field {min(unknown)!r}")
+            shape = msgspec.convert({"name": f"line {number}", **values}, SampleShape)
+            if min(shape.text_tokens, *shape.images, *shape.audios, 0) < 0:
+                raise msgspec.ValidationError("a length below zero")
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"{path}, line {number}: {error}; a line is one object with the fields {known}"
+            ) from error
+        yield shape
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of the lines of a file that are not empty."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def shapes_of_folder(folder: str | os.PathLike[str], options: ReadOptions | None = None) -> Iterator[SampleShape]:
+    """One sample an image, under a folder at any depth, in the order of their paths; only headers are read.
+
+    The caption is in a file of the same name that ends in `.txt`, or in a `metadata.jsonl` or `captions.jsonl` of the folder,
+    whose lines have `file_name` and `text`. Without one, a sample has `options.prompt_tokens` of text.
+
+    Raises:
+        ConfigError: no images, a file that is none, or captions that cannot be read.
+    """
+    options = options or ReadOptions()
+    root = Path(folder)
+    captions = _captions(root)
+    images = [path for path in sorted(root.rglob("*")) if path.suffix.lower() in SUFFIXES and path.is_file()]
+    if not images:
+        raise ConfigError(f"no images under {root}; looked for {', '.join(sorted(SUFFIXES))}")
+    for path in images:
+        name = path.relative_to(root).as_posix()
+        text = captions.get(name)
+        if text is None and (sidecar := path.with_suffix(".txt")).is_file():
+            text = _text(sidecar)
+        tokens = 0 if text is None else options.count_tokens(text)
+        yield SampleShape(
+            name=name,
+            text_tokens=tokens + options.prompt_tokens,
+            images=options.rule.images(*image_size(path)),
+        )
+
+
+def _text(path: Path) -> str:
+    return "".join(line for _, line in _lines(path)).strip()
+
+
+def _captions(root: Path) -> dict[str, str]:
+    """File name -> caption."""
+    found: dict[str, str] = {}
+    for path in (root / name for name in CAPTIONS):
+        if not path.is_file():
+            continue
+        for number, line in _lines(path):
+            try:
+                caption = msgspec.json.decode(line, type=_Caption)
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"{path}, line {number}: {error}; a line has file_name and text") from error
+            found[caption.file_name] = caption.text
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Caption:
+    file_name: str
+    text: str
+
+
+def shapes_of_samples(
+    samples: Iterable[Mapping[str, Any]],
+    *,
+    placeholders: Collection[int] = (),
+    patch: int | None = None,
+    hop: int = 2,
+    packed_sounds: bool = False,
+) -> Iterator[SampleShape]:
+    """Shapes of conversations as a Hugging Face processor returns them, one each.
+
+    Args:
+        samples: with `input_ids` [1, S] or [S] (and `attention_mask` of the same shape), `image_grid_thw` [images, 3] or
+            `pixel_values` [images, ..., C, H, W], `input_features` [sounds, bins, T] (and `feature_attention_mask` [sounds,
+            T]). A `name` or `id` names the sample.
+        placeholders: token ids that stand for images and sounds in `input_ids`.
+        patch: pixels of a patch's side; needed without grids.
+        hop: steps of `input_features` to one frame of the encoder (2 for Whisper's).
+        packed_sounds: the encoder sees as many frames as a sound has; False: padding too.
+
+    Raises:
+        ConfigError: a sample has no `input_ids`, or images whose patches cannot be told without `patch`.
+    """
+    for index, sample in enumerate(samples):
+        name = str(sample.get("name", sample.get("id", f"sample {index}")))
+        if "input_ids" not in sample:
+            raise ConfigError(f"{name} has no input_ids; it has {', '.join(map(str, sample))}")
+        ids = _array(sample["input_ids"]).reshape(-1)
+        seen = (
+            _array(sample["attention_mask"]).reshape(-1) != 0 if "attention_mask" in sample else np.ones_like(ids) > 0
+        )
+        text = int((seen & ~np.isin(ids, list(placeholders))).sum())
+        yield SampleShape(
+            name=name,
+            text_tokens=text,
+            images=tuple(_patches(name, sample, patch)),
+            audios=tuple(_frames(sample, hop, packed_sounds)),
+        )
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value)
+
+
+def _patches(name: str, sample: Mapping[str, Any], patch: int | None) -> list[int]:
+    grids = [sample[key] for key in ("image_grid_thw", "video_grid_thw") if sample.get(key) is not None]
+    if grids:
+        return [int(math.prod(row)) for grid in grids for row in _array(grid).reshape(-1, 3).tolist()]
+    sizes: list[int] = []
+    for key in ("pixel_values", "pixel_values_videos"):
+        shape: Sequence[int] = () if sample.get(key) is None else tuple(sample[key].shape)
+        if not shape:
+            continue
+        if len(shape) < 4 or patch is None:
+            raise ConfigError(
+                f"{name} has {key} of shape {list(shape)} and no grid: cannot tell its patches; "
+                "give `patch`, and images as [..., channels, height, width]"
+            )
+        sizes += [(shape[-2] // patch) * (shape[-1] // patch)] * math.prod(shape[:-3])
+    return sizes
+
+
+def _frames(sample: Mapping[str, Any], hop: int, packed: bool) -> list[int]:
+    if sample.get("input_features") is None:
+        return []
+    if packed and sample.get("feature_attention_mask") is not None:
+        steps = _array(sample["feature_attention_mask"]).sum(axis=-1).reshape(-1).tolist()
+    else:
+        shape = tuple(sample["input_features"].shape)
+        steps = [shape[-1]] * math.prod(shape[:-2])
+    return [math.ceil(count / hop) for count in steps]

@@ -1,0 +1,83 @@
+"""What can be demanded of a split. Chains and layers are indices; a cut at i lies between layers i-1 and i."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoCut:
+    """No cut after `first`, up to and including `last`."""
+
+    chain: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SomeCut:
+    """A cut after `first`, up to and including `last`."""
+
+    chain: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InStage:
+    """Layers `first` to `last` (excluded) lie in stage `stage` of their chain, counted from 0 at the beginning."""
+
+    chain: int
+    first: int
+    last: int
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cap:
+    """The most bytes of a stage: of every stage, of every stage of a chain, or of one stage counted from 0."""
+
+    num_bytes: int
+    chain: int | None = None
+    stage: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Count:
+    """Fewest and most stages of a chain."""
+
+    chain: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SameTp:
+    chains: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Devices:
+    """All stages together have at most so many."""
+
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Never:
+    """Holds for no split."""
+
+    why: str
+
+
+Rule = NoCut | SomeCut | InStage | Cap | Count | SameTp | Devices | Never
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """A rule and how to say it."""
+
+    rule: Rule
+    words: str
+    asked: bool = True
+    """By the user; False for what the devices and the layout impose."""

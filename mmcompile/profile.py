@@ -1,0 +1,266 @@
+"""`profile`: measure the layers of a model on the device at hand, one of each kind, and fit their seconds."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmcompile.costmodel.calibration import Calibration, HostCosts, KindCosts, Measurement
+from mmcompile.costmodel.compute import LayerTimes
+from mmcompile.costmodel.fit import fit_polynomial
+from mmcompile.costmodel.load import Load
+from mmcompile.errors import ConfigError
+from mmcompile.ir.capture import Capture, capture
+from mmcompile.ir.graph import ModelGraph, info, torch_dtype
+from mmcompile.ir.host import attribute
+from mmcompile.ir.inputs import completed
+from mmcompile.lower.layer_program import LayerProgram, Place, layer_programs, real, shared_values
+from mmcompile.lower.load import load_stage
+from mmcompile.passes.cost import Cost
+from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.layer_kinds import layer_kinds
+from mmcompile.passes.pipeline import Pipeline
+from mmcompile.runtime.timer import Timer, one_thread, processor_name
+from mmcompile.step.collate import collate
+
+WARM_UP = 1
+ROUNDS = 4
+"""Of every measurement; the median counts."""
+IN_FLIGHT = 4
+"""Forwards before the first backward of a round: as in a stage, activations then do not come out of the cache."""
+CPU_SIZES = (64, 256, 1024)
+GPU_SIZES = (64, 256, 1024, 4096, 16384)
+"""Tokens, Entrain section 4.4."""
+
+Progress = Callable[[str, float], None]
+"""Told what comes next, and the share that is done, 0..1."""
+
+
+def profile(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    device_name: str,
+    device: torch.device | str = "cpu",
+    rounds: int = ROUNDS,
+    on_progress: Progress = lambda text, share: None,
+) -> Calibration:
+    """Measure one layer of each kind at the load of every batch.
+
+    Forward, and backward as the engine runs it: into gradients that are there already. The input gradient is measured alone;
+    the weight gradient is what the whole backward takes beyond it. Weights and activations are random, so the model's may be
+    fake; masks, positions and sequence lengths are those of the batch. One thread, as a rank has on a CPU.
+
+    Args:
+        model: with `requires_grad` as it will train.
+        batches: microbatches of different sizes, all with every modality.
+        device_name: what clusters call the device.
+        device: where to measure.
+        rounds: of each measurement.
+        on_progress: told before each.
+
+    Raises:
+        BatchError, CaptureError: from the captures.
+        ConfigError: no batches.
+    """
+    if not batches:
+        raise ConfigError("there is nothing to measure: pass at least one batch")
+    where = torch.device(device)
+    points: dict[str, list[Measurement]] = {}
+    layers: dict[str, str] = {}
+    hosts: list[tuple[Load, float]] = []
+    graph: ModelGraph | None = None
+    with one_thread():
+        for number, batch in enumerate(batches):
+            name, done = f"batch {number + 1} of {len(batches)}", number / len(batches)
+            on_progress(f"capturing {name}", done)
+            subject = _Subject.of(model, batch)
+            graph = subject.graph
+            hosts.append((subject.loads[graph.loss_component], subject.host_s(model, batch, rounds)))
+            for index, (kind, place) in enumerate(subject.kinds.items()):
+                layer = graph.component(place[0]).layers[place[1]].name
+                on_progress(f"{layer}, {name}", done + index / len(subject.kinds) / len(batches))
+                if place in subject.programs:
+                    times = subject.measure(place, where, rounds)
+                    layers.setdefault(kind, layer)
+                    points.setdefault(kind, []).append(Measurement(load=subject.loads[place[0]], times=times))
+    assert graph is not None
+    host = HostCosts(
+        model=graph.name, seconds=fit_polynomial([load for load, _ in hosts], [seconds for _, seconds in hosts])
+    )
+    return Calibration(
+        device=device_name,
+        processor=processor_name(where),
+        dtype=_main_dtype(graph),
+        torch=torch.__version__.split("+")[0],
+        mmcompile=version("mmcompile"),
+        kinds=tuple(KindCosts.fitted(kind, layers[kind], measured) for kind, measured in points.items()),
+        hosts=(host,),
+    )
+
+
+def _main_dtype(graph: ModelGraph) -> str:
+    """The dtype of most parameter elements."""
+    counts: Counter[str] = Counter()
+    for spec in graph.parameters:
+        counts[spec.dtype] += spec.num_elements
+    return counts.most_common(1)[0][0] if counts else "float32"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Subject:
+    """A model captured on one batch, ready to be measured layer by layer."""
+
+    captured: Capture = field(repr=False)
+    inputs: Mapping[str, Tensor] = field(repr=False)
+    """Every placeholder of the graph."""
+    loads: Mapping[str, Load]
+    kinds: Mapping[str, Place]
+    """Kind -> the first layer of it."""
+    programs: Mapping[Place, LayerProgram] = field(repr=False)
+
+    @property
+    def graph(self) -> ModelGraph:
+        return self.captured.graph
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Mapping[str, Any]) -> _Subject:
+        batch = completed(model, batch)
+        captured = capture(model, batch)
+        Pipeline(passes=(GradientFlow(),)).run(captured.graph)
+        kinds: dict[str, Place] = {}
+        for component, own in layer_kinds(captured.graph).items():
+            for layer, kind in enumerate(own):
+                kinds.setdefault(kind, (component, layer))
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        return cls(
+            captured=captured,
+            inputs={**tensors, **captured.host.run(tensors).values},
+            loads=Cost().run(captured.graph).loads,
+            kinds=kinds,
+            programs=layer_programs(captured.graph, kinds.values()),
+        )
+
+    def host_s(self, model: nn.Module, batch: Mapping[str, Any], rounds: int) -> float:
+        """Seconds from samples to a prepared microbatch, on rank 0."""
+
+        def prepare() -> None:
+            made = completed(model, collate([batch], None))
+            tensors = {name: value for name, value in made.items() if isinstance(value, Tensor)}
+            self.captured.sizes.bind(tensors)
+            self.captured.host.run(tensors)
+
+        return _median(Timer(torch.device("cpu")), prepare, rounds)
+
+    def measure(self, place: Place, device: torch.device, rounds: int) -> LayerTimes:
+        """Median seconds of a layer."""
+        run = _LayerRun.of(self, self.programs[place], device)
+        timer = Timer(device)
+        forward: list[float] = []
+        whole: list[float] = []
+        inputs: list[float] = []
+        for number in range(WARM_UP + rounds):
+            kept = [timer.run(run.forward) for _ in range(IN_FLIGHT)]
+            backward = [timer.run(lambda r=r: run.backward(r))[0] for _, r in reversed(kept) if run.seeds]
+            if number >= WARM_UP:
+                forward += [seconds for seconds, _ in kept]
+                whole += backward
+            if run.leaves and run.parameters:
+                again = [run.forward() for _ in range(IN_FLIGHT)]
+                alone = [timer.run(lambda r=r: run.input_grad(r))[0] for r in reversed(again)]
+                inputs += alone if number >= WARM_UP else []
+        whole_s = statistics.median(whole or [0.0])
+        input_s = statistics.median(inputs) if inputs else whole_s * bool(run.leaves)
+        return LayerTimes(
+            forward_s=statistics.median(forward),
+            input_grad_s=min(input_s, whole_s),
+            weight_grad_s=max(whole_s - input_s, 0.0),
+        )
+
+
+def _median(timer: Timer, work: Callable[[], object], rounds: int) -> float:
+    return statistics.median([timer.run(work)[0] for _ in range(WARM_UP + rounds)][WARM_UP:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LayerRun:
+    """A layer with everything it needs to run on a device."""
+
+    module: nn.Module
+    arguments: Sequence[Tensor]
+    leaves: Sequence[Tensor]
+    """Arguments that get a gradient."""
+    parameters: Sequence[nn.Parameter]
+    """Those that train."""
+    roots: Sequence[int]
+    """Results that the gradient comes from, by position."""
+    seeds: Sequence[Tensor]
+    """Gradients of these results; () for a layer that only runs forward."""
+
+    @classmethod
+    def of(cls, subject: _Subject, layer: LayerProgram, device: torch.device) -> _LayerRun:
+        program = layer.program
+        tensors = {spec.name: _weights(spec.shape, torch_dtype(spec.dtype), device) for spec in program.parameters}
+        tensors |= {name: real(attribute(subject.graph.module, name)).to(device) for name in program.buffers}
+        module = load_stage(program, tensors, device)
+        module.c = {name: tensor.to(device) for name, tensor in module.c.items()}
+        arguments = _arguments(subject, layer, device)
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        with torch.set_grad_enabled(program.has_backward):
+            results = module(*arguments)
+        roots = [index for index, value in enumerate(results) if program.has_backward and value.requires_grad]
+        for parameter in parameters if roots else ():
+            parameter.grad = torch.zeros_like(parameter)
+        return cls(
+            module=module,
+            arguments=arguments,
+            leaves=[argument for argument in arguments if argument.requires_grad],
+            parameters=parameters,
+            roots=roots,
+            seeds=[torch.ones_like(results[index]) for index in roots],
+        )
+
+    def forward(self) -> list[Tensor]:
+        """The results that the gradient will come from."""
+        with torch.set_grad_enabled(bool(self.seeds)):
+            results = self.module(*self.arguments)
+        return [results[index] for index in self.roots]
+
+    def backward(self, roots: Sequence[Tensor]) -> None:
+        torch.autograd.backward(roots, self.seeds)
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def input_grad(self, roots: Sequence[Tensor]) -> None:
+        torch.autograd.grad(roots, self.leaves, self.seeds, allow_unused=True)
+
+
+def _weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random weights that keep activations at the size of 1."""
+    if len(shape) < 2:
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.randn(shape, dtype=dtype, device=device) / shape[-1] ** 0.5
+
+
+def _arguments(subject: _Subject, layer: LayerProgram, device: torch.device) -> list[Tensor]:
+    """Batch inputs and shared values as they are, results of other layers random."""
+    shared = [node for node in layer.arguments if node.op == "call_function" and info(node).shared]
+    known = shared_values(subject.graph, shared, subject.inputs)
+    arguments: list[Tensor] = []
+    for node, port in zip(layer.arguments, layer.program.inputs, strict=True):
+        if node.op == "placeholder":
+            value = subject.inputs[port.name]
+        elif node in known:
+            value = known[node]
+        else:
+            value = torch.zeros(tuple(node.meta["val"].shape), dtype=torch_dtype(port.dtype))
+            value = value.normal_() if value.is_floating_point() else value
+        arguments.append(value.to(device).detach().requires_grad_(port.gradient))
+    return arguments

@@ -1,0 +1,273 @@
+"""Pre-flight: what would go wrong, or waste time and memory, when a model trains on a dataset by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mmcompile.costmodel.load import Load
+from mmcompile.data.sample import SampleShape
+from mmcompile.ir.graph import Component, ComponentKind, ParameterSpec
+from mmcompile.plan.bottlenecks import EVEN, TIGHT, memory_bytes, rank_loads, times_text
+from mmcompile.plan.plan import Chain, Plan, Stage
+from mmcompile.plan.pricing import Pricing, Sharding
+from mmcompile.plan.stage_rows import milliseconds
+from mmcompile.report.sample_loads import slot_samples
+from mmcompile.report.study import Study
+from mmcompile.units import format_bytes, format_count
+
+Severity = Literal["problem", "warning", "note"]
+_ORDER: tuple[Severity, ...] = ("problem", "warning", "note")
+_MAX_NAMES = 3
+_OPTIMIZER_COPIES = 3
+"""A trainable parameter's gradient and the two states of AdamW, in its own dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that a user should know before training starts."""
+
+    severity: Severity
+    what: str
+    do: str
+    """What to do about it; "" where there is nothing to do."""
+
+    def __str__(self) -> str:
+        return f"{self.severity:<8} {self.what}" + (f"; {self.do}" if self.do else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """All findings, the gravest first."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is a problem."""
+        return all(finding.severity != "problem" for finding in self.findings)
+
+    def __str__(self) -> str:
+        counts = [(name, sum(finding.severity == name for finding in self.findings)) for name in _ORDER]
+        total = ", ".join(f"{count} {name}{'s' if count != 1 else ''}" for name, count in counts if count)
+        return "\n".join([*map(str, self.findings), total or "nothing found"])
+
+
+def check(study: Study, plan: Plan | None, refused: str = "") -> Checked:
+    """Look for trouble.
+
+    Args:
+        plan: None where none could be made.
+        refused: why, then.
+    """
+    found = [*_gradients(study), *_dataset(study)]
+    if plan is None:
+        found.append(Finding(severity="problem", what=f"no plan: {refused}", do=""))
+    else:
+        found += [*_memory(study, plan), *_pace(plan)]
+    return Checked(findings=tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity))))
+
+
+def _gradients(study: Study) -> Iterator[Finding]:
+    """What trains, what only seems to, and what is frozen."""
+    graph, report = study.graph, study.gradients
+    trainable = [spec for spec in graph.parameters if spec.trainable]
+    if not trainable:
+        yield Finding(
+            severity="problem", what="nothing trains: every parameter is frozen", do="choose what trains with --train"
+        )
+        return
+    rows = {row.component: row for row in report.components}
+    silent = [name for name, row in rows.items() if row.trainable and not row.receiving]
+    for name in silent:
+        yield Finding(
+            severity="problem",
+            what=f"{name} is set to train, but no gradient reaches any of its {rows[name].trainable} parameters",
+            do="the loss does not depend on it through differentiable operations; freeze it, or mend the model",
+        )
+    specs = {spec.name: spec for spec in trainable}
+    owners = _owners(study)
+    unused = [specs[name] for name in sorted(report.unused) if owners.get(name) not in silent]
+    if unused:
+        wasted = _OPTIMIZER_COPIES * sum(spec.num_bytes for spec in unused)
+        yield Finding(
+            severity="warning",
+            what=f"{len(unused)} trainable parameters get no gradient: {_names(spec.name for spec in unused)}",
+            do=f"freeze them: their gradients and optimizer state could take {format_bytes(wasted)} for nothing",
+        )
+    for component in graph.components:
+        if not rows[component.name].trainable and _own(component, graph.parameters):
+            yield Finding(severity="note", what=_frozen(component, study), do="")
+
+
+def _owners(study: Study) -> dict[str, str]:
+    """Parameter -> the component it belongs to."""
+    return {
+        name: component.name
+        for component in study.graph.components
+        for layer in component.layers
+        for name in layer.parameters
+    }
+
+
+def _own(component: Component, parameters: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    names = {name for layer in component.layers for name in layer.parameters}
+    return [spec for spec in parameters if spec.name in names]
+
+
+def _frozen(component: Component, study: Study) -> str:
+    count = sum(spec.num_elements for spec in _own(component, study.graph.parameters))
+    row = next(row for row in study.gradients.components if row.component == component.name)
+    passes = "gradient passes through it to what trains before" if row.carrying else "it runs forward only"
+    return f"{component.name} is frozen ({format_count(count)} parameters): {passes}"
+
+
+def _dataset(study: Study) -> Iterator[Finding]:
+    """What the samples have too little or too much of."""
+    stats, workload = study.workload.stats, study.workload
+    if stats is None:
+        return
+    rows = {row.component: row for row in study.gradients.components}
+    for name in workload.absent():
+        trains = rows[name].trainable
+        yield Finding(
+            severity="problem" if trains else "warning",
+            what=f"no sample of {stats.name} has anything for {name}"
+            + (f", whose {trains} parameters are set to train" if trains else ", which never runs"),
+            do="check the dataset, or freeze it" if trains else "check the dataset, or train a model without it",
+        )
+    for component in study.graph.components:
+        without = sum(not _rows(study, component, shape) for shape in stats.samples) / len(stats.samples)
+        if component.kind is ComponentKind.ENCODER and 0 < without < 1:
+            yield Finding(
+                severity="note", what=f"{without:.0%} of the samples have nothing for {component.name}", do=""
+            )
+    if stats.with_text < 1:
+        yield Finding(
+            severity="note", what=f"{1 - stats.with_text:.0%} of the samples have no text of their own", do=""
+        )
+    yield from _too_long(study)
+
+
+def _rows(study: Study, component: Component, shape: SampleShape) -> float:
+    return study.workload.loads([shape])[component.name].tokens
+
+
+def _too_long(study: Study) -> Iterator[Finding]:
+    """Sequences beyond the positions of the language model."""
+    stats, limit = study.workload.stats, study.max_positions
+    component = study.graph.loss_component
+    if stats is None or limit is None:
+        return
+    shapes = {shape.name: shape for shape in stats.heaviest()}.values()
+    lengths = sorted(
+        ((study.workload.loads([shape])[component].tokens, shape) for shape in shapes), key=lambda item: -item[0]
+    )
+    long = [item for item in lengths if item[0] > limit]
+    if long:
+        length, shape = long[0]
+        yield Finding(
+            severity="problem",
+            what=f"sample {shape.name} makes {length:.0f} tokens, {component} has positions for {limit}"
+            + (f"; so do {len(long) - 1} more" if len(long) > 1 else ""),
+            do="drop or shorten such samples, or use fewer patches an image",
+        )
+
+
+def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
+    """Whether the heaviest microbatch fits each stage, and whose samples make it."""
+    limit = memory_bytes(plan)
+    pricing = Pricing(table=study.table, cluster=plan.cluster, dtype=study.dtype)
+    needs: dict[str, int] = {}
+    causes: dict[str, tuple[str, ...]] = {}
+    for chain in plan.chains:
+        worst = study.workload.worst(max(1.0, slot_samples(plan, study, chain)))
+        for stage in chain.stages:
+            needs[stage.name] = _stage_bytes(study, plan, chain, stage, pricing, worst.loads)
+            causes[stage.name] = worst.samples[stage.segments[0].component]
+    loads = [(sum(needs[stage.name] for stage in load.stages), load) for load in rank_loads(plan)]
+    over = [(size, load) for size, load in loads if size > limit]
+    for size, load in sorted(over, key=lambda item: -item[0])[:_MAX_NAMES]:
+        worst_stage = max(load.stages, key=lambda stage: needs[stage.name])
+        yield Finding(
+            severity="problem",
+            what=f"{_culprit(study, causes[worst_stage.name])}stage {load.name} needs {format_bytes(size)} of "
+            f"{format_bytes(limit)}",
+            do="recompute more, plan for smaller microbatches or more ranks a stage, or cap such samples",
+        )
+    if len(over) > _MAX_NAMES:
+        yield Finding(severity="problem", what=f"{len(over) - _MAX_NAMES} more stages do not fit either", do="")
+    size, load = max(loads, key=lambda item: item[0])
+    if not over:
+        share = size / limit
+        yield Finding(
+            severity="warning" if share > TIGHT else "note",
+            what=f"the heaviest microbatch fits: {load.name} needs most, {format_bytes(size)} of {format_bytes(limit)} "
+            f"({share:.0%})",
+            do="fragmentation may take the rest; leave more room" if share > TIGHT else "",
+        )
+
+
+def _stage_bytes(
+    study: Study, plan: Plan, chain: Chain, stage: Stage, pricing: Pricing, worst: Mapping[str, Load]
+) -> int:
+    """Bytes of a stage whose heaviest microbatch is in flight among such as the plan has."""
+    predicted = stage.prediction
+    held = predicted.parameter_bytes + predicted.gradient_bytes + predicted.optimizer_bytes
+    if not predicted.in_flight:
+        return held + predicted.activation_bytes
+    sharding = Sharding(tp=chain.tp, cp=chain.cp, recompute=plan.recompute)
+    places = [(part.component, layer) for part in stage.segments for layer in range(part.first, part.last)]
+    heavy = [pricing.layers(component, worst[component], sharding)[layer][0] for component, layer in places]
+    others = (predicted.in_flight - 1) * (predicted.activation_bytes // predicted.in_flight)
+    return held + others + sum(cost.activation_bytes for cost in heavy) + max(cost.working_bytes for cost in heavy)
+
+
+def _culprit(study: Study, samples: Sequence[str]) -> str:
+    """`sample 10482 (31 images, 23064 patches, 900 text tokens) and 7 more: `."""
+    stats = study.workload.stats
+    if stats is None or not samples:
+        return "the example batch: "
+    shape = next(shape for shape in stats.heaviest() if shape.name == samples[0])
+    parts = [
+        f"{len(shape.images)} image{'s' if len(shape.images) > 1 else ''}, {shape.patches} patches"
+        if shape.images
+        else "",
+        f"{shape.frames} audio frames" if shape.audios else "",
+        f"{shape.text_tokens} text tokens" if shape.text_tokens else "",
+    ]
+    more = f" and {len(samples) - 1} more like it" if len(samples) > 1 else ""
+    return f"sample {shape.name} ({', '.join(filter(None, parts))}){more} in one microbatch: "
+
+
+def _pace(plan: Plan) -> Iterator[Finding]:
+    """The straggler, and devices without work."""
+    loads = rank_loads(plan)
+    slowest = max(loads, key=lambda load: load.seconds)
+    others = [load.seconds for load in loads if load is not slowest]
+    if others:
+        mean_s = sum(others) / len(others)
+        ratio = slowest.seconds / mean_s if mean_s else 1.0
+        straggles = ratio > 1 + EVEN
+        time = f"{milliseconds(slowest.seconds)} ms a microbatch, {times_text(ratio)} the mean of the others"
+        yield Finding(
+            severity="note",
+            what=f"the straggler is {slowest.name}: {time}"
+            if straggles
+            else f"no straggler: the slowest stage, {slowest.name}, is within {EVEN:.0%} of the others",
+            do="`mmcompile explain` says why, and what a move would change" if straggles else "",
+        )
+    used = len({rank for stage in plan.stages for rank in stage.ranks})
+    if used < plan.cluster.num_devices:
+        yield Finding(
+            severity="note",
+            what=f"{plan.cluster.num_devices - used} of {plan.cluster.num_devices} devices have no work",
+            do="",
+        )
+
+
+def _names(names: Iterator[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _MAX_NAMES} more" if len(listed) > _MAX_NAMES else ""
+    return ", ".join(listed[:_MAX_NAMES]) + more

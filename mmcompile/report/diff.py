@@ -1,0 +1,238 @@
+"""What differs between two plans: settings, layout of each chain, layers that moved, times and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mmcompile.plan.bottlenecks import rank_loads
+from mmcompile.plan.plan import Chain, Plan, Stage
+from mmcompile.units import format_bytes, format_seconds
+
+Unit = Literal["s", "bytes", "share", ""]
+_EQUAL = 1e-9
+"""Figures closer than this, relatively, are equal."""
+_MAX_ROWS = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A choice that differs; "-" where a plan lacks it."""
+
+    name: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """A number that differs."""
+
+    name: str
+    before: float
+    after: float
+    unit: Unit
+
+    @property
+    def change(self) -> float | None:
+        """Relative change, or the difference for shares; None from nothing."""
+        if self.unit == "share":
+            return self.after - self.before
+        return self.after / self.before - 1 if self.before else None
+
+    def __str__(self) -> str:
+        change = self.change
+        by = "" if change is None else f" ({change * 100:+.1f}{' points' if self.unit == 'share' else '%'})"
+        return f"{self.name} {_value(self.before, self.unit)} -> {_value(self.after, self.unit)}{by}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageChange:
+    """Figures of one stage that differ."""
+
+    stage: str
+    figures: tuple[Figure, ...]
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {', '.join(map(str, self.figures))}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """Layers `first` to `last` (included) of a component that went from one stage to another."""
+
+    component: str
+    first: int
+    last: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        layers = f"layer {self.first}" if self.first == self.last else f"layers {self.first}..{self.last}"
+        return f"{self.component} {layers}: {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanDiff:
+    """The differences between two plans; empty for plans that a reader could not tell apart."""
+
+    settings: tuple[Setting, ...]
+    layout: tuple[Setting, ...]
+    """Degrees and stage counts of chains."""
+    figures: tuple[Figure, ...]
+    """Of the whole plan."""
+    moved: tuple[Moved, ...]
+    stages: tuple[StageChange, ...]
+    """Of stages that both plans have."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.settings or self.layout or self.figures or self.moved or self.stages)
+
+    def __str__(self) -> str:
+        if self.is_empty:
+            return "no difference"
+        sections: Mapping[str, tuple[object, ...]] = {
+            "settings": self.settings,
+            "layout": self.layout,
+            "figures": self.figures,
+            "moved": self.moved,
+            "stages": self.stages,
+        }
+        return "\n".join(line for name, rows in sections.items() for line in _section(name, rows))
+
+
+def diff_plans(before: Plan, after: Plan) -> PlanDiff:
+    """Compare two plans of the same model, or of any two."""
+    return PlanDiff(
+        settings=tuple(_changed(_settings(before), _settings(after))),
+        layout=tuple(_changed(_layout(before), _layout(after))),
+        figures=tuple(_differing(_figures(before), _figures(after))),
+        moved=tuple(_moved(before, after)),
+        stages=tuple(_stages(before, after)),
+    )
+
+
+def _section(name: str, rows: tuple[object, ...]) -> Iterator[str]:
+    for index, row in enumerate(rows[:_MAX_ROWS]):
+        yield f"{name if index == 0 else '':<10}{row}"
+    if len(rows) > _MAX_ROWS:
+        yield f"{'':<10}and {len(rows) - _MAX_ROWS} more"
+
+
+def _settings(plan: Plan) -> dict[str, str]:
+    found = {
+        "model": plan.fingerprint.model,
+        "parameters": plan.fingerprint.parameters[:12],
+        "torch": plan.fingerprint.torch,
+        "transformers": plan.fingerprint.transformers,
+        "cluster": str(plan.cluster),
+        "microbatches": str(plan.num_microbatches),
+        "schedule": plan.schedule,
+        "recompute": plan.recompute,
+        "attention": plan.attention,
+        "strategy": plan.strategy,
+        "data": plan.data or "the example batch",
+        "costs": plan.costs,
+    }
+    return found | ({"global batch": str(plan.global_batch)} if plan.global_batch else {})
+
+
+def _layout(plan: Plan) -> dict[str, str]:
+    return {chain.name: _degrees(chain) for chain in plan.chains}
+
+
+def _degrees(chain: Chain) -> str:
+    ranks = len({rank for stage in chain.stages for rank in stage.ranks})
+    return f"tp {chain.tp} cp {chain.cp} pp {len(chain.stages)} dp {chain.dp} on {ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Setting]:
+    for name in dict.fromkeys((*before, *after)):
+        one, two = before.get(name, "-"), after.get(name, "-")
+        if one != two:
+            yield Setting(name=name, before=one, after=two)
+
+
+def _figures(plan: Plan) -> dict[str, tuple[float, Unit]]:
+    loads = rank_loads(plan)
+    predicted = plan.predicted
+    return {
+        "iteration": (predicted.iteration_s, "s"),
+        "bubble": (predicted.bubble, "share"),
+        "lower bound": (predicted.lower_bound_s, "s"),
+        "gap": (predicted.gap, "share"),
+        "slowest rank": (max(load.seconds for load in loads), "s"),
+        "fullest rank": (max(load.num_bytes for load in loads), "bytes"),
+        "ranks": (len({rank for stage in plan.stages for rank in stage.ranks}), ""),
+    }
+
+
+def _differing(before: Mapping[str, tuple[float, Unit]], after: Mapping[str, tuple[float, Unit]]) -> Iterator[Figure]:
+    for name, (one, unit) in before.items():
+        two = after[name][0]
+        if abs(one - two) > _EQUAL * max(abs(one), abs(two)):
+            yield Figure(name=name, before=one, after=two, unit=unit)
+
+
+def _stages(before: Plan, after: Plan) -> Iterator[StageChange]:
+    others = {stage.name: stage for stage in after.stages}
+    for stage in before.stages:
+        if stage.name in others:
+            figures = tuple(_differing(_stage_figures(stage), _stage_figures(others[stage.name])))
+            if figures:
+                yield StageChange(stage=stage.name, figures=figures)
+
+
+def _stage_figures(stage: Stage) -> dict[str, tuple[float, Unit]]:
+    predicted = stage.prediction
+    return {
+        "layers": (len(stage.layer_names), ""),
+        "forward": (predicted.forward_s, "s"),
+        "backward": (predicted.backward_s, "s"),
+        "memory": (predicted.total_bytes, "bytes"),
+    }
+
+
+def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
+    """Runs of layers with the same old and the same new stage."""
+    one, two = _homes(before), _homes(after)
+    run: Moved | None = None
+    for (component, layer), home in one.items():
+        goal = two.get((component, layer))
+        if goal is None or goal == home:
+            continue
+        if run and (run.component, run.last, run.before, run.after) == (component, layer - 1, home, goal):
+            run = Moved(component=component, first=run.first, last=layer, before=home, after=goal)
+            continue
+        if run:
+            yield run
+        run = Moved(component=component, first=layer, last=layer, before=home, after=goal)
+    if run:
+        yield run
+
+
+def _homes(plan: Plan) -> dict[tuple[str, int], str]:
+    """(component, layer) -> its stage."""
+    return {
+        (segment.component, layer): stage.name
+        for stage in plan.stages
+        for segment in stage.segments
+        for layer in range(segment.first, segment.last)
+    }
+
+
+def _value(value: float, unit: Unit) -> str:
+    match unit:
+        case "s":
+            return format_seconds(value)
+        case "bytes":
+            return format_bytes(value)
+        case "share":
+            return f"{value:.1%}"
+        case _:
+            return f"{value:g}"

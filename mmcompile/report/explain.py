@@ -1,0 +1,254 @@
+"""Everything a plan knows about one stage or layer, in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mmcompile.plan.bottlenecks import CAUSE_WORDS, RankLoad, causes, chain_of_stage, memory_bytes, rank_loads
+from mmcompile.plan.layer_names import LayerLabel, NamedChain, Place, find
+from mmcompile.plan.plan import Chain, Link, Plan, Stage
+from mmcompile.plan.stage_rows import frozen_text, rank_ranges
+from mmcompile.report.layer_work import LayerWork
+from mmcompile.report.moves import Move, Shares, boundary_moves, equal_shares, move_layers
+from mmcompile.report.replay import replay, saved_bytes
+from mmcompile.units import format_bytes, format_seconds
+
+_LABEL = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """One stage, or one layer with the stage it is in. Times [s] a microbatch, sizes [bytes]."""
+
+    stage: str
+    layer: str | None
+    """Module path of the layer that was asked for."""
+    chain: str
+    layers: tuple[str, ...]
+    """Module paths of the stage's layers."""
+    ranks: tuple[int, ...]
+    tp: int
+    cp: int
+    dp: int
+    begins: str
+    """Why the stage begins where it does."""
+    ends: str
+    costs: str
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    pace: float
+    """The stage's rank relative to the slowest rank, 0..1."""
+    memory_bytes: Mapping[str, int]
+    limit_bytes: int
+    """Of one rank, shared with the stages on it."""
+    rank_bytes: int
+    """What all stages of the rank need together."""
+    in_flight: int
+    saved_bytes: int
+    """One microbatch's activations."""
+    frozen: str
+    idle: float
+    """Idle share of the stage's ranks, by simulation, 0..1."""
+    waits: Mapping[str, float]
+    """Cause -> share of the time of the chain's ranks."""
+    links: tuple[str, ...]
+    moves: tuple[Move, ...]
+    exact: bool
+    """Whether `moves` know what each layer costs, or take the layers of a stage to be alike."""
+    work: tuple[LayerWork, ...]
+    """Of the stage's layers (or of the one asked for), where the model is at hand."""
+
+    def __str__(self) -> str:
+        return "\n".join(line.rstrip() for line in _text(self))
+
+
+def explain(
+    plan: Plan, what: str, shares: Shares | None = None, work: Mapping[str, LayerWork] | None = None
+) -> Explanation:
+    """Explain a stage (`language_model.1`) or a layer (its module path, `component.index`, or a glob matching one).
+
+    Args:
+        shares: what each layer takes of its stage; without it the layers of a stage are taken to be alike.
+        work: module path -> FLOPs and bytes of a layer, where the model is at hand.
+
+    Raises:
+        ConfigError: there is no such stage or layer; the message lists what there is.
+    """
+    stage, position = _located(plan, what)
+    chain = chain_of_stage(plan, stage.name)
+    known = shares or equal_shares(plan)
+    step = replay(plan)
+    group = next(index for index, group in enumerate(step.groups) if stage in group.stages)
+    loads = rank_loads(plan)
+    own = _load_of(stage, loads)
+    predicted = stage.prediction
+    layer = None if position is None else stage.layer_names[position]
+    bubble = next((share for share in plan.predicted.bubbles if share.chain == chain.name), None)
+    return Explanation(
+        stage=stage.name,
+        layer=layer,
+        chain=chain.name,
+        layers=stage.layer_names,
+        ranks=stage.ranks,
+        tp=chain.tp,
+        cp=chain.cp,
+        dp=chain.dp,
+        begins=_begins(plan, chain, stage),
+        ends=_ends(plan, chain, stage),
+        costs=plan.costs,
+        forward_s=predicted.forward_s,
+        input_grad_s=predicted.input_grad_s,
+        weight_grad_s=predicted.weight_grad_s,
+        pace=own.seconds / max(load.seconds for load in loads) if own.seconds else 0.0,
+        memory_bytes={
+            "parameters": predicted.parameter_bytes,
+            "gradients": predicted.gradient_bytes,
+            "optimizer": predicted.optimizer_bytes,
+            "activations": predicted.activation_bytes,
+            "total": predicted.total_bytes,
+        },
+        limit_bytes=memory_bytes(plan),
+        rank_bytes=own.num_bytes,
+        in_flight=predicted.in_flight,
+        saved_bytes=saved_bytes(stage),
+        frozen=frozen_text([stage]),
+        idle=step.idle(group),
+        waits={} if bubble is None else {CAUSE_WORDS[cause]: share for cause, share in causes(bubble).items() if share},
+        links=tuple(_links(plan, stage)),
+        moves=_moves(plan, stage, position, known),
+        exact=shares is not None,
+        work=tuple((work or {})[name] for name in ((layer,) if layer else stage.layer_names) if name in (work or {})),
+    )
+
+
+def _located(plan: Plan, what: str) -> tuple[Stage, int | None]:
+    """The stage of that name; or the stage of that layer, and where in it."""
+    for stage in plan.stages:
+        if stage.name == what:
+            return stage, None
+    place = find(what, named_chains(plan), where=f"nothing to explain among the stages {_stage_names(plan)}")
+    return _stage_at(plan.chains[place.chain], place)
+
+
+def _stage_names(plan: Plan) -> str:
+    return ", ".join(
+        chain.stages[0].name + (f"..{len(chain.stages) - 1}" if len(chain.stages) > 1 else "") for chain in plan.chains
+    )
+
+
+def _stage_at(chain: Chain, place: Place) -> tuple[Stage, int | None]:
+    first = 0
+    for stage in chain.stages:
+        if place.first < first + len(stage.layer_names):
+            position = place.first - first
+            return stage, position if place.last - place.first == 1 else None
+        first += len(stage.layer_names)
+    raise AssertionError(f"no layer {place.first} in {chain.name}")
+
+
+def named_chains(plan: Plan) -> tuple[NamedChain, ...]:
+    """The plan's chains as `layer_names.find` reads them."""
+    return tuple(NamedChain(name=chain.name, labels=tuple(_labels(chain))) for chain in plan.chains)
+
+
+def _labels(chain: Chain) -> Iterator[LayerLabel]:
+    for stage in chain.stages:
+        owners = [(part.component, layer) for part in stage.segments for layer in range(part.first, part.last)]
+        for (component, layer), name in zip(owners, stage.layer_names, strict=True):
+            yield LayerLabel(component=component, index=layer, name=name)
+
+
+def _load_of(stage: Stage, loads: Sequence[RankLoad]) -> RankLoad:
+    return max((load for load in loads if stage in load.stages), key=lambda load: load.num_bytes)
+
+
+def _begins(plan: Plan, chain: Chain, stage: Stage) -> str:
+    index = chain.stages.index(stage)
+    if index == 0:
+        return "the chain begins here"
+    before = chain.stages[index - 1]
+    return f"{before.name} ends before it: {_reason(plan, before)}"
+
+
+def _ends(plan: Plan, chain: Chain, stage: Stage) -> str:
+    last = stage is chain.stages[-1]
+    if last:
+        return "the loss is here" if chain is plan.chains[-1] else "the chain ends here"
+    return _reason(plan, stage)
+
+
+def _reason(plan: Plan, stage: Stage) -> str:
+    reasons = [cut.reason for cut in plan.cuts if cut.stage == stage.name]
+    return reasons[0] if reasons else "the search found no better cut"
+
+
+def _links(plan: Plan, stage: Stage) -> Iterator[str]:
+    for link in plan.links:
+        if link.target == stage.name:
+            yield f"from {link.source}: {_carries(link)}"
+    for link in plan.links:
+        if link.source == stage.name:
+            yield f"to {link.target}: {_carries(link)}"
+
+
+def _carries(link: Link) -> str:
+    names = ", ".join(tensor.name for tensor in link.tensors)
+    return f"{names}, {format_bytes(link.num_bytes)} a microbatch, {'gradient returns' if link.gradient else 'no gradient'}"
+
+
+def _moves(plan: Plan, stage: Stage, position: int | None, shares: Shares) -> tuple[Move, ...]:
+    if position is None:
+        return boundary_moves(plan, stage, shares)
+    both = (move_layers(plan, stage, position, step, shares) for step in (-1, 1))
+    return tuple(move for move in both if move is not None)
+
+
+def _text(one: Explanation) -> Iterator[str]:
+    title = f"layer {one.layer} is in stage {one.stage}" if one.layer else f"stage {one.stage}"
+    degrees = f"tp {one.tp}, cp {one.cp}, dp {one.dp}"
+    yield f"{title}, on rank{'s' if len(one.ranks) > 1 else ''} {rank_ranges(one.ranks)} ({degrees})"
+    count = len(one.layers)
+    layers = one.layers[0] if count == 1 else f"{count} from {one.layers[0]} to {one.layers[-1]}"
+    yield from _labelled("layers", [f"{layers}; {one.frozen} frozen"])
+    yield from _labelled("begins", [one.begins])
+    yield from _labelled("ends", [one.ends])
+    yield from _labelled("time", [_time(one)])
+    yield from _labelled("memory", _memory(one))
+    waits = ", ".join(f"{cause} {share:.1%}" for cause, share in one.waits.items())
+    yield from _labelled("idle", [f"{one.idle:.1%} of the step" + (f"; in its chain: {waits}" if waits else "")])
+    yield from _labelled("links", one.links)
+    yield from _labelled("work", [line for work in one.work for line in str(work).splitlines()])
+    yield from _labelled("what if", [str(move) for move in one.moves])
+    if one.moves and not one.exact:
+        yield from _labelled("", ["taking the layers of a stage to be alike; with MODEL, each layer has its own cost"])
+
+
+def _time(one: Explanation) -> str:
+    parts = [f"forward {format_seconds(one.forward_s)}"]
+    if one.input_grad_s or one.weight_grad_s:
+        parts += [
+            f"input gradient {format_seconds(one.input_grad_s)}",
+            f"weight gradient {format_seconds(one.weight_grad_s)}",
+        ]
+    else:
+        parts.append("no backward")
+    origin = one.costs.split()[0].rstrip(":;,")
+    return f"{', '.join(parts)} a microbatch ({origin}); {one.pace:.0%} of the slowest rank's"
+
+
+def _memory(one: Explanation) -> list[str]:
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.memory_bytes.items() if name != "total")
+    flying = f" (activations: {one.in_flight} in flight x {format_bytes(one.saved_bytes)})" if one.in_flight else ""
+    total = one.memory_bytes["total"]
+    others = f", {format_bytes(one.rank_bytes)} with the stages beside it" if one.rank_bytes > total else ""
+    share = one.rank_bytes / one.limit_bytes
+    return [
+        f"{parts}{flying}",
+        f"{format_bytes(total)} together{others}: {share:.0%} of {format_bytes(one.limit_bytes)}",
+    ]
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[str]:
+    return [f"{label if index == 0 else '':<{_LABEL}}{line}" for index, line in enumerate(lines)]

@@ -1,0 +1,171 @@
+"""FLOPs, bytes and seconds of single layers, as polynomials in what a microbatch brings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sympy
+
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.compute import LayerCost, LayerTimes, layer_times
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.passes.cost_table import CostTable
+from mmcompile.plan.plan import Plan, Stage
+from mmcompile.report.moves import LayerShare, Shares
+from mmcompile.units import format_bytes, format_seconds
+
+FIELDS: Mapping[str, str] = {
+    "forward_flops": "forward FLOP",
+    "input_grad_flops": "input-gradient FLOP",
+    "weight_grad_flops": "weight-gradient FLOP",
+    "forward_bytes": "forward bytes moved",
+    "backward_bytes": "backward bytes moved",
+    "activation_bytes": "bytes saved",
+    "output_bytes": "bytes handed on",
+}
+"""Fields of `LayerCost` whose polynomials are shown."""
+_DIGITS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWork:
+    """One layer, whole and unshared, for one microbatch of the captured sizes."""
+
+    name: str
+    tokens: float
+    """t: rows of the captured microbatch."""
+    squares: float
+    """q: its sum of squared lengths."""
+    forward_flops: int
+    input_grad_flops: int
+    weight_grad_flops: int
+    forward_bytes: int
+    backward_bytes: int
+    parameter_bytes: int
+    activation_bytes: int
+    forward_s: float
+    """By the roofline, like the two below."""
+    input_grad_s: float
+    weight_grad_s: float
+    polynomials: Mapping[str, str]
+    """Field of `LayerCost` -> its polynomial in t and q."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name} (t = {self.tokens:g} rows, q = {self.squares:g}; whole, analytic)",
+            f"  forward {_gflop(self.forward_flops)}, {format_bytes(self.forward_bytes)} moved, {format_seconds(self.forward_s)}",
+            f"  input gradient {_gflop(self.input_grad_flops)}, {format_seconds(self.input_grad_s)}; "
+            f"weight gradient {_gflop(self.weight_grad_flops)}, {format_seconds(self.weight_grad_s)}; "
+            f"{format_bytes(self.backward_bytes)} moved",
+            f"  parameters {format_bytes(self.parameter_bytes)}, saved for backward {format_bytes(self.activation_bytes)}",
+        ]
+        width = max(map(len, self.polynomials), default=0)
+        lines += [f"  {name:<{width}}  {text}" for name, text in self.polynomials.items()]
+        return "\n".join(lines)
+
+
+def main_dtype(graph: ModelGraph) -> str:
+    """The dtype of most parameter elements."""
+    counts: Counter[str] = Counter()
+    for spec in graph.parameters:
+        counts[spec.dtype] += spec.num_elements
+    return counts.most_common(1)[0][0] if counts else "float32"
+
+
+def layer_work(graph: ModelGraph, table: CostTable, cluster: Cluster, dtype: str) -> dict[str, LayerWork]:
+    """Module path -> work of every layer of a captured model."""
+    return {
+        layer.name: _work(layer.name, table, component.name, layer.index, cluster, dtype)
+        for component in graph.components
+        for layer in component.layers
+    }
+
+
+def layer_shares(plan: Plan, table: CostTable, dtype: str) -> Shares:
+    """What each layer takes of its stage, by the roofline at the captured sizes; stages keep the plan's totals."""
+    return {stage.name: _shares(plan, stage, table, dtype) for stage in plan.stages}
+
+
+def _work(name: str, table: CostTable, component: str, index: int, cluster: Cluster, dtype: str) -> LayerWork:
+    cost = table[component][index]
+    times = layer_times(cost, cluster.device, dtype)
+    load = table.loads[component]
+    texts = {
+        words: _expression(table.polynomial(component, index, field).expression) for field, words in FIELDS.items()
+    }
+    return LayerWork(
+        name=name,
+        tokens=load.tokens,
+        squares=load.squares,
+        forward_flops=cost.forward_flops,
+        input_grad_flops=cost.input_grad_flops,
+        weight_grad_flops=cost.weight_grad_flops,
+        forward_bytes=cost.forward_bytes,
+        backward_bytes=cost.backward_bytes,
+        parameter_bytes=cost.parameter_bytes,
+        activation_bytes=cost.activation_bytes,
+        forward_s=times.forward_s,
+        input_grad_s=times.input_grad_s,
+        weight_grad_s=times.weight_grad_s,
+        polynomials={words: text for words, text in texts.items() if text != "0"},
+    )
+
+
+def _gflop(flops: int) -> str:
+    return f"{flops / 1e9:.4g} GFLOP"
+
+
+def _expression(expression: sympy.Expr) -> str:
+    """`1.23e+9*t + 4096*q`: whole numbers as they are, others with four digits."""
+    rounded = {number: _rounded(number) for number in sympy.sympify(expression).atoms(sympy.Float)}
+    return str(sympy.sympify(expression).xreplace(rounded))
+
+
+def _rounded(number: sympy.Float) -> sympy.Expr:
+    if float(number).is_integer() and abs(number) < 10**6:
+        return sympy.Integer(int(number))
+    return sympy.Float(float(number), _DIGITS)
+
+
+def _shares(plan: Plan, stage: Stage, table: CostTable, dtype: str) -> list[LayerShare]:
+    costs = [table[part.component][layer] for part in stage.segments for layer in range(part.first, part.last)]
+    times = [layer_times(cost, plan.cluster.device, dtype) for cost in costs]
+    totals = _Totals.of(costs, times)
+    return [totals.share(cost, own) for cost, own in zip(costs, times, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Totals:
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    parameter_bytes: int
+    trainable_bytes: int
+    activation_bytes: int
+
+    @classmethod
+    def of(cls, costs: list[LayerCost], times: list[LayerTimes]) -> _Totals:
+        return cls(
+            forward_s=sum(own.forward_s for own in times),
+            input_grad_s=sum(own.input_grad_s for own in times),
+            weight_grad_s=sum(own.weight_grad_s for own in times),
+            parameter_bytes=sum(cost.parameter_bytes for cost in costs),
+            trainable_bytes=sum(cost.trainable_bytes for cost in costs),
+            activation_bytes=sum(cost.activation_bytes for cost in costs),
+        )
+
+    def share(self, cost: LayerCost, times: LayerTimes) -> LayerShare:
+        return LayerShare(
+            forward=_part(times.forward_s, self.forward_s),
+            input_grad=_part(times.input_grad_s, self.input_grad_s),
+            weight_grad=_part(times.weight_grad_s, self.weight_grad_s),
+            parameters=_part(cost.parameter_bytes, self.parameter_bytes),
+            gradients=_part(cost.trainable_bytes, self.trainable_bytes),
+            activations=_part(cost.activation_bytes, self.activation_bytes),
+        )
+
+
+def _part(own: float, total: float) -> float:
+    return own / total if total else 0.0

@@ -1,0 +1,164 @@
+"""What if a layer went to the neighbour: the plan with a cut moved, simulated again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from mmcompile.plan.bottlenecks import chain_of_stage, memory_bytes, rank_loads
+from mmcompile.plan.plan import Chain, Plan, Segment, Stage, StagePrediction
+from mmcompile.report.replay import replay, saved_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShare:
+    """One layer's share of its stage, 0..1 each."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    parameters: float
+    gradients: float
+    activations: float
+
+    def __add__(self, other: LayerShare) -> LayerShare:
+        return LayerShare(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(LayerShare)})
+
+
+NOTHING = LayerShare(**{f.name: 0.0 for f in fields(LayerShare)})
+Shares = Mapping[str, Sequence[LayerShare]]
+"""Stage name -> the share of each of its layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """A cut moved by some layers, and what the simulator says of it."""
+
+    layers: tuple[str, ...]
+    source: str
+    target: str
+    iteration_s: float
+    change: float
+    """Relative to the plan simulated in the same way."""
+    over_bytes: int
+    """By how much the fullest rank exceeds its memory; 0 if it fits."""
+
+    def __str__(self) -> str:
+        what = self.layers[0] if len(self.layers) == 1 else f"{len(self.layers)} layers from {self.layers[0]} on"
+        verdict = "no change" if abs(self.change) < 0.0005 else f"{self.change:+.1%}"
+        over = f", but {self.over_bytes / 2**30:.1f} GiB more than fits" if self.over_bytes else ""
+        return f"{what} moved to {self.target}: step {self.iteration_s * 1e3:.4g} ms ({verdict}){over}"
+
+
+def equal_shares(plan: Plan) -> Shares:
+    """Every layer of a stage alike: all that a plan file alone can say."""
+    found: dict[str, list[LayerShare]] = {}
+    for stage in plan.stages:
+        count = len(stage.layer_names)
+        found[stage.name] = [LayerShare(**{f.name: 1 / count for f in fields(LayerShare)})] * count
+    return found
+
+
+def boundary_moves(plan: Plan, stage: Stage, shares: Shares) -> tuple[Move, ...]:
+    """The first layer to the stage before, the last to the stage after, where both run alike."""
+    return tuple(
+        move
+        for position, step in ((0, -1), (len(stage.layer_names) - 1, 1))
+        if (move := move_layers(plan, stage, position, step, shares)) is not None
+    )
+
+
+def move_layers(plan: Plan, stage: Stage, position: int, step: int, shares: Shares) -> Move | None:
+    """Move the cut before (`step` -1) or after (+1) a stage so that the layer at `position` changes sides.
+
+    Returns:
+        None if there is no such neighbour, the stage would be empty, or only one of the two runs a backward.
+    """
+    chain = chain_of_stage(plan, stage.name)
+    index = chain.stages.index(stage)
+    count = len(stage.layer_names)
+    moved = range(0, position + 1) if step < 0 else range(position, count)
+    if not 0 <= index + step < len(chain.stages) or len(moved) == count:
+        return None
+    target = chain.stages[index + step]
+    if target.has_backward != stage.has_backward:
+        return None
+    share = sum((shares[stage.name][layer] for layer in moved), NOTHING)
+    changed = {stage.name: _without(stage, moved, share), target.name: _with(target, stage, moved, share, step)}
+    other = replace(plan, chains=tuple(_exchanged(chain, changed) for chain in plan.chains))
+    before_s, after_s = replay(plan).iteration_s, replay(other).iteration_s
+    fullest = max(load.num_bytes for load in rank_loads(other))
+    return Move(
+        layers=tuple(stage.layer_names[layer] for layer in moved),
+        source=stage.name,
+        target=target.name,
+        iteration_s=after_s,
+        change=after_s / before_s - 1,
+        over_bytes=max(0, fullest - memory_bytes(plan)),
+    )
+
+
+def _exchanged(chain: Chain, changed: Mapping[str, Stage]) -> Chain:
+    return replace(chain, stages=tuple(changed.get(stage.name, stage) for stage in chain.stages))
+
+
+def _without(stage: Stage, moved: range, share: LayerShare) -> Stage:
+    kept = [layer for layer in range(len(stage.layer_names)) if layer not in moved]
+    return replace(
+        stage,
+        layer_names=tuple(stage.layer_names[layer] for layer in kept),
+        segments=_segments([_owners(stage)[layer] for layer in kept]),
+        prediction=_plus(stage.prediction, _scaled(stage, share, stage.prediction.in_flight), -1),
+    )
+
+
+def _with(target: Stage, source: Stage, moved: range, share: LayerShare, step: int) -> Stage:
+    names = tuple(source.layer_names[layer] for layer in moved)
+    owners = [_owners(source)[layer] for layer in moved]
+    own = _owners(target)
+    return replace(
+        target,
+        layer_names=(*target.layer_names, *names) if step < 0 else (*names, *target.layer_names),
+        segments=_segments([*own, *owners] if step < 0 else [*owners, *own]),
+        prediction=_plus(target.prediction, _scaled(source, share, target.prediction.in_flight), 1),
+    )
+
+
+def _owners(stage: Stage) -> list[tuple[str, int]]:
+    return [(part.component, layer) for part in stage.segments for layer in range(part.first, part.last)]
+
+
+def _segments(owners: Sequence[tuple[str, int]]) -> tuple[Segment, ...]:
+    return tuple(_runs(owners))
+
+
+def _runs(owners: Sequence[tuple[str, int]]) -> Iterator[Segment]:
+    first = 0
+    for index in range(1, len(owners) + 1):
+        if index == len(owners) or owners[index][0] != owners[first][0]:
+            yield Segment(component=owners[first][0], first=owners[first][1], last=owners[index - 1][1] + 1)
+            first = index
+
+
+def _scaled(stage: Stage, share: LayerShare, in_flight: int) -> StagePrediction:
+    """What a part of a stage takes, with so many microbatches in flight."""
+    predicted = stage.prediction
+    return StagePrediction(
+        forward_s=predicted.forward_s * share.forward,
+        input_grad_s=predicted.input_grad_s * share.input_grad,
+        weight_grad_s=predicted.weight_grad_s * share.weight_grad,
+        parameter_bytes=round(predicted.parameter_bytes * share.parameters),
+        gradient_bytes=round(predicted.gradient_bytes * share.gradients),
+        optimizer_bytes=round(predicted.optimizer_bytes * share.gradients),
+        activation_bytes=round(in_flight * saved_bytes(stage) * share.activations),
+        in_flight=in_flight,
+    )
+
+
+def _plus(one: StagePrediction, two: StagePrediction, sign: int) -> StagePrediction:
+    summed = {
+        f.name: max(0, getattr(one, f.name) + sign * getattr(two, f.name))
+        for f in fields(StagePrediction)
+        if f.name != "in_flight"
+    }
+    return StagePrediction(**summed, in_flight=one.in_flight)

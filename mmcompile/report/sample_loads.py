@@ -1,0 +1,76 @@
+"""Work of each microbatch of a simulated step, from samples drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.costmodel.load import Load
+from mmcompile.plan.plan import Chain, Plan
+from mmcompile.plan.pricing import Pricing, Sharding
+from mmcompile.plan.workload import MicrobatchLoads
+from mmcompile.report.study import Study
+
+
+def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) -> dict[str, list[float]]:
+    """Chain -> for each microbatch of its first replica, its seconds relative to those that the plan predicts.
+
+    At each slot, the samples of all replicas of the last chain are shared evenly by the replicas of the others.
+    """
+    pricing = Pricing(table=study.table, cluster=plan.cluster, dtype=study.dtype)
+    samples, replicas = microbatch_samples(plan, study), plan.chains[-1].dp
+    drawn = study.workload.draw(num_microbatches * replicas, samples, seed)
+    found: dict[str, list[float]] = {}
+    for chain in plan.chains:
+        expected = _expected(plan, study, chain)
+        base = _seconds(pricing, plan, chain, {name: _arrays([load]) for name, load in expected.items()})[0]
+        own = _seconds(pricing, plan, chain, _served(drawn, chain, num_microbatches, replicas))
+        found[chain.name] = [float(seconds / base) if base else 1.0 for seconds in own]
+    return found
+
+
+def microbatch_samples(plan: Plan, study: Study) -> float:
+    """Samples of a microbatch of one replica of the last chain."""
+    return plan.microbatch_samples or float(study.graph.num_samples)
+
+
+def slot_samples(plan: Plan, study: Study, chain: Chain) -> float:
+    """Samples that one replica of a chain gets at a microbatch's slot."""
+    return microbatch_samples(plan, study) * plan.chains[-1].dp / chain.dp
+
+
+def _expected(plan: Plan, study: Study, chain: Chain) -> Mapping[str, Load]:
+    """What the plan's predictions are for: the mean over its data, or the captured batch."""
+    samples = slot_samples(plan, study, chain)
+    if not plan.data:
+        return {name: load * (samples / study.graph.num_samples) for name, load in study.table.loads.items()}
+    if samples >= 1:
+        return study.workload.mean(samples)
+    return {name: load * samples for name, load in study.workload.mean(1).items()}
+
+
+_Arrays = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Tokens and squares."""
+
+
+def _arrays(loads: list[Load]) -> _Arrays:
+    return np.array([load.tokens for load in loads]), np.array([load.squares for load in loads])
+
+
+def _served(drawn: MicrobatchLoads, chain: Chain, count: int, replicas: int) -> dict[str, _Arrays]:
+    """Component -> loads of the chain's first replica."""
+    served, part = max(replicas // chain.dp, 1), min(replicas / chain.dp, 1.0)
+
+    def own(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        return rows.reshape(count, replicas)[:, :served].sum(axis=1) * part
+
+    return {name: (own(rows), own(drawn.squares[name])) for name, rows in drawn.tokens.items()}
+
+
+def _seconds(pricing: Pricing, plan: Plan, chain: Chain, loads: Mapping[str, _Arrays]) -> NDArray[np.float64]:
+    """Forward and backward of all layers of a chain, for each microbatch."""
+    sharding = Sharding(tp=chain.tp, cp=chain.cp, recompute=plan.recompute)
+    each = [pricing.durations(name, *loads[name], sharding).sum(axis=(0, 2)) for name in chain.components]
+    return np.sum(each, axis=0)

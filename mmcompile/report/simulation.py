@@ -1,0 +1,164 @@
+"""What the simulator says of a plan: iteration, idle time by cause, memory; one schedule beside another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mmcompile.plan.bottlenecks import CAUSE_WORDS, causes, memory_bytes
+from mmcompile.plan.plan import BubbleShare, ScheduleKind
+from mmcompile.plan.stage_rows import columns, rank_ranges
+from mmcompile.report.replay import Replay
+from mmcompile.report.text_timeline import text_timeline
+from mmcompile.units import format_bytes, format_seconds
+
+_MAX_GROUPS = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFigures:
+    """Ranks that do the same, over a step."""
+
+    stages: str
+    ranks: tuple[int, ...]
+    busy_s: float
+    idle: float
+    """Share of the step, 0..1."""
+    fixed_bytes: int
+    """Parameters, gradients, optimizer state."""
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """One simulated step."""
+
+    schedule: ScheduleKind
+    num_microbatches: int
+    iteration_s: float
+    planned_s: float
+    """What the plan predicts, for its own schedule, microbatches and data."""
+    bubble: float
+    bubbles: tuple[BubbleShare, ...]
+    groups: tuple[GroupFigures, ...]
+    limit_bytes: int
+    """Memory of one rank."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(group.peak_bytes for group in self.groups)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self) | {"peak_bytes": self.peak_bytes, "fits": self.fits}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.schedule}, {self.num_microbatches} microbatches: iteration {format_seconds(self.iteration_s)} "
+            f"(planned {format_seconds(self.planned_s)}), bubble {self.bubble:.1%}"
+        ]
+        lines += [_bubble(share) for share in self.bubbles]
+        lines += ["", *columns([_GROUP_HEADER, *map(_group_row, self.groups[:_MAX_GROUPS])], left={0, 1})]
+        if len(self.groups) > _MAX_GROUPS:
+            lines.append(f"and {len(self.groups) - _MAX_GROUPS} more")
+        if not self.fits:
+            lines += ["", f"does not fit: {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def summarize(step: Replay) -> Simulation:
+    """The figures of a simulated step."""
+    curves = step.memory()
+    return Simulation(
+        schedule=step.kind,
+        num_microbatches=step.num_microbatches,
+        iteration_s=step.iteration_s,
+        planned_s=step.plan.predicted.iteration_s,
+        bubble=step.bubble,
+        bubbles=step.bubbles(),
+        groups=tuple(
+            GroupFigures(
+                stages=group.name,
+                ranks=group.ranks,
+                busy_s=step.timeline.busy_s[index],
+                idle=step.idle(index),
+                fixed_bytes=curves[index].points[0][1],
+                peak_bytes=curves[index].peak_bytes,
+            )
+            for index, group in enumerate(step.groups)
+        ),
+        limit_bytes=memory_bytes(step.plan),
+    )
+
+
+def timeline_text(step: Replay) -> str:
+    """The simulated step drawn in characters; the first groups where there are many."""
+    names = [group.name for group in step.groups]
+    left = len(names) - _MAX_GROUPS
+    text = text_timeline(step.timeline.events, names[:_MAX_GROUPS])
+    return f"{text}\nand {left} more groups of ranks" if left > 0 else text
+
+
+def compare(steps: Sequence[Simulation]) -> str:
+    """Schedules side by side, fastest first."""
+    ordered = sorted(steps, key=lambda step: step.iteration_s)
+    best_s = ordered[0].iteration_s
+    header = ("schedule", "iteration", "", "bubble", *CAUSE_WORDS.values(), "fullest rank", "")
+    return "\n".join(
+        line.rstrip() for line in columns([header, *(_compared(step, best_s) for step in ordered)], left={0})
+    )
+
+
+def _compared(step: Simulation, best_s: float) -> tuple[str, ...]:
+    slower = step.iteration_s / best_s - 1
+    shares = _mean_causes(step)
+    return (
+        step.schedule,
+        format_seconds(step.iteration_s),
+        "best" if slower == 0 else f"{slower:+.1%}",
+        f"{step.bubble:.1%}",
+        *(f"{share:.1%}" for share in shares.values()),
+        format_bytes(step.peak_bytes),
+        "" if step.fits else "does not fit",
+    )
+
+
+def _mean_causes(step: Simulation) -> Mapping[str, float]:
+    """Cause -> idle share over all ranks."""
+    weights = {share.chain: 0 for share in step.bubbles}
+    for group in step.groups:
+        for name in group.stages.split(" + "):
+            chain = name.rpartition(".")[0]
+            if chain in weights:
+                weights[chain] += len(group.ranks)
+    total = sum(weights.values())
+    return {
+        cause: sum(weights[share.chain] * causes(share)[cause] for share in step.bubbles) / total
+        for cause in CAUSE_WORDS
+    }
+
+
+_GROUP_HEADER = ("ranks", "stages", "busy", "idle", "always held", "peak")
+
+
+def _group_row(group: GroupFigures) -> tuple[str, ...]:
+    return (
+        rank_ranges(group.ranks),
+        group.stages,
+        format_seconds(group.busy_s),
+        f"{group.idle:.1%}",
+        format_bytes(group.fixed_bytes),
+        format_bytes(group.peak_bytes),
+    )
+
+
+def _bubble(share: BubbleShare) -> str:
+    shares = causes(share)
+    named = (f"{CAUSE_WORDS[cause]} {value:.1%}" for cause, value in shares.items() if value >= 0.0005)
+    return f"  {share.chain} idle {sum(shares.values()):.1%}: {', '.join(named) or 'never'}"

@@ -1,0 +1,60 @@
+"""A model captured, costed and met with a dataset: what `check`, `simulate` and `explain` know beyond the plan file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from mmcompile import api
+from mmcompile.data.stats import DatasetStats
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.ir.inputs import completed
+from mmcompile.passes.cost import Cost
+from mmcompile.passes.cost_table import CostTable
+from mmcompile.passes.gradient_flow import GradientFlow, GradientReport
+from mmcompile.plan.workload import Workload
+from mmcompile.report.layer_work import main_dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """A captured model."""
+
+    graph: ModelGraph = field(repr=False)
+    gradients: GradientReport = field(repr=False)
+    table: CostTable = field(repr=False)
+    workload: Workload = field(repr=False)
+    dtype: str
+    """Of most parameters."""
+    max_positions: int | None
+    """Longest sequence that the text model has positions for; None where its config says nothing."""
+
+
+def study(model: nn.Module, batch: Mapping[str, Any], stats: DatasetStats | None) -> Study:
+    """Capture a model and read what the samples of a dataset bring to its components.
+
+    Raises:
+        BatchError, CaptureError: from the capture.
+        PlanError: the dataset is empty.
+    """
+    graph = api.capture(model, batch)
+    table = Cost().run(graph)
+    return Study(
+        graph=graph,
+        gradients=GradientFlow().run(graph),
+        table=table,
+        workload=Workload.of(graph, table, completed(model, batch), stats),
+        dtype=main_dtype(graph),
+        max_positions=_max_positions(model),
+    )
+
+
+def _max_positions(model: nn.Module) -> int | None:
+    # Configs of Hugging Face models are not typed: each family has its own fields.
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None

@@ -1,0 +1,346 @@
+"""`Assignment`: for every component of a step, which replica computes a sample, and in which microbatch.
+
+Systems that balance data differ only in how they fill this one value. Microbatches are numbered in the order in which they
+run. A sample whose language-model microbatch is later than its encoder microbatch is *deferred*: its activations wait.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from mmcompile.errors import ConfigError, VerifyError
+
+ABSENT = -1
+"""Replica and microbatch of a sample in a component that it does not take part in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleCosts:
+    """What each sample of a step costs each component. Arrays are read-only."""
+
+    components: tuple[str, ...]
+    """Encoders first; the last one (the language model) consumes what the others make."""
+    costs: np.ndarray
+    """float64 [components, samples]: seconds on one replica, or any unit that all components share. A sample takes part in a
+    component if its cost there is above 0."""
+    lengths: np.ndarray | None = None
+    """int64 [components, samples]: tokens, for algorithms that balance tokens; of the last component those of the whole
+    interleaved sequence (OrchMLLM §6)."""
+    memory_bytes: np.ndarray | None = None
+    """int64 [components, samples]: activations of a sample while its microbatch runs."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "costs", _frozen(self.costs, np.float64))
+        shape = self.costs.shape
+        if self.costs.ndim != 2 or shape[0] != len(self.components) or not self.components:
+            raise ConfigError(f"costs have shape {shape}; wanted [{len(self.components)} components, samples]")
+        if not np.isfinite(self.costs).all() or (self.costs < 0).any():
+            raise ConfigError("a cost is negative or not finite; wanted seconds, 0 for a sample that takes no part")
+        for name in ("lengths", "memory_bytes"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            object.__setattr__(self, name, _frozen(values, np.int64))
+            if values.shape != shape or (values < 0).any():
+                raise ConfigError(f"{name} have shape {values.shape}; wanted {shape}, like costs, and none negative")
+
+    @property
+    def num_samples(self) -> int:
+        return self.costs.shape[1]
+
+    @property
+    def takes_part(self) -> np.ndarray:
+        """bool [components, samples]."""
+        return self.costs > 0
+
+    def tokens(self, algorithm: str) -> np.ndarray:
+        """`lengths`, for an algorithm that cannot do without. Raises ConfigError if there are none."""
+        if self.lengths is None:
+            raise ConfigError(f"{algorithm} balances tokens and these costs have no lengths; give lengths, or balance seconds")
+        return self.lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Where samples can go: replicas of every component, and microbatches of each replica."""
+
+    num_replicas: tuple[int, ...]
+    """By component, in the order of the costs."""
+    num_microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.num_replicas or min(*self.num_replicas, self.num_microbatches) < 1:
+            raise ConfigError(
+                f"{self.num_microbatches} microbatches on {self.num_replicas} replicas; wanted at least 1 of each"
+            )
+
+    @property
+    def num_buckets(self) -> int:
+        """(replica, microbatch) pairs of the last component."""
+        return self.num_replicas[-1] * self.num_microbatches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Assignment:
+    """Where every sample of a step is computed. Equal if all places are; `str` prints it, `parse` and JSON read it back."""
+
+    components: tuple[str, ...]
+    grid: Grid
+    replica: np.ndarray
+    """int32 [components, samples]; -1 where a sample takes no part."""
+    microbatch: np.ndarray
+    """int32 [components, samples], in the order in which microbatches run; -1 where a sample takes no part."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replica", _frozen(self.replica, np.int32))
+        object.__setattr__(self, "microbatch", _frozen(self.microbatch, np.int32))
+        wanted = len(self.components)
+        if self.replica.ndim != 2 or self.replica.shape != self.microbatch.shape or len(self.replica) != wanted:
+            raise VerifyError(
+                f"replicas {self.replica.shape} and microbatches {self.microbatch.shape}; wanted both [{wanted}, samples]"
+            )
+        if len(self.grid.num_replicas) != wanted:
+            raise VerifyError(f"replicas of {len(self.grid.num_replicas)} components; wanted {wanted}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Assignment) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Everything that makes two assignments differ."""
+        header = repr((self.components, self.grid, self.replica.shape)).encode()
+        return header + self.replica.tobytes() + self.microbatch.tobytes()
+
+    @property
+    def num_samples(self) -> int:
+        return self.replica.shape[1]
+
+    def buckets(self, component: int) -> np.ndarray:
+        """int64 [samples]: replica * microbatches + microbatch; -1 where a sample takes no part."""
+        flat = self.replica[component].astype(np.int64) * self.grid.num_microbatches + self.microbatch[component]
+        return np.where(self.replica[component] == ABSENT, ABSENT, flat)
+
+    def samples(self, component: int, replica: int, microbatch: int) -> np.ndarray:
+        """Samples of one microbatch, ascending."""
+        return np.flatnonzero((self.replica[component] == replica) & (self.microbatch[component] == microbatch))
+
+    def loads(self, costs: SampleCosts) -> dict[str, np.ndarray]:
+        """Component -> cost of every microbatch, float64 [replicas, microbatches]."""
+        return {name: self.sums(row, costs.costs[row]) for row, name in enumerate(self.components)}
+
+    def sums(self, component: int, values: np.ndarray) -> np.ndarray:
+        """Values [samples] added up by microbatch: float64 [replicas, microbatches]."""
+        shape = (self.grid.num_replicas[component], self.grid.num_microbatches)
+        buckets = self.buckets(component)
+        here = buckets != ABSENT
+        return np.bincount(buckets[here], weights=values[here], minlength=shape[0] * shape[1]).reshape(shape)
+
+    def deferred(self, component: int) -> np.ndarray:
+        """bool [samples]: the last component computes a sample in a later microbatch than this one."""
+        takes_part = (self.microbatch[component] != ABSENT) & (self.microbatch[-1] != ABSENT)
+        return takes_part & (self.microbatch[-1] > self.microbatch[component])
+
+    def parts(self, component: int, replica: int, microbatch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The two sub-microbatches of a microbatch, each with a backward of its own: samples kept and samples deferred."""
+        samples = self.samples(component, replica, microbatch)
+        late = self.deferred(component)[samples]
+        return samples[~late], samples[late]
+
+    def check(self, costs: SampleCosts) -> None:
+        """Every sample is computed once by every component it takes part in, and by no other.
+
+        Raises:
+            VerifyError: naming the first sample and component for which this does not hold, or the sample that the last
+                component computes before an encoder has.
+        """
+        if self.components != costs.components or self.num_samples != costs.num_samples:
+            raise VerifyError(
+                f"an assignment of {self.num_samples} samples to {self.components}; the step has {costs.num_samples} samples "
+                f"of {costs.components}"
+            )
+        for row, name in enumerate(self.components):
+            limits = (self.grid.num_replicas[row], self.grid.num_microbatches)
+            _check_component(name, self.replica[row], self.microbatch[row], costs.takes_part[row], limits)
+            early = (self.microbatch[-1] != ABSENT) & (self.microbatch[-1] < self.microbatch[row])
+            if early.any():
+                sample = int(np.flatnonzero(early)[0])
+                raise VerifyError(
+                    f"sample {sample} is in microbatch {self.microbatch[-1, sample]} of {self.components[-1]} and in the later "
+                    f"{self.microbatch[row, sample]} of {name}, which must come first"
+                )
+
+    def reordered(self, order: np.ndarray) -> Assignment:
+        """The same microbatches in another order, in all components.
+
+        Args:
+            order: int [replicas, microbatches]: `order[r, k]` is the microbatch of replica r that shall run as the k-th. One
+                row serves all replicas.
+
+        Raises:
+            VerifyError: a row is not a permutation, or replicas are to differ in order and components in replicas.
+        """
+        count = self.grid.num_microbatches
+        orders = np.atleast_2d(order)
+        if orders.shape[1] != count or (np.sort(orders, axis=1) != np.arange(count)).any():
+            raise VerifyError(f"an order {orders.shape} that is no permutation of {count} microbatches in each row")
+        if len(orders) > 1 and set(self.grid.num_replicas) != {len(orders)}:
+            raise VerifyError(f"{len(orders)} orders for {self.grid.num_replicas} replicas; wanted one, or as many everywhere")
+        position = np.argsort(orders, axis=1)
+        row = self.replica if len(orders) > 1 else np.zeros_like(self.replica)
+        moved = np.where(self.microbatch == ABSENT, ABSENT, position[row, self.microbatch])
+        return Assignment(components=self.components, grid=self.grid, replica=self.replica, microbatch=moved)
+
+    def __str__(self) -> str:
+        """One line for every microbatch that has samples: `replica.microbatch: samples`, ranges as `3-7`."""
+        lines = [f"assignment samples={self.num_samples} microbatches={self.grid.num_microbatches}"]
+        for row, name in enumerate(self.components):
+            lines.append(f"{name} replicas={self.grid.num_replicas[row]}")
+            for bucket, samples in groups(self.buckets(row)):
+                replica, microbatch = divmod(bucket, self.grid.num_microbatches)
+                lines.append(f"  {replica}.{microbatch}: {_ranges(samples)}")
+        return "\n".join(lines)
+
+    @classmethod
+    def parse(cls, text: str) -> Assignment:
+        """Inverse of `str`. Raises ConfigError with the line it cannot read."""
+        return _parse(text.splitlines())
+
+    def to_json(self) -> str:
+        """One object; places as lists [components][samples]."""
+        return msgspec.json.encode(
+            _Wire(
+                components=self.components,
+                num_replicas=self.grid.num_replicas,
+                num_microbatches=self.grid.num_microbatches,
+                replica=self.replica.tolist(),
+                microbatch=self.microbatch.tolist(),
+            )
+        ).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Assignment:
+        """Inverse of `to_json`. Raises ConfigError if the text is something else."""
+        try:
+            wire = msgspec.json.decode(text, type=_Wire)
+            return cls(
+                components=wire.components,
+                grid=Grid(num_replicas=wire.num_replicas, num_microbatches=wire.num_microbatches),
+                replica=np.array(wire.replica, dtype=np.int32),
+                microbatch=np.array(wire.microbatch, dtype=np.int32),
+            )
+        except (msgspec.MsgspecError, ValueError, OverflowError, VerifyError) as error:
+            raise ConfigError(f"not an assignment: {error}; give what Assignment.to_json wrote") from error
+
+
+class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    components: tuple[str, ...]
+    num_replicas: tuple[int, ...]
+    num_microbatches: int
+    replica: list[list[int]]
+    microbatch: list[list[int]]
+
+
+def assignment_of(
+    costs: SampleCosts, grid: Grid, replica: np.ndarray | Sequence[np.ndarray], microbatch: np.ndarray | Sequence[np.ndarray]
+) -> Assignment:
+    """An assignment from places [components, samples] of which those of absent samples may be anything.
+
+    Args:
+        replica: of every sample in every component, or one row for all components; so too `microbatch`.
+    """
+    shape = costs.costs.shape
+    return Assignment(
+        components=costs.components,
+        grid=grid,
+        replica=np.where(costs.takes_part, np.broadcast_to(replica, shape), ABSENT),
+        microbatch=np.where(costs.takes_part, np.broadcast_to(microbatch, shape), ABSENT),
+    )
+
+
+def groups(keys: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Indices of equal keys, ascending by key and by index; negative keys are left out."""
+    order = np.argsort(keys, kind="stable")
+    order = order[np.searchsorted(keys[order], 0) :]
+    if not len(order):
+        return []
+    found, starts = np.unique(keys[order], return_index=True)
+    return list(zip(found.tolist(), np.split(order, starts[1:]), strict=True))
+
+
+def _frozen(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    array = np.array(values, dtype=dtype, order="C")
+    array.setflags(write=False)
+    return array
+
+
+def _check_component(
+    name: str, replica: np.ndarray, microbatch: np.ndarray, takes_part: np.ndarray, limits: tuple[int, int]
+) -> None:
+    present = (replica != ABSENT) | (microbatch != ABSENT)
+    for wrong, words in (
+        (takes_part & ~present, "takes part in {name} and is in none of its microbatches"),
+        (present & ~takes_part, "takes no part in {name} and is in replica {replica}, microbatch {microbatch} of it"),
+        (
+            takes_part & ((replica < 0) | (replica >= limits[0]) | (microbatch < 0) | (microbatch >= limits[1])),
+            "is in replica {replica}, microbatch {microbatch} of {name}, which has {limits[0]} replicas and {limits[1]} microbatches",
+        ),
+    ):
+        if wrong.any():
+            sample = int(np.flatnonzero(wrong)[0])
+            place = {"replica": replica[sample], "microbatch": microbatch[sample]}
+            raise VerifyError(f"sample {sample} " + words.format(name=name, limits=limits, **place))
+
+
+def _ranges(samples: np.ndarray) -> str:
+    breaks = np.flatnonzero(np.diff(samples) != 1) + 1
+    runs = ((int(run[0]), int(run[-1])) for run in np.split(samples, breaks))
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+_HEADER = re.compile(r"assignment samples=(\d+) microbatches=(\d+)")
+_COMPONENT = re.compile(r"(\S+) replicas=(\d+)")
+_MICROBATCH = re.compile(r"  (\d+)\.(\d+): (\d+(?:-\d+)?(?: \d+(?:-\d+)?)*)")
+
+
+def _parse(lines: Sequence[str]) -> Assignment:
+    header = _HEADER.fullmatch(lines[0]) if lines else None
+    if header is None:
+        raise ConfigError(f"{lines[:1]} is not the first line of an assignment; wanted `assignment samples=N microbatches=K`")
+    num_samples, num_microbatches = int(header[1]), int(header[2])
+    names: list[str] = []
+    replicas: list[int] = []
+    places: list[np.ndarray] = []
+    for line in lines[1:]:
+        if component := _COMPONENT.fullmatch(line):
+            names.append(component[1])
+            replicas.append(int(component[2]))
+            places.append(np.full((2, num_samples), ABSENT, dtype=np.int32))
+        elif (microbatch := _MICROBATCH.fullmatch(line)) and places:
+            _place(places[-1], int(microbatch[1]), int(microbatch[2]), list(_numbers(microbatch[3].split())), line)
+        else:
+            raise ConfigError(f"{line!r} is no line of an assignment; wanted `name replicas=N` or `  0.1: 2 5-7`")
+    return Assignment(
+        components=tuple(names),
+        grid=Grid(num_replicas=tuple(replicas), num_microbatches=num_microbatches),
+        replica=np.array([place[0] for place in places]),
+        microbatch=np.array([place[1] for place in places]),
+    )
+
+
+def _place(places: np.ndarray, replica: int, microbatch: int, samples: list[int], line: str) -> None:
+    if max(samples) >= places.shape[1] or (places[0, samples] != ABSENT).any() or len(set(samples)) < len(samples):
+        raise ConfigError(f"{line!r} names a sample twice, or one past the {places.shape[1]} of the step")
+    places[0, samples], places[1, samples] = replica, microbatch
+
+
+def _numbers(words: Iterable[str]) -> Iterator[int]:
+    for word in words:
+        first, _, last = word.partition("-")
+        yield from range(int(first), int(last or first) + 1)

@@ -1,0 +1,98 @@
+"""`auto`: try several balancers, judge each step by its time, keep arrival order unless another is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, final
+
+from mmcompile.step.assignment import Assignment, Grid, SampleCosts
+from mmcompile.step.balance.balancer import Balancer
+from mmcompile.step.balance.baselines import Arrival, SortedRoundRobin
+from mmcompile.step.balance.bounds import bottleneck, step_bound, pipelined
+from mmcompile.step.balance.buckets import Joint
+from mmcompile.step.balance.hierarchical import Defer, Hierarchical
+from mmcompile.step.balance.post_balance import PostBalance
+
+StepTime = Callable[[Assignment, SampleCosts], float]
+"""Time of a step, in the unit of the costs: `pipelined`, `phased`, `bottleneck`, or a simulator."""
+
+KEEP_BELOW = 0.05
+"""Default of `Auto.keep_below`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One balancer's step."""
+
+    name: str
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What was chosen, and why."""
+
+    name: str
+    assignment: Assignment
+    step_s: float
+    reason: str
+    trials: tuple[Trial, ...]
+    """In the order tried; arrival order first."""
+
+    @property
+    def arrival_s(self) -> float:
+        return self.trials[0].step_s
+
+
+def default_candidates() -> tuple[Balancer, ...]:
+    """Cheapest first: of equally fast steps the first is taken."""
+    return (PostBalance(), Joint(), Hierarchical(defer=Defer.ALL), SortedRoundRobin())
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Auto(Balancer):
+    """The fastest of several balancers, never slower than arrival order by the same clock.
+
+    If the slowest microbatch of arrival order is little above what no assignment can beat, order is kept: to move samples
+    costs something too. A step that one sample dominates is left alone by the same rule.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    candidates: tuple[Balancer, ...] = field(default_factory=default_candidates)
+    step_time: StepTime = pipelined
+    keep_below: float = KEEP_BELOW
+    """Imbalance, the slowest microbatch over the bound less 1, below which arrival order is kept."""
+
+    def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        return self.choose(costs, grid).assignment
+
+    def choose(self, costs: SampleCosts, grid: Grid) -> Choice:
+        """Like `assign`, with all trials and the reason."""
+        arrival = Arrival().assign(costs, grid)
+        trials = [Trial(name=Arrival.name, step_s=self.step_time(arrival, costs))]
+        imbalance = bottleneck(arrival, costs) / (step_bound(costs, grid) or 1.0) - 1
+        if imbalance < self.keep_below:
+            reason = f"imbalance {max(imbalance, 0.0):.1%} is below {self.keep_below:.0%}: arrival order is kept"
+            return _choice(Arrival.name, arrival, trials[0].step_s, reason, trials)
+        best, best_name, best_s = arrival, Arrival.name, trials[0].step_s
+        for candidate in self.candidates:
+            assignment = candidate.assign(costs, grid)
+            trials.append(Trial(name=candidate.name, step_s=self.step_time(assignment, costs)))
+            if trials[-1].step_s < best_s:
+                best, best_name, best_s = assignment, candidate.name, trials[-1].step_s
+        reason = f"imbalance {imbalance:.1%}; {_compared(best_name, best_s, trials)}"
+        return _choice(best_name, best, best_s, reason, trials)
+
+
+def _choice(name: str, assignment: Assignment, step_s: float, reason: str, trials: list[Trial]) -> Choice:
+    return Choice(name=name, assignment=assignment, step_s=step_s, reason=reason, trials=tuple(trials))
+
+
+def _compared(name: str, step_s: float, trials: list[Trial]) -> str:
+    arrival_s = trials[0].step_s
+    if name == Arrival.name:
+        return f"none of {', '.join(trial.name for trial in trials[1:])} is faster: arrival order is kept"
+    return f"{name} takes {1 - step_s / arrival_s:.1%} less than arrival order"

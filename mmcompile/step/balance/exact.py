@@ -1,0 +1,90 @@
+"""Samples into buckets by an integer program: the least largest load, proved, for instances that HiGHS can finish.
+
+    minimise h   subject to   sum_j x_ij = 1,   sum_i w_ci x_ij <= h for all components c,   sum_i b_ci x_ij <= 1 for memories
+
+Source: DFLOP Eq. 6, and memory limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array, csr_array
+
+_LEAST_GAIN = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Of the solver. An instance that reaches one is left to the heuristic.
+
+    Nodes are the limit that is meant to be reached, for it is reached at the same point everywhere. Time is a net below it: raise
+    the others beyond what finishes in it, and a result may depend on the speed of the machine.
+    """
+
+    variables: int = 96
+    """Samples times buckets of the largest instance that is tried; 0 to try none."""
+    nodes: int = 300
+    """Of the search tree."""
+    time_s: float = 10.0
+
+
+def better_buckets(
+    shares: np.ndarray, num_times: int, num_buckets: int, height: float, limits: Limits
+) -> tuple[np.ndarray | None, bool]:
+    """A partition lower than one of a known height.
+
+    Args:
+        shares: float64 [samples, columns]: relative times, then shares of the memory limit.
+        num_times: columns that are times.
+        height: to beat, of the highest bucket.
+
+    Returns:
+        The bucket of each sample, int64 [samples], or None if there is no lower one or the limits were reached; and whether it is
+        proved that none is lower than what is now known.
+    """
+    count = len(shares)
+    if count * num_buckets > limits.variables:
+        return None, False
+    heaviest = np.argsort(-shares.max(axis=1), kind="stable")
+    upper = np.ones(count * num_buckets + 1)
+    # Buckets are alike: the i-th sample may only use the first i + 1.
+    upper[:-1].reshape(count, num_buckets)[:] = np.tri(count, num_buckets)
+    upper[-1] = height * (1 - _LEAST_GAIN)
+    result = milp(
+        c=np.append(np.zeros(count * num_buckets), 1.0),
+        integrality=np.append(np.ones(count * num_buckets), 0.0),
+        bounds=Bounds(np.zeros_like(upper), upper),
+        constraints=_constraints(shares[heaviest], num_times, num_buckets),
+        options={"time_limit": limits.time_s, "node_limit": limits.nodes, "mip_rel_gap": 0.0},
+    )
+    if result.status == 2:  # infeasible: nothing is lower
+        return None, True
+    if result.status != 0:
+        return None, False
+    bucket = np.empty(count, dtype=np.int64)
+    bucket[heaviest] = result.x[:-1].reshape(count, num_buckets).argmax(axis=1)
+    return bucket, True
+
+
+def _constraints(shares: np.ndarray, num_times: int, num_buckets: int) -> list[LinearConstraint]:
+    count, columns = shares.shape
+    sample, bucket = np.divmod(np.arange(count * num_buckets), num_buckets)
+    ones = np.ones(count * num_buckets)
+    once = coo_array((ones, (sample, np.arange(len(sample)))), shape=(count, len(sample) + 1))
+    rows, variables, values = [], [], []
+    for column in range(columns):
+        rows += [bucket + column * num_buckets]
+        variables += [np.arange(len(sample))]
+        values += [shares[sample, column]]
+    rows += [np.arange(num_times * num_buckets)]
+    variables += [np.full(num_times * num_buckets, len(sample))]
+    values += [-np.ones(num_times * num_buckets)]
+    loads = coo_array(
+        (np.concatenate(values), (np.concatenate(rows), np.concatenate(variables))),
+        shape=(columns * num_buckets, len(sample) + 1),
+    )
+    most = np.append(np.zeros(num_times * num_buckets), np.ones((columns - num_times) * num_buckets))
+    return [LinearConstraint(csr_array(once), 1, 1), LinearConstraint(csr_array(loads), -np.inf, most)]

@@ -1,0 +1,112 @@
+"""Local search over buckets: many pairs of a heavy and a light bucket at once exchange the two samples that help most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+_SPARE = 3
+"""Free places of a bucket beside the largest: to exchange a sample for nothing is to move it."""
+_LEAST_GAIN = 1e-12
+OVER = 100.0
+"""Height of a bucket over its memory is this times how much it needs of the limit: more than any time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """Where the search stops. Counted in rounds, not in seconds, so that it is the same everywhere."""
+
+    rounds: int = 40
+    pairs: int = 32
+    """Of buckets, in one round."""
+    tolerance: float = 0.004
+    """Over the lower bound, at which it is good enough."""
+
+
+class Buckets:
+    """Samples in buckets, with loads kept up to date.
+
+    Loads are relative: 1 is the lower bound of a time, or the limit of a memory.
+    """
+
+    def __init__(self, shares: np.ndarray, num_times: int, bucket: np.ndarray, num_buckets: int) -> None:
+        """
+        Args:
+            shares: float64 [samples, columns]: times, then memories.
+            num_times: columns that are times.
+            bucket: int [samples], to start from.
+        """
+        self._nothing = len(shares)
+        # Columns come first: they are few, and reductions over a short last axis are slow.
+        self._shares = np.hstack([shares.T, np.zeros((shares.shape[1], 1))])
+        self._num_times = num_times
+        counts = np.bincount(bucket, minlength=num_buckets)
+        order = np.argsort(bucket, kind="stable")
+        place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._samples = np.full((num_buckets, counts.max(initial=0) + _SPARE), self._nothing)
+        self._samples[bucket[order], place] = order
+        self._loads = self._shares[:, self._samples].sum(axis=2)
+
+    @property
+    def bucket(self) -> np.ndarray:
+        """int64 [samples]."""
+        found = np.empty(self._nothing + 1, dtype=np.int64)
+        found[self._samples] = np.arange(len(self._samples))[:, None]
+        return found[:-1]
+
+    @property
+    def height(self) -> float:
+        """Of the highest bucket: its largest relative time, or `OVER` and more if it is over its memory."""
+        return float(self._heights(self._loads).max(initial=0.0))
+
+    def refine(self, effort: Effort) -> None:
+        """Lower the highest buckets until all keep to the tolerance, nothing helps, or the rounds are over."""
+        num_buckets = len(self._samples)
+        failed = np.zeros((num_buckets, num_buckets))
+        for _ in range(effort.rounds):
+            heights = self._heights(self._loads)
+            order = np.argsort(-heights, kind="stable")
+            if heights[order[0]] <= 1 + effort.tolerance or num_buckets == 1:
+                return
+            heavy = order[: max(1, min(effort.pairs, num_buckets // 2))]
+            heavy, light = self._partners(heavy, order[len(heavy) :], failed)
+            helped = self._exchange(heavy, light, heights)
+            failed[heavy[~helped], light[~helped]] = OVER
+            for changed in (heavy[helped], light[helped]):
+                failed[changed] = failed[:, changed] = 0.0
+            if not helped.any() and (failed[order[0], order[1:]] > 0).all():
+                return
+
+    def _heights(self, loads: np.ndarray) -> np.ndarray:
+        height = loads[: self._num_times].max(axis=0)
+        if self._num_times < len(loads):
+            memory = loads[self._num_times :].max(axis=0)
+            height = np.where(memory > 1, OVER * memory, height)
+        return height
+
+    def _partners(self, heavy: np.ndarray, others: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """To each heavy bucket the one with which it would be lowest if they could be cut in halves."""
+        halves = (self._loads[:, heavy, None] + self._loads[:, None, others]) / 2
+        rows, columns = linear_sum_assignment(self._heights(halves) + failed[np.ix_(heavy, others)])
+        return heavy[rows], others[columns]
+
+    def _exchange(self, heavy: np.ndarray, light: np.ndarray, heights: np.ndarray) -> np.ndarray:
+        """Exchange one sample of each heavy bucket with one of its partner where that lowers the heavier; bool [pairs]."""
+        given, taken = self._shares[:, self._samples[heavy]], self._shares[:, self._samples[light]]
+        change = given[..., None] - taken[:, :, None]
+        after = np.maximum(
+            self._heights(self._loads[:, heavy, None, None] - change),
+            self._heights(self._loads[:, light, None, None] + change),
+        ).reshape(len(heavy), -1)
+        best = after.argmin(axis=1)
+        helped = after[np.arange(len(heavy)), best] < heights[heavy] - _LEAST_GAIN
+        left, right = np.divmod(best[helped], self._samples.shape[1])
+        heavy, light = heavy[helped], light[helped]
+        moved = self._samples[heavy, left]
+        self._samples[heavy, left] = self._samples[light, right]
+        self._samples[light, right] = moved
+        for changed in (heavy, light):
+            self._loads[:, changed] = self._shares[:, self._samples[changed]].sum(axis=2)
+        return helped

@@ -1,0 +1,133 @@
+"""`CostTable`: what every layer costs, at the captured sizes and at any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+
+from mmcompile.costmodel.compute import LayerCost
+from mmcompile.costmodel.load import Load, Polynomial
+
+SIZED = tuple(item.name for item in fields(LayerCost) if not item.name.endswith("_s"))
+"""Fields of `LayerCost` that are FLOPs, bytes and kernels; the others are seconds."""
+PERMANENT = ("parameter_bytes", "trainable_bytes")
+NOTHING = LayerCost(**dict.fromkeys(SIZED, 0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowingCost:
+    """The cost of one layer at its captured load, in three parts that add up to it."""
+
+    fixed: LayerCost = NOTHING
+    by_tokens: LayerCost = NOTHING
+    """Proportional to `Load.tokens`."""
+    by_squares: LayerCost = NOTHING
+    """Proportional to `Load.squares`."""
+
+    @property
+    def total(self) -> LayerCost:
+        """The captured cost."""
+        return _sum(self.fixed, self.by_tokens, self.by_squares)
+
+    def scaled(self, tokens: Fraction, squares: Fraction) -> LayerCost:
+        """The cost with so many times the rows and the squares, rounded to integers."""
+        if not tokens:  # nothing to do for the component, so it does not run
+            return LayerCost(**{name: getattr(self.fixed, name) * (name in PERMANENT) for name in SIZED})
+        return _sum(self.fixed, _times(self.by_tokens, tokens), _times(self.by_squares, squares))
+
+    def polynomial(self, name: str, captured: Load) -> Polynomial:
+        """One field as a polynomial in the load.
+
+        Args:
+            name: a field of `LayerCost`.
+            captured: the load this cost was measured at.
+        """
+        tokens, squares = getattr(self.by_tokens, name), getattr(self.by_squares, name)
+        return Polynomial(
+            fixed=float(getattr(self.fixed, name)),
+            per_token=tokens / captured.tokens if tokens else 0.0,
+            per_square=squares / captured.squares if squares else 0.0,
+        )
+
+
+def _sum(*costs: LayerCost) -> LayerCost:
+    return LayerCost(**{name: sum(getattr(cost, name) for cost in costs) for name in SIZED})
+
+
+def _times(cost: LayerCost, factor: Fraction) -> LayerCost:
+    top, bottom = factor.numerator, factor.denominator
+    return LayerCost(**{name: (getattr(cost, name) * top + bottom // 2) // bottom for name in SIZED})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostTable:
+    """What each layer of each component costs for one microbatch."""
+
+    layers: Mapping[str, tuple[LayerCost, ...]]
+    """Component -> one cost per layer. A shared node is counted in the first layer that needs it."""
+    loads: Mapping[str, Load] = field(default_factory=dict)
+    """Component -> what the microbatch of `layers` brings to it. A projector has the load of the encoder that feeds it."""
+    growing: Mapping[str, tuple[GrowingCost, ...]] = field(default_factory=dict, repr=False)
+    """Component -> the captured cost of each layer by how it grows; `captured_loads` is the load of all of it."""
+    captured_loads: Mapping[str, Load] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, component: str) -> tuple[LayerCost, ...]:
+        return self.layers[component]
+
+    def at(self, loads: Mapping[str, Load]) -> CostTable:
+        """The table for a microbatch of other loads; components without one in `loads` keep theirs.
+
+        A component with no tokens costs nothing but its parameters. `table.at(table.loads) == table`.
+
+        Raises:
+            KeyError: `loads` names a component that the table has not.
+        """
+        for name in loads:
+            if name not in self.growing:
+                raise KeyError(f"no component {name!r} in the cost table; it has {', '.join(self.growing)}")
+        wanted = {**self.loads, **loads}
+        layers: dict[str, tuple[LayerCost, ...]] = {}
+        for name, costs in self.growing.items():
+            captured, load = self.captured_loads[name], wanted[name]
+            ratios = _ratio(load.tokens, captured.tokens), _ratio(load.squares, captured.squares)
+            known = {cost: cost.scaled(*ratios) for cost in dict.fromkeys(costs)}  # layers repeat
+            layers[name] = tuple(known[cost] for cost in costs)
+        return CostTable(layers=layers, loads=wanted, growing=self.growing, captured_loads=self.captured_loads)
+
+    def polynomial(self, component: str, layer: int, name: str) -> Polynomial:
+        """A field of a layer as a polynomial in the load of its component; `name` as in `LayerCost`."""
+        return self.growing[component][layer].polynomial(name, self.captured_loads[component])
+
+    @property
+    def polynomials(self) -> dict[str, tuple[dict[str, Polynomial], ...]]:
+        """Component -> for each layer, the polynomial of every field of `LayerCost`."""
+        return {
+            component: tuple(
+                {name: self.polynomial(component, index, name) for name in SIZED} for index in range(len(costs))
+            )
+            for component, costs in self.growing.items()
+        }
+
+    def total(self) -> LayerCost:
+        """Sum over all layers (`output_bytes` too: what crosses if every layer is a stage)."""
+        return _sum(*(cost for costs in self.layers.values() for cost in costs))
+
+    def __str__(self) -> str:
+        header = ("layer", "forward", "input grad", "weight grad", "[MFLOP]", "saved", "parameters", "output", "[KiB]")
+        lines = ["{:<28}{:>12}{:>12}{:>13}{:>9}{:>12}{:>12}{:>12}{:>7}".format(*header)]
+        for name, costs in self.layers.items():
+            lines += [_row(f"{name}.{index}", cost) for index, cost in enumerate(costs)]
+        lines.append(_row("total", self.total()))
+        return "\n".join(lines)
+
+
+def _ratio(load: float, captured: float) -> Fraction:
+    return Fraction(load) / Fraction(captured) if captured else Fraction(0)
+
+
+def _row(label: str, cost: LayerCost) -> str:
+    flops = (cost.forward_flops, cost.input_grad_flops, cost.weight_grad_flops)
+    mflops = "".join(f"{count / 1e6:>{width}.3f}" for count, width in zip(flops, (12, 12, 13), strict=True))
+    kib = "".join(f"{size / 1024:>12.2f}" for size in (cost.activation_bytes, cost.parameter_bytes, cost.output_bytes))
+    return f"{label:<28}{mflops}{'':9}{kib}"

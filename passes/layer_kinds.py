@@ -1,0 +1,114 @@
+"""`layer_kinds`: which layers do the same work. A calibration measures one layer of each kind."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import fx
+
+from mmcompile.ir.graph import Component, ModelGraph, ParameterSpec, dtype_name, info
+from mmcompile.passes.values import op_name, tensors
+
+NEAR = 4
+ATTENTION = ("scaled_dot_product_attention", "packed_attention", "bitfield_attention")
+
+
+def layer_kinds(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
+    """Component -> kind of each of its layers, for example `language_model.layers-3fa2b1c4`.
+
+    Equal text: the same operations on parameters of the same shapes, the same ones training, the same values carrying
+    gradient, masks and sequence lengths made the same way (a windowed block differs from a full one). Sizes of data (tokens,
+    samples, images) are left out, so captures of one model on other batches give the same kinds.
+    """
+    specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
+    nodes: dict[tuple[str, int], list[fx.Node]] = {}
+    for node in graph.module.graph.nodes:
+        if node.op == "call_function" and not info(node).shared:
+            nodes.setdefault((str(info(node).component), info(node).layer), []).append(node)
+    return {
+        component.name: tuple(
+            f"{_label(component, layer.name)}-"
+            f"{_digest(_lines(nodes.get((component.name, layer.index), []), specs) or _widths(component, specs))}"
+            for layer in component.layers
+        )
+        for component in graph.components
+    }
+
+
+def _label(component: Component, layer: str) -> str:
+    """`language_model` and `model.language_model.layers.3` -> `language_model.layers`."""
+    words = [part for part in layer.split(".") if not part.isdigit()]
+    return f"{component.kind}.{words[-1] if words else 'layer'}"
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+
+
+def _widths(component: Component, specs: Mapping[str, ParameterSpec]) -> list[str]:
+    """Shapes of a component's parameters, each once: the only sign of the width of a layer that has none."""
+    return sorted({str(specs[name].shape) for layer in component.layers for name in layer.parameters})
+
+
+def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str]:
+    """One line an operation. Those that read no parameter count once: how often may depend on the number of images."""
+    lines: dict[str, None] = {}
+    num_readers = 0
+    for node in nodes:
+        own = [spec for source in node.all_input_nodes if (spec := specs.get(str(source.target)))]
+        text = " ".join(
+            [
+                op_name(node),
+                _types(node),
+                "gradient" if info(node).carries_gradient else "",
+                *(f"{list(spec.shape)}{'*' if spec.trainable else ''}" for spec in own),
+                *_literals((node.args, node.kwargs)),
+                *_attention(node),
+            ]
+        )
+        num_readers += bool(own)
+        lines[f"{num_readers} {text}" if own else text] = None
+    return list(lines)
+
+
+def _types(node: fx.Node) -> str:
+    """Of the results; each once, since a list may have one for each image."""
+    return ",".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors(node)))
+
+
+def _literals(value: object) -> Iterable[str]:
+    """Arguments that are no sizes: floats, flags, words, types. Integers may be sizes of data."""
+    match value:
+        case bool() | float() | str() | torch.dtype() | None:
+            yield str(value)
+        case dict():
+            for key, item in value.items():
+                yield from (f"{key}={text}" for text in _literals(item))
+        case tuple() | list():
+            for item in value:
+                yield from _literals(item)
+
+
+def _attention(node: fx.Node) -> Iterable[str]:
+    """Of an attention op: heads and width of queries and keys [..., heads, tokens, width], which no parameter's shape tells;
+    plain numbers (a window); and how its mask or its list of sequence ends was made."""
+    if not any(name in op_name(node) for name in ATTENTION):
+        return
+    shapes = [tensors(source)[0].shape for source in node.all_input_nodes[:2]]
+    yield from (f"{shape[-3]}x{shape[-1]}" for shape in shapes if len(shape) >= 3)
+    yield from (str(value) for value in node.args if isinstance(value, int))
+    for source in node.all_input_nodes:
+        if source.op == "call_function" and info(source).shared:
+            yield "/".join(sorted(_near(source)))
+
+
+def _near(source: fx.Node) -> set[str]:
+    """Operations that made a shared value, a few steps back: further ones may be as many as there are images."""
+    names: set[str] = set()
+    level = {source}
+    for _ in range(NEAR):
+        names |= {op_name(node) for node in level}
+        level = {far for node in level for far in node.all_input_nodes if far.op == "call_function"}
+    return names
