@@ -4,7 +4,7 @@ For each pipeline the layers are measured just before (`mmcompile profile`), at 
 a few steps, one core and one thread a process. Prints a table and, last, the median absolute error; exits with 1 if that is
 above 10%.
 
-    python -P benchmarks/sim.py [--steps 10] [--only NAME] [--calibration FILE]
+    python -P benchmarks/sim.py [--steps 10] [--only NAME]
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ RUN = Size(samples=2, text_tokens=112)
 """At which pipelines run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Pipeline:
     """A model in two processes."""
 
@@ -97,7 +97,7 @@ def llava() -> nn.Module:
     vision = transformers.CLIPVisionConfig(**TOWER, image_size=112, patch_size=14, projection_dim=64)
     text = transformers.LlamaConfig(**TEXT)
     config = transformers.LlavaConfig(
-        vision_config=vision, text_config=text, image_seq_length=64, image_token_id=IMAGE, image_token_index=IMAGE
+        vision_config=vision, text_config=text, image_seq_length=64, image_token_index=IMAGE
     )
     return transformers.LlavaForConditionalGeneration(config)
 
@@ -142,43 +142,22 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 8}))
 
 
-TEXT_ONLY = ("language_model", "lm_head")
-PIPELINES = tuple(
-    Pipeline(name=name, model=model, train=train, stages=stages, projector=projector)
-    for model, stages, projector, variants in (
-        (
-            llava,
-            {"vision_tower": 1, "language_model": 1},
-            "with_encoder",
-            {
-                "llava, all": ("all",),
-                "llava, frozen tower": ("multi_modal_projector", *TEXT_ONLY),
-                "llava, projector only": ("multi_modal_projector",),
-            },
-        ),
-        (
-            qwen2_5_vl,
-            {"visual": 1, "language_model": 1},
-            None,
-            {"qwen2.5-vl, all": ("all",), "qwen2.5-vl, frozen tower": TEXT_ONLY},
-        ),
-        (
-            qwen2_audio,
-            {"audio_tower": 1, "language_model": 1},
-            "with_encoder",
-            {"qwen2-audio, frozen tower": ("multi_modal_projector", *TEXT_ONLY)},
-        ),
-        (
-            llama,
-            {"language_model": 2},
-            None,
-            {
-                "llama in two, all": ("all",),
-                "llama in two, upper half": ("layers.4", "layers.5", "layers.6", "layers.7", "lm_head"),
-            },
-        ),
-    )
-    for name, train in variants.items()
+LANGUAGE = ("language_model", "lm_head")
+PROJECTOR = "multi_modal_projector"
+VISION = {"vision_tower": 1, "language_model": 1}
+VISUAL = {"visual": 1, "language_model": 1}
+SOUND = {"audio_tower": 1, "language_model": 1}
+TWO = {"language_model": 2}
+UPPER = ("layers.4", "layers.5", "layers.6", "layers.7", "lm_head")
+PIPELINES = (
+    Pipeline("llava, all", llava, ("all",), VISION, "with_encoder"),
+    Pipeline("llava, frozen tower", llava, (PROJECTOR, *LANGUAGE), VISION, "with_encoder"),
+    Pipeline("llava, projector only", llava, (PROJECTOR,), VISION, "with_encoder"),
+    Pipeline("qwen2.5-vl, all", qwen2_5_vl, ("all",), VISUAL),
+    Pipeline("qwen2.5-vl, frozen tower", qwen2_5_vl, LANGUAGE, VISUAL),
+    Pipeline("qwen2-audio, frozen tower", qwen2_audio, (PROJECTOR, *LANGUAGE), SOUND, "with_encoder"),
+    Pipeline("llama in two, all", llama, ("all",), TWO),
+    Pipeline("llama in two, upper half", llama, UPPER, TWO),
 )
 
 
@@ -315,6 +294,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps timed (default 10)")
     parser.add_argument("--only", default="", help="pipelines whose name holds this text")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     runtime = probe_runtime()
     print(HEADER)
     errors: list[float] = []

@@ -6,6 +6,7 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +21,11 @@ from mmcompile.files import write_atomic
 
 CALIBRATION_VERSION = 1
 _REMAKE = "measure again with `mmcompile profile`"
+
+
+def installed(package: str) -> str:
+    """Version of a package, without what it was built for (`2.13.0` of `2.13.0+cpu`)."""
+    return version(package).partition("+")[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +80,9 @@ class KindCosts:
 
     def at(self, load: Load) -> LayerTimes:
         return LayerTimes(
-            forward_s=self.forward.at(load), input_grad_s=self.input_grad.at(load), weight_grad_s=self.weight_grad.at(load)
+            forward_s=self.forward.at(load),
+            input_grad_s=self.input_grad.at(load),
+            weight_grad_s=self.weight_grad.at(load),
         )
 
 
@@ -145,18 +153,35 @@ class Calibration:
         """Seconds in which rank 0 prepares a microbatch of a model; 0 for a model that was not measured."""
         return sum(host.seconds.at(load) for host in self.hosts if host.model == model)
 
-    def check(self, *, device: str, dtype: str, torch: str, mmcompile: str, processor: str | None = None) -> None:
+    def check(
+        self,
+        *,
+        device: str,
+        dtype: str,
+        processor: str | None = None,
+        torch: str | None = None,
+        mmcompile: str | None = None,
+    ) -> None:
         """Refuse to be used where it does not hold.
 
         Args:
-            processor: of the machine at hand, where plans are made for the machine itself.
+            device: name of the cluster's devices.
+            dtype: of most parameters.
+            processor: of the machine at hand, where plans are made for the machine itself; None for any.
+            torch, mmcompile: versions; those installed by default.
 
         Raises:
             ConfigError: another device, dtype or version, naming the first that differs.
         """
-        wanted = {"device": device, "processor": processor, "dtype": dtype, "torch": torch, "mmcompile": mmcompile}
-        for name, value in wanted.items():
-            if value is not None and (own := getattr(self, name)) != value:
+        wanted = {
+            "device": (self.device, device),
+            "processor": (self.processor, processor or self.processor),
+            "dtype": (self.dtype, dtype),
+            "torch": (self.torch, torch or installed("torch")),
+            "mmcompile": (self.mmcompile, mmcompile or installed("mmcompile")),
+        }
+        for name, (own, value) in wanted.items():
+            if own != value:
                 raise ConfigError(
                     f"the calibration does not hold here: it was measured with {name} {own}, wanted is {value}; {_REMAKE}"
                 )
@@ -248,7 +273,9 @@ def _cells(costs: KindCosts) -> tuple[str, ...]:
     )
 
 
-def describe(calibration: Calibration | None, kinds: Mapping[str, Iterable[str]], *, tp: Mapping[str, int] | None = None) -> str:
+def describe(
+    calibration: Calibration | None, kinds: Mapping[str, Iterable[str]], *, tp: Mapping[str, int] | None = None
+) -> str:
     """Which numbers of a plan are analytic and which measured, in one line (`Plan.costs`).
 
     Args:
@@ -260,8 +287,9 @@ def describe(calibration: Calibration | None, kinds: Mapping[str, Iterable[str]]
     wanted = {(kind, (tp or {}).get(component, 1)) for component, own in kinds.items() for kind in own}
     found = [costs for costs in calibration.kinds if (costs.kind, costs.tp) in wanted]
     if not found:
-        return f"analytic: the calibration for {calibration.device} {calibration.dtype} knows none of the {len(wanted)} layer kinds"
-    missing = sorted(kind for kind, degree in wanted - {(costs.kind, costs.tp) for costs in found})
+        where = f"{calibration.device} {calibration.dtype}"
+        return f"analytic: the calibration for {where} knows none of the {len(wanted)} layer kinds"
+    missing = sorted(kind for kind, _ in wanted - {(costs.kind, costs.tp) for costs in found})
     error = f"fit error median {statistics.median(c.median_error for c in found):.1%}, max {max(c.max_error for c in found):.1%}"
     text = (
         f"measured on {calibration.device} ({calibration.processor}), {calibration.dtype}, torch {calibration.torch}: "

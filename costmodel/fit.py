@@ -14,13 +14,16 @@ def fit_polynomial(loads: Sequence[Load], seconds: Sequence[float]) -> Polynomia
     """The polynomial with no negative coefficient and the least squared relative error at the points.
 
     minimise over a, b, c >= 0: sum_i ((a q_i + b t_i + c) / y_i - 1)^2, with t tokens and q squares of lengths. Points of 0 s
-    say nothing of relative error and are left out; if all are, the polynomial is 0.
+    say nothing of relative error and are left out; if all are, the polynomial is 0. Sequences of one length at all points
+    (images of a fixed size) do not tell squares from tokens: then a = 0.
     """
     points = [(load, value) for load, value in zip(loads, seconds, strict=True) if value > 0]
     if not points:
         return Polynomial()
     values = np.array([value for _, value in points])
     columns = np.array([[1.0, load.tokens, load.squares] for load, _ in points])
+    if len(points) > 1 and len({load.squares / load.tokens for load, _ in points if load.tokens}) < 2:
+        columns[:, 2] = 0.0
     # Squares are a million times tokens: without a common scale the solver's tolerance drops the small column.
     scale = columns.max(axis=0)
     scale[scale == 0] = 1.0

@@ -149,7 +149,7 @@ def plan(
         constraints: values or texts (`mmcompile.plan.constraints`): layers together or apart, on a stage, memory caps.
         calibration: measured times of layers, or the file they are in (`mmcompile profile`).
         solver_seconds: time for Z3 to prove the cuts; 5 with constraints, else only on demand.
-        on_phase: told the seconds of `"capture"` and `"search"`.
+        on_phase: told the seconds of each phase: `"capture"`, `"cost"`, `"search"`, `"proof"`, `"links"`.
 
     Raises:
         BatchError, CaptureError: from the capture.
@@ -177,14 +177,11 @@ def plan(
         solver_seconds=solver_seconds,
     )
     wanted.check()
+    on_phase = on_phase or (lambda name, seconds: None)
     started = time.perf_counter()
     captured = _captured(model, batch)
-    captured_at = time.perf_counter()
-    found = make_plan(captured, completed(model, batch), wanted, fingerprint_of(captured.graph))
-    if on_phase is not None:
-        on_phase("capture", captured_at - started)
-        on_phase("search", time.perf_counter() - captured_at)
-    return found
+    on_phase("capture", time.perf_counter() - started)
+    return make_plan(captured, completed(model, batch), wanted, fingerprint_of(captured.graph), on_phase)
 
 
 def _attention(attention: Attention | None, context_parallel: int | None) -> AttentionChoice:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from mmcompile.lower.stages import links
 from mmcompile.passes.cost import Cost
 from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.plan.chains import ProjectorPlacement
-from mmcompile.plan.constraints import Constraint
+from mmcompile.plan.constraints import Constraint, decided_stages
 from mmcompile.plan.infeasible import explain
 from mmcompile.plan.outcome import plan_of
 from mmcompile.plan.plan import Fingerprint, Plan, ScheduleKind
@@ -32,6 +31,7 @@ from mmcompile.plan.settings import SearchSpace
 from mmcompile.plan.shared_tokens import SharedTokens
 from mmcompile.plan.strategies import AUTO
 from mmcompile.plan.workload import Workload
+from mmcompile.runtime.timer import processor_name
 
 DEFAULT_MICROBATCHES = 4
 SOLVER_SECONDS = 5.0
@@ -93,43 +93,58 @@ class Wanted:
         )
 
 
-def make_plan(captured: Capture, batch: Mapping[str, Any], wanted: Wanted, fingerprint: Fingerprint) -> Plan:
+OnPhase = Callable[[str, float], None]
+"""Told the name of a phase and its seconds."""
+
+
+def make_plan(
+    captured: Capture,
+    batch: Mapping[str, Any],
+    wanted: Wanted,
+    fingerprint: Fingerprint,
+    on_phase: OnPhase = lambda name, seconds: None,
+) -> Plan:
     """Find the plan.
 
     Args:
         captured: annotated by gradient-flow.
         batch: what it was captured on, completed.
+        on_phase: told the seconds of `"cost"`, `"search"`, `"proof"` where there is one, and `"links"`.
 
     Raises:
         PlanError, ConfigError: as `mmcompile.plan`.
     """
-    choice = wanted.attention
+    choice, clock = wanted.attention, _Clock(on_phase)
     captured = with_words(captured, choice, batch)
     graph = captured.graph
-    dtype = _main_dtype(graph)
+    dtype = graph.main_dtype
     kinds = _checked_kinds(graph, wanted, dtype)
     table = Cost().run(graph)
     engine_runs_it = wanted.global_batch is None
     costs = table
     if engine_runs_it and choice.context_parallel > 1:
         costs = _shared(graph, choice.context_parallel, wanted.cluster, dtype).costs(table.layers)
+    can_share = wanted.search_tokens and _can_share_tokens(captured, choice)
+    workload = None if engine_runs_it else Workload.of(graph, table, batch, wanted.stats)
+    clock.done("cost")
     problem = problem_of(
         graph,
         costs,
         wanted.cluster,
         dtype=dtype,
         fingerprint=fingerprint,
-        stages=wanted.stages,
+        stages={**decided_stages(wanted.constraints), **(wanted.stages or {})},
         projector=wanted.projector,
         entries=_entries(graph),
         shards=choice.context_parallel if engine_runs_it else 1,
-        space=wanted.space(wanted.search_tokens and _can_share_tokens(captured, choice)),
+        space=wanted.space(can_share),
         global_batch=wanted.global_batch,
-        workload=None if engine_runs_it else Workload.of(graph, table, batch, wanted.stats),
+        workload=workload,
         kinds=kinds,
         calibration=wanted.calibration,
     )
     search, best = searched(problem, wanted.strategy)
+    clock.done("search")
     if best is None:
         raise PlanError(explain(problem))
     notes: tuple[str, ...] = ()
@@ -139,6 +154,7 @@ def make_plan(captured: Capture, batch: Mapping[str, Any], wanted: Wanted, finge
 
         outcome = constrained(search, wanted.constraints, budget_s=wanted.solver_seconds or SOLVER_SECONDS)
         best, notes = outcome.best, outcome.notes
+        clock.done("proof")
     found = plan_of(search, best, strategy=wanted.strategy)
     cp = found.context_parallel
     choice = replace(
@@ -149,7 +165,22 @@ def make_plan(captured: Capture, batch: Mapping[str, Any], wanted: Wanted, finge
     found = replace(
         found, attention=choice.attention, head_stride=choice.head_stride, notes=(*found.notes, *notes)
     )
-    return _linked(captured, found, choice)
+    found = _linked(captured, found, choice)
+    clock.done("links")
+    return found
+
+
+class _Clock:
+    """Tells how long each phase took."""
+
+    def __init__(self, on_phase: OnPhase) -> None:
+        self._on_phase = on_phase
+        self._since = time.perf_counter()
+
+    def done(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._on_phase(phase, now - self._since)
+        self._since = now
 
 
 def _linked(captured: Capture, plan: Plan, choice: AttentionChoice) -> Plan:
@@ -178,12 +209,8 @@ def _checked_kinds(graph: ModelGraph, wanted: Wanted, dtype: str) -> Mapping[str
     """Kinds of layers, where a calibration knows them. Raises ConfigError if it does not hold here."""
     if wanted.calibration is None:
         return None
-    wanted.calibration.check(
-        device=wanted.cluster.device.name,
-        dtype=dtype,
-        torch=torch.__version__.split("+")[0],
-        mmcompile=version("mmcompile"),
-    )
+    here = processor_name(torch.device("cpu")) if wanted.cluster.is_local else None
+    wanted.calibration.check(device=wanted.cluster.device.name, dtype=dtype, processor=here)
     return layer_kinds(graph)
 
 
@@ -197,11 +224,3 @@ def _entries(graph: ModelGraph) -> dict[tuple[str, str], int]:
                 if pair[0] != pair[1]:
                     first[pair] = min(first.get(pair, info(node).layer), info(node).layer)
     return first
-
-
-def _main_dtype(graph: ModelGraph) -> str:
-    """The dtype of most parameter elements."""
-    counts: Counter[str] = Counter()
-    for spec in graph.parameters:
-        counts[spec.dtype] += spec.num_elements
-    return counts.most_common(1)[0][0] if counts else "float32"

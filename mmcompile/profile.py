@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmcompile.costmodel.calibration import Calibration, HostCosts, KindCosts, Measurement
+from mmcompile.costmodel.calibration import Calibration, HostCosts, KindCosts, Measurement, installed
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.costmodel.fit import fit_polynomial
 from mmcompile.costmodel.load import Load
@@ -98,20 +96,12 @@ def profile(
     return Calibration(
         device=device_name,
         processor=processor_name(where),
-        dtype=_main_dtype(graph),
-        torch=torch.__version__.split("+")[0],
-        mmcompile=version("mmcompile"),
+        dtype=graph.main_dtype,
+        torch=installed("torch"),
+        mmcompile=installed("mmcompile"),
         kinds=tuple(KindCosts.fitted(kind, layers[kind], measured) for kind, measured in points.items()),
         hosts=(host,),
     )
-
-
-def _main_dtype(graph: ModelGraph) -> str:
-    """The dtype of most parameter elements."""
-    counts: Counter[str] = Counter()
-    for spec in graph.parameters:
-        counts[spec.dtype] += spec.num_elements
-    return counts.most_common(1)[0][0] if counts else "float32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

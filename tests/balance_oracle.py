@@ -36,9 +36,7 @@ def optimum(weights: np.ndarray, num_bins: int) -> float:
 
 def largest(weights: np.ndarray, bins: np.ndarray, num_bins: int) -> float:
     """Largest load of an assignment; of several components, of any."""
-    return max(
-        float(np.bincount(bins, weights=row, minlength=num_bins).max()) for row in np.atleast_2d(weights)
-    )
+    return max(float(np.bincount(bins, weights=row, minlength=num_bins).max()) for row in np.atleast_2d(weights))
 
 
 def naive_lpt(weights: np.ndarray, num_bins: int, start: np.ndarray | None = None) -> list[int]:

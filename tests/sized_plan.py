@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from toy_plan import toy_graph
@@ -19,7 +20,7 @@ from mmcompile.plan.workload import Workload
 BYTES = 2
 
 
-def block(load: Load, width: int, inner: int, kv: int, *, heads: int, trains: bool, passes: bool) -> GrowingCost:
+def block(load: Load, width: int, inner: int, kv: int, *, trains: bool, passes: bool) -> GrowingCost:
     """A transformer block in two-byte elements: attention with `kv` wide keys and values, a gated MLP of `inner`."""
     tokens, squares = round(load.tokens), round(load.squares)
     parameters = 2 * width * width + 2 * width * kv + 3 * width * inner
@@ -77,8 +78,6 @@ def product(load: Load, rows: int, columns: int, *, trains: bool, passes: bool, 
 
 
 def _cost(**amounts: int) -> LayerCost:
-    from dataclasses import replace
-
     return replace(NOTHING, **amounts)
 
 
@@ -86,10 +85,10 @@ def vision_language_72b(*, train: str = "all") -> tuple[ModelGraph, CostTable]:
     """27 blocks of 1152, a projector, 80 blocks of 8192 with embedding and head; captured on one sample."""
     all_trains = train == "all"
     seen, read = Load(tokens=3645.0, squares=5 * 729.0**2), Load(tokens=4096.0, squares=4096.0**2)
-    vision = (block(seen, 1152, 2868, 1152, heads=16, trains=all_trains, passes=all_trains),) * 27
+    vision = (block(seen, 1152, 2868, 1152, trains=all_trains, passes=all_trains),) * 27
     projector = (product(seen, 1152, 8192, trains=True, passes=all_trains),)
     embedding = product(read, 8192, 18, trains=all_trains, passes=True)
-    blocks = (block(read, 8192, 29568, 1024, heads=64, trains=all_trains, passes=True),) * 80
+    blocks = (block(read, 8192, 29568, 1024, trains=all_trains, passes=True),) * 80
     head = product(read, 8192, 152_064, trains=all_trains, passes=True, saved=152_064)
     growing = {"vision": vision, "projector": projector, "language_model": (embedding, *blocks, head)}
     loads = {"vision": seen, "projector": seen, "language_model": read}

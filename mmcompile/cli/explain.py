@@ -28,7 +28,7 @@ from mmcompile.passes.cost import Cost
 from mmcompile.plan.plan import Plan, check_fingerprint
 from mmcompile.report.explain import Explanation
 from mmcompile.report.explain import explain as explained
-from mmcompile.report.layer_work import layer_shares, layer_work, main_dtype
+from mmcompile.report.layer_work import layer_shares, layer_work
 
 
 def explain(
@@ -79,6 +79,6 @@ def _with_model(plan: Plan, what: str, subject: Subject) -> Explanation:
     with busy("capturing"):
         graph = api.capture(subject.model, subject.batch)
     check_fingerprint(plan, api.fingerprint_of(graph))
-    table, dtype = Cost().run(graph), main_dtype(graph)
+    table, dtype = Cost().run(graph), graph.main_dtype
     shares, work = layer_shares(plan, table, dtype), layer_work(graph, table, plan.cluster, dtype)
     return explained(plan, what, shares, work)

@@ -156,7 +156,7 @@ def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, 
     """Capture and search, with a spinner.
 
     Args:
-        timing: gets the seconds of each phase, `capture` and `search`.
+        timing: gets the seconds of each phase, as `api.plan` tells them.
     """
     seconds = {} if timing is None else timing
     microbatches = wanted.microbatches

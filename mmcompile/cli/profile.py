@@ -25,7 +25,6 @@ from mmcompile.cli.options import (
     TrainOption,
 )
 from mmcompile.cli.planning import set_trainable
-from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, example_batch
@@ -68,7 +67,7 @@ def profile(
     Weights are random and none are read. Nothing is written until all is measured.
     """
     where = Cluster.parse(cluster)
-    device = _device(where)
+    device = _device(where, runtime)
     with busy(f"building {model}"):
         loaded = load_model(model, Weights.NONE, dtype)
         set_trainable(loaded.model, train)
@@ -124,8 +123,8 @@ def _refuse_sizes(model: str, sizes: str | None) -> None:
         raise ConfigError(f"--sizes has no effect: {model} comes with a batch of its own, measured 1, 2 and 4 times")
 
 
-def _device(cluster: Cluster) -> torch.device:
-    """Where to measure for a cluster. Raises ConfigError if this machine has no such device."""
+def _device(cluster: Cluster, runtime: bool) -> torch.device:
+    """Where to measure for a cluster. Raises ConfigError if this machine lacks the devices."""
     if cluster.is_local:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -133,6 +132,8 @@ def _device(cluster: Cluster) -> torch.device:
             f"a {cluster.device.name} is measured on one, and this machine has no CUDA device; "
             "run `mmcompile profile` there, or use --cluster local"
         )
+    if runtime and torch.cuda.device_count() < 2:
+        raise ConfigError("messages are measured between two GPUs, and this machine has one; add --no-runtime")
     return torch.device("cuda", 0)
 
 

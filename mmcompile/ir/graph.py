@@ -7,6 +7,7 @@ Parameters and buffers are `get_attr` nodes whose targets are the model's own na
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -190,6 +191,14 @@ class ModelGraph:
         for producer, consumer, tensors in self.edges:
             graph.add_edge(producer, consumer, tensors=tensors)
         return graph
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype of most parameter elements."""
+        counts: Counter[str] = Counter()
+        for spec in self.parameters:
+            counts[spec.dtype] += spec.num_elements
+        return counts.most_common(1)[0][0] if counts else "float32"
 
     @property
     def loss_component(self) -> str:

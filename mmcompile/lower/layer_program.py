@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -113,7 +114,7 @@ def shared_values(
         wanted: shared nodes, annotated.
         inputs: every placeholder of the graph by name.
     """
-    known: dict[fx.Node, object] = {}
+    known: dict[fx.Node, Any] = {}
     needed = _closure(wanted)
     with torch.no_grad():
         for node in graph.module.graph.nodes:

@@ -1,8 +1,8 @@
 """Baselines: how other systems lay a multimodal model out, as candidates of our vocabulary, priced by our simulator.
 
-A baseline is as strong as its structure allows: degrees, microbatches and recomputation are the fastest of the search space
-by the simulator, under 1F1B, on all devices, with one tensor-parallel degree. Only the structure and the rule by which layers
-are cut are theirs.
+A baseline is about as strong as its structure allows: degrees, microbatches and recomputation are the fastest by the simulator
+of those guessed best in the search space, under 1F1B, on all devices, with one tensor-parallel degree. Only the structure and
+the rule by which layers are cut are theirs.
 
     frozen-unaware   encoders, projectors and language model on devices of their own, as ours; but stages are shared out and
                      cut by forward time, as if everything trained (backward a fixed multiple of forward)
@@ -190,7 +190,9 @@ class _Race:
             if frame.bound_s >= self.best_s:
                 continue
             found = list(self.structure(frame))
-            self.smallest = min(filter(None, (self.smallest, *found)), key=lambda each: max(each.rank_bytes), default=None)
+            self.smallest = min(
+                filter(None, (self.smallest, *found)), key=lambda each: max(each.rank_bytes), default=None
+            )
             fits = [candidate for candidate in found if frame.fits(candidate)]
             waiting += [candidate for candidate in fits if lower_bound_s(candidate) < self.best_s]
             laid_out, fitting = laid_out + 1, fitting + bool(fits)

@@ -210,7 +210,7 @@ def _busier(plan: Plan, chain: str, cause: Cause, loads: tuple[RankLoad, ...]) -
             slowest = max(loads, key=lambda load: load.seconds)
             if any(stage.name in {own.name for own in chain_named(plan, chain).stages} for stage in slowest.stages):
                 return f"cut {chain} more evenly, or give it a stage more"
-            return f"{slowest.name} sets the pace: give {chain} fewer devices, or its own chain more"
+            return f"{slowest.name} sets the pace: it needs more devices, {chain} fewer or none of its own"
         case "microbatches":
             return "balance samples over microbatches, or take more samples in each"
         case "links":

@@ -15,7 +15,7 @@ from itertools import chain as chain_of
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.costmodel.comm import all_gather_s, all_reduce_s, p2p_seconds
+from mmcompile.costmodel.comm import all_gather_s, p2p_seconds
 from mmcompile.costmodel.hardware import Interconnect
 from mmcompile.errors import PlanError
 from mmcompile.plan.chains import ChainLayer, ChainSet
@@ -24,9 +24,6 @@ from mmcompile.plan.problem import OPTIMIZER_STATES, PricedChain, Problem
 from mmcompile.plan.schedule import Flow, FlowEdge, build_schedule, in_flight
 from mmcompile.plan.settings import Degrees, Setting
 from mmcompile.plan.simulate import StageDuration, Timeline, simulate
-
-OPTIMIZER_STATES = 2
-"""AdamW keeps two states a trainable element, in the parameter's dtype (torch.optim.AdamW)."""
 
 OPTIMIZER_PASSES = 3 + 2 * OPTIMIZER_STATES
 """Times its step moves the bytes of the trainable parameters: reads gradients; reads and writes parameters and states."""
@@ -142,10 +139,7 @@ class Candidate:
         update_s = OPTIMIZER_PASSES * stage.trainable_bytes / cluster.device.memory_bytes_per_s
         if degrees.fsdp:
             return update_s
-        together = cluster.together(degrees.cp * degrees.dp, degrees.tp)
-        reduce_s = all_reduce_s(
-            stage.trainable_bytes, degrees.cp * degrees.dp, cluster, ranks_in_a_node=together
-        )
+        reduce_s = self.problem.all_reduce_s(stage.trainable_bytes, degrees)
         return update_s + max(reduce_s / (stage.last - stage.first), reduce_s - stage.backward_s)
 
     @property
@@ -232,6 +226,7 @@ class Candidate:
                 tp=degrees.tp,
                 cp=degrees.cp,
                 dp=degrees.dp,
+                fsdp=degrees.fsdp,
             )
             for index, (chain, degrees) in enumerate(zip(self.chains.chains, self.degrees, strict=True))
         )
@@ -290,9 +285,7 @@ def assemble(
             )
     if ranks is None:
         ranks = place(degrees, [len(ranges) for ranges in parts])
-    priced = [
-        problem.priced(chain, own, setting) for chain, own in zip(chains.chains, degrees, strict=True)
-    ]
+    priced = [problem.priced(chain, own, setting) for chain, own in zip(chains.chains, degrees, strict=True)]
     edges = _stage_edges(chains, parts)
     spans = [(chain, position, *ends) for chain, ranges in enumerate(parts) for position, ends in enumerate(ranges)]
     depths = _depths(len(spans), edges)
@@ -463,7 +456,7 @@ class SimulatedStage:
 
 
 def one_rank_each(candidate: Candidate) -> list[SimulatedStage]:
-    """The stages of a candidate, each on one rank: what shares a stage does the same, so the first of its ranks stands for all."""
+    """The stages of a candidate, each on one rank: ranks that share a stage do the same, so the first stands for all."""
     number = {rank: index for index, rank in enumerate(sorted({stage.ranks[0] for stage in candidate.stages}))}
     return [
         SimulatedStage(name=name, ranks=(number[stage.ranks[0]],), depth=stage.depth)

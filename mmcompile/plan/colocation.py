@@ -23,7 +23,9 @@ def dealt(problem: Problem, chains: ChainSet, setting: Setting) -> Candidate:
         load[device] += totals[index]
         device_of[index] = device
     in_order = dict.fromkeys(device_of[index] for index in range(last + 1))
-    ranks = {device: rank for rank, device in enumerate([*(d for d in in_order if d != device_of[last]), device_of[last]])}
+    ranks = {
+        device: rank for rank, device in enumerate([*(d for d in in_order if d != device_of[last]), device_of[last]])
+    }
     return assemble(
         problem,
         chains,

@@ -1,13 +1,14 @@
 """`combos`: every combination of settings, degrees and stage counts that may be worth splitting, with a bound and a guess.
 
-A combination's step takes at least (`bound`), and about (`guess`, Entrain's Eq. 4.2), with M microbatches, the path of one microbatch
-through its stages, and the slowest stage:
+A combination's step takes at least (`bound`), and about (`guess`, after Entrain's Eq. 4.2), with M microbatches, the path of
+one microbatch through its stages, and the slowest stage:
 
     bound = max(M slowest, path of the encoders + r T / (1 - (1 - r / (M - 1 + r))^S))
     guess = path + (M - 1) slowest (1 + a spread sqrt(ln stages)) + tail
 
-The spread of the microbatches' sizes counts by the largest of as many as there are stages [Empirical, by the simulator]. T is the last chain's time in S stages, r the part of it that stages upstream wait for (1 but for ZB-H1). The second bound: stage k of the
-last chain ends no sooner than r times all before it plus M times itself, and some split makes these equal.
+The spread of the microbatches' sizes counts by the largest of as many as there are stages [Empirical, by the simulator]. T is
+the last chain's time in S stages, r the part of it that stages upstream wait for (1 but for ZB-H1). The second bound: stage
+k of the last chain ends no sooner than r times all before it plus M times itself, and some split makes these equal.
 
 Where combinations are few, all are listed; else each option of the last chain meets the encoders' options that no other
 beats in ranks, slowest stage and path.
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import inf, log, prod, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,10 @@ MAX_LISTED = 4000
 """Combinations up to which all are considered."""
 SPREAD_COST = 0.4
 """[Empirical] Of what the largest of several microbatches exceeds their mean by, the part that stages wait for."""
+MAX_PAIRS = 64
+"""Chain sets with settings up to which all are listed."""
+NEAR = 1.3
+"""Of more, those are listed whose least guess is within this of the least of all."""
 KEPT = 2
 """Options of the encoders that each option of the last chain meets, otherwise."""
 KEPT_EACH = 48
@@ -78,17 +83,15 @@ class Combos:
     tables: OptionTables
     listed: list[bool] = field(default_factory=list)
     """Whether everything was listed; filled by `groups`."""
+    left_out: list[float] = field(default_factory=list)
+    """Bounds of the chain sets and settings that were not listed; filled by `groups`."""
     _joined: dict[tuple[int, ...], _Joined] = field(default_factory=dict, repr=False)
 
     def groups(self) -> list[Group]:
         """Groups that have any combination."""
         self._price()
-        prepared = [
-            (chains, setting, self._options(chains, setting))
-            for chains in self.problem.sets
-            for setting in self.settings
-        ]
-        number = sum(prod(map(len, options)) for _, _, options in prepared)
+        prepared = [(chains, setting, self._options(chains, setting)) for chains, setting in self._promising()]
+        number = sum(prod(map(len, options)) for _, _, options in prepared) + len(self.left_out) * MAX_LISTED
         self.listed.append(number <= MAX_LISTED)
         found = [
             self._group(chains, setting, options, everything=number <= MAX_LISTED)
@@ -106,6 +109,36 @@ class Combos:
         least = sum(self.problem.stages.get(chain.name, 1) for chain in chains.chains)
         least += (min(self.problem.space.cp) - 1) * self.problem.stages.get(chains.chains[-1].name, 1)
         return max(self.problem.num_devices, least if self.problem.cluster.is_local else 0)
+
+    def _promising(self) -> list[tuple[ChainSet, Setting]]:
+        """Chain sets and settings; of many, those whose least guess is not far above the least of all."""
+        pairs = [(chains, setting) for chains in self.problem.sets for setting in self.settings]
+        if len(pairs) <= MAX_PAIRS:
+            return pairs
+        looks = [self._look(chains, setting) for chains, setting in pairs]
+        limit_s = max(NEAR * min(guess_s for guess_s, _ in looks), sorted(guess_s for guess_s, _ in looks)[MAX_PAIRS])
+        for guess_s, bound_s in looks:
+            if guess_s > limit_s:
+                self.left_out.append(bound_s)
+        return [pair for pair, (guess_s, _) in zip(pairs, looks, strict=True) if guess_s <= limit_s]
+
+    def _look(self, chains: ChainSet, setting: Setting) -> tuple[float, float]:
+        """Least guess and bound of a step, if the last chain had all devices and its layers could be cut anywhere."""
+        last, count = chains.chains[-1], setting.num_microbatches
+        found: list[tuple[float, float]] = [(inf, inf)]
+        for degrees in self.degrees(setting, last=True):
+            stages = min(self.max_ranks(chains) // degrees.ranks, len(last.layers))
+            if stages:
+                priced = self.problem.priced(last, degrees, setting)
+                total_s = float(priced.total_s[-1])
+                uneven = 1.0 + SPREAD_COST * self.problem.spread(setting) * sqrt(log(stages))
+                limit = stages * self.problem.memory_bytes(1)
+                if priced.held_bytes(stages, 1) > limit:
+                    continue
+                tight = priced.held_bytes(stages, count) > limit
+                guess_s = inf if tight else total_s * (1.0 + (count - 1) * uneven / stages)
+                found.append((guess_s, float(_in_turn(setting, total_s, priced.waited, stages))))
+        return min(guess_s for guess_s, _ in found), min(bound_s for _, bound_s in found)
 
     def _price(self) -> None:
         """Price every chain in every layout, many at a time."""
@@ -157,7 +190,9 @@ class Combos:
         ranks = encoders.ranks[None, :] + last.ranks[:, None]
         slowest_s = np.maximum(encoders.slowest_s[None, :], last.slowest_s[:, None])
         # Stages that work on unequal microbatches at the same time wait for the largest of them.
-        uneven = 1.0 + SPREAD_COST * self.problem.spread(setting) * np.sqrt(np.log(last.stages + len(chains.chains) - 1))
+        uneven = 1.0 + SPREAD_COST * self.problem.spread(setting) * np.sqrt(
+            np.log(last.stages + len(chains.chains) - 1)
+        )
         guess_s = ((setting.num_microbatches - 1) * uneven)[:, None] * slowest_s
         guess_s += encoders.path_s[None, :] + (last.path_s - last.late_s * (setting.schedule == "zb-h1"))[:, None]
         guess_s += np.maximum(encoders.tail_s[None, :], last.tail_s[:, None])
@@ -171,17 +206,24 @@ class Combos:
             ranks=ranks[rows, columns],
             bound_s=np.maximum(
                 setting.num_microbatches * slowest_s[rows, columns],
-                encoders.before_s[columns] + _last_bound(setting, last)[rows],
+                encoders.before_s[columns] + _in_turn(setting, last.path_s, last.waited, last.stages)[rows],
             ),
             guess_s=guess_s[rows, columns],
         )
 
 
-def _last_bound(setting: Setting, last: Options) -> Array:
-    """Seconds that the stages of the last chain need at least, one after the other."""
-    share = np.maximum(last.waited, 1e-3) if setting.schedule == "zb-h1" else np.ones(len(last))
+def _in_turn(
+    setting: Setting, total_s: Array | float, waited: Array | float, stages: Index | int
+) -> NDArray[np.float64]:
+    """Seconds that the stages of the last chain need at least, one after the other: `bound`'s second part.
+
+    Args:
+        total_s: of a microbatch in all stages.
+        waited: the least part of it that is not weight gradients.
+    """
+    share = np.maximum(waited, 1e-3) if setting.schedule == "zb-h1" else np.ones_like(waited)
     each = share / (setting.num_microbatches - 1 + share)
-    return share * last.path_s / (1.0 - (1.0 - each) ** last.stages)
+    return share * total_s / (1.0 - (1.0 - each) ** stages)
 
 
 def _best(guess_s: Array) -> tuple[Index, Index]:
@@ -211,15 +253,18 @@ class _Joined:
     tail_s: Array
 
     @classmethod
-    def of(
-        cls, chains: ChainSet, options: Sequence[Options], schedule: ScheduleKind, *, everything: bool
-    ) -> _Joined:
+    def of(cls, chains: ChainSet, options: Sequence[Options], schedule: ScheduleKind, *, everything: bool) -> _Joined:
         zero = np.zeros(1)
         chosen = np.zeros((1, 0), dtype=np.int64)
         ranks, slowest_s, tail_s = np.zeros(1, dtype=np.int64), zero, zero
         times = [own.path_s for own in options]
         for own in options:
-            left, right = (part.ravel() for part in np.indices((len(ranks), len(own))))
+            # What is beaten among its own options is beaten in every combination.
+            single = (
+                np.arange(len(own)) if everything else undominated(own.ranks, own.slowest_s, own.path_s + own.tail_s)
+            )
+            left, right = (part.ravel() for part in np.indices((len(ranks), len(single))))
+            right = single[right]
             joined = np.concatenate([chosen[left], right[:, None]], axis=1)
             sums = ranks[left] + own.ranks[right]
             slowest = np.maximum(slowest_s[left], own.slowest_s[right])

@@ -15,7 +15,7 @@ from mmcompile.errors import ConfigError, PlanError
 from mmcompile.plan.candidate import Candidate, assemble
 from mmcompile.plan.constraints import Constraint
 from mmcompile.plan.demands import demands
-from mmcompile.plan.engine import Engine, Judged
+from mmcompile.plan.engine import TOLERANCE, Engine, Judged
 from mmcompile.plan.exact import BUDGET_S, Exact, solve
 from mmcompile.plan.exact_conflict import Conflict
 from mmcompile.plan.exact_problem import ChainSplit, ExactChain, ExactProblem, Feed, Splits, Variant, broken
@@ -56,7 +56,8 @@ def constrained(engine: Engine, constraints: Sequence[Constraint], *, budget_s: 
     assert found, "constraints are for candidates that were found"
     engine.judged = []
     for judged in _readable(found, constraints):
-        if judged.iteration_s >= engine.fastest_s:
+        # Of those that are equally fast the simplest is wanted: look at all of them.
+        if judged.iteration_s > engine.fastest_s * (1 + TOLERANCE / 2):
             break
         candidate = _cut_by_dp(judged.candidate, constraints)
         if candidate is not None:

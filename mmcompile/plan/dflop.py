@@ -4,9 +4,9 @@ All devices are used (Eq. 3). A stage has an equal part of its module; a step is
 
     T = (N_mb + E_pp + L_pp - 1) max(E_dur, L_dur)
 
-with the durations of the mean microbatch. Memory by Eq. 4-5: an encoder stage keeps the activations of E_pp + L_pp microbatches, a
-language-model stage those of L_pp. The argmin over all of these is Algorithm 1; its candidate is cut into equal numbers
-of layers. Where its memory model is too kind for ours, the next best is taken.
+with the durations of the mean microbatch. Memory by Eq. 4-5: an encoder stage keeps the activations of E_pp + L_pp
+microbatches, a language-model stage those of L_pp. The argmin over all of these is Algorithm 1; its candidate is cut into
+equal numbers of layers. Where its memory model is too kind for ours, the next best is taken.
 
 Differences: microbatch counts are divisors of a replica's samples, and replicas divide or multiply each other, so that
 the global batch is shared evenly; durations are those of our costs, by the mean microbatch; recomputation is one more choice.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +125,7 @@ def _configurations(problem: Problem, chains: ChainSet) -> Iterator[_Found]:
 
 def _module(problem: Problem, chain: ChainSpec, setting: Setting, choices: tuple[Degrees, ...]) -> _Module:
     fixed = problem.stages.get(chain.name)
-    columns: list[Array] = []
+    columns: list[NDArray[Any]] = []
     for which, degrees in enumerate(choices):
         most = min(len(chain.layers), (problem.num_devices - 1) // degrees.ranks)
         pp = np.arange(1, most + 1) if fixed is None else np.arange(fixed, min(fixed, most) + 1)

@@ -1,9 +1,10 @@
 """`Engine`: from combinations to the fastest candidate. Bounds spare most splits, splits most simulations.
 
 Combinations come in the order of their guess. Each is split exactly, unless its bound is above the fastest so far; then bounded
-again with its real stages; what is left is judged by the simulator's makespan, the mean over draws of random samples. If everything
-was listed and the loop ends, no combination is faster by more than the tolerance. Otherwise it stops after a number of splits,
-and neighbours of the fastest (a stage more or less in a chain, other schedules) are tried.
+again with its real stages; what is left is judged by the simulator's makespan, the mean over draws of random samples. If
+everything was listed and the loop ends, no combination so split is faster by more than the tolerance. Otherwise it stops
+after a number of splits without a faster one, and neighbours of the fastest (a stage more or less in a chain) are tried. At
+last the finalists meet the other schedules, and their cuts are moved one by one.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
-from mmcompile.plan.candidate import Candidate, assemble
+from mmcompile.plan.candidate import Candidate, Ranges, assemble
 from mmcompile.plan.chains import ChainSet
 from mmcompile.plan.combos import Combos, Group
 from mmcompile.plan.judge import expected_s, lower_bound_s
@@ -33,7 +34,15 @@ PATIENCE = 48
 MAX_ROUNDS = 6
 """Times that the neighbours of the fastest are looked at."""
 FINALISTS = 12
-"""Candidates tried with every schedule."""
+"""Candidates tried with every schedule, and with cuts moved."""
+POLISHED = 3
+"""Of the finalists, those whose cuts are moved where not all combinations are listed."""
+POLISH_SIZE = 200_000
+"""Durations (draws x stages x microbatches x 3) simulated to move cuts."""
+MAX_INSERTED = 6
+"""Layers of a stage up to which a cut is tried between any two; in a larger one, in the middle."""
+POLISH_SLACK = 0.05
+"""Moved cuts whose bound is further above the fastest are not simulated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +96,7 @@ class Engine:
         if self.judged and not self.everything:
             self._neighbours()
         self._schedules()
+        self._polish()
 
     def first(self) -> Candidate | None:
         """Some candidate that fits the memory, the first by guess; None if none does."""
@@ -108,7 +118,8 @@ class Engine:
     @property
     def lower_bound_s(self) -> float:
         """No combination's step takes less, on average data; infinite without any."""
-        return min((float(group.bound_s.min()) for group in self.groups), default=float("inf"))
+        bounds = [float(group.bound_s.min()) for group in self.groups]
+        return min([*bounds, *self.combos.left_out], default=float("inf"))
 
     def judge(self, candidates: Sequence[Candidate], strategy: str = "auto") -> None:
         """Simulate candidates and keep the results."""
@@ -122,16 +133,13 @@ class Engine:
             # Processes that share cores are never faster than all their work spread over the cores.
             devices = min(candidate.num_ranks, self.problem.cluster.num_devices)
             shared_s = candidate.step_work_s / devices
-            self.judged.append(
-                Judged(candidate=candidate, iteration_s=max(makespan_s, shared_s), strategy=strategy)
-            )
+            self.judged.append(Judged(candidate=candidate, iteration_s=max(makespan_s, shared_s), strategy=strategy))
 
     def draft(
         self, chains: ChainSet, setting: Setting, degrees: Sequence[Degrees], counts: Sequence[int]
     ) -> Candidate | None:
         """Split and assemble; None, and a note of it, if a chain does not fit the memory."""
-        num_ranks = sum(own.ranks * count for own, count in zip(degrees, counts, strict=True))
-        limit = self.problem.memory_bytes(num_ranks)
+        limit = self.problem.memory_bytes(self._ranks(degrees, counts))
         parts = self.splitter.parts(chains, setting, degrees, counts, limit)
         if not isinstance(parts, int):
             return assemble(self.problem, chains, setting, degrees, parts)
@@ -199,11 +207,10 @@ class Engine:
                 return
 
     def _possible(self, best: Candidate, counts: Sequence[int]) -> bool:
-        ranks = sum(own.ranks * count for own, count in zip(best.degrees, counts, strict=True))
         fixed = self.problem.stages
         return (
-            any(best.chains is chains for chains in self.problem.sets)
-            and ranks <= self.problem.num_devices
+            self._own(best)
+            and self._ranks(best.degrees, counts) <= self.problem.num_devices
             and all(
                 1 <= count <= len(chain.layers) and fixed.get(chain.name, count) == count
                 for chain, count in zip(best.chains.chains, counts, strict=True)
@@ -216,7 +223,7 @@ class Engine:
         batch: list[Candidate] = []
         for judged in finalists:
             best = judged.candidate
-            if _shares_ranks(best) or not any(best.chains is chains for chains in self.problem.sets):
+            if not self._own(best):
                 continue
             for schedule in self.problem.space.schedules:
                 if schedule != best.setting.schedule:
@@ -225,6 +232,49 @@ class Engine:
                     if candidate is not None:
                         batch.append(candidate)
         self.judge(batch)
+
+    def _polish(self) -> None:
+        """Move single cuts of the finalists while that makes them faster: even stages are not always the best."""
+        number = FINALISTS if self.everything else POLISHED
+        finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:number]
+        moving = [judged for judged in finalists if self._own(judged.candidate)]
+        spent = 0
+        while moving:
+            batch = [(number, moved) for number, judged in enumerate(moving) for moved in self._moves(judged.candidate)]
+            sizes = accumulate(moved.durations.size for _, moved in batch)
+            kept = [each for each, size in zip(batch, sizes, strict=True) if spent + size <= POLISH_SIZE]
+            spent += sum(moved.durations.size for _, moved in kept)
+            start = len(self.judged)
+            self.judge([moved for _, moved in kept])
+            better: dict[int, Judged] = {}
+            for (number, _), judged in zip(kept, self.judged[start:], strict=True):
+                rival = better.get(number, moving[number])
+                if judged.iteration_s < rival.iteration_s:
+                    better[number] = judged
+            moving = list(better.values())
+
+    def _moves(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate with the cuts of one chain changed a little, where the memory holds that."""
+        parts = [
+            [(stage.first, stage.last) for stage in candidate.stages if stage.chain == chain]
+            for chain in range(len(candidate.degrees))
+        ]
+        for chain, ranges in enumerate(parts):
+            fixed = candidate.chains.chains[chain].name in self.problem.stages
+            for moved in other_cuts(ranges, same=fixed):
+                every = [*parts[:chain], moved, *parts[chain + 1 :]]
+                if self._ranks(candidate.degrees, list(map(len, every))) <= self.problem.num_devices:
+                    found = assemble(self.problem, candidate.chains, candidate.setting, candidate.degrees, every)
+                    fits = max(found.rank_bytes) <= self.problem.memory_bytes(found.num_ranks)
+                    if fits and lower_bound_s(found) < self.fastest_s * (1 + POLISH_SLACK):
+                        yield found
+
+    def _ranks(self, degrees: Sequence[Degrees], counts: Sequence[int]) -> int:
+        return sum(own.ranks * count for own, count in zip(degrees, counts, strict=True))
+
+    def _own(self, candidate: Candidate) -> bool:
+        """Whether it is of the search's space and no two stages share ranks."""
+        return not _shares_ranks(candidate) and any(candidate.chains is chains for chains in self.problem.sets)
 
 
 def describe(
@@ -248,6 +298,28 @@ def describe(
     ]
     kept = ", ".join(filter(None, words))
     return f"{each} ({kept})" if kept else each
+
+
+def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int, int]]]:
+    """Cuts of a chain that differ a little: one cut, or all, a layer earlier or later; one cut less; one more in a stage.
+
+    Args:
+        same: keep the number of stages.
+    """
+    cuts = [last for _, last in ranges[:-1]]
+    end = ranges[-1][1]
+    changed = [[*cuts[:i], cut + step, *cuts[i + 1 :]] for i, cut in enumerate(cuts) for step in (-1, 1)]
+    if len(cuts) > 1:
+        changed += [[cut + step for cut in cuts] for step in (-1, 1)]
+    if not same:
+        changed += [[*cuts[:i], *cuts[i + 1 :]] for i in range(len(cuts))]
+        for first, last in ranges:
+            places = range(first + 1, last) if last - first <= MAX_INSERTED else [(first + last) // 2]
+            changed += [sorted((*cuts, place)) for place in places]
+    for each in changed:
+        bounds = [0, *each, end]
+        if all(before < after for before, after in pairwise(bounds)):
+            yield list(pairwise(bounds))
 
 
 def _shares_ranks(candidate: Candidate) -> bool:

@@ -1,7 +1,8 @@
 """`entrain`: devices in proportion to each component's work, then the best degrees of each within its share.
 
-For every number of replicas, components get `ProportionalAllocation` of a replica's devices, by their mean work over the dataset (what
-a stable profiling batch estimates); each tries every tp x cp x pp that makes its share, split by Eq. 4.1. A step is taken to last Eq. 4.2,
+For every number of replicas, components get `ProportionalAllocation` of a replica's devices, by their mean work over the
+dataset (what a stable profiling batch estimates); each tries every tp x cp x pp that makes its share, split by Eq. 4.1. A step is
+taken to last Eq. 4.2,
 
     T = sum of all stage times + (K - 1) slowest stage + resharding
 
@@ -64,9 +65,7 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[_Topology]:
             continue
         setting = replace(setting, schedule="1f1b" if "1f1b" in problem.space.schedules else setting.schedule)
         whole = Degrees(dp=setting.dp)
-        work = {
-            chain.name: float(problem.priced(chain, whole, setting).total_s[-1]) for chain in chains.chains
-        }
+        work = {chain.name: float(problem.priced(chain, whole, setting).total_s[-1]) for chain in chains.chains}
         shares = allocate(work, per_replica)
         ways: list[list[tuple[Degrees, int, float, float]]] = []
         for index, chain in enumerate(chains.chains):

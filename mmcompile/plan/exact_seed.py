@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import prod
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Seed:
     splits: Splits | None
     """Meets every demand; None if none was found, which proves nothing."""
     bound_ps: int
-    """No split is faster; INFINITE if some chain has no split at all."""
+    """No split is faster; INFINITE if there is none, 0 if degrees have too many combinations to tell."""
 
 
 def seed(problem: ExactProblem) -> Seed:
@@ -57,7 +58,8 @@ def seed(problem: ExactProblem) -> Seed:
                 best = found
     if any(isinstance(demand.rule, Never) for demand in problem.demands):
         return Seed(splits=None, bound_ps=INFINITE)
-    return Seed(splits=best, bound_ps=bound_ps)
+    listed = prod(len(chain.variants) for chain in problem.chains) <= MAX_COMBINATIONS
+    return Seed(splits=best, bound_ps=bound_ps if listed else 0)
 
 
 def counts_allowed(problem: ExactProblem, chain: int) -> range:

@@ -14,9 +14,8 @@ from functools import cache, partial
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import Recompute
 from mmcompile.plan.engine import Engine
-from mmcompile.plan.pricing import Pricing
 from mmcompile.plan.problem import OPTIMIZER_STATES, Problem
-from mmcompile.plan.projector_only import projector_only, trains_more
+from mmcompile.plan.projector_only import fresh, projector_only, trains_more
 from mmcompile.plan.settings import Degrees, SearchSpace
 from mmcompile.units import format_bytes
 
@@ -226,28 +225,9 @@ def _nodes(make: Callable[[], Problem], cluster: Cluster, words: str) -> Iterato
 
 
 def _on(make: Callable[[], Problem], cluster: Cluster) -> Problem:
-    """A problem on another cluster, with nothing that is known of its prices on its own."""
+    """A problem on another cluster."""
     problem = make()
-    pricing = problem.pricing
-    return Problem(
-        graph=problem.graph,
-        pricing=Pricing(
-            table=pricing.table,
-            cluster=cluster,
-            dtype=pricing.dtype,
-            merging=pricing.merging,
-            kinds=pricing.kinds,
-            calibration=pricing.calibration,
-            given_cp=pricing.given_cp,
-        ),
-        sets=problem.sets,
-        num_devices=cluster.num_devices,
-        space=problem.space,
-        fingerprint=problem.fingerprint,
-        global_batch=problem.global_batch,
-        workload=problem.workload,
-        stages=problem.stages,
-    )
+    return fresh(problem, pricing=fresh(problem.pricing, cluster=cluster), num_devices=cluster.num_devices)
 
 
 def _changed(

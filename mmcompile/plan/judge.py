@@ -118,9 +118,9 @@ class _Union:
         draws = max(len(own) for own in durations)
         most = max(own.shape[2] for own in durations)
         padded = np.concatenate([_padded(own, draws, most) for own in durations], axis=1)
-        late = np.concatenate(
-            [np.full(len(c.stages), c.setting.schedule == "zb-h1") for c in candidates]
-        )[None, :, None]
+        late = np.concatenate([np.full(len(c.stages), c.setting.schedule == "zb-h1") for c in candidates])[
+            None, :, None
+        ]
         forward, input_grad, weight_grad = (padded[..., part] for part in range(3))
         stages = [(stage, c.setting) for c in candidates for stage in c.stages]
         rules = [_rule(setting.schedule, stage.depth, setting.num_microbatches) for stage, setting in stages]

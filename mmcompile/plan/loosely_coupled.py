@@ -1,7 +1,7 @@
 """`loosely-coupled`: for every stage count of the language model, encoders in the fewest stages that are no slower.
 
-The paper takes degrees from the user; here the replicas, microbatches and recomputation are tried too, with one tensor-parallel degree
-for all chains, and the fastest by its own estimate are handed to the simulator, which the paper uses to choose.
+The paper takes degrees from the user; here replicas, microbatches and recomputation are tried too, with one tensor-parallel
+degree for all chains. The fastest by an estimate are handed to the simulator, which chooses as in the paper.
 
 Source: Cornstarch, Algorithm 1 (§5.2).
 """
@@ -119,7 +119,9 @@ def _drafted(problem: Problem, splitter: Splitter, option: _Option) -> Candidate
     memory_bytes = problem.memory_bytes(1)
     encoder = replace(option.degrees, cp=1)
     degrees = [*([encoder] * (len(chains.chains) - 1)), option.degrees]
-    split = splitter.table(chains.chains[-1], setting, option.degrees, 0, memory_bytes, option.stages)[option.stages - 1]
+    split = splitter.table(chains.chains[-1], setting, option.degrees, 0, memory_bytes, option.stages)[
+        option.stages - 1
+    ]
     if split is None:
         return None
     counts: list[int] = []

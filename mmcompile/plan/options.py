@@ -1,7 +1,7 @@
 """What a chain could be, for all degrees and stage counts at once: bounds in arrays, before anything is split.
 
-For `S` stages, `M` microbatches and the `n` alike layers that most of a chain is made of (its body), no stage count is
-possible unless the memory holds the body, the k-th stage from the loss at most `cap(k)` layers; and the slowest stage takes at least
+Take `S` stages and the `n` alike layers that most of a chain is made of (its body). The stage count is possible only if the
+memory holds the body, `cap(k)` layers of it at most in the k-th stage from the loss; and the slowest stage takes at least
 
     max(total / S, slowest layer, h * body layer),    h = least with sum over k <= S of min(h, cap(k)) >= n
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +105,16 @@ class OptionTables:
             last: the chain ends in the loss; others are at least one stage away from it.
         """
         slot = setting.samples * setting.dp  # all that other settings of the same slot could change
-        key = (id(chain), setting.schedule, setting.recompute, setting.num_microbatches, slot, choices, counts, max_ranks)
+        key = (
+            id(chain),
+            setting.schedule,
+            setting.recompute,
+            setting.num_microbatches,
+            slot,
+            choices,
+            counts,
+            max_ranks,
+        )
         if key not in self._known:
             self._known[key] = self._options(chain, setting, choices, counts, max_ranks, last=last)
         return self._known[key]
@@ -120,7 +130,7 @@ class OptionTables:
         last: bool,
     ) -> Options:
         kept: list[Degrees] = []
-        parts: list[tuple[Array, ...]] = []
+        parts: list[tuple[NDArray[Any], ...]] = []
         for degrees in choices:
             most = max_ranks // degrees.ranks
             allowed = np.arange(counts.start, min(counts.stop, most + 1))

@@ -224,7 +224,8 @@ def _closest(engine: Engine, best: Judged) -> Iterator[Rejected]:
         yield Rejected(what=loser.text, reason=_slower(loser, best.iteration_s))
     if many and engine.bounded:
         yield Rejected(
-            what=f"{len(engine.bounded):,} combinations in all", reason="cannot take less than this plan, by their bounds"
+            what=f"{len(engine.bounded):,} combinations in all",
+            reason="cannot take less than this plan, by their bounds",
         )
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost, LayerTimes, Recompute, layer_times
-from mmcompile.costmodel.load import NO_LOAD, Load
+from mmcompile.costmodel.load import Load
 from mmcompile.costmodel.memory import recomputed
 from mmcompile.costmodel.sharding import context_parallel, fully_sharded, tensor_parallel
 from mmcompile.passes.cost_table import CostTable, GrowingCost
@@ -96,7 +96,9 @@ class Pricing:
     _priced: dict[tuple[str, Load | None, Sharding], tuple[tuple[LayerCost, LayerTimes], ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _affine: dict[tuple[str, Sharding, int], NDArray[np.float64]] = field(default_factory=dict, repr=False, compare=False)
+    _affine: dict[tuple[str, Sharding, int], NDArray[np.float64]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of_costs(cls, costs: Mapping[str, Sequence[LayerCost]], cluster: Cluster, dtype: str) -> Pricing:
@@ -315,6 +317,7 @@ class Pricing:
             rows.append(times)
         points = np.array([(times.forward_s, times.input_grad_s, times.weight_grad_s) for times in rows])
         return _affine(points, at), known
+
 
 def _three(at: Load) -> tuple[Load, Load, Load]:
     """A load, one of more tokens, one of longer sequences."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.comm import all_reduce_s
 from mmcompile.costmodel.load import Load
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.plan.chains import ChainSet, ChainSpec
@@ -53,6 +54,8 @@ class Problem:
     )
     _means: dict[float, Mapping[str, Load]] = field(default_factory=dict, repr=False, compare=False)
     _worst: dict[float, Mapping[str, Load]] = field(default_factory=dict, repr=False, compare=False)
+    _spread: dict[tuple[float, ...], float] = field(default_factory=dict, repr=False, compare=False)
+    _reduced: dict[tuple[int, Degrees], float] = field(default_factory=dict, repr=False, compare=False)
     _drawn: dict[tuple[float, ...], Mapping[str, NDArray[np.float64]]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -132,11 +135,24 @@ class Problem:
 
     def spread(self, setting: Setting) -> float:
         """How unequal the microbatches of the last chain are: standard deviation over mean of their tokens."""
-        loads = self.drawn_loads(setting, Degrees(dp=setting.dp), last=True)
-        if not loads:
-            return 0.0
-        tokens = loads[self.loss_component][..., 0]
-        return float((tokens.std(axis=1) / np.maximum(tokens.mean(axis=1), 1e-9)).mean())
+        key = (setting.num_microbatches, setting.samples, setting.dp)
+        if key not in self._spread:
+            loads = self.drawn_loads(setting, Degrees(dp=setting.dp), last=True)
+            self._spread[key] = 0.0
+            if loads:
+                tokens = loads[self.loss_component][..., 0]
+                mean = np.maximum(tokens.mean(axis=1), 1e-9)
+                self._spread[key] = float((tokens.std(axis=1) / mean).mean())
+        return self._spread[key]
+
+    def all_reduce_s(self, num_bytes: int, degrees: Degrees) -> float:
+        """Seconds in which all ranks that hold the same parameters add up so many bytes of gradients."""
+        key = (num_bytes, degrees)
+        if key not in self._reduced:
+            peers = degrees.cp * degrees.dp
+            together = self.cluster.together(peers, degrees.tp)
+            self._reduced[key] = all_reduce_s(num_bytes, peers, self.cluster, ranks_in_a_node=together)
+        return self._reduced[key]
 
     def _step(self, setting: Setting, draw: int) -> Mapping[str, NDArray[np.float64]]:
         """Component -> [microbatches, replicas of the last chain, 2]."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from mmcompile.costmodel.compute import layer_times
 from mmcompile.ir.graph import ComponentKind
@@ -11,6 +12,8 @@ from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.plan.chains import ChainLayer, ChainSet
 from mmcompile.plan.pricing import Pricing
 from mmcompile.plan.problem import Problem
+
+_ValueT = TypeVar("_ValueT", Problem, Pricing)
 
 
 def trains_more(problem: Problem) -> bool:
@@ -36,27 +39,15 @@ def projector_only(problem: Problem) -> Problem:
     finally:
         GradientFlow().run(graph)
         Cost().run(graph)
-    pricing = problem.pricing
-    priced = Pricing(
-        table=table,
-        cluster=pricing.cluster,
-        dtype=pricing.dtype,
-        merging=pricing.merging,
-        kinds=pricing.kinds,
-        calibration=pricing.calibration,
-    )
-    sets = tuple(_priced_anew(chains, priced) for chains in problem.sets)
-    return Problem(
-        graph=frozen,
-        pricing=priced,
-        sets=sets,
-        num_devices=problem.num_devices,
-        space=problem.space,
-        fingerprint=problem.fingerprint,
-        global_batch=problem.global_batch,
-        workload=problem.workload,
-        stages=problem.stages,
-    )
+    pricing = fresh(problem.pricing, table=table)
+    sets = tuple(_priced_anew(chains, pricing) for chains in problem.sets)
+    return fresh(problem, graph=frozen, pricing=pricing, sets=sets)
+
+
+def fresh(value: _ValueT, **changes: Any) -> _ValueT:
+    """A dataclass with some fields changed and nothing remembered of what it computed: private fields start anew."""
+    kept = {field.name: getattr(value, field.name) for field in fields(value) if not field.name.startswith("_")}
+    return type(value)(**{**kept, **changes})
 
 
 def _projectors(problem: Problem) -> set[str]:

@@ -18,6 +18,7 @@ from mmcompile.costmodel.compute import LayerCost
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost_table import CostTable
+from mmcompile.plan.candidate import Candidate
 from mmcompile.plan.chains import ChainSet, ProjectorPlacement, chain_sets, joined_chain
 from mmcompile.plan.colocation import dealt
 from mmcompile.plan.engine import TOLERANCE as TOLERANCE
@@ -26,10 +27,9 @@ from mmcompile.plan.outcome import plan_of
 from mmcompile.plan.plan import Fingerprint, Plan
 from mmcompile.plan.pricing import Pricing
 from mmcompile.plan.problem import OPTIMIZER_STATES, Problem
-from mmcompile.plan.settings import Degrees, SearchSpace, Setting
+from mmcompile.plan.settings import Degrees, SearchSpace
 from mmcompile.plan.strategies import AUTO, STRATEGIES, strategy_of
 from mmcompile.plan.workload import Workload
-from mmcompile.units import format_bytes
 
 Costs = CostTable | Mapping[str, tuple[LayerCost, ...]]
 
@@ -176,10 +176,15 @@ def searched(problem: Problem, strategy: str = AUTO) -> tuple[Engine, Judged | N
     """Run a strategy: the fastest candidate, and the engine that knows the others; None if nothing fits the memory.
 
     Raises:
-        ConfigError: no strategy of that name.
+        ConfigError: no strategy of that name, or the space leaves it nothing to begin with.
     """
     engine = Engine(problem=problem)
+    apart = any(not chains.colocated for chains in problem.sets)
     if strategy != AUTO:
+        if not apart:
+            raise ConfigError(
+                f"strategy {strategy} begins with chains on ranks of their own; allow placement 'disjoint'"
+            )
         for candidate in strategy_of(strategy)(problem):
             engine.judge([candidate], strategy)
         return engine, engine.best()
@@ -190,10 +195,27 @@ def searched(problem: Problem, strategy: str = AUTO) -> tuple[Engine, Judged | N
                 if max(candidate.rank_bytes) <= problem.memory_bytes(candidate.num_ranks):
                     engine.judge([candidate])
     engine.run()
-    if problem.global_batch is not None:
+    if problem.global_batch is not None and apart:
         for name, propose in STRATEGIES.items():
-            engine.judge(propose(replace(problem, beat_s=engine.fastest_s)), name)
+            proposed = propose(replace(problem, beat_s=engine.fastest_s))
+            engine.judge([candidate for candidate in proposed if within(problem, candidate)], name)
     return engine, engine.best()
+
+
+def within(problem: Problem, candidate: Candidate) -> bool:
+    """Whether a candidate, whoever proposes it, keeps to what may be chosen."""
+    space, setting = problem.space, candidate.setting
+    placing = "colocated" if candidate.chains.colocated else "disjoint"
+    return (
+        setting.schedule in space.schedules
+        and setting.recompute in space.recomputes
+        and placing in space.placements
+        and (space.microbatches is None or setting.num_microbatches in space.microbatches)
+        and (space.dp is None or setting.dp in space.dp)
+        and all(degrees.tp in space.tp for degrees in candidate.degrees)
+        and candidate.degrees[-1].cp in space.cp
+        and not (space.dp is not None and any(degrees.fsdp for degrees in candidate.degrees))
+    )
 
 
 def anything_fits(problem: Problem) -> str | None:
@@ -244,9 +266,7 @@ def _budget(cluster: Cluster, num_devices: int | None) -> int:
     return num_devices
 
 
-def _space(
-    space: SearchSpace, num_microbatches: int | None, shards: int, global_batch: int | None
-) -> SearchSpace:
+def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global_batch: int | None) -> SearchSpace:
     """The space with what is decided."""
     if num_microbatches is not None:
         space = replace(space, microbatches=(num_microbatches,))

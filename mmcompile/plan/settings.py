@@ -97,7 +97,9 @@ class SearchSpace:
             context_parallel: the language model's tokens can be shared between ranks.
         """
         powers = tuple(
-            size for size in (1, 2, 4, 8, 16) if size <= cluster.devices_per_node and cluster.devices_per_node % size == 0
+            size
+            for size in (1, 2, 4, 8, 16)
+            if size <= cluster.devices_per_node and cluster.devices_per_node % size == 0
         )
         return cls(
             tp=powers,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,14 +63,6 @@ class LayerWork:
         width = max(map(len, self.polynomials), default=0)
         lines += [f"  {name:<{width}}  {text}" for name, text in self.polynomials.items()]
         return "\n".join(lines)
-
-
-def main_dtype(graph: ModelGraph) -> str:
-    """The dtype of most parameter elements."""
-    counts: Counter[str] = Counter()
-    for spec in graph.parameters:
-        counts[spec.dtype] += spec.num_elements
-    return counts.most_common(1)[0][0] if counts else "float32"
 
 
 def layer_work(graph: ModelGraph, table: CostTable, cluster: Cluster, dtype: str) -> dict[str, LayerWork]:

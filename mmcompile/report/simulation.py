@@ -60,7 +60,7 @@ class Simulation:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.schedule}, {self.num_microbatches} microbatches: iteration {format_seconds(self.iteration_s)} "
+            f"{self.schedule}, {_microbatches(self.num_microbatches)}: iteration {format_seconds(self.iteration_s)} "
             f"(planned {format_seconds(self.planned_s)}), bubble {self.bubble:.1%}"
         ]
         lines += [_bubble(share) for share in self.bubbles]
@@ -70,6 +70,10 @@ class Simulation:
         if not self.fits:
             lines += ["", f"does not fit: {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"]
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _microbatches(count: int) -> str:
+    return f"{count} microbatch{'es' if count > 1 else ''}"
 
 
 def summarize(step: Replay) -> Simulation:

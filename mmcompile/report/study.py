@@ -16,7 +16,6 @@ from mmcompile.passes.cost import Cost
 from mmcompile.passes.cost_table import CostTable
 from mmcompile.passes.gradient_flow import GradientFlow, GradientReport
 from mmcompile.plan.workload import Workload
-from mmcompile.report.layer_work import main_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +46,7 @@ def study(model: nn.Module, batch: Mapping[str, Any], stats: DatasetStats | None
         gradients=GradientFlow().run(graph),
         table=table,
         workload=Workload.of(graph, table, completed(model, batch), stats),
-        dtype=main_dtype(graph),
+        dtype=graph.main_dtype,
         max_positions=_max_positions(model),
     )
 

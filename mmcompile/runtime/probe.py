@@ -70,9 +70,7 @@ class ProbeSource:
         )
 
     def _link(self, peer: str) -> Port:
-        return Port(
-            name="y", kind="link", shape=(self._num_elements,), dtype="float32", gradient=True, peers=(peer,)
-        )
+        return Port(name="y", kind="link", shape=(self._num_elements,), dtype="float32", gradient=True, peers=(peer,))
 
     def _program(self, stage: str, source: str, argument: Port, result: Port, parameter: str) -> StageProgram:
         shape = tuple(self._parameters[parameter].shape)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mmcompile.errors import ConfigError, VerifyError
 
@@ -61,7 +62,9 @@ class SampleCosts:
     def tokens(self, algorithm: str) -> np.ndarray:
         """`lengths`, for an algorithm that cannot do without. Raises ConfigError if there are none."""
         if self.lengths is None:
-            raise ConfigError(f"{algorithm} balances tokens and these costs have no lengths; give lengths, or balance seconds")
+            raise ConfigError(
+                f"{algorithm} balances tokens and these costs have no lengths; give lengths, or balance seconds"
+            )
         return self.lengths
 
 
@@ -191,7 +194,9 @@ class Assignment:
         if orders.shape[1] != count or (np.sort(orders, axis=1) != np.arange(count)).any():
             raise VerifyError(f"an order {orders.shape} that is no permutation of {count} microbatches in each row")
         if len(orders) > 1 and set(self.grid.num_replicas) != {len(orders)}:
-            raise VerifyError(f"{len(orders)} orders for {self.grid.num_replicas} replicas; wanted one, or as many everywhere")
+            raise VerifyError(
+                f"{len(orders)} orders for {self.grid.num_replicas} replicas; wanted one, or as many everywhere"
+            )
         position = np.argsort(orders, axis=1)
         row = self.replica if len(orders) > 1 else np.zeros_like(self.replica)
         moved = np.where(self.microbatch == ABSENT, ABSENT, position[row, self.microbatch])
@@ -239,7 +244,8 @@ class Assignment:
             raise ConfigError(f"not an assignment: {error}; give what Assignment.to_json wrote") from error
 
 
-class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wire:
     components: tuple[str, ...]
     num_replicas: tuple[int, ...]
     num_microbatches: int
@@ -248,7 +254,10 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def assignment_of(
-    costs: SampleCosts, grid: Grid, replica: np.ndarray | Sequence[np.ndarray], microbatch: np.ndarray | Sequence[np.ndarray]
+    costs: SampleCosts,
+    grid: Grid,
+    replica: ArrayLike | Sequence[np.ndarray],
+    microbatch: ArrayLike | Sequence[np.ndarray],
 ) -> Assignment:
     """An assignment from places [components, samples] of which those of absent samples may be anything.
 
@@ -259,8 +268,8 @@ def assignment_of(
     return Assignment(
         components=costs.components,
         grid=grid,
-        replica=np.where(costs.takes_part, np.broadcast_to(replica, shape), ABSENT),
-        microbatch=np.where(costs.takes_part, np.broadcast_to(microbatch, shape), ABSENT),
+        replica=np.where(costs.takes_part, np.broadcast_to(np.asarray(replica), shape), ABSENT),
+        microbatch=np.where(costs.takes_part, np.broadcast_to(np.asarray(microbatch), shape), ABSENT),
     )
 
 
@@ -289,7 +298,7 @@ def _check_component(
         (present & ~takes_part, "takes no part in {name} and is in replica {replica}, microbatch {microbatch} of it"),
         (
             takes_part & ((replica < 0) | (replica >= limits[0]) | (microbatch < 0) | (microbatch >= limits[1])),
-            "is in replica {replica}, microbatch {microbatch} of {name}, which has {limits[0]} replicas and {limits[1]} microbatches",
+            "is in replica {replica}, microbatch {microbatch} of {name}, which has {limits[0]} replicas of {limits[1]}",
         ),
     ):
         if wrong.any():
@@ -312,7 +321,9 @@ _MICROBATCH = re.compile(r"  (\d+)\.(\d+): (\d+(?:-\d+)?(?: \d+(?:-\d+)?)*)")
 def _parse(lines: Sequence[str]) -> Assignment:
     header = _HEADER.fullmatch(lines[0]) if lines else None
     if header is None:
-        raise ConfigError(f"{lines[:1]} is not the first line of an assignment; wanted `assignment samples=N microbatches=K`")
+        raise ConfigError(
+            f"{lines[:1]} is not the first line of an assignment; wanted `assignment samples=N microbatches=K`"
+        )
     num_samples, num_microbatches = int(header[1]), int(header[2])
     names: list[str] = []
     replicas: list[int] = []

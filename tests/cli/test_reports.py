@@ -144,3 +144,10 @@ def test_stats(run: Run, shapes: Path, tmp_path: Path) -> None:
     assert again["count"] == 8 and "samples" not in again
     refused = run("stats", file, "--max-samples", 2)
     assert refused.code == 1 and "made already" in refused.err
+
+
+def test_an_impossible_request_says_what_conflicts(run: Run) -> None:
+    small = run("plan", TINY, *TRAIN, "--constrain", "memory:1KiB")
+    assert small.code == 1 and "memory <= 1 KiB" in small.err and "Traceback" not in small.err
+    many = run("plan", TINY, *TRAIN, "--stages", "multi_modal_projector=3")
+    assert many.code == 1 and "multi_modal_projector" in many.err

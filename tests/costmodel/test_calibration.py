@@ -74,7 +74,16 @@ def test_a_fit_has_no_negative_coefficient_and_minds_relative_errors() -> None:
     # Noise of 10% at the small end must not vanish beside the large end.
     seconds = [BLOCK.at(load) * (1.1 if index % 2 else 0.9) for index, load in enumerate(LOADS)]
     found = fit_polynomial(LOADS, seconds)
-    assert all(found.at(load) / value - 1 == pytest.approx(0, abs=0.25) for load, value in zip(LOADS, seconds, strict=True))
+    assert all(
+        found.at(load) / value - 1 == pytest.approx(0, abs=0.25) for load, value in zip(LOADS, seconds, strict=True)
+    )
+
+
+def test_sequences_of_one_length_leave_squares_out() -> None:
+    loads = [Load(tokens=100.0 * images, squares=10_000.0 * images) for images in (1, 2, 4)]
+    found = fit_polynomial(loads, [1e-3 + 2e-5 * load.tokens for load in loads])
+    assert found.per_square == 0
+    assert found.per_token == pytest.approx(2e-5)
 
 
 def test_nothing_measured_costs_nothing() -> None:
@@ -179,6 +188,6 @@ def test_it_prints_as_a_table() -> None:
     lines = str(CALIBRATION).splitlines()
     assert lines[0] == "measured on cpu (Xeon), float32, torch 2.13.0, mmcompile 0.1.0"
     assert lines[3].split() == [
-        "language_model.layers-00000001", "64..4096", "14.586", "17.504", "11.669", "6", "0.0%", "0.0%",
+        "language_model.layers-00000001", "64..4096", "14.585", "17.502", "11.668", "6", "0.0%", "0.0%",
     ]  # fmt: skip
     assert lines[-1] == "optimizer   AdamW: 0.60 ns a byte, 20 us a tensor"

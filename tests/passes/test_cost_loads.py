@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -36,14 +36,21 @@ def table_of(model: torch.nn.Module, batch: dict) -> CostTable:
 @pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen2_audio"])
 def test_flops_at_another_load_are_those_of_a_second_capture(name: str) -> None:
+    check(name, [FAMILIES[name].second])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen2_audio"])
+def test_flops_with_more_samples_only_or_longer_text_only(name: str) -> None:
+    first = FAMILIES[name].first
+    check(name, [replace(first, samples=first.samples + 2), replace(first, length=first.length + 30)])
+
+
+def check(name: str, sizes: list[Size]) -> None:
     family = FAMILIES[name]
-    model, first = family.build(), family.first
+    model = family.build()
     table = table_of(model, family.batch())
-    sizes = [
-        family.second,
-        Size(samples=first.samples + 2, length=first.length, media=first.media),
-        Size(samples=first.samples, length=first.length + 30, media=first.media),
-    ]
     for size in sizes:
         other = table_of(model, family.draw(size, seed=3))
         predicted = table.at(other.loads)

@@ -96,6 +96,15 @@ def test_what_the_search_found_is_kept_if_it_meets_the_constraints() -> None:
     assert not any(note.startswith("the constraints cost") for note in found.notes)
 
 
+def test_without_constraints_there_is_a_certificate() -> None:
+    engine = search()
+    best = engine.best()
+    assert best is not None
+    found = under(engine=engine)
+    assert (found.best.candidate.counts, found.best.iteration_s) == (best.candidate.counts, best.iteration_s)
+    assert len(found.notes) == 1 and "no split is better" in found.notes[0]
+
+
 def test_only_what_meets_the_constraints_is_left_in_the_engine() -> None:
     engine = search()
     found = under("together:language_model.0,language_model.4", engine=engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from toy_plan import FINGERPRINT, cost, frozen, toy_graph
@@ -11,7 +12,7 @@ from toy_plan import FINGERPRINT, cost, frozen, toy_graph
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.plan.engine import Engine
-from mmcompile.plan.infeasible import Relaxation, explain, fits, nearest, relaxations
+from mmcompile.plan.infeasible import Relaxation, Way, explain, fits, nearest, relaxations
 from mmcompile.plan.problem import Problem
 from mmcompile.plan.search import problem_of, searched
 from mmcompile.plan.settings import SearchSpace
@@ -119,36 +120,38 @@ def test_processes_of_this_machine_get_no_more_memory_by_being_more() -> None:
     assert not any("nodes" in own.words for own in relaxations(local))
 
 
-def ways(number: int) -> tuple[tuple[str, object], ...]:
-    return tuple((f"way {index}", lambda index=index: index) for index in range(number))
+def ways(number: int) -> tuple[Way, ...]:
+    """Ways to problems of 1, 2, ... devices."""
+    small = problem()
+    return tuple((f"way {index}", partial(replace, small, num_devices=index + 1)) for index in range(number))
 
 
 @pytest.mark.parametrize("first", range(9))
 def test_rising_ways_are_bisected_to_the_first_that_works(first: int) -> None:
-    tried: list[object] = []
+    tried: list[Problem] = []
 
-    def works(made: object) -> bool:
+    def works(made: Problem) -> bool:
         tried.append(made)
-        return isinstance(made, int) and made >= first
+        return made.num_devices > first
 
-    found = nearest([Relaxation(words="more", ways=ways(8), rising=True)], works)  # type: ignore[arg-type]
+    found = nearest([Relaxation(words="more", ways=ways(8), rising=True)], works)
     assert found.works == ((f"way {first}",) if first < 8 else ())
     assert found.fails == (() if first < 8 else ("more",))
     assert len(tried) <= 7
 
 
 def test_enough_is_enough_and_time_is_kept() -> None:
-    asked = [Relaxation(words=f"r{index}", ways=ways(1)) for index in range(5)]  # type: ignore[arg-type]
+    asked = [Relaxation(words=f"r{index}", ways=ways(1)) for index in range(5)]
     assert len(nearest(asked, lambda _: True, wanted=2).works) == 2
     late = nearest(asked, lambda _: time.sleep(0.02) is None, budget_s=0.01, wanted=5)
     assert (late.works, late.untried) == (("way 0",), ("r1", "r2", "r3", "r4"))
 
 
 def test_a_relaxation_that_gives_up_more_is_not_tried_for_nothing() -> None:
-    less = Relaxation(words="less", ways=ways(3), rising=True)  # type: ignore[arg-type]
-    more = Relaxation(words="more", ways=ways(3), rising=True, instead_of="less")  # type: ignore[arg-type]
-    other = Relaxation(words="other", ways=ways(1), useless_after=("less",))  # type: ignore[arg-type]
-    found = nearest([less, more, other], lambda made: made == 1 or made == 2)  # type: ignore[comparison-overlap]
+    less = Relaxation(words="less", ways=ways(3), rising=True)
+    more = Relaxation(words="more", ways=ways(3), rising=True, instead_of="less")
+    other = Relaxation(words="other", ways=ways(1), useless_after=("less",))
+    found = nearest([less, more, other], lambda made: made.num_devices in (2, 3))
     assert (found.works, found.fails) == (("way 1",), ())
 
 

@@ -52,7 +52,11 @@ def random_candidate(seed: int, schedule: ScheduleKind = "1f1b", *, ranks: bool 
 def simulated_s(candidate: Candidate) -> float:
     """The last end of a stage's work and what follows it."""
     (timeline,) = candidate.timelines(record=True)
-    ends = {event.stage: event.end_s for event in sorted(timeline.events, key=lambda event: event.end_s) if event.kind.is_compute}
+    ends = {
+        event.stage: event.end_s
+        for event in sorted(timeline.events, key=lambda event: event.end_s)
+        if event.kind.is_compute
+    }
     return max(ends[name] + tail_s for name, tail_s in zip(candidate.names, candidate.tail_s, strict=True))
 
 

@@ -59,7 +59,9 @@ def test_deferred_samples_are_their_own_part_of_a_microbatch() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_text_and_json_read_back_equal(seed: int) -> None:
     costs = random_costs(seed)
-    grid = Grid(num_replicas=tuple(1 + (seed + row) % 3 for row in range(len(costs.components))), num_microbatches=1 + seed % 5)
+    grid = Grid(
+        num_replicas=tuple(1 + (seed + row) % 3 for row in range(len(costs.components))), num_microbatches=1 + seed % 5
+    )
     found = Hierarchical().assign(costs, grid)
     found.check(costs)
     for back in (Assignment.parse(str(found)), Assignment.from_json(found.to_json())):
@@ -91,7 +93,10 @@ def test_arrays_cannot_be_written() -> None:
             {"replica": [[0, 1, 1, 0], [0, 0, 0, 0]], "microbatch": [[0, 0, 0, 0], [0, 0, 1, 1]]},
             "sample 2 takes no part in vision and is in replica 1, microbatch 0 of it",
         ),
-        ({"replica": [[0, 2, ABSENT, 0], [0, 0, 0, 0]]}, "sample 1 is in replica 2, microbatch 0 of vision, which has 2"),
+        (
+            {"replica": [[0, 2, ABSENT, 0], [0, 0, 0, 0]]},
+            "sample 1 is in replica 2, microbatch 0 of vision, which has 2 replicas of 2",
+        ),
         ({"microbatch": [[0, 0, ABSENT, 0], [0, 0, 1, 2]]}, "sample 3 is in replica 0, microbatch 2 of language_model"),
         ({"microbatch": [[0, 0, ABSENT, ABSENT], [0, 0, 1, 1]]}, "sample 3 is in replica 0, microbatch -1 of vision"),
         (
@@ -141,7 +146,8 @@ def test_reordered_keeps_absent_samples_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "message"), [([0, 0], "no permutation"), ([0, 1, 2], "no permutation"), ([[0, 1], [1, 0]], "2 orders for")]
+    ("order", "message"),
+    [([0, 0], "no permutation"), ([0, 1, 2], "no permutation"), ([[0, 1], [1, 0]], "2 orders for")],
 )
 def test_reordered_refuses(order: list[int], message: str) -> None:
     with pytest.raises(VerifyError, match=message):
@@ -198,7 +204,9 @@ def test_costs_are_checked(fields: dict[str, np.ndarray], message: str) -> None:
         SampleCosts(components=COMPONENTS, **({"costs": np.ones((2, 4))} | fields))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("grid", [{"num_replicas": ()}, {"num_replicas": (0,)}, {"num_replicas": (1,), "num_microbatches": 0}])
+@pytest.mark.parametrize(
+    "grid", [{"num_replicas": ()}, {"num_replicas": (0,)}, {"num_replicas": (1,), "num_microbatches": 0}]
+)
 def test_a_grid_has_places(grid: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="wanted at least 1"):
         Grid(**grid)  # type: ignore[arg-type]

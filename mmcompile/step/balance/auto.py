@@ -9,7 +9,7 @@ from typing import ClassVar, final
 from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.baselines import Arrival, SortedRoundRobin
-from mmcompile.step.balance.bounds import bottleneck, step_bound, pipelined
+from mmcompile.step.balance.bounds import bottleneck, pipelined, step_bound
 from mmcompile.step.balance.buckets import Joint
 from mmcompile.step.balance.hierarchical import Defer, Hierarchical
 from mmcompile.step.balance.post_balance import PostBalance

@@ -51,7 +51,7 @@ def bottleneck(assignment: Assignment, costs: SampleCosts) -> float:
 def pipelined(assignment: Assignment, costs: SampleCosts) -> float:
     """Time of a pipeline of the components in which every microbatch is as slow as the slowest: Entrain Eq. 4.2.
 
-        sum over components of their slowest microbatch + (microbatches - 1) * the slowest of all
+    sum over components of their slowest microbatch + (microbatches - 1) * the slowest of all
     """
     slowest = [float(loads.max()) for loads in assignment.loads(costs).values()]
     return sum(slowest) + (assignment.grid.num_microbatches - 1) * max(slowest)

@@ -24,7 +24,9 @@ class Joint(Balancer):
     """DFLOP's online scheduler: all components compute a sample in the same bucket, and all are balanced at once.
 
     LPT on the larger of a sample's relative costs, then exchanges between buckets; then, for small instances that are not yet
-    near their lower bound, HiGHS within limits. Source: DFLOP §3.4, Eq. 6; exchanges, symmetry breaking and memory limits are ours.
+    near their lower bound, HiGHS within limits.
+
+    Source: DFLOP §3.4, Eq. 6; exchanges, symmetry breaking and memory limits are ours.
     """
 
     name: ClassVar[str] = "joint"

@@ -58,10 +58,10 @@ def pairwise_deferral(
     half = len(work) // 2
     by_work = np.argsort(-work, kind="stable")
     over, under = by_work[:half], by_work[len(work) - half :]
-    choices = [_choices(microbatches[index], (work[index] - work[under]) / 2, resolution) for index in over]
+    choices = [_choices(microbatches[index], (work[index] - work[under]) / 2, resolution) for index in over.tolist()]
     handed = np.zeros((half, half))
-    for (row, column), _ in np.ndenumerate(handed):
-        handed[row, column] = microbatches[over[row]][list(choices[row][column])].sum()
+    for row, index in enumerate(over.tolist()):
+        handed[row] = [microbatches[index][list(chosen)].sum() for chosen in choices[row]]
     paired = np.maximum(work[over][:, None] - handed, work[under] + handed)
     threshold, partner = bottleneck_match(paired, work[over])
     defers = np.broadcast_to(work[over][:, None] > threshold, paired.shape)

@@ -56,7 +56,7 @@ def better_buckets(
     result = milp(
         c=np.append(np.zeros(count * num_buckets), 1.0),
         integrality=np.append(np.ones(count * num_buckets), 0.0),
-        bounds=Bounds(np.zeros_like(upper), upper),
+        bounds=Bounds(np.zeros_like(upper), upper),  # pyright: ignore[reportArgumentType]  (guessed from its defaults)
         constraints=_constraints(shares[heaviest], num_times, num_buckets),
         options={"time_limit": limits.time_s, "node_limit": limits.nodes, "mip_rel_gap": 0.0},
     )
@@ -87,4 +87,7 @@ def _constraints(shares: np.ndarray, num_times: int, num_buckets: int) -> list[L
         shape=(columns * num_buckets, len(sample) + 1),
     )
     most = np.append(np.zeros(num_times * num_buckets), np.ones((columns - num_times) * num_buckets))
-    return [LinearConstraint(csr_array(once), 1, 1), LinearConstraint(csr_array(loads), -np.inf, most)]
+    return [
+        LinearConstraint(csr_array(once), 1, 1),
+        LinearConstraint(csr_array(loads), -np.inf, most),  # pyright: ignore[reportArgumentType]  (guessed from its defaults)
+    ]

@@ -72,15 +72,16 @@ def exchange(assignment: Assignment, source: int, target: int) -> Exchange:
     """What component `source` (an index) makes, to where component `target` needs it: samples that take part in both."""
     both = (assignment.replica[source] != ABSENT) & (assignment.replica[target] != ABSENT)
     samples = np.flatnonzero(both)
-    return Exchange(samples=samples, source=_places(assignment, source, samples), target=_places(assignment, target, samples))
+    return Exchange(
+        samples=samples, source=_places(assignment, source, samples), target=_places(assignment, target, samples)
+    )
 
 
 def from_arrival(assignment: Assignment, arrival: Assignment, component: int) -> Exchange:
     """A component's samples from where they arrived (there, where the last component has them) to where it computes them."""
     samples = np.flatnonzero((assignment.replica[component] != ABSENT) & (arrival.replica[-1] != ABSENT))
-    return Exchange(
-        samples=samples, source=_places(arrival, len(arrival.components) - 1, samples), target=_places(assignment, component, samples)
-    )
+    source = _places(arrival, len(arrival.components) - 1, samples)
+    return Exchange(samples=samples, source=source, target=_places(assignment, component, samples))
 
 
 def _places(assignment: Assignment, component: int, samples: np.ndarray) -> np.ndarray:

@@ -135,7 +135,7 @@ def quadratic(lengths: np.ndarray, num_bins: int, tolerance: float | None = None
 
 
 def convolution(lengths: np.ndarray, num_bins: int) -> np.ndarray:
-    """Batches of like lengths as large as the best sum of lengths allows, then the rest to the lightest. Source: OrchMLLM Algorithm 5.
+    """Batches of like lengths as large as an even sum allows, then the rest to the lightest. Source: OrchMLLM Algorithm 5.
 
     The bound is the largest sum of Algorithm 1. The print measures a batch by the sequence that is added, the shortest yet; the
     padded length is that of the longest, the first.

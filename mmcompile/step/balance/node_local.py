@@ -66,7 +66,9 @@ def even_nodes(weights: np.ndarray, home: np.ndarray, num_nodes: int) -> np.ndar
     """
     node = home.astype(np.int64)
     excess = np.bincount(home, weights=weights, minlength=num_nodes) - weights.sum() / num_nodes
-    leaving = [_fitting(weights, np.flatnonzero(home == index), float(excess[index])) for index in np.flatnonzero(excess > 0)]
+    leaving = [
+        _fitting(weights, np.flatnonzero(home == index), float(excess[index])) for index in np.flatnonzero(excess > 0)
+    ]
     if not leaving:
         return node
     moved = np.concatenate(leaving)

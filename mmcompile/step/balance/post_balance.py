@@ -51,7 +51,9 @@ class PostBalance(Balancer):
         algorithms = self._algorithms(costs)
         last = len(costs.components) - 1
         everywhere = np.zeros(costs.num_samples, dtype=np.int64)
-        bucket = shared_by(everywhere, costs.takes_part[last], grid.num_buckets, self._of(costs, last, algorithms[last]))
+        bucket = shared_by(
+            everywhere, costs.takes_part[last], grid.num_buckets, self._of(costs, last, algorithms[last])
+        )
         microbatch, replica = np.divmod(bucket, grid.num_replicas[-1])
         replicas = [
             shared_by(microbatch, costs.takes_part[row], grid.num_replicas[row], self._of(costs, row, algorithms[row]))
@@ -64,7 +66,9 @@ class PostBalance(Balancer):
         if len(self.algorithms) not in (1, wanted):
             raise ConfigError(f"{len(self.algorithms)} algorithms for {wanted} components; give one, or one for each")
         if self.tolerance is not None and Algorithm.QUADRATIC not in self.algorithms:
-            raise ConfigError(f"a tolerance with {', '.join(self.algorithms)}: only {Algorithm.QUADRATIC} reads it; leave it out")
+            raise ConfigError(
+                f"a tolerance with {', '.join(self.algorithms)}: only {Algorithm.QUADRATIC} reads it; leave it out"
+            )
         return self.algorithms * (wanted if len(self.algorithms) == 1 else 1)
 
     def _of(self, costs: SampleCosts, row: int, algorithm: Algorithm) -> Callable[[np.ndarray, int], np.ndarray]:

@@ -125,7 +125,11 @@ def _swapped(volume: np.ndarray, home: np.ndarray, node: np.ndarray, swaps: int)
             break
         # Peak of this node [inside, outside] and of the other one, if batch `inside` goes and batch `outside` comes.
         mine = np.flatnonzero(home == here)
-        after_here = sent[mine][:, None, None] + volume[np.ix_(mine, inside)][:, :, None] - volume[np.ix_(mine, outside)][:, None]
+        after_here = (
+            sent[mine][:, None, None]
+            + volume[np.ix_(mine, inside)][:, :, None]
+            - volume[np.ix_(mine, outside)][:, None]
+        )
         others = np.searchsorted(home, node[outside])[:, None] + np.arange(len(mine))
         gone, come = volume[others, outside[:, None]], volume[others[:, :, None], inside]
         after_there = (sent[others] + gone)[:, :, None] - come
@@ -165,7 +169,7 @@ def _exact(volume: np.ndarray, home: np.ndarray, upper: int, limits: Limits) -> 
     result = milp(
         c=np.append(np.zeros(variables), 1.0),
         integrality=np.append(np.ones(variables), 0.0),
-        bounds=Bounds(np.zeros(variables + 1), limit),
+        bounds=Bounds(np.zeros(variables + 1), limit),  # pyright: ignore[reportArgumentType]  (guessed from its defaults)
         constraints=[
             LinearConstraint(once.tocsr(), 1, 1),
             LinearConstraint(full.tocsr(), count // num_nodes, count // num_nodes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -18,8 +19,8 @@ OVER = 100.0
 class Effort:
     """Where the search stops. Counted in rounds, not in seconds, so that it is the same everywhere."""
 
-    rounds: int = 40
-    pairs: int = 32
+    rounds: int = 80
+    pairs: int = 16
     """Of buckets, in one round."""
     tolerance: float = 0.004
     """Over the lower bound, at which it is good enough."""
@@ -80,9 +81,9 @@ class Buckets:
                 return
 
     def _heights(self, loads: np.ndarray) -> np.ndarray:
-        height = loads[: self._num_times].max(axis=0)
+        height = _largest(loads[: self._num_times])
         if self._num_times < len(loads):
-            memory = loads[self._num_times :].max(axis=0)
+            memory = _largest(loads[self._num_times :])
             height = np.where(memory > 1, OVER * memory, height)
         return height
 
@@ -110,3 +111,8 @@ class Buckets:
         for changed in (heavy, light):
             self._loads[:, changed] = self._shares[:, self._samples[changed]].sum(axis=2)
         return helped
+
+
+def _largest(columns: np.ndarray) -> np.ndarray:
+    """`columns.max(axis=0)`, several times as fast for the few columns there are."""
+    return reduce(np.maximum, columns)

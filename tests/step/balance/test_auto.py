@@ -48,16 +48,18 @@ def test_never_worse_than_arrival_order_on_a_thousand_steps() -> None:
         check_never_worse(seed)
 
 
-def over_optimum(auto: Auto, seed: int, best: float | None = None) -> float:
+def over_optimum(auto: Auto, seed: int) -> float:
+    """Over the best of all assignments: with one microbatch, components can be balanced apart."""
     costs = random_costs(seed, num_samples=8, num_components=2)
     found = auto.assign(costs, Grid(num_replicas=(3, 3)))
-    # Components may put a sample in different replicas, so a joint optimum can be beaten.
-    return bottleneck(found, costs) / (optimum(costs.costs, 3) if best is None else best)
+    ratio = bottleneck(found, costs) / max(optimum(row, 3) for row in costs.costs)
+    assert ratio >= 1 - 1e-9
+    return ratio
 
 
 def test_within_two_percent_of_the_optimum_on_average() -> None:
-    ratios = [over_optimum(Auto(step_time=bottleneck, keep_below=0.0), seed) for seed in range(60)]
-    assert np.mean(ratios) <= 1.004
+    ratios = [over_optimum(Auto(step_time=bottleneck, keep_below=0.0), seed) for seed in range(50)]
+    assert np.mean(ratios) <= 1.01
 
 
 def test_heuristics_alone_are_within_two_percent_on_average() -> None:
@@ -65,17 +67,24 @@ def test_heuristics_alone_are_within_two_percent_on_average() -> None:
     assert np.mean([over_optimum(auto, seed) for seed in range(200)]) <= 1.02
 
 
+def integer_optimum(weights: np.ndarray) -> float:
+    """Least largest of 3 bins, by the integer program."""
+    shares = weights[:, None] / (weights.sum() or 1.0)
+    above = largest(shares.T, lpt(shares[:, 0], 3), 3) * 1.01 + 1e-9
+    bucket, proved = better_buckets(shares, 1, 3, above, Limits(time_s=60.0, nodes=10**6))
+    assert proved and bucket is not None
+    return largest(weights, bucket, 3)
+
+
 @pytest.mark.slow
 def test_within_two_percent_of_two_hundred_optima_of_the_integer_program() -> None:
     ratios = []
     for seed in range(200):
         costs = random_costs(seed, num_samples=11, num_components=2)
-        shares = costs.costs.T / costs.costs.sum()
-        above = largest(shares.T, lpt(shares.max(axis=1), 3), 3) * 1.01
-        bucket, proved = better_buckets(shares, 2, 3, above, Limits(time_s=60.0, nodes=10**6))
-        assert proved and bucket is not None
-        best = largest(costs.costs, bucket, 3)
-        found = Auto(step_time=bottleneck, keep_below=0.0, candidates=QUICK.candidates).assign(costs, Grid(num_replicas=(3, 3)))
+        best = max(integer_optimum(row) for row in costs.costs)
+        found = Auto(step_time=bottleneck, keep_below=0.0, candidates=QUICK.candidates).assign(
+            costs, Grid(num_replicas=(3, 3))
+        )
         ratios.append(bottleneck(found, costs) / best)
     assert np.mean(ratios) <= 1.02
 
@@ -84,7 +93,9 @@ def test_keeps_an_even_step_as_it_is() -> None:
     costs = SampleCosts(components=("vision", "lm"), costs=np.ones((2, 24)))
     choice = Auto().choose(costs, Grid(num_replicas=(2, 2), num_microbatches=3))
     assert choice.name == "arrival" and choice.reason == "imbalance 0.0% is below 5%: arrival order is kept"
-    assert len(choice.trials) == 1 and choice.assignment == Arrival().assign(costs, Grid(num_replicas=(2, 2), num_microbatches=3))
+    assert len(choice.trials) == 1 and choice.assignment == Arrival().assign(
+        costs, Grid(num_replicas=(2, 2), num_microbatches=3)
+    )
 
 
 def test_leaves_a_step_that_one_sample_dominates() -> None:

@@ -44,7 +44,9 @@ def test_large_steps_are_within_one_percent_of_the_bound(name: str) -> None:
 def test_memory_limits_are_kept(slack: float) -> None:
     costs, grid = mixed_step("dflop-mix", 2048), Grid(num_replicas=(16, 16), num_microbatches=16)
     assert costs.memory_bytes is not None
-    limits = {name: int(row.sum() / 256 * slack) for name, row in zip(costs.components, costs.memory_bytes, strict=True)}
+    limits = {
+        name: int(row.sum() / 256 * slack) for name, row in zip(costs.components, costs.memory_bytes, strict=True)
+    }
     found = Joint(memory_limits=limits).assign(costs, grid)
     for row, name in enumerate(costs.components):
         assert found.sums(row, costs.memory_bytes[row]).max() <= limits[name]

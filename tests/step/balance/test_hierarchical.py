@@ -21,7 +21,14 @@ def test_replicas_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("encoder", "most", "expected"),
-    [([3.0, 3, 3], 8, 3), ([9.0, 1, 1], 8, 1), ([1.0] * 10, 4, 4), ([0.0, 0], 6, 6), ([0.1] * 7, 9, 7), ([5.0, 2, 2], 3, 1)],
+    [
+        ([3.0, 3, 3], 8, 3),
+        ([9.0, 1, 1], 8, 1),
+        ([1.0] * 10, 4, 4),
+        ([0.0, 0], 6, 6),
+        ([0.1] * 7, 9, 7),
+        ([5.0, 2, 2], 3, 1),
+    ],
 )
 def test_effective_microbatches(encoder: list[float], most: int, expected: int) -> None:
     assert effective_microbatches(np.array(encoder), most) == expected

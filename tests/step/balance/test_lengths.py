@@ -84,7 +84,9 @@ def test_convolution_keeps_full_batches_to_the_bound_of_packed() -> None:
         lengths = random_lengths(seed, 400)
         first, second = packed(lengths, 8), convolution(lengths, 8)
         sums = [batch_costs(lengths, bins, 8, BatchKind.PACKED).max() for bins in (first, second)]
-        attention = [batch_costs(lengths, bins, 8, BatchKind.CONVOLUTION, alpha=0, beta=1).max() for bins in (first, second)]
+        attention = [
+            batch_costs(lengths, bins, 8, BatchKind.CONVOLUTION, alpha=0, beta=1).max() for bins in (first, second)
+        ]
         assert sums[1] <= sums[0] + lengths.max()
         worse.append(attention[1] / attention[0])
     assert np.median(worse) < 0.9

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import balance_oracle
 import numpy as np
 import pytest
 from balance_oracle import random_costs
@@ -36,7 +40,9 @@ def test_every_sample_once_and_the_same_bytes_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BALANCERS)
-@pytest.mark.parametrize("costs", [np.zeros((2, 5)), np.empty((2, 0)), np.array([[0.0], [1.0]]), np.array([[0.0, 9, 0], [1, 1, 1]])])
+@pytest.mark.parametrize(
+    "costs", [np.zeros((2, 5)), np.empty((2, 0)), np.array([[0.0], [1.0]]), np.array([[0.0, 9, 0], [1, 1, 1]])]
+)
 def test_steps_with_little_in_them(name: str, costs: np.ndarray) -> None:
     step = SampleCosts(components=("vision", "lm"), costs=costs, lengths=np.ceil(costs).astype(np.int64))
     for replicas in (1, 2, 8):
@@ -50,18 +56,23 @@ def test_a_grid_of_other_components_is_refused(name: str) -> None:
         balancer(name).assign(random_costs(0, num_components=2), Grid(num_replicas=(2,)))
 
 
+def digests() -> list[str]:
+    """Of what every balancer does with one step."""
+    costs = np.random.default_rng(1).lognormal(0, 1, (2, 300))
+    step = SampleCosts(components=("v", "lm"), costs=costs, lengths=np.ceil(costs * 9).astype(np.int64))
+    found = (entry.assign(step, Grid(num_replicas=(3, 3))) for entry in BALANCERS.values())
+    return [hashlib.sha256(assignment.to_bytes()).hexdigest() for assignment in found]
+
+
 def test_another_process_makes_the_same_bytes() -> None:
-    """Not by the hash seed, not by the address of anything."""
-    code = (
-        "import hashlib, numpy as np; from mmcompile.step.assignment import Grid, SampleCosts;"
-        "from mmcompile.step.balance.registry import BALANCERS;"
-        "costs = np.random.default_rng(1).lognormal(0, 1, (2, 300));"
-        "step = SampleCosts(components=('v', 'lm'), costs=costs, lengths=np.ceil(costs * 9).astype(int));"
-        "digest = lambda name: hashlib.sha256(BALANCERS[name].assign(step, Grid(num_replicas=(3, 3))).to_bytes()).hexdigest();"
-        "print([digest(name) for name in BALANCERS])"
+    """Nothing depends on the hash seed or on an address."""
+    folder = str(Path(balance_oracle.__file__).parent)
+    code = f"import sys, runpy; sys.path.append({folder!r}); print(runpy.run_path({__file__!r})['digests']())"
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    runs = [subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True) for _ in range(2)]
-    assert runs[0].stdout == runs[1].stdout != ""
+    assert run.stdout.strip() == str(digests())
 
 
 def test_unknown_name_lists_the_names() -> None:
