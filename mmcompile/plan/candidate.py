@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from itertools import chain as chain_of
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.costmodel.comm import all_gather_s, p2p_seconds
-from mmcompile.costmodel.hardware import Interconnect
 from mmcompile.errors import PlanError
 from mmcompile.plan.chains import ChainLayer, ChainSet
+from mmcompile.plan.messages import Messages, place
 from mmcompile.plan.plan import Chain, Segment, Stage, StagePrediction
 from mmcompile.plan.problem import OPTIMIZER_STATES, PricedChain, Problem
 from mmcompile.plan.schedule import Flow, FlowEdge, build_schedule, in_flight
@@ -294,36 +292,17 @@ def assemble(
         _stage(priced[span[0]], span, tuple(own), depth, has_backward, setting)
         for span, own, depth, has_backward in zip(spans, ranks, depths, backward, strict=True)
     )
-    messages = _Messages(problem=problem, setting=setting, degrees=degrees, priced=priced, stages=stages)
+    messages = Messages(cluster=problem.cluster, degrees=degrees, priced=priced)
+    ends = [(stage.chain, stage.ranks) for stage in stages]
     return Candidate(
         problem=problem,
         chains=chains,
         setting=setting,
         degrees=tuple(degrees),
         stages=stages,
-        edges={pair: sum(messages.num_bytes(pair, layer) for layer in layers) for pair, layers in edges.items()},
-        link_s={pair: messages.seconds(pair, layers) for pair, layers in edges.items()},
+        edges={pair: messages.num_bytes(stages[pair[1]].chain, layers) for pair, layers in edges.items()},
+        link_s={pair: messages.seconds(ends[pair[0]], ends[pair[1]], layers) for pair, layers in edges.items()},
     )
-
-
-def place(degrees: Sequence[Degrees], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Ranks of every stage, chain by chain, no two stages sharing any.
-
-    Chains lie one after the other, those of larger tp first, so that no tensor-parallel group leaves its node; in a chain,
-    replica by replica, stage by stage, so that neighbours in the pipeline are near.
-    """
-    base: dict[int, int] = {}
-    free = 0
-    for chain in sorted(range(len(degrees)), key=lambda index: -degrees[index].tp):
-        base[chain] = free
-        free += degrees[chain].ranks * counts[chain]
-    found: list[tuple[int, ...]] = []
-    for chain, (own, count) in enumerate(zip(degrees, counts, strict=True)):
-        for position in range(count):
-            first = base[chain] + position * own.width
-            starts = range(first, first + count * own.ranks, count * own.width)
-            found.append(tuple(chain_of(*(range(start, start + own.width) for start in starts))))
-    return found
 
 
 _Edges = dict[tuple[int, int], list[tuple[int, int]]]
@@ -398,52 +377,6 @@ def _stage(
         working_bytes=int(priced.working_bytes[first:last].max()),
         in_flight=in_flight(setting.schedule, depth, setting.num_microbatches) if has_backward else 0,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Messages:
-    """Bytes and seconds of what passes between stages."""
-
-    problem: Problem
-    setting: Setting
-    degrees: Sequence[Degrees]
-    priced: Sequence[PricedChain]
-    stages: Sequence[CandidateStage]
-
-    def num_bytes(self, pair: tuple[int, int], sent: tuple[int, int]) -> int:
-        """Forward bytes to one replica of the target."""
-        chain, layer = sent
-        target = self.degrees[self.stages[pair[1]].chain]
-        return int(self.priced[chain].whole_bytes[layer]) * self.degrees[chain].dp // target.dp
-
-    def seconds(self, pair: tuple[int, int], layers: Sequence[tuple[int, int]]) -> float:
-        """Of one message: every rank sends its share to its peer, at once.
-
-        Where the two sides are spread differently, the side with fewer ranks is the slower; a receiver that shares tensors
-        then gathers the shares of its group, for each rank reads the whole.
-        """
-        source, target = (self.stages[index] for index in pair)
-        sends, receives = self.degrees[source.chain], self.degrees[target.chain]
-        link = self._link(source, target)
-        if (sends.tp, sends.cp, sends.dp) == (receives.tp, receives.cp, receives.dp):
-            return p2p_seconds(sum(int(self.priced[c].output_bytes[layer]) for c, layer in layers), link)
-        arriving = sum(self.num_bytes(pair, layer) for layer in layers)
-        volume = arriving * receives.dp
-        sent_s = p2p_seconds(volume / min(sends.ranks, receives.ranks), link)
-        gathered_s = all_gather_s(arriving / receives.cp, receives.tp, self.problem.cluster) if receives.tp > 1 else 0.0
-        return sent_s + gathered_s
-
-    def _link(self, source: CandidateStage, target: CandidateStage) -> Interconnect:
-        """Within a node if all peers are; the first replicas are looked at, the others lie in the same pattern."""
-        cluster = self.problem.cluster
-        node = cluster.devices_per_node
-        if len(source.ranks) == len(target.ranks):
-            pairs = zip(source.ranks[: node * node], target.ranks[: node * node], strict=True)
-            near = all(a // node == b // node for a, b in pairs)
-        else:
-            ends = (source.ranks[0], source.ranks[-1], target.ranks[0], target.ranks[-1])
-            near = min(ends) // node == max(ends) // node
-        return cluster.intra if near else cluster.inter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,8 @@ BATCH = 24
 """Combinations split before the next are judged."""
 PATIENCE = 48
 """Combinations split in a row without a faster one, where not all are listed."""
+MAX_VAIN = 400
+"""Combinations split in a row that do not fit the memory, where not all are listed."""
 MAX_ROUNDS = 6
 """Times that the neighbours of the fastest are looked at."""
 FINALISTS = 12
@@ -93,14 +95,26 @@ class Engine:
     def run(self) -> None:
         """Look at all combinations. What was judged before is a time to beat."""
         self._refine()
+        if not self.judged and not self.everything:
+            tight = self.first()
+            self.judge([] if tight is None else [tight])
         if self.judged and not self.everything:
             self._neighbours()
         self._schedules()
         self._polish()
 
     def first(self) -> Candidate | None:
-        """Some candidate that fits the memory, the first by guess; None if none does."""
-        for group, index in self._order():
+        """Some candidate that fits the memory; None if none was found.
+
+        Those that need least come first: most computed again, most ranks, smallest microbatches. Splits are limited.
+        """
+        order = [
+            (-RECOMPUTES.index(group.setting.recompute), -int(group.ranks[index]), group.setting.samples, number, index)
+            for number, group in enumerate(self.groups)
+            for index in range(len(group))
+        ]
+        for *_, number, index in sorted(order)[:MAX_VAIN]:
+            group = self.groups[number]
             candidate = self.draft(group.chains, group.setting, group.degrees(index), group.counts(index))
             if candidate is not None:
                 return candidate
@@ -173,7 +187,8 @@ class Engine:
             self.judge(batch)
             if self.fastest_s < before_s * (1 - TOLERANCE):
                 improved_at = splits
-            if not taken or (not self.everything and splits - improved_at >= PATIENCE):
+            patience = PATIENCE if self.judged else MAX_VAIN
+            if not taken or (not self.everything and splits - improved_at >= patience):
                 self.unseen = sum(map(len, self.groups)) - seen
                 return
 

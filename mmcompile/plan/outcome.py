@@ -161,6 +161,9 @@ def _notes(engine: Engine, best: Judged) -> Iterator[str]:
         )
     if engine.unseen:
         yield f"{engine.unseen:,} combinations were guessed to be slower and not split"
+    if engine.combos.left_out:
+        number = len(engine.combos.left_out)
+        yield f"{number:,} settings (replicas, microbatches, recomputation) were guessed to be slower and not listed"
     if not engine.everything:
         yield f"over {MAX_LISTED:,} combinations: encoder options that others beat in ranks, slowest stage and path were left out"
 
