@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test test-all lint type format bench bench-planner bench-sim bench-frozen bench-entrain bench-chain \
+.PHONY: help venv demo test test-all lint type format bench bench-planner bench-sim bench-frozen bench-entrain bench-balance bench-chain \
 	bench-attention bench-cp bench-gpu coverage clean
 .DEFAULT_GOAL := help
 
@@ -45,10 +45,9 @@ type: $(STAMP)  ## pyright
 bench: $(STAMP)  ## capture and plan real-size models (7B to 84B) from their configs: seconds and memory
 	$(BIN)/python -P benchmarks/real_size.py
 
-bench-planner: $(STAMP)  ## seconds of the interval DP, actions/s of the simulator, seconds of the search at 1,024 GPUs
+bench-planner: $(STAMP)  ## seconds of the interval DP and of proofs by Z3, actions/s of the simulator
 	$(BIN)/python -P benchmarks/partition.py
 	$(BIN)/python -P benchmarks/simulator.py
-	$(BIN)/python -P benchmarks/search.py
 
 bench-sim: $(STAMP)  ## predicted against measured step time of two-process pipelines; fails above a median error of 10%
 	$(BIN)/python -P benchmarks/sim.py
@@ -58,6 +57,9 @@ bench-frozen: $(STAMP)  ## nine frozen MLLMs on 24 x A40, simulated: ours agains
 
 bench-entrain: $(STAMP)  ## how stable is a stage allocation over batches of a dataset?
 	$(BIN)/python -P benchmarks/entrain_allocation.py
+
+bench-balance: $(STAMP)  ## balancing of samples over replicas and microbatches: milliseconds and distance to the optimum
+	$(BIN)/python -P benchmarks/balance.py
 
 bench-chain: $(STAMP)  ## a text-only chain against torch's Schedule1F1B; fails below a ratio of 1.0
 	$(BIN)/python -P benchmarks/chain.py

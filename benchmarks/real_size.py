@@ -29,10 +29,12 @@ class Case:
     where: tuple[str, ...]
     """Options for cluster and batch."""
     limit_s: float
+    search_limit_s: float | None = None
+    """Of the search alone, after capture and costs."""
 
     @property
     def name(self) -> str:
-        return f"{self.config}, {' + '.join(self.train)}"
+        return f"{self.config} on {self.where[1]}, {' + '.join(self.train)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,7 @@ class Figures:
 
 SMALL = ("--cluster", "2x8xA100-80G")
 LARGE = ("--cluster", "8x8xA100-80G", "--global-batch", "512")
+HUGE = ("--cluster", "128x8xH100", "--global-batch", "512")
 CASES = (
     Case(config="llava-1.5-7b", train=("projector",), where=SMALL, limit_s=30),
     Case(config="qwen2.5-vl-7b", train=("projector",), where=SMALL, limit_s=30),
@@ -59,6 +62,7 @@ CASES = (
     Case(config="qwen2.5-vl-72b", train=("all",), where=LARGE, limit_s=120),
     Case(config="mllm-84b", train=("projector", "audio_tower.proj"), where=LARGE, limit_s=120),
     Case(config="mllm-84b", train=("all",), where=LARGE, limit_s=120),
+    Case(config="llava-onevision-72b", train=("all",), where=HUGE, limit_s=60, search_limit_s=2),
 )
 
 
@@ -90,10 +94,13 @@ def main() -> int:
     for case in CASES:
         figures = measure(case)
         good = good and figures.seconds <= case.limit_s and figures.peak_bytes <= MAX_BYTES
+        good = good and (case.search_limit_s is None or figures.search_s <= case.search_limit_s)
         sizes = (f"{figures.peak_bytes / 1e9:.2f}", f"{MAX_BYTES / 1e9:.2f}")
         rest = (str(figures.stages), f"{figures.iteration_s:.3f}")
-        table.add_row(case.name, f"{figures.seconds:.1f}", f"{case.limit_s:.0f}", f"{figures.search_s:.2f}", *sizes, *rest)
-    Console().print(table)
+        table.add_row(
+            case.name, f"{figures.seconds:.1f}", f"{case.limit_s:.0f}", f"{figures.search_s:.2f}", *sizes, *rest
+        )
+    Console(width=150).print(table)
     return 0 if good else 1
 
 

@@ -273,7 +273,7 @@ def _cells(costs: KindCosts) -> tuple[str, ...]:
     )
 
 
-def describe(
+def describe_costs(
     calibration: Calibration | None, kinds: Mapping[str, Iterable[str]], *, tp: Mapping[str, int] | None = None
 ) -> str:
     """Which numbers of a plan are analytic and which measured, in one line (`Plan.costs`).

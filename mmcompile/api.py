@@ -35,6 +35,7 @@ from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, parse_constraint
 from mmcompile.plan.placement import Placement, check_runnable
 from mmcompile.plan.plan import Attention, Fingerprint, Plan, ScheduleKind, check_fingerprint
+from mmcompile.plan.settings import Placing
 from mmcompile.plan.strategies import AUTO
 from mmcompile.planning import Wanted, make_plan
 from mmcompile.runtime.engine import Engine
@@ -115,6 +116,7 @@ def plan(
     strategy: str = AUTO,
     schedule: ScheduleKind | None = None,
     recompute: Recompute | None = None,
+    placement: Placing | None = None,
     tensor_parallel: int | None = None,
     replicas: int | None = None,
     constraints: Sequence[Constraint | str] = (),
@@ -144,6 +146,8 @@ def plan(
             it, all samples are like those of the captured batch.
         strategy: `"auto"`, or the name of a published search or a baseline (`mmcompile.plan.strategies`).
         schedule, recompute: None: 1F1B and none, or searched with a global batch.
+        placement: `"disjoint"`, encoders on devices of their own, or `"colocated"`, before the language model on its devices;
+            None: disjoint, or searched with a global batch.
         tensor_parallel: ranks that share the tensors of a layer, in every chain; 1, or searched with a global batch.
         replicas: of the language model; 1, or searched with a global batch.
         constraints: values or texts (`mmcompile.plan.constraints`): layers together or apart, on a stage, memory caps.
@@ -170,6 +174,7 @@ def plan(
         strategy=strategy,
         schedule=schedule,
         recompute=recompute,
+        placement=placement,
         tensor_parallel=tensor_parallel,
         replicas=replicas,
         constraints=tuple(parse_constraint(own) if isinstance(own, str) else own for own in constraints),

@@ -27,7 +27,7 @@ from mmcompile.plan.infeasible import explain
 from mmcompile.plan.outcome import plan_of
 from mmcompile.plan.plan import Fingerprint, Plan, ScheduleKind
 from mmcompile.plan.search import problem_of, searched
-from mmcompile.plan.settings import SearchSpace
+from mmcompile.plan.settings import Placing, SearchSpace
 from mmcompile.plan.shared_tokens import SharedTokens
 from mmcompile.plan.strategies import AUTO
 from mmcompile.plan.workload import Workload
@@ -53,6 +53,7 @@ class Wanted:
     strategy: str = AUTO
     schedule: ScheduleKind | None = None
     recompute: Recompute | None = None
+    placement: Placing | None = None
     tensor_parallel: int | None = None
     replicas: int | None = None
     constraints: tuple[Constraint, ...] = ()
@@ -88,6 +89,7 @@ class Wanted:
             tp=space.tp if self.tensor_parallel is None else (self.tensor_parallel,),
             dp=space.dp if self.replicas is None else (self.replicas,),
             schedules=space.schedules if self.schedule is None else (self.schedule,),
+            placements=space.placements if self.placement is None else (self.placement,),
             recomputes=space.recomputes if self.recompute is None else (self.recompute,),
             microbatches=space.microbatches if self.num_microbatches is None else (self.num_microbatches,),
         )
@@ -162,9 +164,7 @@ def make_plan(
         context_parallel=cp,
         head_stride=_shared(graph, cp, wanted.cluster, dtype).head_stride if cp > 1 else 0,
     )
-    found = replace(
-        found, attention=choice.attention, head_stride=choice.head_stride, notes=(*found.notes, *notes)
-    )
+    found = replace(found, attention=choice.attention, head_stride=choice.head_stride, notes=(*found.notes, *notes))
     found = _linked(captured, found, choice)
     clock.done("links")
     return found

@@ -28,7 +28,7 @@ def test_the_tour_runs(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("target", re.findall(r"\]\(([^):]+)\)", README))
+@pytest.mark.parametrize("target", re.findall(r"\]\(([^):#]+)\)", README))
 def test_links_resolve(target: str) -> None:
     assert (ROOT / target).exists()
 

@@ -75,6 +75,14 @@ class RecomputeChoice(StrEnum):
     SEARCH = SEARCH
 
 
+class PlacementChoice(StrEnum):
+    """Where encoders run."""
+
+    DISJOINT = "disjoint"
+    COLOCATED = "colocated"
+    SEARCH = SEARCH
+
+
 MODEL_HELP = (
     "A config.json, a folder with one, a Hugging Face id in the local cache, or package.module:function that returns a "
     "model or (model, batch)."
@@ -150,6 +158,13 @@ ScheduleOption = Annotated[
 RecomputeOption = Annotated[
     RecomputeChoice | None,
     typer.Option(help="What the backward computes again.", show_default="none; search with --global-batch"),
+]
+PlacementOption = Annotated[
+    PlacementChoice | None,
+    typer.Option(
+        help="Encoders on devices of their own, beside each other, or before the language model on its devices.",
+        show_default="disjoint; search with --global-batch",
+    ),
 ]
 TensorParallelOption = Annotated[
     str | None,

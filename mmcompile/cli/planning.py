@@ -16,6 +16,7 @@ from mmcompile.cli.options import (
     SEARCH,
     AttentionChoice,
     Dtype,
+    PlacementChoice,
     Projector,
     RecomputeChoice,
     ScheduleChoice,
@@ -30,6 +31,7 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.plan.constraints import Constraint, parse_constraint
 from mmcompile.plan.plan import Plan, ScheduleKind
+from mmcompile.plan.settings import Placing
 
 DEFAULT_MICROBATCHES = 8
 
@@ -82,6 +84,7 @@ class Wanted:
     strategy: Strategy = Strategy.AUTO
     schedule: ScheduleKind | None = None
     recompute: Recompute | None = None
+    placement: Placing | None = None
     tensor_parallel: int | None = None
     replicas: int | None = None
     constraints: tuple[Constraint, ...] = ()
@@ -98,6 +101,7 @@ class Searched:
     strategy: Strategy
     schedule: ScheduleChoice | None
     recompute: RecomputeChoice | None
+    placement: PlacementChoice | None
     tensor_parallel: str | None
     replicas: str | None
     constrain: Sequence[str] | None
@@ -118,6 +122,7 @@ class Searched:
             strategy=self.strategy,
             schedule=None if self.schedule in (None, ScheduleChoice.SEARCH) else _kind(self.schedule),
             recompute=None if self.recompute in (None, RecomputeChoice.SEARCH) else _recompute(self.recompute),
+            placement=None if self.placement in (None, PlacementChoice.SEARCH) else _placement(self.placement),
             tensor_parallel=parse_degree("--tensor-parallel", self.tensor_parallel),
             replicas=parse_degree("--replicas", self.replicas),
             constraints=tuple(parse_constraint(text) for text in self.constrain or ()),
@@ -131,6 +136,7 @@ class Searched:
         searched = {
             "--schedule": self.schedule,
             "--recompute": self.recompute,
+            "--placement": self.placement,
             "--tensor-parallel": self.tensor_parallel,
             "--replicas": self.replicas,
         }
@@ -177,6 +183,7 @@ def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, 
             strategy=wanted.strategy.value,
             schedule=wanted.schedule,
             recompute=wanted.recompute,
+            placement=wanted.placement,
             tensor_parallel=wanted.tensor_parallel,
             replicas=wanted.replicas,
             constraints=wanted.constraints,
@@ -188,6 +195,10 @@ def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, 
 
 def _kind(choice: ScheduleChoice) -> ScheduleKind:
     return next(kind for kind in get_args(ScheduleKind) if kind == choice.value)
+
+
+def _placement(choice: PlacementChoice) -> Placing:
+    return next(kind for kind in get_args(Placing) if kind == choice.value)
 
 
 def _recompute(choice: RecomputeChoice) -> Recompute:

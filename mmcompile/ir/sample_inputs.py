@@ -140,17 +140,17 @@ def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     pinpoints = getattr(model.config, "image_grid_pinpoints", None)
     if pinpoints:
-        tiles = 1 + _num_tiles([image_size, image_size], pinpoints, size)
+        tiles = 1 + _num_tiles((image_size, image_size), pinpoints, height)
         batch["image_sizes"] = torch.tensor([[image_size, image_size]] * count)
         batch["pixel_values"] = torch.randn(count, tiles, channels, height, width, dtype=dtype)
         # As lists: sizes are read by Python, and tensors have no values among fake ones.
         sizes = {"image_sizes": batch["image_sizes"].tolist()}
-        return _num_features(model, "get_image_features", sizes, pixel_values=batch["pixel_values"]) // count
+        return _num_features(model, "get_image_features", {"pixel_values": batch["pixel_values"]}, sizes) // count
     batch["pixel_values"] = torch.randn(count, channels, height, width, dtype=dtype)
-    return _num_features(model, "get_image_features", pixel_values=batch["pixel_values"]) // count
+    return _num_features(model, "get_image_features", {"pixel_values": batch["pixel_values"]}) // count
 
 
-def _num_tiles(image_size: list[int], pinpoints: list[Any], tile: int) -> int:
+def _num_tiles(image_size: tuple[int, int], pinpoints: list[Any], tile: int) -> int:
     """Crops of an image, the whole image not counted, in models that cut images to the best of some resolutions."""
     from transformers.image_processing_utils import select_best_resolution  # only needed for these models
 
@@ -175,11 +175,11 @@ def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int
     lengths = getattr(tower, "_get_feat_extract_output_lengths", None)
     if lengths is not None:  # of what the convolutions leave, and of what the tower returns
         return int(lengths(torch.tensor([frames]))[1])
-    return _num_features(model, "get_audio_features", **{k: v for k, v in batch.items() if "feature" in k}) // count
+    return _num_features(model, "get_audio_features", {k: v for k, v in batch.items() if "feature" in k}) // count
 
 
 def _num_features(
-    model: nn.Module, accessor: str, values: Mapping[str, object] | None = None, **inputs: torch.Tensor
+    model: nn.Module, accessor: str, inputs: Mapping[str, torch.Tensor], values: Mapping[str, object] | None = None
 ) -> int:
     """Rows that an encoder and its projector make of the inputs, by running them (on fake tensors for a skeleton)."""
     owner = model if hasattr(model, accessor) else getattr(model, "model", None)

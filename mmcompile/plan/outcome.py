@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mmcompile.costmodel.calibration import describe_costs
 from mmcompile.plan.bubbles import attribute
 from mmcompile.plan.candidate import Candidate, one_rank_each, stage_durations
 from mmcompile.plan.combos import MAX_LISTED
@@ -12,7 +13,7 @@ from mmcompile.plan.engine import TOLERANCE, Engine, Judged, describe
 from mmcompile.plan.plan import BubbleShare, Cut, Plan, Prediction, Rejected
 from mmcompile.plan.problem import NUM_DRAWS, OPTIMIZER_STATES, Problem
 from mmcompile.plan.splitter import Splitter
-from mmcompile.units import format_bytes
+from mmcompile.units import format_bytes, format_seconds
 
 MAX_REJECTED = 5
 
@@ -91,14 +92,7 @@ def _data(problem: Problem) -> str:
 
 def _costs(problem: Problem) -> str:
     pricing = problem.pricing
-    if pricing.calibration is None:
-        return "analytic"
-    kinds = {kind for own in pricing.kinds.values() for kind in own}
-    measured = kinds & {kind.kind for kind in pricing.calibration.kinds}
-    return (
-        f"{len(measured)} of {len(kinds)} layer kinds measured on {pricing.calibration.device} "
-        f"({pricing.calibration.dtype}), the others analytic"
-    )
+    return describe_costs(pricing.calibration, pricing.kinds)
 
 
 def cuts(candidate: Candidate, splitter: Splitter) -> Iterator[Cut]:
@@ -233,12 +227,12 @@ def _closest(engine: Engine, best: Judged) -> Iterator[Rejected]:
 
 
 def _slower(loser: _Loser, best_s: float) -> str:
-    milliseconds = f"{loser.seconds * 1e3:.4g} ms"
+    seconds, more = format_seconds(loser.seconds), f"{loser.seconds / best_s - 1:.1%} more"
     if not loser.known:
-        return f"cannot take less than {milliseconds}"
+        return f"cannot take less than {seconds}" + (f", {more}" if loser.seconds > best_s else "")
     if loser.seconds < best_s * (1 + TOLERANCE):
-        return f"takes {milliseconds}, which is no faster to {TOLERANCE:.1%}"
-    return f"takes {milliseconds}, {100 * (loser.seconds / best_s - 1):.1f}% more"
+        return f"takes {seconds}, which is no faster to {TOLERANCE:.1%}"
+    return f"takes {seconds}, {more}"
 
 
 def _too_big(engine: Engine) -> Iterator[Rejected]:

@@ -53,14 +53,18 @@ def check_runnable(plan: Plan) -> None:
     found = [
         *(f"{chain.name} has tensor parallel degree {chain.tp}" for chain in plan.chains if chain.tp > 1),
         *(f"{chain.name} has {chain.dp} replicas" for chain in plan.chains if chain.dp > 1 or chain.fsdp),
-        *(f"{chain.name} has context parallel degree {chain.cp}" for chain in plan.chains if chain.cp > 1 and chain != last),
+        *(
+            f"{chain.name} has context parallel degree {chain.cp}"
+            for chain in plan.chains
+            if chain.cp > 1 and chain != last
+        ),
         *([f"recompute is {plan.recompute}"] if plan.recompute != "none" else []),
         *([f"the schedule is {plan.schedule}"] if plan.schedule not in RUNNABLE_SCHEDULES else []),
     ]
     if found:
         raise PlanError(
-            f"this plan can be simulated but not run: {'; '.join(found)}. The engine runs one replica whose stages are whole or share "
-            f"the tokens of the language model, recompute none, schedules {', '.join(RUNNABLE_SCHEDULES)}: plan with "
+            f"this plan can be simulated but not run: {'; '.join(found)}. The engine runs one replica whose stages are whole or "
+            f"share the tokens of the language model, recompute none, schedules {', '.join(RUNNABLE_SCHEDULES)}: plan with "
             "tensor_parallel=1, replicas=1, recompute='none' and one of these schedules"
         )
 

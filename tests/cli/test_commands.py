@@ -29,7 +29,8 @@ def test_plan_show_and_stages(run: Run, tiny: Path, tmp_path: Path) -> None:
     made = run("plan", tiny, *TWO, "--train", "projector", "-o", file, "--json")
     assert made.code == 0, made.err
     assert [stage["name"] for stage in made.json["stages"]] == STAGES
-    assert made.json["timing"].keys() == {"build_s", "capture_s", "search_s", "peak_rss_bytes"}
+    phases = {"build_s", "capture_s", "cost_s", "search_s", "links_s"}
+    assert made.json["timing"].keys() == phases | {"peak_rss_bytes"}
     plan = Plan.load(file)
     assert [stage.name for stage in plan.stages] == STAGES
 

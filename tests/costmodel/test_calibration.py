@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmcompile.costmodel.calibration import Calibration, HostCosts, KindCosts, Measurement, RuntimeCosts, describe
+from mmcompile.costmodel.calibration import Calibration, HostCosts, KindCosts, Measurement, RuntimeCosts, describe_costs
 from mmcompile.costmodel.cluster import Interconnect
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.costmodel.fit import fit_polynomial
@@ -172,14 +172,14 @@ def test_merging_keeps_both_and_prefers_the_other() -> None:
 
 def test_a_plan_says_what_was_measured() -> None:
     kinds = {"vision": ("encoder.blocks-00000002",) * 4, "language_model": ("language_model.layers-00000001",)}
-    assert describe(None, kinds) == "analytic"
-    assert describe(CALIBRATION, kinds) == (
+    assert describe_costs(None, kinds) == "analytic"
+    assert describe_costs(CALIBRATION, kinds) == (
         "measured on cpu (Xeon), float32, torch 2.13.0: 2 of 2 layer kinds, fit error median 0.0%, max 0.0%"
     )
     more = {**kinds, "projector": ("projector.linear-00000003",)}
-    assert describe(CALIBRATION, more).endswith("max 0.0%; analytic: projector.linear-00000003")
-    assert describe(CALIBRATION, kinds, tp={"vision": 2}).endswith("analytic: encoder.blocks-00000002")
-    assert describe(CALIBRATION, {"projector": ("projector.linear-00000003",)}) == (
+    assert describe_costs(CALIBRATION, more).endswith("max 0.0%; analytic: projector.linear-00000003")
+    assert describe_costs(CALIBRATION, kinds, tp={"vision": 2}).endswith("analytic: encoder.blocks-00000002")
+    assert describe_costs(CALIBRATION, {"projector": ("projector.linear-00000003",)}) == (
         "analytic: the calibration for cpu float32 knows none of the 1 layer kinds"
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from zoo import FAMILIES
@@ -10,7 +12,9 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import IGNORE, example_batch
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"])
+@pytest.mark.parametrize(
+    "family", ["llava", "llava_next", "llava_onevision", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"]
+)
 def test_the_model_accepts_its_example(family: str) -> None:
     model = FAMILIES[family].build()
     batch = example_batch(model, text_tokens=32, image_size=112)
@@ -19,10 +23,10 @@ def test_the_model_accepts_its_example(family: str) -> None:
 
 
 def test_marks_enclose_placeholders_and_are_text() -> None:
-    model = FAMILIES["qwen2_5_omni"].build()
+    model: Any = FAMILIES["qwen2_5_omni"].build()
     batch = example_batch(model, text_tokens=32, image_size=112)
     ids = batch["input_ids"][0]
-    places = (ids == model.config.image_token_id).nonzero().flatten()
+    places = ids.eq(model.config.image_token_id).nonzero().flatten()
     assert ids[places[0] - 1] == model.config.vision_start_token_id
     assert ids[places[-1] + 1] == model.config.vision_end_token_id
     assert (batch["labels"][0][places] == IGNORE).all()
