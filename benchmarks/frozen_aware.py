@@ -31,13 +31,13 @@ from mmcompile.passes.cost import Cost
 from mmcompile.passes.cost_table import CostTable, GrowingCost
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
-from mmcompile.plan.baselines import baseline
-from mmcompile.plan.candidate import Candidate
-from mmcompile.plan.engine import TOLERANCE, Engine
 from mmcompile.plan.plan import Fingerprint
-from mmcompile.plan.problem import Problem
-from mmcompile.plan.search import problem_of, searched
-from mmcompile.plan.settings import Degrees, SearchSpace
+from mmcompile.plan.search.baselines import baseline
+from mmcompile.plan.search.branch_and_bound import TOLERANCE, BranchAndBound
+from mmcompile.plan.search.candidate import Candidate
+from mmcompile.plan.search.problem import Problem
+from mmcompile.plan.search.search import problem_of, searched
+from mmcompile.plan.search.settings import Degrees, SearchSpace
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
 
@@ -135,7 +135,7 @@ def row(mix: str, graph: ModelGraph, table: CostTable) -> Row:
     )
     problem = problem_for(graph, table, space)
     # Alone: `auto` would take a baseline that is faster, as FSDP is here.
-    engine = Engine(problem=problem)
+    engine = BranchAndBound(problem=problem)
     engine.run()
     best = engine.best()
     _, free = searched(problem_for(graph, table, SearchSpace.everything(problem.cluster)))
@@ -170,7 +170,7 @@ def problem_for(graph: ModelGraph, table: CostTable, space: SearchSpace) -> Prob
 
 
 def seconds(problem: Problem, candidate: Candidate) -> float:
-    engine = Engine(problem=problem)
+    engine = BranchAndBound(problem=problem)
     engine.judge([candidate])
     return engine.fastest_s
 

@@ -19,8 +19,8 @@ from functools import partial
 from typing import get_args
 
 from mmcompile.plan.plan import ScheduleKind
-from mmcompile.plan.schedule import Flow, FlowEdge, build_schedule
-from mmcompile.plan.simulate import StageDuration, simulate
+from mmcompile.plan.simulator.schedule import Flow, FlowEdge, build_schedule
+from mmcompile.plan.simulator.simulate import StageDuration, simulate
 
 TARGET_ACTIONS_PER_S = 200_000
 NUM_MICROBATCHES = 128

@@ -35,8 +35,8 @@ from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, parse_constraint
 from mmcompile.plan.placement import Placement, check_runnable
 from mmcompile.plan.plan import Attention, Fingerprint, Plan, ScheduleKind, check_fingerprint
-from mmcompile.plan.settings import Placing
-from mmcompile.plan.strategies import AUTO
+from mmcompile.plan.search.settings import Placing
+from mmcompile.plan.search.strategies import AUTO
 from mmcompile.planning import Wanted, make_plan
 from mmcompile.runtime.engine import Engine
 
@@ -144,7 +144,7 @@ def plan(
         global_batch: samples of a step.
         stats: the dataset that the step is predicted for, or where to read it (`mmcompile.data.readers.read_stats`); without
             it, all samples are like those of the captured batch.
-        strategy: `"auto"`, or the name of a published search or a baseline (`mmcompile.plan.strategies`).
+        strategy: `"auto"`, or the name of a published search or a baseline (`mmcompile.plan.search.strategies`).
         schedule, recompute: None: 1F1B and none, or searched with a global batch.
         placement: `"disjoint"`, encoders on devices of their own, or `"colocated"`, before the language model on its devices;
             None: disjoint, or searched with a global batch.

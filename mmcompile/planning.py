@@ -23,13 +23,13 @@ from mmcompile.passes.cost import Cost
 from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, decided_stages
-from mmcompile.plan.infeasible import explain
-from mmcompile.plan.outcome import plan_of
 from mmcompile.plan.plan import Fingerprint, Plan, ScheduleKind
-from mmcompile.plan.search import problem_of, searched
-from mmcompile.plan.settings import Placing, SearchSpace
+from mmcompile.plan.search.infeasible import explain
+from mmcompile.plan.search.outcome import plan_of
+from mmcompile.plan.search.search import problem_of, searched
+from mmcompile.plan.search.settings import Placing, SearchSpace
+from mmcompile.plan.search.strategies import AUTO
 from mmcompile.plan.shared_tokens import SharedTokens
-from mmcompile.plan.strategies import AUTO
 from mmcompile.plan.workload import Workload
 from mmcompile.runtime.timer import processor_name
 
@@ -152,7 +152,7 @@ def make_plan(
     notes: tuple[str, ...] = ()
     if wanted.constraints or wanted.solver_seconds is not None:
         # Z3 is a large library, and workers need none.
-        from mmcompile.plan.constrained import constrained
+        from mmcompile.plan.exact.constrained import constrained
 
         outcome = constrained(search, wanted.constraints, budget_s=wanted.solver_seconds or SOLVER_SECONDS)
         best, notes = outcome.best, outcome.notes

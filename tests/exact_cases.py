@@ -8,8 +8,8 @@ from itertools import combinations, pairwise, product
 from typing import TypedDict
 
 from mmcompile.plan.constraints import parse_constraint
-from mmcompile.plan.demands import demands
-from mmcompile.plan.exact_problem import ChainSplit, ExactChain, ExactProblem, Feed, Splits, Variant
+from mmcompile.plan.exact.demands import demands
+from mmcompile.plan.exact.problem import ChainSplit, ExactChain, ExactProblem, Feed, Splits, Variant
 from mmcompile.plan.layer_names import LayerLabel
 from mmcompile.plan.partition import PartitionLayer
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmcompile.plan.schedule import Flow, FlowEdge
+from mmcompile.plan.simulator.schedule import Flow, FlowEdge
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

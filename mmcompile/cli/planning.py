@@ -31,7 +31,7 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.plan.constraints import Constraint, parse_constraint
 from mmcompile.plan.plan import Plan, ScheduleKind
-from mmcompile.plan.settings import Placing
+from mmcompile.plan.search.settings import Placing
 
 DEFAULT_MICROBATCHES = 8
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from mmcompile.costmodel.calibration import RuntimeCosts
 from mmcompile.costmodel.compute import LayerTimes
-from mmcompile.plan.schedule import ActionKind, Flow, FlowEdge, Placed, build_schedule
-from mmcompile.plan.simulate import StageDuration, Timeline, simulate
+from mmcompile.plan.simulator.schedule import ActionKind, Flow, FlowEdge, Placed, build_schedule
+from mmcompile.plan.simulator.simulate import StageDuration, Timeline, simulate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

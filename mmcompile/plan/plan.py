@@ -198,7 +198,7 @@ class Plan:
     schedule: ScheduleKind = "1f1b"
     recompute: Recompute = "none"
     strategy: str = "auto"
-    """Who decided: `auto`, a published search or a baseline (`mmcompile.plan.strategies`)."""
+    """Who decided: `auto`, a published search or a baseline (`mmcompile.plan.search.strategies`)."""
     microbatch_samples: float = 0.0
     """Samples of one microbatch of one replica of the last chain, on average; 0 where only the captured batch is known."""
     data: str = ""

@@ -11,7 +11,7 @@ from mmcompile.data.sample import SampleShape
 from mmcompile.ir.graph import Component, ComponentKind, ParameterSpec
 from mmcompile.plan.bottlenecks import EVEN, TIGHT, memory_bytes, rank_loads, times_text
 from mmcompile.plan.plan import Chain, Plan, Stage
-from mmcompile.plan.pricing import Pricing, Sharding
+from mmcompile.plan.search.pricing import Pricing, Sharding
 from mmcompile.plan.stage_rows import milliseconds
 from mmcompile.report.sample_loads import slot_samples
 from mmcompile.report.study import Study

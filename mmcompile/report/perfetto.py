@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from mmcompile.files import write_atomic
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.simulate import Event
 
 PREDICTED_PID = 100_000
 """Process ids of predicted ranks start here."""

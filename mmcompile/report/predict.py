@@ -8,8 +8,8 @@ from itertools import product
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.plan.placement import Placement, shard_names
 from mmcompile.plan.plan import Link, Plan
-from mmcompile.plan.schedule import Flow, FlowEdge, build_schedule
-from mmcompile.plan.simulate import StageDuration, Timeline, simulate
+from mmcompile.plan.simulator.schedule import Flow, FlowEdge, build_schedule
+from mmcompile.plan.simulator.simulate import StageDuration, Timeline, simulate
 
 
 def predict(plan: Plan) -> Timeline:

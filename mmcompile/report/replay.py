@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.errors import PlanError
-from mmcompile.plan.bubbles import attribute
-from mmcompile.plan.memory_curve import MemoryCurve, SavedBytes, memory_curve
 from mmcompile.plan.plan import BubbleShare, Link, Plan, ScheduleKind, Stage
-from mmcompile.plan.schedule import Flow, FlowEdge, Schedule, build_schedule
-from mmcompile.plan.simulate import StageDuration, Timeline, simulate
+from mmcompile.plan.simulator.bubbles import attribute
+from mmcompile.plan.simulator.memory_curve import MemoryCurve, SavedBytes, memory_curve
+from mmcompile.plan.simulator.schedule import Flow, FlowEdge, Schedule, build_schedule
+from mmcompile.plan.simulator.simulate import StageDuration, Timeline, simulate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.lower.program import StageProgram
 from mmcompile.plan.plan import Plan
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.simulate import Event
 
 PLAN, EVENTS, STAGES = "plan.json", "events.json", "stages"
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mmcompile.costmodel.load import Load
 from mmcompile.plan.plan import Chain, Plan
-from mmcompile.plan.pricing import Pricing, Sharding
+from mmcompile.plan.search.pricing import Pricing, Sharding
 from mmcompile.plan.workload import MicrobatchLoads
 from mmcompile.report.study import Study
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mmcompile.plan.schedule import ActionKind
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.schedule import ActionKind
+from mmcompile.plan.simulator.simulate import Event
 from mmcompile.units import format_seconds
 
 _FORWARD = "0123456789"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
-from mmcompile.plan.schedule import ActionKind
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.schedule import ActionKind
+from mmcompile.plan.simulator.simulate import Event
 from mmcompile.report.palette import chain_of, colours, lighter
 
 if TYPE_CHECKING:

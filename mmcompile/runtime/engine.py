@@ -24,7 +24,7 @@ from mmcompile import errors
 from mmcompile.errors import CheckpointError, ConfigError, EngineError
 from mmcompile.lower.program import PreparedMicrobatch
 from mmcompile.plan.placement import Placement
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import checkpoint
 from mmcompile.runtime.checkpoint import Checkpoint, TrainerState
 from mmcompile.runtime.commands import Close, Done, Refuse, Setup, Step

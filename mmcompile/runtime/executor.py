@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmcompile.kernels.bitfield_attention.cp_channel import ExchangeLost
-from mmcompile.plan.schedule import Action, ActionKind
+from mmcompile.plan.simulator.schedule import Action, ActionKind
 from mmcompile.runtime.groups import Groups, PeerLost
 from mmcompile.runtime.links import Mail, Stages
 from mmcompile.runtime.stages import InputSlot, LoadedStage, OutputSlot

@@ -9,7 +9,7 @@ from torch import Tensor
 from mmcompile.errors import BatchError, VerifyError
 from mmcompile.ir.graph import dtype_name
 from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch
-from mmcompile.plan.schedule import Flow, FlowEdge
+from mmcompile.plan.simulator.schedule import Flow, FlowEdge
 from mmcompile.step.step_plan import MicrobatchPlan, StepPlan, ValueShape
 
 

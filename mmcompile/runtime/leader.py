@@ -9,8 +9,8 @@ from typing import Literal
 from torch import Tensor
 
 from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch, StageProgram
-from mmcompile.plan.schedule import Flow
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.schedule import Flow
+from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import wire
 from mmcompile.runtime.commands import Command, Events, Gather, Install, Load, Setup, Step, announce
 from mmcompile.runtime.flows import flow_of, step_plan

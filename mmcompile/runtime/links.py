@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.plan.placement import PlacedStage
-from mmcompile.plan.schedule import Action, ActionKind
+from mmcompile.plan.simulator.schedule import Action, ActionKind
 from mmcompile.runtime.groups import Groups, Lane, Work, wait
 from mmcompile.runtime.roots import Parcel, parcels
 from mmcompile.runtime.stages import LoadedStage

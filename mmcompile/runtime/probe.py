@@ -17,8 +17,8 @@ from mmcompile.ir.graph import ParameterSpec
 from mmcompile.lower.program import PatternPrograms, Port, PreparedMicrobatch, StageProgram
 from mmcompile.plan.measured import Messages, predict_measured
 from mmcompile.plan.placement import PlacedStage, Placement
-from mmcompile.plan.schedule import ActionKind
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.schedule import ActionKind
+from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime.engine import DEFAULT_OPTIMIZER, Engine
 from mmcompile.runtime.timer import Timer, one_thread
 from mmcompile.step.collate import Sample, Value

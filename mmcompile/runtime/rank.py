@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from mmcompile.errors import VerifyError
 from mmcompile.kernels.bitfield_attention.cp_channel import GROUP, register_group
 from mmcompile.lower.program import StageProgram
-from mmcompile.plan.schedule import Action, Flow, Schedule, build_schedule
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.schedule import Action, Flow, Schedule, build_schedule
+from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import gradients
 from mmcompile.runtime.commands import Setup, Step
 from mmcompile.runtime.executor import Executor, StepResult

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mmcompile.errors import ConfigError, EngineError
 from mmcompile.plan.placement import PlacedStage
-from mmcompile.plan.schedule import ActionKind
+from mmcompile.plan.simulator.schedule import ActionKind
 from mmcompile.runtime.groups import Groups, PeerLost
 from mmcompile.runtime.launch import Failure, Workers
 from mmcompile.runtime.runner import Runner

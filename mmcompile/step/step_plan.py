@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmcompile.plan.schedule import Flow
+from mmcompile.plan.simulator.schedule import Flow
 
 PROTOCOL_VERSION = 1
 

@@ -7,9 +7,9 @@ from exact_cases import chain, equal_layers
 
 from mmcompile.errors import ConfigError
 from mmcompile.plan.constraints import Apart, EqualTp, MemoryCap, On, StageRange, Together, parse_constraint
-from mmcompile.plan.demands import demands
-from mmcompile.plan.exact_problem import ExactChain
-from mmcompile.plan.rules import Cap, Count, Demand, InStage, Never, NoCut, SameTp, SomeCut
+from mmcompile.plan.exact.demands import demands
+from mmcompile.plan.exact.problem import ExactChain
+from mmcompile.plan.exact.rules import Cap, Count, Demand, InStage, Never, NoCut, SameTp, SomeCut
 
 TEXTS = [
     ("together:a.0,b", Together(layers=("a.0", "b")), "a.0 and b share a stage"),

@@ -12,7 +12,7 @@ from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.plan.placement import Placement, shard_names
 from mmcompile.plan.plan import Link, Plan
-from mmcompile.plan.search import search
+from mmcompile.plan.search.search import search
 from mmcompile.report.predict import predict
 
 GRAPH = toy_graph(

@@ -14,7 +14,7 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import OutputError, PlanError, StalePlanError
 from mmcompile.ir.graph import TensorSpec
 from mmcompile.plan.plan import Link, Plan, SharedValue, check_fingerprint
-from mmcompile.plan.search import search
+from mmcompile.plan.search.search import search
 
 
 @pytest.fixture(scope="module")

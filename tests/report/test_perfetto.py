@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.simulate import Event
 from mmcompile.report.perfetto import PREDICTED_PID, chrome_trace, write_chrome_trace
 
 

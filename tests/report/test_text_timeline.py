@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from hand_plan import Part, hand_plan
 
-from mmcompile.plan.schedule import ActionKind
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.schedule import ActionKind
+from mmcompile.plan.simulator.simulate import Event
 from mmcompile.report.replay import replay
 from mmcompile.report.simulation import compare, summarize, timeline_text
 from mmcompile.report.text_timeline import text_timeline

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from mmcompile.errors import ConfigError
-from mmcompile.plan.schedule import ActionKind
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.schedule import ActionKind
+from mmcompile.plan.simulator.simulate import Event
 from mmcompile.report.palette import chain_of, colours, lighter
 from mmcompile.report.timeline import computing, draw_timeline, idle_share, length_s
 
@@ -68,8 +68,8 @@ def test_without_matplotlib_the_error_says_what_to_install() -> None:
     code = """
 import sys
 sys.modules["matplotlib"] = None
-from mmcompile.plan.schedule import ActionKind
-from mmcompile.plan.simulate import Event
+from mmcompile.plan.simulator.schedule import ActionKind
+from mmcompile.plan.simulator.simulate import Event
 from mmcompile.report.timeline import draw_timeline
 event = Event(rank=0, stage="a.0", kind=ActionKind.F, microbatch=0, start_s=0.0, end_s=1.0)
 draw_timeline("never.png", [event])

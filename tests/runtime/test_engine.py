@@ -12,7 +12,7 @@ import torch
 from hand_stages import HandModel, HandSource, hand_plan, hand_samples
 
 from mmcompile.errors import BatchError, ConfigError, EngineError
-from mmcompile.plan.schedule import ActionKind
+from mmcompile.plan.simulator.schedule import ActionKind
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.optimizer import OptimizerSpec, RankOptimizer
 

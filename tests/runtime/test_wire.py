@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmcompile.plan.schedule import Flow
+from mmcompile.plan.simulator.schedule import Flow
 from mmcompile.runtime import wire
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.roots import parcels
