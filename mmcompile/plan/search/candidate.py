@@ -276,6 +276,7 @@ def assemble(
     Raises:
         PlanError: replicas of a chain neither divide nor multiply those of the last chain.
     """
+    assert degrees[-1].dp == setting.dp, f"replicas of the last chain: {degrees[-1].dp}, of the setting: {setting.dp}"
     for chain, own in zip(chains.chains, degrees, strict=True):
         if setting.dp % own.dp and own.dp % setting.dp:
             raise PlanError(

@@ -12,6 +12,9 @@ def dealt(problem: Problem, chains: ChainSet, setting: Setting) -> Candidate:
     """Chains dealt to devices, longest first to the least loaded.
 
     The rank of the loss comes last, the others in the order of their first chain.
+
+    Args:
+        setting: with one replica.
     """
     last = len(chains.chains) - 1
     priced = [problem.priced(chain, Degrees(), setting) for chain in chains.chains]

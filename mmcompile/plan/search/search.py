@@ -190,7 +190,7 @@ def searched(problem: Problem, strategy: str = AUTO) -> tuple[BranchAndBound, Ju
         return engine, engine.best()
     for chains in problem.sets:
         if _needs_sharing(problem, chains):
-            for setting in engine.combos.settings:
+            for setting in (own for own in engine.combos.settings if own.dp == 1):
                 candidate = dealt(problem, chains, setting)
                 if max(candidate.rank_bytes) <= problem.memory_bytes(candidate.num_ranks):
                     engine.judge([candidate])

@@ -169,6 +169,25 @@ def one_choice(microbatches: int) -> SearchSpace:
     )
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_every_candidate_does_the_whole_step(devices: int) -> None:
+    kinds = {
+        "vision": (ComponentKind.ENCODER, 2),
+        "audio": (ComponentKind.ENCODER, 2),
+        "language_model": (ComponentKind.LANGUAGE_MODEL, 3),
+    }
+    costs = {name: (cost(50.0),) * count for name, (_, count) in kinds.items()}
+    graph = toy_graph(kinds, [("vision", "language_model"), ("audio", "language_model")])
+    cluster = Cluster.parse(f"1x{devices}xH100")
+    problem = problem_for((graph, costs), cluster, SearchSpace.everything(cluster), 8)
+    engine, best = searched(problem)
+    assert best is not None
+    for judged in engine.judged:
+        setting, degrees = judged.candidate.setting, judged.candidate.degrees
+        assert setting.samples * setting.num_microbatches * setting.dp == 8
+        assert degrees[-1].dp == setting.dp
+
+
 def test_unequal_samples_take_longer_than_equal_ones_of_the_same_mean() -> None:
     unequal = mixed_samples(300)
     tokens = sum(sample.text_tokens for sample in unequal) // len(unequal)
