@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmcompile.costmodel.calibration import describe_costs
@@ -67,19 +67,39 @@ def predicted(best: Judged, lower_bound_s: float = float("inf")) -> Prediction:
 
 
 def _bubbles(candidate: Candidate) -> tuple[BubbleShare, ...]:
+    """Of all draws together: a longer step counts more."""
     names = candidate.names
     flow = candidate.flow()
     chains = {
         chain.name: [name for name, stage in zip(names, candidate.stages, strict=True) if stage.chain == index]
         for index, chain in enumerate(candidate.chains.chains)
     }
-    return attribute(
-        one_rank_each(candidate),
-        [flow] * candidate.setting.num_microbatches,
-        stage_durations(names, candidate.durations[0]),
-        candidate.link_names_s,
-        chains=chains,
-        kind=candidate.setting.schedule,
+    drawn = [
+        attribute(
+            one_rank_each(candidate),
+            [flow] * candidate.setting.num_microbatches,
+            stage_durations(names, durations),
+            candidate.link_names_s,
+            chains=chains,
+            kind=candidate.setting.schedule,
+        )
+        for durations in candidate.durations
+    ]
+    makespans_s = [timeline.makespan_s for timeline in candidate.timelines()]
+    weights = [makespan_s / sum(makespans_s) for makespan_s in makespans_s]
+    return tuple(_together(shares, weights) for shares in zip(*drawn, strict=True))
+
+
+def _together(shares: Sequence[BubbleShare], weights: Sequence[float]) -> BubbleShare:
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True))
+
+    return BubbleShare(
+        chain=shares[0].chain,
+        warm_up=mean(share.warm_up for share in shares),
+        stages=mean(share.stages for share in shares),
+        microbatches=mean(share.microbatches for share in shares),
+        links=mean(share.links for share in shares),
     )
 
 

@@ -331,3 +331,13 @@ def test_a_72b_model_on_1024_devices_is_planned_in_seconds() -> None:
     start = time.perf_counter()
     sized("128x8xH100", 512)
     assert time.perf_counter() - start < 6
+
+
+def test_idle_time_by_cause_adds_up_to_the_bubble_over_all_draws() -> None:
+    plan = sized("8x8xH100", 64, samples=mixed_samples(300), space=SearchSpace(tp=(4,), dp=(2,), microbatches=(32,)))
+    ranks = {chain.name: len({rank for stage in chain.stages for rank in stage.ranks}) for chain in plan.chains}
+    idle = sum(
+        ranks[share.chain] * (share.warm_up + share.stages + share.microbatches + share.links)
+        for share in plan.predicted.bubbles
+    )
+    assert idle / sum(ranks.values()) == pytest.approx(plan.predicted.bubble, abs=0.02)
