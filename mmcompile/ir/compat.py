@@ -12,10 +12,16 @@ from types import ModuleType
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "VALUES_NEEDED",
     "FakeTensor",
     "FakeTensorMode",
     "fake_copy",
@@ -29,6 +35,8 @@ __all__ = [
     "transformers_eager_paths",
 ]
 
+VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised where Python or an operation needs the values of a fake tensor."""
 _TRACING_PREDICATES = ("is_tracing", "is_torchdynamo_exporting", "is_torchdynamo_compiling")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mmcompile.errors import ConfigError
-from mmcompile.ir.compat import fake_mode_of, shape_hint
+from mmcompile.ir.compat import VALUES_NEEDED, fake_mode_of, shape_hint
 
 DEFAULT_TEXT_TOKENS = 1024
 DEFAULT_IMAGE_SIZE = 448
@@ -171,8 +171,9 @@ def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int
     for name in ("feature_attention_mask", "input_features_mask"):
         if name in takes:
             batch[name] = mask
-    tower = getattr(getattr(model, "model", model), "audio_tower", None)
-    lengths = getattr(tower, "_get_feat_extract_output_lengths", None)
+    towers = (getattr(owner, "audio_tower", None) for owner in (model, getattr(model, "model", None)))
+    rules = (getattr(tower, "_get_feat_extract_output_lengths", None) for tower in towers)
+    lengths = next((rule for rule in rules if rule is not None), None)
     if lengths is not None:  # of what the convolutions leave, and of what the tower returns
         return int(lengths(torch.tensor([frames]))[1])
     return _num_features(model, "get_audio_features", {k: v for k, v in batch.items() if "feature" in k}) // count
@@ -191,7 +192,10 @@ def _num_features(
     with _fake_or_real(mode), torch.no_grad():
         if mode is not None:
             arguments = {name: mode.from_tensor(value, static_shapes=True) for name, value in arguments.items()}
-        output = getattr(owner, accessor)(**arguments, **(values or {}))
+        try:
+            output = getattr(owner, accessor)(**arguments, **(values or {}))
+        except VALUES_NEEDED as error:
+            raise _unknown(f"how many rows {accessor} makes depends on values of its inputs") from error
     features = getattr(output, "pooler_output", output)
     parts = features if isinstance(features, (list, tuple)) else [features]
     shapes = [shape_hint(part) for part in parts]
