@@ -178,12 +178,6 @@ def decided_stages(constraints: Sequence[Constraint]) -> dict[str, int]:
     return found
 
 
-def memory_limit(constraints: Sequence[Constraint]) -> int | None:
-    """The least bytes that a stage may need wherever it is; None if nothing limits all stages."""
-    limits = (c.num_bytes for c in constraints if isinstance(c, MemoryCap) and not c.where)
-    return min(limits, default=None)
-
-
 def _on(text: str, rest: str) -> On:
     match = re.fullmatch(r"(.+?)\s*=\s*(rank\s*)?(\d+)", rest)
     if match is None:
