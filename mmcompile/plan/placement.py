@@ -22,6 +22,15 @@ class PlacedStage:
     depth: int
     group: tuple[int, ...] = ()
     """Ranks of all shards of the stage, in order of shards; () for a stage that is whole."""
+    program: str = ""
+    """What programs call it: the name without the replica; "" where it is `name`."""
+    tower: str = ""
+    """What is balanced as one with this stage: see `mmcompile.step.step_plan`."""
+    replica: int = 0
+
+    @property
+    def program_name(self) -> str:
+        return self.program or self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

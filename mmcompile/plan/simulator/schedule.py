@@ -64,7 +64,31 @@ class ActionKind(StrEnum):
         return self in (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:([<>])(\d+))?")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """What one microbatch of some of the stages does, and when. A step in which all stages compute the same samples together has
+    one unit a microbatch; otherwise each tower of each replica has units of its own, joined by `CrossEdge`s."""
+
+    number: int
+    """What actions call it; unique among units that share a stage."""
+    slot: int
+    """Place of its forward among microbatches."""
+    backward_slot: int
+    """Place of its backward; later than `slot` if its samples are deferred."""
+    flow: Flow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrossEdge:
+    """Tensors that go from a unit's stage to a stage of another unit, whose forward and backward slots are not earlier."""
+
+    source: tuple[str, int]
+    """Stage and number of the unit."""
+    target: tuple[str, int]
+    gradient: bool
+
+
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:([<>])(\d+)(?:\.(\d+))?)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +96,7 @@ class Action:
     """One step of a rank. Text: stage, kind, microbatch as in torch's schedules, then `>` or `<` and the peer stage.
 
     `2F0`, `2B0`, `2I0`, `2W0`, `1SEND_F3>2` (stage 1 sends microbatch 3 to stage 2), `2RECV_F3<1`, `2SEND_B3>1`, `1RECV_B3<2`.
+    Where the other side computes those samples in another microbatch, that one follows: `1SEND_F3>2.5`, `2RECV_F5<1.3`.
     """
 
     stage: int
@@ -80,19 +105,27 @@ class Action:
     microbatch: int
     peer: int | None = None
     """The stage on the other side of a send or receive."""
+    peer_microbatch: int | None = None
+    """What the other side calls its microbatch, if not as this side does."""
+
+    @property
+    def other(self) -> int:
+        """The microbatch on the other side of a send or receive."""
+        return self.microbatch if self.peer_microbatch is None else self.peer_microbatch
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.kind}{self.microbatch}"
         if self.peer is None:
             return text
-        return f"{text}{'>' if self.kind.is_send else '<'}{self.peer}"
+        end = "" if self.peer_microbatch is None else f".{self.peer_microbatch}"
+        return f"{text}{'>' if self.kind.is_send else '<'}{self.peer}{end}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """Inverse of `str`. Raises PlanError with the forms that are valid."""
         match = _ACTION.fullmatch(text.strip())
         if match is not None:
-            stage, kind, microbatch, arrow, peer = match.groups()
+            stage, kind, microbatch, arrow, peer, other = match.groups()
             expected = ">" if ActionKind(kind).is_send else "<" if ActionKind(kind).is_receive else None
             if arrow == expected:
                 return cls(
@@ -100,6 +133,7 @@ class Action:
                     kind=ActionKind(kind),
                     microbatch=int(microbatch),
                     peer=None if peer is None else int(peer),
+                    peer_microbatch=None if other is None else int(other),
                 )
         raise PlanError(
             f"{text!r} is not an action; write 2F0, 2B0, 2I0, 2W0, 1SEND_F3>2, 2RECV_F3<1, 2SEND_B3>1 or 1RECV_B3<2"
@@ -172,19 +206,49 @@ def build_schedule(stages: Sequence[Placed], flows: Sequence[Flow], kind: Schedu
     Raises:
         PlanError: a flow names an unknown stage, an edge does not lead towards the loss, or a stage has several ranks.
     """
+    units = [Unit(number=m, slot=m, backward_slot=m, flow=flow) for m, flow in enumerate(flows)]
+    return schedule_units(stages, units, (), kind, num_slots=len(flows))
+
+
+def schedule_units(
+    stages: Sequence[Placed],
+    units: Sequence[Unit],
+    edges: Sequence[CrossEdge],
+    kind: ScheduleKind = "1f1b",
+    *,
+    num_slots: int,
+) -> Schedule:
+    """Order one step whose stages do not all compute the same samples together. `build_schedule` is the case without `edges`.
+
+    Args:
+        stages: all stages of the plan, those of every replica, each on one rank.
+        units: what is computed.
+        edges: between units.
+        kind: as for `build_schedule`.
+        num_slots: microbatches of each replica.
+
+    Raises:
+        PlanError: as `build_schedule`; or an edge names a stage that its unit has not, or leads to an earlier slot.
+    """
     index = {stage.name: position for position, stage in enumerate(stages)}
     rank = _ranks(stages)
     depth = tuple(stage.depth for stage in stages)
-    edges = {edge for flow in dict.fromkeys(flows) for edge in _checked(flow, index, depth)}
-    order = Order(kind=kind, num_microbatches=len(flows), depth=depth, crossings=crossings(edges, rank, depth))
-    programs = {flow: _Program.of(flow, index, rank, split=kind == "zb-h1") for flow in dict.fromkeys(flows)}
-    keyed: list[list[tuple[Key, list[Action]]]] = [[] for _ in range(1 + max(rank))]
-    for microbatch, flow in enumerate(flows):
-        program = programs[flow]
-        for stage, steps in program.forward.items():
-            keyed[rank[stage]].append((order.forward_key(stage, microbatch), _at(stage, microbatch, steps)))
-        for stage, steps in program.backward.items():
-            keyed[rank[stage]].append((order.backward_key(stage, microbatch), _at(stage, microbatch, steps)))
+    crossing = [_crossing(edge, index, depth) for edge in edges]
+    pairs = {pair for flow in dict.fromkeys(unit.flow for unit in units) for pair in _checked(flow, index, depth)}
+    pairs |= {(cross.source[0], cross.target[0]) for cross in crossing}
+    order = Order(kind=kind, num_microbatches=num_slots, depth=depth, crossings=crossings(pairs, rank, depth))
+    programs = {flow: _Program.of(flow, index, rank) for flow in dict.fromkeys(unit.flow for unit in units)}
+    peers = _Peers.of(crossing, {(index[name], unit.number): unit for unit in units for name in unit.flow.stages}, rank)
+    split = kind == "zb-h1"
+    keyed: list[list[tuple[Key, int, int, list[Action]]]] = [[] for _ in range(1 + max(rank))]
+    for unit in units:
+        program, number = programs[unit.flow], unit.number
+        for stage in program.stages:
+            actions = _forward(stage, number, program, peers)
+            keyed[rank[stage]].append((order.forward_key(stage, unit.slot), unit.slot, number, actions))
+        for stage in program.backward:
+            actions = _backward(stage, number, program, peers, split=split)
+            keyed[rank[stage]].append((order.backward_key(stage, unit.backward_slot), unit.slot, number, actions))
     names = tuple(stage.name for stage in stages)
     return Schedule(stages=names, ranks=tuple(_in_order(items) for items in keyed))
 
@@ -196,16 +260,127 @@ def _ranks(stages: Sequence[Placed]) -> tuple[int, ...]:
     return tuple(stage.ranks[0] for stage in stages)
 
 
-def _in_order(keyed: list[tuple[Key, list[Action]]]) -> tuple[Action, ...]:
-    return tuple(action for _, actions in sorted(keyed, key=lambda item: item[0]) for action in actions)
+def _in_order(keyed: list[tuple[Key, int, int, list[Action]]]) -> tuple[Action, ...]:
+    return tuple(action for *_, actions in sorted(keyed, key=lambda item: item[:3]) for action in actions)
 
 
-_Step = tuple[ActionKind, int | None]
-"""A kind and the peer stage."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Crossing:
+    """A `CrossEdge` by indices of stages."""
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    gradient: bool
 
 
-def _at(stage: int, microbatch: int, steps: Sequence[_Step]) -> list[Action]:
-    return [Action(stage=stage, kind=kind, microbatch=microbatch, peer=peer) for kind, peer in steps]
+def _crossing(edge: CrossEdge, index: Mapping[str, int], depth: tuple[int, ...]) -> _Crossing:
+    for name, _ in (edge.source, edge.target):
+        if name not in index:
+            raise PlanError(f"an edge between microbatches names stage {name!r}; stages are {', '.join(index)}")
+    source, target = index[edge.source[0]], index[edge.target[0]]
+    if depth[source] <= depth[target]:
+        raise PlanError(
+            f"edge {edge.source[0]} -> {edge.target[0]} goes from depth {depth[source]} to {depth[target]}; it must fall"
+        )
+    return _Crossing(source=(source, edge.source[1]), target=(target, edge.target[1]), gradient=edge.gradient)
+
+
+_Side = tuple[int, int]
+"""A stage by index, and the number of a unit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Peers:
+    """Edges between units that cross ranks, from each end, in the order in which both ends meet them."""
+
+    sources: Mapping[_Side, Sequence[_Side]]
+    targets: Mapping[_Side, Sequence[_Side]]
+    gradient: frozenset[tuple[_Side, _Side]]
+
+    @classmethod
+    def of(cls, edges: Sequence[_Crossing], units: Mapping[_Side, Unit], rank: Sequence[int]) -> _Peers:
+        sources: dict[_Side, list[_Side]] = {}
+        targets: dict[_Side, list[_Side]] = {}
+        for edge in edges:
+            for side in (edge.source, edge.target):
+                if side not in units:
+                    raise PlanError(
+                        f"an edge between microbatches names microbatch {side[1]} of stage {side[0]}: none there"
+                    )
+            ends = units[edge.source], units[edge.target]
+            if ends[1].slot < ends[0].slot or ends[1].backward_slot > ends[0].backward_slot:
+                raise PlanError(
+                    f"an edge leads from a microbatch of slots {ends[0].slot}, {ends[0].backward_slot} to one of slots "
+                    f"{ends[1].slot}, {ends[1].backward_slot}: forward earlier, or backward later"
+                )
+            if rank[edge.source[0]] != rank[edge.target[0]]:
+                sources.setdefault(edge.target, []).append(edge.source)
+                targets.setdefault(edge.source, []).append(edge.target)
+        return cls(
+            sources={side: sorted(found, key=lambda s: (units[s].slot, s)) for side, found in sources.items()},
+            targets={side: sorted(found, key=lambda s: (units[s].slot, s)) for side, found in targets.items()},
+            gradient=frozenset((edge.source, edge.target) for edge in edges if edge.gradient),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Program:
+    """What each stage of one flow does for a microbatch, by indices: peers on other ranks, ascending."""
+
+    stages: tuple[int, ...]
+    backward: tuple[int, ...]
+    before: Mapping[int, Sequence[int]]
+    """Stages that a stage receives from."""
+    after: Mapping[int, Sequence[int]]
+    gradients_from: Mapping[int, Sequence[int]]
+    gradients_to: Mapping[int, Sequence[int]]
+
+    @classmethod
+    def of(cls, flow: Flow, index: Mapping[str, int], rank: Sequence[int]) -> _Program:
+        pairs = sorted((index[edge.source], index[edge.target], edge.gradient) for edge in flow.edges)
+        crossing = [pair for pair in pairs if rank[pair[0]] != rank[pair[1]]]
+        return cls(
+            stages=tuple(index[name] for name in flow.stages),
+            backward=tuple(index[name] for name in flow.backward),
+            before=_grouped((target, source) for source, target, _ in crossing),
+            after=_grouped((source, target) for source, target, _ in crossing),
+            gradients_from=_grouped((source, target) for source, target, gradient in crossing if gradient),
+            gradients_to=_grouped((target, source) for source, target, gradient in crossing if gradient),
+        )
+
+
+def _forward(stage: int, number: int, program: _Program, peers: _Peers) -> list[Action]:
+    side = (stage, number)
+    received = [(peer, number) for peer in program.before.get(stage, ())] + list(peers.sources.get(side, ()))
+    sent = [(peer, number) for peer in program.after.get(stage, ())] + list(peers.targets.get(side, ()))
+    return [
+        *_messages(ActionKind.RECV_F, side, received),
+        Action(stage=stage, kind=ActionKind.F, microbatch=number),
+        *_messages(ActionKind.SEND_F, side, sent),
+    ]
+
+
+def _backward(stage: int, number: int, program: _Program, peers: _Peers, *, split: bool) -> list[Action]:
+    """`split`: the backward as I and W."""
+    side = (stage, number)
+    targets = [peer for peer in peers.targets.get(side, ()) if (side, peer) in peers.gradient]
+    sources = [peer for peer in peers.sources.get(side, ()) if (peer, side) in peers.gradient]
+    received = [(peer, number) for peer in program.gradients_from.get(stage, ())] + targets
+    sent = [(peer, number) for peer in program.gradients_to.get(stage, ())] + sources
+    return [
+        *_messages(ActionKind.RECV_B, side, received),
+        Action(stage=stage, kind=ActionKind.I if split else ActionKind.B, microbatch=number),
+        *_messages(ActionKind.SEND_B, side, sent),
+        *([Action(stage=stage, kind=ActionKind.W, microbatch=number)] if split else ()),
+    ]
+
+
+def _messages(kind: ActionKind, side: _Side, peers: Iterable[_Side]) -> list[Action]:
+    stage, number = side
+    return [
+        Action(stage=stage, kind=kind, microbatch=number, peer=peer, peer_microbatch=None if other == number else other)
+        for peer, other in peers
+    ]
 
 
 def _checked(flow: Flow, index: Mapping[str, int], depth: tuple[int, ...]) -> Iterable[tuple[int, int]]:
@@ -232,35 +407,8 @@ def _checked(flow: Flow, index: Mapping[str, int], depth: tuple[int, ...]) -> It
         yield source, target
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Program:
-    """What each stage does for a microbatch of one flow, messages to other ranks included, peers ascending."""
-
-    forward: Mapping[int, tuple[_Step, ...]]
-    backward: Mapping[int, tuple[_Step, ...]]
-
-    @classmethod
-    def of(cls, flow: Flow, index: Mapping[str, int], rank: Sequence[int], *, split: bool) -> _Program:
-        """`split`: the backward as I and W."""
-        pairs = sorted((index[edge.source], index[edge.target], edge.gradient) for edge in flow.edges)
-        crossing = [pair for pair in pairs if rank[pair[0]] != rank[pair[1]]]
-        before = _grouped((target, (ActionKind.RECV_F, source)) for source, target, _ in crossing)
-        after = _grouped((source, (ActionKind.SEND_F, target)) for source, target, _ in crossing)
-        back = [(source, target) for source, target, gradient in crossing if gradient]
-        receives = _grouped((source, (ActionKind.RECV_B, target)) for source, target in back)
-        sends = _grouped((target, (ActionKind.SEND_B, source)) for source, target in back)
-        compute: _Step = (ActionKind.I if split else ActionKind.B, None)
-        late: tuple[_Step, ...] = ((ActionKind.W, None),) if split else ()
-        forward = [index[name] for name in flow.stages]
-        backward = [index[name] for name in flow.backward]
-        return cls(
-            forward={s: (*before.get(s, ()), (ActionKind.F, None), *after.get(s, ())) for s in forward},
-            backward={s: (*receives.get(s, ()), compute, *sends.get(s, ()), *late) for s in backward},
-        )
-
-
-def _grouped(pairs: Iterable[tuple[int, _Step]]) -> dict[int, list[_Step]]:
-    groups: dict[int, list[_Step]] = {}
+def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    groups: dict[int, list[int]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
