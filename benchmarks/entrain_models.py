@@ -41,11 +41,29 @@ class Vision:
             patches: [samples].
             out_width: of the language model.
         """
-        block = 2 * (4 * self.width**2 + 3 * self.width * self.inner)
         attention = 4 * self.width * ((self.layers - self.full_layers) * self.window + self.full_layers * patches)
+        return patches * (self._embedding + self.layers * self._block + attention + self._merger(out_width))
+
+    def by_layer(self, patches: np.ndarray, out_width: int) -> np.ndarray:
+        """Of all images together, float64 [layers]: the embedding with the first layer, the merger with the last."""
+        whole = np.arange(1, self.layers + 1) % (self.layers // self.full_layers) == 0
+        total, squares = float(patches.sum()), float((patches**2).sum())
+        found = self._block * total + 4 * self.width * np.where(whole, squares, self.window * total)
+        found[0] += self._embedding * total
+        found[-1] += self._merger(out_width) * total
+        return found
+
+    @property
+    def _block(self) -> int:
+        return 2 * (4 * self.width**2 + 3 * self.width * self.inner)
+
+    @property
+    def _embedding(self) -> int:
+        return 2 * PATCH_FEATURES * self.width
+
+    def _merger(self, out_width: int) -> float:
         merged = MERGED * self.width
-        merger = 2 * merged * (merged + out_width) / MERGED
-        return patches * (2 * PATCH_FEATURES * self.width + self.layers * block + attention + merger)
+        return 2 * merged * (merged + out_width) / MERGED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +84,24 @@ class Language:
         Args:
             tokens: [samples].
         """
-        key_value = self.width // self.heads * self.key_value_heads
-        block = 2 * (2 * self.width**2 + 2 * self.width * key_value + 3 * self.width * self.inner)
         attention = 4 * self.width * tokens
-        return tokens * (self.layers * (block + attention) + 2 * self.width * self.vocabulary)
+        return tokens * (self.layers * (self._block + attention) + self._head)
+
+    def by_layer(self, tokens: np.ndarray) -> np.ndarray:
+        """Of all sequences together, float64 [layers]: the head with the last."""
+        total = float(tokens.sum())
+        found = np.full(self.layers, self._block * total + 4 * self.width * float((tokens**2).sum()))
+        found[-1] += self._head * total
+        return found
+
+    @property
+    def _block(self) -> int:
+        key_value = self.width // self.heads * self.key_value_heads
+        return 2 * (2 * self.width**2 + 2 * self.width * key_value + 3 * self.width * self.inner)
+
+    @property
+    def _head(self) -> int:
+        return 2 * self.width * self.vocabulary
 
 
 VISION = Vision()

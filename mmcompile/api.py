@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -39,6 +41,12 @@ from mmcompile.plan.search.settings import Placing
 from mmcompile.plan.search.strategies import AUTO
 from mmcompile.planning import Wanted, make_plan
 from mmcompile.runtime.engine import Engine
+from mmcompile.step.balance.auto import Auto
+from mmcompile.step.balance.balancer import Balancer
+from mmcompile.step.balance.correction import Correction, Corrector
+from mmcompile.step.balance.registry import balancer
+from mmcompile.step.sample_costs import costs_of_samples
+from mmcompile.step.simulated import StepShape, step_time
 
 PROJECTOR_MODULES = frozenset({"merger", "deepstack_merger_list", "connector", "aligner", "language_projection"})
 """Modules that are projectors by another name: `freeze(model, "projector")` trains them too."""
@@ -118,7 +126,7 @@ def plan(
     recompute: Recompute | None = None,
     placement: Placing | None = None,
     tensor_parallel: int | None = None,
-    replicas: int | None = None,
+    replicas: int | Mapping[str, int] | None = None,
     constraints: Sequence[Constraint | str] = (),
     calibration: Calibration | str | Path | None = None,
     solver_seconds: float | None = None,
@@ -126,9 +134,10 @@ def plan(
 ) -> Plan:
     """Find where every layer runs.
 
-    Without `global_batch`, a step is `num_microbatches` times the captured batch, on one replica, and the plan is one that the
-    engine runs. With it, everything is searched that is not decided here: tensor, context and data parallel degrees of every
-    component, microbatches, schedule, recomputation, encoders beside the language model or on its devices.
+    Without `global_batch`, each replica of the language model computes `num_microbatches` times the captured batch in a step, and
+    the plan is one that the engine runs. With it, everything is searched that is not decided here: tensor, context and data
+    parallel degrees of every component, microbatches, schedule, recomputation, encoders beside the language model or on its
+    devices.
 
     Args:
         model: with `requires_grad` as it will train; or a path, as for `capture`.
@@ -149,7 +158,9 @@ def plan(
         placement: `"disjoint"`, encoders on devices of their own, or `"colocated"`, before the language model on its devices;
             None: disjoint, or searched with a global batch.
         tensor_parallel: ranks that share the tensors of a layer, in every chain; 1, or searched with a global batch.
-        replicas: of the language model; 1, or searched with a global batch.
+        replicas: of the language model; or chain (or component) name -> its replicas, kept as they are. Without a global batch,
+            chains that are not named get as many as the language model, which has 1 if not named; with one, the search chooses.
+            Chains that lead from one encoder to the language model have equally many.
         constraints: values or texts (`mmcompile.plan.constraints`): layers together or apart, on a stage, memory caps.
         calibration: measured times of layers, or the file they are in (`mmcompile profile`).
         solver_seconds: time for Z3 to prove the cuts; 5 with constraints, else only on demand.
@@ -231,6 +242,9 @@ def parallelize(
     projector: ProjectorPlacement | None = None,
     attention: Attention | None = None,
     context_parallel: int | None = None,
+    replicas: int | Mapping[str, int] | None = None,
+    balance: str | Balancer = Auto.name,
+    correct: bool = False,
     on_capture: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Engine:
@@ -243,7 +257,11 @@ def parallelize(
         batch: one microbatch, with every modality in it; its values are not trained on. Made from the config for Hugging Face
             models of common conventions when not given.
         plan: as made by `plan`; by default it is made here, for `cluster`.
-        cluster, num_microbatches, stages, projector, attention, context_parallel: as for `plan`, when none is given.
+        cluster, num_microbatches, stages, projector, attention, context_parallel, replicas: as for `plan`, when none is given.
+        balance: which samples each replica of each encoder and of the language model computes together: a balancer's name
+            (`mmcompile.step.balance.registry`), or a balancer. `"auto"` takes the one whose step is predicted to be shortest, and
+            arrival order where that is as good.
+        correct: learn from measured times what samples cost. Steps then depend on the machine, not on their samples alone.
         on_capture: called before each later capture with the number of captures so far.
         options: of `Engine` (optimizer, scheduler, clip_norm, compile, ...).
 
@@ -260,7 +278,9 @@ def parallelize(
         stages=stages,
         projector=projector,
         attention=_attention(attention, context_parallel),
+        replicas=replicas,
     )
+    wanted.check()
     if plan is None:
         plan = make_plan(captured, completed(model, batch), wanted, fingerprint_of(captured.graph))
     elif attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
@@ -268,10 +288,30 @@ def parallelize(
             f"the plan has attention {plan.attention!r} and context_parallel {plan.context_parallel}, asked were "
             f"{wanted.attention.attention!r} and {context_parallel}: a plan decides these; leave them out, or make another plan"
         )
+    elif replicas is not None:
+        raise ConfigError(
+            f"replicas={replicas} has no effect together with a plan: the plan decides it; drop one of the two"
+        )
     check_fingerprint(plan, fingerprint_of(captured.graph))
     patterns = Patterns(model, plan, captured, batch, on_capture)
     options.setdefault("pad", _padding(model))
-    return Engine(Placement.of(plan), patterns, model=model, **options)
+    chosen = _balancer(balance, plan)
+    return Engine(
+        Placement.of(plan),
+        patterns,
+        model=model,
+        balancer=chosen,
+        costs=functools.partial(costs_of_samples, plan),
+        corrector=Corrector(chosen, Correction(step_time=step_time(StepShape.of(plan)))) if correct else None,
+        **options,
+    )
+
+
+def _balancer(balance: str | Balancer, plan: Plan) -> Balancer:
+    """The balancer of a name; `auto` judges steps by the simulator, with the plan's stages."""
+    chosen = balancer(balance) if isinstance(balance, str) else balance
+    judged = isinstance(chosen, Auto) and isinstance(balance, str)
+    return replace(chosen, step_time=step_time(StepShape.of(plan))) if judged else chosen
 
 
 def _padding(model: nn.Module) -> dict[str, int]:

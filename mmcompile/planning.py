@@ -20,12 +20,16 @@ from mmcompile.lower.attention import AttentionChoice, with_shared_tokens, with_
 from mmcompile.lower.cut import cut
 from mmcompile.lower.stages import links
 from mmcompile.passes.cost import Cost
+from mmcompile.passes.cost_table import CostTable
 from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, decided_stages
+from mmcompile.plan.geometry import geometries
 from mmcompile.plan.plan import Fingerprint, Plan, ScheduleKind
 from mmcompile.plan.search.infeasible import explain
 from mmcompile.plan.search.outcome import plan_of
+from mmcompile.plan.search.projector_only import fresh
+from mmcompile.plan.search.rates import sample_rates
 from mmcompile.plan.search.search import problem_of, searched
 from mmcompile.plan.search.settings import Placing, SearchSpace
 from mmcompile.plan.search.strategies import AUTO
@@ -55,19 +59,19 @@ class Wanted:
     recompute: Recompute | None = None
     placement: Placing | None = None
     tensor_parallel: int | None = None
-    replicas: int | None = None
+    replicas: int | Mapping[str, int] | None = None
+    """Of the language model, or of each chain or component named."""
     constraints: tuple[Constraint, ...] = ()
     calibration: Calibration | None = None
     solver_seconds: float | None = None
 
     def check(self) -> None:
         """Refuse what conflicts or has no effect. Raises ConfigError."""
+        for name, number in self.replicas.items() if isinstance(self.replicas, Mapping) else (("", self.replicas),):
+            if number is not None and number < 1:
+                raise ConfigError(f"replicas of {name or 'the language model'} are {number}; give 1 or more")
         if self.global_batch is not None:
             return
-        if self.replicas not in (None, 1):
-            raise ConfigError(
-                f"replicas={self.replicas} shares the samples of a step, but the step has no size: give global_batch"
-            )
         if self.stats is not None:
             raise ConfigError(
                 f"dataset {self.stats.name} has no effect without global_batch, the samples of a step: a step is then "
@@ -87,7 +91,6 @@ class Wanted:
         return replace(
             space,
             tp=space.tp if self.tensor_parallel is None else (self.tensor_parallel,),
-            dp=space.dp if self.replicas is None else (self.replicas,),
             schedules=space.schedules if self.schedule is None else (self.schedule,),
             placements=space.placements if self.placement is None else (self.placement,),
             recomputes=space.recomputes if self.recompute is None else (self.recompute,),
@@ -123,9 +126,9 @@ def make_plan(
     kinds = _checked_kinds(graph, wanted, dtype)
     table = Cost().run(graph)
     engine_runs_it = wanted.global_batch is None
-    costs = table
+    costs: CostTable = table
     if engine_runs_it and choice.context_parallel > 1:
-        costs = _shared(graph, choice.context_parallel, wanted.cluster, dtype).costs(table.layers)
+        costs = _with_shared_tokens(graph, table, choice.context_parallel, wanted.cluster, dtype)
     can_share = wanted.search_tokens and _can_share_tokens(captured, choice)
     workload = None if engine_runs_it else Workload.of(graph, table, batch, wanted.stats)
     clock.done("cost")
@@ -136,6 +139,7 @@ def make_plan(
         dtype=dtype,
         fingerprint=fingerprint,
         stages={**decided_stages(wanted.constraints), **(wanted.stages or {})},
+        replicas=_replicas(graph, wanted),
         projector=wanted.projector,
         entries=_entries(graph),
         shards=choice.context_parallel if engine_runs_it else 1,
@@ -164,7 +168,14 @@ def make_plan(
         context_parallel=cp,
         head_stride=_shared(graph, cp, wanted.cluster, dtype).head_stride if cp > 1 else 0,
     )
-    found = replace(found, attention=choice.attention, head_stride=choice.head_stride, notes=(*found.notes, *notes))
+    pricing = fresh(problem.pricing, table=table, given_cp=1)
+    found = replace(
+        found,
+        attention=choice.attention,
+        head_stride=choice.head_stride,
+        notes=(*found.notes, *notes),
+        sample_rates=sample_rates(best.candidate, geometries(graph, table.loads, batch), pricing),
+    )
     found = _linked(captured, found, choice)
     clock.done("links")
     return found
@@ -183,6 +194,13 @@ class _Clock:
         self._since = now
 
 
+def _replicas(graph: ModelGraph, wanted: Wanted) -> Mapping[str, int]:
+    """Chain or component name -> replicas, where that is decided."""
+    if isinstance(wanted.replicas, int):
+        return {graph.loss_component: wanted.replicas}
+    return wanted.replicas or {}
+
+
 def _linked(captured: Capture, plan: Plan, choice: AttentionChoice) -> Plan:
     """The plan with what crosses between its stages; one that runs layers in several stages has no such programs."""
     layers = [(s.component, i) for stage in plan.stages for s in stage.segments for i in range(s.first, s.last)]
@@ -194,6 +212,17 @@ def _linked(captured: Capture, plan: Plan, choice: AttentionChoice) -> Plan:
 
 def _shared(graph: ModelGraph, num_ranks: int, cluster: Cluster, dtype: str) -> SharedTokens:
     return SharedTokens(graph=graph, num_ranks=num_ranks, cluster=cluster, dtype=dtype)
+
+
+def _with_shared_tokens(graph: ModelGraph, table: CostTable, num_ranks: int, cluster: Cluster, dtype: str) -> CostTable:
+    """The table with the costs of one rank for the component whose tokens are shared, at the captured load only."""
+    rest = {name for name in table.layers if name != graph.loss_component}
+    return CostTable(
+        layers=_shared(graph, num_ranks, cluster, dtype).costs(table.layers),
+        loads={name: load for name, load in table.loads.items() if name in rest},
+        growing={name: costs for name, costs in table.growing.items() if name in rest},
+        captured_loads={name: load for name, load in table.captured_loads.items() if name in rest},
+    )
 
 
 def _can_share_tokens(captured: Capture, choice: AttentionChoice) -> bool:

@@ -18,6 +18,7 @@ from mmcompile.cli.show import show
 from mmcompile.cli.simulate import simulate
 from mmcompile.cli.stages import stages
 from mmcompile.cli.stats import stats
+from mmcompile.cli.step import step
 from mmcompile.cli.trace import trace
 from mmcompile.cli.train import train
 from mmcompile.errors import EngineError, MMCompileError
@@ -51,6 +52,13 @@ EXAMPLES = {
         "mmcompile simulate --plan plan.json --microbatches 16 --emit png -o step.png",
         "mmcompile simulate examples/configs/llava-tiny.json --plan plan.json --stats stats.json",
     ),
+    "step": (
+        "mmcompile plan examples/configs/llava-tiny.json --cluster 1x4xH100 --stats stats.json --global-batch 32 --replicas 2 "
+        "--microbatches 4 -o two.json",
+        "mmcompile step --plan two.json --stats synthetic:cocoqa:64",
+        "mmcompile step --plan two.json --stats stats.json --balance joint --step 3 --png step.png",
+        "mmcompile step --plan two.json --stats stats.json --all",
+    ),
     "diff": (
         "mmcompile plan examples/configs/llava-tiny.json --stages language_model=3 -o other.json",
         "mmcompile diff plan.json other.json",
@@ -81,7 +89,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-for _command in (plan, check, show, explain, diff, simulate, stages, stats, profile, train, trace):
+for _command in (plan, check, show, explain, diff, simulate, step, stages, stats, profile, train, trace):
     _lines = "\n\n".join(_wrapped(command) for command in EXAMPLES[_command.__name__])
     app.command(epilog=f"[bold]Examples[/bold]\n\n{_lines}")(_command)
 

@@ -175,9 +175,12 @@ TensorParallelOption = Annotated[
     ),
 ]
 ReplicasOption = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
-        metavar="N|search", help="Replicas of the language model.", show_default="1; search with --global-batch"
+        "--replicas",
+        metavar="N|NAME=N|search",
+        help="Replicas of the language model, or of a chain by name; repeat or join with commas.",
+        show_default="1; search with --global-batch",
     ),
 ]
 ConstrainOption = Annotated[
@@ -212,17 +215,32 @@ def parse_stages(texts: Sequence[str] | None) -> dict[str, int] | None:
     Raises:
         ConfigError: a part has another form, or a name comes twice.
     """
-    if not texts:
-        return None
-    stages: dict[str, int] = {}
+    return _parse_counts("--stages", texts) if texts else None
+
+
+def parse_replicas(texts: Sequence[str] | None) -> int | dict[str, int] | None:
+    """`["2"]` -> 2; `["language_model=2", "vision_tower=3"]` -> a dict; None for `["search"]` and where nothing was given.
+
+    Raises:
+        ConfigError: a part has another form, or a name comes twice.
+    """
+    if texts and not any("=" in text for text in texts):
+        if len(texts) > 1:
+            raise ConfigError(f"--replicas is given {' and '.join(texts)}; give one number, or NAME=N for each chain")
+        return parse_degree("--replicas", texts[0])
+    return _parse_counts("--replicas", texts) if texts else None
+
+
+def _parse_counts(option: str, texts: Sequence[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
     for part in (part for text in texts for part in text.split(",")):
         match = re.fullmatch(r"\s*([^=\s]+)=(\d+)\s*", part)
         if match is None or int(match[2]) < 1:
-            raise ConfigError(f"--stages {part!r} is not NAME=N with N at least 1, for example language_model=2")
-        if match[1] in stages:
-            raise ConfigError(f"--stages names {match[1]!r} twice: {stages[match[1]]} and {match[2]}")
-        stages[match[1]] = int(match[2])
-    return stages
+            raise ConfigError(f"{option} {part!r} is not NAME=N with N at least 1, for example language_model=2")
+        if match[1] in counts:
+            raise ConfigError(f"{option} names {match[1]!r} twice: {counts[match[1]]} and {match[2]}")
+        counts[match[1]] = int(match[2])
+    return counts
 
 
 def parse_degree(option: str, text: str | None) -> int | None:

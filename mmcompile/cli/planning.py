@@ -22,6 +22,7 @@ from mmcompile.cli.options import (
     ScheduleChoice,
     Strategy,
     parse_degree,
+    parse_replicas,
 )
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.compute import Recompute
@@ -86,7 +87,7 @@ class Wanted:
     recompute: Recompute | None = None
     placement: Placing | None = None
     tensor_parallel: int | None = None
-    replicas: int | None = None
+    replicas: int | Mapping[str, int] | None = None
     constraints: tuple[Constraint, ...] = ()
     calibration: Calibration | None = field(default=None, repr=False)
     solver_seconds: float | None = None
@@ -103,7 +104,7 @@ class Searched:
     recompute: RecomputeChoice | None
     placement: PlacementChoice | None
     tensor_parallel: str | None
-    replicas: str | None
+    replicas: Sequence[str] | None
     constrain: Sequence[str] | None
     calibration: Path | None
     solver_seconds: float | None
@@ -124,7 +125,7 @@ class Searched:
             recompute=None if self.recompute in (None, RecomputeChoice.SEARCH) else _recompute(self.recompute),
             placement=None if self.placement in (None, PlacementChoice.SEARCH) else _placement(self.placement),
             tensor_parallel=parse_degree("--tensor-parallel", self.tensor_parallel),
-            replicas=parse_degree("--replicas", self.replicas),
+            replicas=parse_replicas(self.replicas),
             constraints=tuple(parse_constraint(text) for text in self.constrain or ()),
             calibration=None if self.calibration is None else Calibration.load(self.calibration),
             solver_seconds=self.solver_seconds,
@@ -138,7 +139,7 @@ class Searched:
             "--recompute": self.recompute,
             "--placement": self.placement,
             "--tensor-parallel": self.tensor_parallel,
-            "--replicas": self.replicas,
+            "--replicas": SEARCH if SEARCH in (self.replicas or ()) else None,
         }
         for option, value in searched.items():
             if value == SEARCH:

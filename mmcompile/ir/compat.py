@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 
 import sympy
@@ -27,6 +27,7 @@ __all__ = [
     "fake_copy",
     "fake_mode_of",
     "patched_tolist",
+    "positions_of_text",
     "real_execution",
     "shape_guards",
     "shape_hint",
@@ -126,6 +127,28 @@ def transformers_eager_paths() -> Iterator[None]:
     finally:
         for module, name, value in reversed(patches):
             setattr(module, name, value)
+
+
+def positions_of_text(
+    model: torch.nn.Module, ids: torch.Tensor, inputs: Mapping[str, object]
+) -> torch.Tensor | None:
+    """The `position_ids` that a transformers model would start to generate from; None for a model that generates no text.
+
+    Args:
+        model: its state is left as it was.
+        ids: `input_ids` [B, S].
+        inputs: what forward takes; `labels` are of no use here.
+    """
+    method = getattr(model, "_prepare_position_ids_for_generation", None)
+    if method is None:
+        return None
+    kept = [(module, module.__dict__["rope_deltas"]) for module in model.modules() if "rope_deltas" in module.__dict__]
+    try:
+        with torch.no_grad():
+            return method(ids, {name: value for name, value in inputs.items() if name != "labels"})
+    finally:
+        for module, deltas in kept:
+            module.rope_deltas = deltas
 
 
 def _broadcast_expansion(masking: ModuleType) -> Callable[..., object]:

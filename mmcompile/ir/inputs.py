@@ -10,9 +10,16 @@ import torch
 from torch import nn
 
 from mmcompile.errors import BatchError
+from mmcompile.ir.compat import positions_of_text
 
 _MEDIA_INPUTS = {"image": ("pixel_values", "image"), "video": ("video",), "audio": ("audio", "features")}
 """Modality -> words in the names of its inputs, by transformers' conventions."""
+_MEDIA_WORDS = ("image", "pixel", "video", "audio", "feature")
+
+
+def is_media(name: str) -> bool:
+    """Whether an input of this name belongs to images, videos or sounds, and not to tokens."""
+    return any(word in name for word in _MEDIA_WORDS)
 
 
 def completed(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +71,21 @@ def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     with torch.no_grad():
         positions, _ = owner.get_rope_index(**arguments)
     return {**batch, "position_ids": positions}
+
+
+def document_positions(model: nn.Module, sample: Mapping[str, Any]) -> torch.Tensor:
+    """Positions of the tokens of one conversation without padding, as the model needs them to tell documents apart.
+
+    Args:
+        model: asked for them where it can say (multimodal rotary positions depend on where images stand among the tokens).
+        sample: inputs of that conversation, `input_ids` [1, S] among them.
+
+    Returns:
+        [1, S], counted from 0; or [4, 1, S] where the model has other positions for images: those counted from 0 first.
+    """
+    ids = sample["input_ids"]
+    found = positions_of_text(model, ids, {**sample, "attention_mask": torch.ones_like(ids)})
+    return torch.arange(ids.shape[1])[None] if found is None else found
 
 
 def _base(model: nn.Module) -> nn.Module | None:

@@ -148,9 +148,9 @@ class _KnownDispatch(TorchDispatchMode):
 
     def _needs_value(self, func: Any, args: Sequence[Any]) -> bool:
         """The answer depends on values: a Python number, or a tensor whose shape is not known otherwise."""
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            return True
-        return func is aten.index.Tensor and any(is_boolean(index) for index in args[1])
+        if func is aten.index.Tensor:  # tagged as of dynamic shape, which it only is under masks
+            return any(is_boolean(index) for index in args[1])
+        return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
     def _with_concrete_indices(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """An unknown tensor selected by a known mask or known counts: give the op a static output shape."""

@@ -135,15 +135,18 @@ def _decide(
     """Per shared value read by several stages: compute it in each, or once and send it, whichever takes less time.
 
     Computing costs the bytes that its whole computation moves, over memory bandwidth; sending costs its bytes over the link.
+    Stages of several chains always compute it: their microbatches need not hold the same samples.
     """
     decisions, sent = [], {}
     device, link = plan.cluster.device, plan.cluster.intra
+    chain_of = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
     for node, stages in readers.items():
         if len(stages) < 2 or not isinstance(node.meta["val"], torch.Tensor):
             continue
         recompute_s = _closure_bytes(node) / device.memory_bytes_per_s
         send_s = p2p_seconds(_num_bytes(node.meta["val"]), link)
-        choice = "recompute" if recompute_s <= send_s else "send"
+        apart = len({chain_of[stage] for stage in stages}) > 1
+        choice = "recompute" if apart or recompute_s <= send_s else "send"
         if choice == "send":
             sent[node] = stages[0]
         decisions.append(

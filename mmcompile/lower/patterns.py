@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 
@@ -20,7 +21,7 @@ from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.sizes import Shape, evaluate
 from mmcompile.lower.attention import AttentionChoice, with_attention
-from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch
+from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch, RowCount
 from mmcompile.lower.rewrite import WORDS
 from mmcompile.lower.shards import local_tokens, shard_inputs
 from mmcompile.lower.stages import lower
@@ -66,7 +67,18 @@ class _Pattern:
                 name: tuple(_number(size, bound) for size in shape) for name, shape in self.link_shapes.items()
             },
             num_tokens=host.num_tokens,
+            row_counts=self._row_counts(bound),
         )
+
+    def _row_counts(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, RowCount]:
+        leading = {shape[0]: name for name, shape in self.capture.sizes.inputs.items() if shape}
+        inputs = {symbol: name for symbol, name in leading.items() if isinstance(symbol, sympy.Symbol)}
+        others = {symbol: size for symbol, size in bound.items() if symbol not in inputs}
+        return {
+            name: RowCount(expression=shape[0], inputs=inputs, sizes=others)
+            for name, shape in self.link_shapes.items()
+            if shape and isinstance(shape[0], sympy.Expr)
+        }
 
 
 @dataclass(slots=True)

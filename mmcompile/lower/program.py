@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import sympy
 import torch
 
 from mmcompile.ir.graph import ParameterSpec
+from mmcompile.ir.sizes import evaluate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,26 @@ class PatternPrograms:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowCount:
+    """Rows (the size of dim 0) of a link value, as a function of the rows of batch inputs.
+
+    Collating joins inputs on dim 0, so what a sample brings there is what it brings to the value, as long as the counts of all
+    samples add up.
+    """
+
+    expression: sympy.Expr
+    inputs: Mapping[sympy.Symbol, str]
+    """Symbol -> the input whose dim 0 it is."""
+    sizes: Mapping[sympy.Symbol, int]
+    """Other symbols: sizes that all samples of the microbatch share."""
+
+    def of(self, rows: Mapping[str, int]) -> int | None:
+        """Rows of a sample whose inputs have so many rows; None if they do not decide it."""
+        leading = {symbol: rows.get(name, 0) for symbol, name in self.inputs.items()}
+        return evaluate(self.expression, {**self.sizes, **leading})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedMicrobatch:
     """A batch matched with its pattern: what rank 0 sends out for it."""
 
@@ -82,3 +104,5 @@ class PreparedMicrobatch:
     """Static shape of every "link" value, by port name."""
     num_tokens: int | None = None
     """Valid tokens, as the loss stage will count them. Needed when `programs.per_token`."""
+    row_counts: Mapping[str, RowCount] = field(default_factory=dict)
+    """Of "link" values whose number of rows varies with the rows of inputs, by port name."""

@@ -26,7 +26,8 @@ def lower(capture: Capture, plan: Plan) -> PatternPrograms:
     graph = capture.graph
     parts = cut(graph, plan)
     whole = {name: _program(graph, plan, parts, part) for name, part in parts.stages.items()}
-    names = {name: shard_names(plan.stage(name)) for name in whole}
+    replicas = {stage.name: chain.dp for chain in plan.chains for stage in chain.stages}
+    names = {name: shard_names(plan.stage(name), replicas[name]) for name in whole}
     differing = frozenset(
         str(node.target) for node in graph.module.graph.nodes if node.op == "placeholder" and "shard" in node.meta
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 import networkx as nx
 import torch
@@ -14,48 +12,21 @@ from torch import Tensor, fx
 from mmcompile.costmodel.load import Load
 from mmcompile.ir.graph import Component, ComponentKind, ModelGraph, info
 from mmcompile.passes.values import aten_ops, concrete_shape, op_name, tensors
+from mmcompile.plan.sizes import (
+    MEDIA_WORDS,
+    Media,
+    MediaInput,
+    Modality,
+    grid_of,
+    media_lengths,
+    token_ids,
+    token_mask,
+)
+from mmcompile.plan.sizes import Geometry as Geometry
 
-Modality = Literal["image", "audio", "text", "sample"]
-"""What a component's rows are made of. `sample`: none of the others, so as many for every sample."""
-
-_WORDS: Mapping[Modality, tuple[str, ...]] = {
-    "image": ("pixel", "image", "video", "vision", "visual", "frame"),
-    "audio": ("input_features", "input_values", "audio", "sound", "speech", "mel"),
-}
 _CONVOLUTIONS = aten_ops("conv2d conv3d convolution")
 _WHOLE = 0.99
 """Share of the pairs of an image, below which its rows attend within windows. (Rows are not quite proportional to patches.)"""
-_TOKENS = ("input_ids", "decoder_input_ids", "labels")
-"""Inputs that have the sequences of a text component, best first."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Geometry:
-    """Rows that one component makes of a sample.
-
-    For images and sounds: `rows_per_unit` times the patches or frames. For text: `rows_per_unit` times the length of the
-    sample's sequence, `text_tokens + tokens_per_patch * patches + tokens_per_frame * frames`.
-    """
-
-    component: str
-    modality: Modality
-    rows_per_unit: float
-    """Rows per patch, frame, token of the sequence, or sample: one class token beside 576 patches makes 577 / 576."""
-    pairs_per_unit: float
-    """Squared length of the component's rows per squared length in those units."""
-    window: float = 0.0
-    """Rows that attend to each other, where that is not the whole image, sound or sequence; 0 where it is. Read from the
-    captured batch: one whose images all fit into a window does not show it."""
-    tokens_per_patch: float = 0.0
-    """Positions in the sequence that one patch takes; 0 where images are attended to from outside it."""
-    tokens_per_frame: float = 0.0
-    pads: bool = False
-    """All sequences of a microbatch are as long as its longest."""
-
-    def squares(self, length: float) -> float:
-        """Pairs of rows that attend to each other in one image, sound or sequence of that length."""
-        rows = self.rows_per_unit * length
-        return rows * min(rows, self.window) if self.window else self.pairs_per_unit * length * length
 
 
 def geometries(
@@ -70,8 +41,9 @@ def geometries(
         packed: the language model gets sequences without padding, one after the other.
     """
     modalities: dict[str, Modality] = {component.name: modality_of(component) for component in graph.components}
+    inputs = {modality: _inputs(graph, loads, batch, modalities, modality) for modality in MEDIA_WORDS}
     lengths: dict[Modality, tuple[float, ...]] = {
-        modality: _lengths(graph, loads, batch, modalities, modality) for modality in _WORDS
+        modality: tuple(media_lengths(batch, modality, own)) for modality, own in inputs.items()
     }
     sequences = _sequences(batch)
     if sequences is not None:
@@ -79,7 +51,7 @@ def geometries(
     found = {}
     for name, modality in modalities.items():
         units = lengths.get(modality, ())
-        taken: dict[Modality, float] = dict.fromkeys(_WORDS, 0.0)
+        taken: dict[Modality, float] = dict.fromkeys(MEDIA_WORDS, 0.0)
         if modality == "text" and sequences is not None:
             for source in taken:
                 rows = _rows_into(graph, name, source, modalities)
@@ -97,6 +69,8 @@ def geometries(
             tokens_per_patch=taken["image"],
             tokens_per_frame=taken["audio"],
             pads=modality == "text" and not packed,
+            media=inputs.get(modality, ()),
+            sources=graph.component(name).sources if modality == "sample" and name != graph.loss_component else (),
         )
     return found
 
@@ -107,7 +81,7 @@ def modality_of(component: Component) -> Modality:
         return "text"
     hits: list[Modality] = [
         modality
-        for modality, words in _WORDS.items()
+        for modality, words in MEDIA_WORDS.items()
         if any(word in source for source in component.sources for word in words)
     ]
     return hits[0] if len(hits) == 1 else "sample"
@@ -119,50 +93,41 @@ def _is_text(name: str) -> bool:
 
 def _sequences(batch: Mapping[str, object]) -> Tensor | None:
     """Token ids [samples, length] of the batch; padding is -1."""
-    found = (batch[name] for name in _TOKENS if isinstance(batch.get(name), Tensor))
-    ids = next((ids for ids in found if isinstance(ids, Tensor) and not ids.is_floating_point()), None)
-    if ids is None:
-        return None
-    ids = ids if ids.dim() == 2 else ids[None]
-    mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == ids.shape:
-        return torch.where(mask.bool(), ids, torch.full_like(ids, -1))
-    return ids
+    ids = token_ids(batch)
+    mask = None if ids is None else token_mask(batch, ids)
+    return ids if ids is None or mask is None else torch.where(mask.bool(), ids, torch.full_like(ids, -1))
 
 
-def _lengths(
+def _inputs(
     graph: ModelGraph,
     loads: Mapping[str, Load],
     batch: Mapping[str, object],
     modalities: Mapping[str, Modality],
-    modality: Modality,
-) -> tuple[float, ...]:
-    """Patches of every image, or frames of every sound, of the batch; () without any."""
+    modality: Media,
+) -> tuple[MediaInput, ...]:
+    """Float inputs that hold the images, or sounds; () where a grid names their sizes."""
     readers = [component for component in graph.components if modalities[component.name] == modality]
     readers.sort(key=lambda component: component.kind != ComponentKind.ENCODER)
-    words = _WORDS[modality]
     inputs = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    sizes: list[float] = []
-    for name, value in inputs.items():
-        if name.endswith(("grid_thw", "grid_hws")) and any(word in name for word in words):
-            sizes += [float(prod(row)) for row in value.tolist()]
-    if sizes:
-        return tuple(sizes)
+    if any(modality in grid_of(name) and len(value) for name, value in inputs.items()):
+        return ()
+    found: list[MediaInput] = []
     for name, value in inputs.items():
         reader = next((component for component in readers if name in component.sources), None)
-        if reader is not None and value.is_floating_point() and any(word in name for word in words):
-            sizes += _equal_lengths(graph, reader, value, loads[reader.name])
-    return tuple(sizes)
+        named = any(word in name for word in MEDIA_WORDS[modality])
+        if reader is not None and value.is_floating_point() and named and value.dim() and value.numel():
+            found.append(_input(graph, reader, name, value, loads[reader.name]))
+    return tuple(found)
 
 
-def _equal_lengths(graph: ModelGraph, encoder: Component, value: Tensor, load: Load) -> list[float]:
-    """One entry an image or sound of a float input: its patches, or else its part of the encoder's rows."""
-    if value.dim() < 4:
-        return [load.tokens / value.shape[0]] * value.shape[0]
-    count, (height, width) = prod(value.shape[:-3]), value.shape[-2:]
-    patch = _patch_size(graph, encoder.name)
-    size = load.tokens / count if patch is None else float((height // patch[0]) * (width // patch[1]))
-    return [size] * count
+def _input(graph: ModelGraph, encoder: Component, name: str, value: Tensor, load: Load) -> MediaInput:
+    """Images or sounds of one size each: an item has its patches, or else its part of the encoder's rows."""
+    dims = 3 if value.dim() > 3 else value.dim() - 1
+    patch = _patch_size(graph, encoder.name) if dims == 3 else None
+    if patch is not None:
+        return MediaInput(name=name, item_dims=dims, patch=patch)
+    count, elements = prod(value.shape[: value.dim() - dims]), prod(value.shape[value.dim() - dims :])
+    return MediaInput(name=name, item_dims=dims, length=load.tokens / count, elements=elements)
 
 
 def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:

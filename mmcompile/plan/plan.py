@@ -16,9 +16,11 @@ import msgspec
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import Recompute
+from mmcompile.costmodel.load import Polynomial
 from mmcompile.errors import PlanError, StalePlanError
 from mmcompile.files import write_atomic
 from mmcompile.ir.graph import TensorSpec
+from mmcompile.plan.sizes import Geometry
 from mmcompile.plan.table import format_plan
 
 PLAN_VERSION = 3
@@ -180,6 +182,23 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRate:
+    """What samples cost one component of a chain, in one replica: a price for any sample, without the model.
+
+    Polynomials are in the load that samples bring (`geometry`). They hold near the loads that the plan was made for, where their
+    values with the fixed parts are the plan's predictions. Fixed parts are paid once a microbatch, and are not a sample's.
+    """
+
+    chain: str
+    geometry: Geometry
+    """Of the component: how sizes of a sample become rows."""
+    seconds: Polynomial
+    """Forward and backward through all stages, with what is computed again; of one rank where several share the work."""
+    activation_bytes: Polynomial
+    """Saved for backward, of one such rank in all stages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Where every layer runs. `str(plan)` is the table; `to_json` / `from_json` round-trip it."""
 
@@ -208,6 +227,8 @@ class Plan:
     cuts: tuple[Cut, ...] = ()
     notes: tuple[str, ...] = ()
     """What a reader should know: assumptions, limits of the search, constraints that bind."""
+    sample_rates: tuple[SampleRate, ...] = ()
+    """One for each component, chain by chain; () for a plan that prices no samples."""
     version: int = PLAN_VERSION
 
     @property

@@ -13,7 +13,8 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost_table import CostTable
-from mmcompile.plan.geometry import Geometry, geometries
+from mmcompile.plan.geometry import geometries
+from mmcompile.plan.sizes import Geometry, Rows, SampleSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,22 +47,10 @@ class WorstMicrobatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Rows:
-    """Rows that each sample of a dataset brings to one component: arrays [samples]."""
-
-    rows: np.ndarray
-    squares: np.ndarray
-    """Sum of squared lengths of its sequences."""
-
-    def __getitem__(self, chosen: np.ndarray) -> _Rows:
-        return _Rows(rows=self.rows[chosen], squares=self.squares[chosen])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Ranking:
     """Samples by what they bring to one component, heaviest first."""
 
-    table: _Rows
+    table: Rows
     names: tuple[str, ...]
 
 
@@ -75,8 +64,8 @@ class Workload:
     num_samples: int
     """Samples in the captured batch."""
     stats: DatasetStats | None = None
-    _rows: Mapping[str, _Rows] = field(default_factory=dict, repr=False, compare=False)
-    _ascending: Mapping[str, _Rows] = field(default_factory=dict, repr=False, compare=False)
+    _rows: Mapping[str, Rows] = field(default_factory=dict, repr=False, compare=False)
+    _ascending: Mapping[str, Rows] = field(default_factory=dict, repr=False, compare=False)
     """The same, each array sorted on its own."""
     _rankings: Mapping[str, _Ranking] = field(default_factory=dict, repr=False, compare=False)
 
@@ -123,7 +112,8 @@ class Workload:
         if stats is None:
             return cls(geometries=geometries, captured=captured, num_samples=num_samples)
         heaviest = stats.heaviest()
-        tables = {name: _rows_of(geometry, heaviest) for name, geometry in geometries.items()}
+        sizes = SampleSizes.of_shapes(heaviest)
+        tables = {name: sizes.rows(geometry) for name, geometry in geometries.items()}
         rows = {name: table[np.arange(len(stats.samples))] for name, table in tables.items()}
         return cls(
             geometries=geometries,
@@ -132,14 +122,15 @@ class Workload:
             stats=stats,
             _rows=rows,
             _ascending={
-                name: _Rows(rows=np.sort(table.rows), squares=np.sort(table.squares)) for name, table in rows.items()
+                name: Rows(rows=np.sort(table.rows), squares=np.sort(table.squares)) for name, table in rows.items()
             },
             _rankings={name: _ranking(table, heaviest) for name, table in tables.items()},
         )
 
     def loads(self, samples: Sequence[SampleShape]) -> dict[str, Load]:
         """Component -> load of the microbatch made of these samples."""
-        return {name: _joined(geometry, _rows_of(geometry, samples)) for name, geometry in self.geometries.items()}
+        sizes = SampleSizes.of_shapes(samples)
+        return {name: _joined(geometry, sizes.rows(geometry)) for name, geometry in self.geometries.items()}
 
     def mean(self, samples_per_microbatch: float) -> dict[str, Load]:
         """Component -> expected load of a microbatch of random samples (padding included, exactly)."""
@@ -211,34 +202,12 @@ def _checked(samples_per_microbatch: float) -> float:
     return samples_per_microbatch
 
 
-def _rows_of(geometry: Geometry, samples: Sequence[SampleShape]) -> _Rows:
-    lengths = [_lengths(geometry, sample) for sample in samples]
-    return _Rows(
-        rows=np.array([sum(sizes) for sizes in lengths], dtype=np.float64) * geometry.rows_per_unit,
-        squares=np.array([sum(map(geometry.squares, sizes)) for sizes in lengths], dtype=np.float64),
-    )
-
-
-def _lengths(geometry: Geometry, sample: SampleShape) -> Sequence[float]:
-    """Length of every sequence that a sample brings to a component, in the units of its geometry."""
-    match geometry.modality:
-        case "image":
-            return sample.images
-        case "audio":
-            return sample.audios
-        case "text":
-            media = geometry.tokens_per_patch * sample.patches + geometry.tokens_per_frame * sample.frames
-            return (sample.text_tokens + media,)
-        case "sample":
-            return (1.0,)
-
-
-def _ranking(table: _Rows, samples: Sequence[SampleShape]) -> _Ranking:
+def _ranking(table: Rows, samples: Sequence[SampleShape]) -> _Ranking:
     order = np.lexsort((-table.squares, -table.rows))
     return _Ranking(table=table[order], names=tuple(samples[index].name for index in order if table.rows[index] > 0))
 
 
-def _joined(geometry: Geometry, table: _Rows) -> Load:
+def _joined(geometry: Geometry, table: Rows) -> Load:
     """The load of samples in one microbatch."""
     if not len(table.rows):
         return NO_LOAD
@@ -248,7 +217,7 @@ def _joined(geometry: Geometry, table: _Rows) -> Load:
     return Load(tokens=float(table.rows.sum()), squares=float(table.squares.sum()))
 
 
-def _mean(geometry: Geometry, ascending: _Rows, size: float) -> Load:
+def _mean(geometry: Geometry, ascending: Rows, size: float) -> Load:
     """Expected load of `size` samples drawn at random.
 
     With padding, the longest of s samples out of n sorted ascending is the i-th with probability (i/n)^s - ((i-1)/n)^s.

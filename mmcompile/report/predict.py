@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 
 from mmcompile.costmodel.comm import p2p_seconds
@@ -13,9 +14,13 @@ from mmcompile.plan.simulator.simulate import StageDuration, Timeline, simulate
 
 
 def predict(plan: Plan) -> Timeline:
-    """Simulate one step of a plan in which every microbatch passes through every stage, shard by shard."""
-    placed = Placement.of(plan).stages
-    shards = {name: stage for stage in plan.stages for name in shard_names(stage)}
+    """Simulate one step of a plan in which every microbatch passes through every stage, shard by shard.
+
+    Replicas are alike, so one of each chain stands for all, under the names it has in programs.
+    """
+    first = [stage for stage in Placement.of(plan).stages if stage.replica == 0]
+    placed = [replace(stage, name=stage.program_name) for stage in first]
+    shards = {name: stage for chain in plan.chains for stage in chain.stages for name in shard_names(stage, chain.dp)}
     edges = {(source, target): link for link in plan.links for source, target in _ends(plan, link)}
     flow = Flow(
         stages=tuple(shards),
@@ -45,5 +50,6 @@ def predict(plan: Plan) -> Timeline:
 
 def _ends(plan: Plan, link: Link) -> Iterable[tuple[str, str]]:
     """Pairs of shards that a link joins: shard by shard, or a whole stage with every shard."""
-    sources, targets = shard_names(plan.stage(link.source)), shard_names(plan.stage(link.target))
+    replicas = {stage.name: chain.dp for chain in plan.chains for stage in chain.stages}
+    sources, targets = (shard_names(plan.stage(name), replicas[name]) for name in (link.source, link.target))
     return zip(sources, targets, strict=True) if len(sources) == len(targets) else product(sources, targets)

@@ -23,16 +23,19 @@ class Setup:
     optimizer: OptimizerSpec
     clip_norm: float | None
     compiled: bool
+    check_rows: bool = False
+    """Check that rows between towers are those of the samples they were sent for."""
     version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Install:
-    """A new pattern. Every rank then gets its programs and the tensors it lacks."""
+    """The stages of one tower in a new pattern. Every rank then gets its programs and the tensors it lacks."""
 
     pattern: str
-    tied: dict[str, tuple[int, ...]]
-    """Trainable parameter -> ranks that hold it, for those on several ranks, over all patterns so far."""
+    tower: str
+    holders: dict[str, tuple[int, ...]]
+    """Trainable parameter -> placed stages that hold it, for those on several ranks, over all installed so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

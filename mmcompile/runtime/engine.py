@@ -10,8 +10,9 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,7 +23,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mmcompile import errors
 from mmcompile.errors import CheckpointError, ConfigError, EngineError
-from mmcompile.lower.program import PreparedMicrobatch
 from mmcompile.plan.placement import Placement
 from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import checkpoint
@@ -33,7 +33,12 @@ from mmcompile.runtime.leader import Leader
 from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory
 from mmcompile.runtime.session import Session, open_session
 from mmcompile.runtime.source import PatternSource
-from mmcompile.step.collate import Sample, check_labels, collate, split_microbatches
+from mmcompile.runtime.step_planner import Collate, Costs, PlannedStep, StepPlanner
+from mmcompile.step.balance.balancer import Balancer
+from mmcompile.step.balance.baselines import Arrival
+from mmcompile.step.balance.correction import Corrector
+from mmcompile.step.collate import Sample, Value, collate
+from mmcompile.step.step_plan import StepPlan
 
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
 
@@ -54,6 +59,12 @@ class StepMetrics:
     """Global norm before clipping; None without `clip_norm`."""
     busy_s: tuple[float, ...]
     """Per rank, the time in forwards and backwards."""
+    balance: str = ""
+    """The balancer that placed the samples, and why it (rank 0 only)."""
+    planning_s: float = 0.0
+    """Time it took to plan the step (rank 0 only)."""
+    waited_s: float = 0.0
+    """How long the step waited for its plan (rank 0 only): all of `planning_s` in `step`, next to nothing in `train`."""
 
 
 class Engine:
@@ -74,6 +85,11 @@ class Engine:
         source: the stage programs (rank 0).
         model: the user's module, for `save` and `state_dict`; None if there is only a source.
         pad: padding value by key of a sample (`{"input_ids": tokenizer.pad_token_id}`).
+        collate: joins samples to a microbatch in another way; `pad` has no effect then, and must be left out.
+        balancer: decides which replica computes which sample, and in which microbatch; arrival order by default.
+        costs: of samples, for the balancer; needed where encoders are towers of their own.
+        corrector: learns from measured times what samples cost. Steps then depend on the machine, not on their samples alone.
+        check_rows: send with every row between towers the sample it is of, and check it: slower, for debugging.
         optimizer: a torch.optim class, or a functools.partial of one with keyword arguments.
         scheduler: makes a learning-rate scheduler for an optimizer; stepped after each step.
         clip_norm: largest global gradient norm, if clipped.
@@ -92,6 +108,11 @@ class Engine:
         *,
         model: nn.Module | None = None,
         pad: Mapping[str, int | float] | None = None,
+        collate: Collate | None = None,
+        balancer: Balancer | None = None,
+        costs: Costs | None = None,
+        corrector: Corrector | None = None,
+        check_rows: bool = False,
         optimizer: Callable[..., torch.optim.Optimizer] = DEFAULT_OPTIMIZER,
         scheduler: SchedulerFactory | None = None,
         clip_norm: float | None = None,
@@ -105,11 +126,20 @@ class Engine:
             optimizer=spec,
             clip_norm=clip_norm,
             compiled=compile,
+            check_rows=check_rows,
         )
+        if collate is not None and pad is not None:
+            raise ConfigError("pad has no effect together with collate, which joins samples: leave one of them out")
         self._source = source
         self._model = model
-        self._num_microbatches = placement.num_microbatches
-        self._pad = pad
+        self._planner = StepPlanner(
+            placement,
+            source,
+            collate=collate or functools.partial(_collate, pad),
+            balancer=balancer or Arrival(),
+            costs=costs,
+            corrector=corrector,
+        )
         self._setup = setup
         self._scheduler_factory = scheduler
         self._num_steps = 0
@@ -160,19 +190,37 @@ class Engine:
         start = time.perf_counter()
         if self._leader is None:
             return self._follow_step(start)
+        with self._refusing(self._leader):
+            planned = self._planner.plan(self._num_steps + 1, samples)
+        return self._lead_step(self._leader, planned, start, waited_s=planned.seconds, trace=trace)
+
+    def train(self, batches: Iterable[Sequence[Sample]]) -> Iterator[StepMetrics]:
+        """A step for each batch. While one runs, a thread reads the next batch and plans its step.
+
+        Args:
+            batches: samples of each step, as for `step` (ranks other than 0: ignored).
+
+        Raises:
+            BatchError: the samples of a step do not fit the model; the steps before it are done.
+            EngineError: a rank failed; the engine is over.
+        """
+        if self._leader is None:
+            yield from self._follow_train()
+            return
         leader = self._leader
-        with self._refusing(leader):
-            groups = self._split(samples)
-            prepared = [
-                self._source.prepare(collate([samples[i] for i in group], self._pad, group[0])) for group in groups
-            ]
-            plan = leader.plan(self._num_steps + 1, groups, prepared)
-        command = Step(plan=plan, hyper=leader.rank.optimizer.hyper, seed=self._seed, trace=trace)
-        totals = self._session.call(functools.partial(self._run, leader, command, prepared))
-        self._num_steps += 1
-        if self._scheduler is not None:
-            self._scheduler.step()
-        return self._metrics(totals, len(samples), start)
+        batches = iter(batches)
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-planner") as ahead:
+            upcoming = ahead.submit(self._plan_next, batches, self._num_steps + 1)
+            while True:
+                start = time.perf_counter()
+                with self._refusing(leader):
+                    planned = _result(upcoming)
+                if planned is None:
+                    break
+                waited_s = time.perf_counter() - start
+                upcoming = ahead.submit(self._plan_next, batches, planned.plan.step + 1)
+                yield self._lead_step(leader, planned, start, waited_s=waited_s, trace=False)
+        self._session.call(functools.partial(leader.tell, Done(call="train")))
 
     def trace(self) -> list[Event]:
         """Measured actions of all ranks in the last step that was traced, on one clock (rank 0 only)."""
@@ -189,7 +237,8 @@ class Engine:
     def pull(self) -> None:
         """Copy the trained weights into the user's model (rank 0)."""
         if self._leader is None:
-            return self._take_part("pull")
+            self._take_part("pull")
+            return
         weights = self._session.call(functools.partial(_weights, self._leader, "pull"))
         self._put(weights)
 
@@ -200,7 +249,8 @@ class Engine:
             CheckpointError: the disk is full or the folder not writable; the checkpoint there before is untouched.
         """
         if self._leader is None:
-            return self._take_part("save")
+            self._take_part("save")
+            return
         leader = self._leader
         weights, state = self._session.call(functools.partial(_weights_and_state, leader))
         trainer = TrainerState(
@@ -222,7 +272,8 @@ class Engine:
             CheckpointError: none there, damaged, or of another model or optimizer. Nothing was changed.
         """
         if self._leader is None:
-            return self._take_part("load")
+            self._take_part("load")
+            return
         leader = self._leader
         with self._refusing(leader):
             content = checkpoint.read(Path(folder))
@@ -248,18 +299,38 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _split(self, samples: Sequence[Sample]) -> tuple[tuple[int, ...], ...]:
-        groups = split_microbatches(len(samples), self._num_microbatches)
-        check_labels(samples)
-        return groups
+    def _plan_next(self, batches: Iterator[Sequence[Sample]], step: int) -> PlannedStep | None:
+        """Read a batch and plan its step; None after the last."""
+        samples = next(batches, None)
+        return None if samples is None else self._planner.plan(step, samples)
 
-    def _run(self, leader: Leader, command: Step, prepared: Sequence[PreparedMicrobatch]) -> Tensor:
+    def _lead_step(
+        self, leader: Leader, planned: PlannedStep, start: float, *, waited_s: float, trace: bool
+    ) -> StepMetrics:
+        """Run a step that is planned.
+
+        Args:
+            start: when the user asked for it, by time.perf_counter.
+        """
+        with self._refusing(leader):
+            leader.rank.schedule(planned.plan)
+        command = Step(plan=planned.plan, hyper=leader.rank.optimizer.hyper, seed=self._seed, trace=trace)
+        totals = self._session.call(functools.partial(self._run, leader, command, planned))
+        self._num_steps += 1
+        if self._scheduler is not None:
+            self._scheduler.step()
+        metrics = self._metrics(totals, planned.plan, start)
+        self._planner.observe(planned, totals[3 + len(metrics.busy_s) :].numpy())
+        return replace(metrics, balance=planned.balance, planning_s=planned.seconds, waited_s=waited_s)
+
+    def _run(self, leader: Leader, command: Step, planned: PlannedStep) -> Tensor:
         """Install new patterns, run the step, collect its events."""
-        for microbatch in prepared:
-            if not leader.knows(microbatch.programs.pattern):
-                leader.install(microbatch.programs, self._source.parameters())
-        values = [microbatch.values for microbatch in prepared]
-        reads = [leader.reads(microbatch.programs.pattern) for microbatch in prepared]
+        microbatches = list(zip(planned.plan.microbatches, planned.prepared, strict=True))
+        for microbatch, prepared in microbatches:
+            if not leader.knows(microbatch.pattern, microbatch.tower):
+                leader.install(prepared.programs, microbatch.tower, self._source.parameters())
+        values = [prepared.values for prepared in planned.prepared]
+        reads = [leader.reads(m.pattern, m.tower, m.replica) for m in planned.plan.microbatches]
         totals = leader.step(command, (values, reads))
         if command.trace:
             self._events = leader.events()
@@ -269,24 +340,35 @@ class Engine:
     def _follow_step(self, start: float) -> StepMetrics:
         """Other ranks: take part in rank 0's step."""
         self._take_part("step")
+        return self._followed(start)
+
+    def _follow_train(self) -> Iterator[StepMetrics]:
+        """Other ranks: take part in rank 0's steps until it has no more batches."""
+        while True:
+            start = time.perf_counter()
+            if self._take_part("step", "train") == "train":
+                return
+            yield self._followed(start)
+
+    def _followed(self, start: float) -> StepMetrics:
         assert self._side.rank.last is not None, "a step was followed, but left no totals"
         plan, totals = self._side.rank.last
         self._num_steps = plan.step
-        return self._metrics(totals, plan.num_samples, start)
+        return self._metrics(totals, plan, start)
 
-    def _metrics(self, totals: Tensor, num_samples: int, start: float) -> StepMetrics:
+    def _metrics(self, totals: Tensor, plan: StepPlan, start: float) -> StepMetrics:
         return StepMetrics(
             step=self._num_steps,
             loss=float(totals[0]),
             num_tokens=int(totals[1]),
-            num_samples=num_samples,
+            num_samples=plan.num_samples,
             seconds=time.perf_counter() - start,
             grad_norm=None if self._setup.clip_norm is None else math.sqrt(float(totals[2])),
-            busy_s=tuple(totals[3:].tolist()),
+            busy_s=tuple(totals[3 : len(totals) - len(plan.microbatches)].tolist()),
         )
 
-    def _take_part(self, call: str) -> None:
-        """Other ranks: follow rank 0 through one call of the user's."""
+    def _take_part(self, *calls: str) -> str:
+        """Other ranks: follow rank 0 through one call of the user's, one of `calls`; which it was."""
         assert isinstance(self._side, Follower)
         while True:
             command = self._session.call(self._side.follow)
@@ -295,14 +377,15 @@ class Engine:
                     raise getattr(errors, command.error)(command.message)
                 case Close():
                     self.close()
-                    raise EngineError(f"rank 0 closed the engine while rank {self.rank} was in {call}()")
+                    raise EngineError(f"rank 0 closed the engine while rank {self.rank} was in {calls[-1]}()")
                 case Done() | Step(trace=False):
                     done = command.call if isinstance(command, Done) else "step"
-                    if done != call:
+                    if done not in calls:
                         raise EngineError(
-                            f"rank 0 called {done}() while rank {self.rank} called {call}(): make the same calls on all ranks"
+                            f"rank 0 called {done}() while rank {self.rank} called {calls[-1]}(): make the same calls on all "
+                            "ranks"
                         )
-                    return
+                    return done
                 case _:
                     pass
 
@@ -370,6 +453,17 @@ class Engine:
             for _ in range(self._num_steps):
                 scheduler.step()
         return scheduler
+
+
+def _collate(
+    pad: Mapping[str, int | float] | None, samples: Sequence[Sample], names: Sequence[int]
+) -> dict[str, Value]:
+    return collate(samples, pad, names[0])
+
+
+def _result(upcoming: Future[PlannedStep | None]) -> PlannedStep | None:
+    """What a thread planned, or what it raised."""
+    return upcoming.result()
 
 
 def _take_side(session: Session, setup: Setup) -> Leader | Follower:

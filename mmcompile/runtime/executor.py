@@ -13,8 +13,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mmcompile.kernels.bitfield_attention.cp_channel import ExchangeLost
 from mmcompile.plan.simulator.schedule import Action, ActionKind
 from mmcompile.runtime.groups import Groups, PeerLost
-from mmcompile.runtime.links import Mail, Stages
-from mmcompile.runtime.stages import InputSlot, LoadedStage, OutputSlot
+from mmcompile.runtime.links import Mail
+from mmcompile.runtime.stages import InputSlot, LoadedStage, OutputSlot, Stages
 from mmcompile.runtime.status import IDLE, StatusBoard
 from mmcompile.step.step_plan import StepPlan
 
@@ -29,10 +29,15 @@ class StepResult:
     """Weighted loss of the microbatches whose loss stage is here; float64 scalar on the CPU."""
     num_tokens: int = 0
     """Valid tokens its loss stage counted."""
-    busy_s: float = 0.0
-    """Time in forwards and backwards."""
+    seconds: Tensor
+    """float64 [microbatches of the step]: time in this rank's forwards and backwards of each, 0 for those of others."""
     events: list[tuple[Action, float, float]] = field(default_factory=list)
     """(action, start, end) by time.perf_counter, if traced."""
+
+    @property
+    def busy_s(self) -> float:
+        """Time in forwards and backwards."""
+        return float(self.seconds.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Executor:
     ) -> None:
         """
         Args:
-            loaded: per microbatch, this rank's stages.
+            loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
             board: told before every action.
             seed: of the random numbers in forwards, with step, microbatch and stage.
             trace: keep the time of every action.
@@ -81,33 +86,27 @@ class Executor:
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._losses: list[tuple[Tensor, Tensor | int, float]] = []
 
-    def run(self, actions: Sequence[Action], stage_names: Sequence[str]) -> StepResult:
+    def run(self, actions: Sequence[Action]) -> StepResult:
         """Execute the action list to its end. Raises PeerLost if another rank is gone."""
         try:
-            return self._run(actions, stage_names)
+            return self._run(actions)
         except ExchangeLost as error:
             raise PeerLost(str(error)) from error
 
-    def _run(self, actions: Sequence[Action], stage_names: Sequence[str]) -> StepResult:
-        result = StepResult(loss=torch.zeros((), dtype=torch.float64))
+    def _run(self, actions: Sequence[Action]) -> StepResult:
+        seconds = torch.zeros(len(self._plan.microbatches), dtype=torch.float64)
+        result = StepResult(loss=torch.zeros((), dtype=torch.float64), seconds=seconds)
         before = self._generator.get_state()
         for action in actions:
-            kind = action.kind
-            self._board.write(self._rank, self._plan.step, action.stage, _KINDS[kind], action.microbatch)
+            self._board.write(self._rank, self._plan.step, action.stage, _KINDS[action.kind], action.microbatch)
             start = time.perf_counter()
-            if kind is ActionKind.F:
-                stage = self._loaded[action.microbatch][action.stage]
-                self._run_forward(
-                    stage, action.microbatch, stage_names[action.stage] in self._backward[action.microbatch]
-                )
-                result.busy_s += time.perf_counter() - start
-            elif kind is ActionKind.B:
-                self._run_backward(self._loaded[action.microbatch][action.stage], action.microbatch)
-                result.busy_s += time.perf_counter() - start
-            elif kind.is_send:
+            if action.kind.is_send:
                 self._mail.send(action)
-            else:
+            elif action.kind.is_receive:
                 self._mail.receive(action)
+            else:
+                microbatch = self._compute(action)
+                seconds[microbatch] += time.perf_counter() - start
             if self._trace:
                 result.events.append((action, start, time.perf_counter()))
         self._mail.finish()
@@ -119,10 +118,20 @@ class Executor:
             result.num_tokens += int(tokens)
         return result
 
+    def _compute(self, action: Action) -> int:
+        """Run a forward or backward; returns the microbatch by index."""
+        microbatch = self._mail.microbatch(action.stage, action.microbatch)
+        stage = self._loaded[microbatch][action.stage]
+        if action.kind is ActionKind.F:
+            self._run_forward(stage, microbatch, stage.name in self._backward[microbatch])
+        else:
+            self._run_backward(stage, microbatch)
+        return microbatch
+
     def _run_forward(self, stage: LoadedStage, microbatch: int, backward: bool) -> None:
         leaves: list[tuple[InputSlot, Tensor]] = []
         arguments = self._arguments(stage, microbatch, leaves if backward else None)
-        self._generator.manual_seed(_key(self._seed, self._plan.step, microbatch, stage.index))
+        self._generator.manual_seed(_key(self._seed, self._plan.step, microbatch, stage.first))
         with torch.set_grad_enabled(backward):
             results = stage.run(*arguments)
         edges: list[tuple[OutputSlot, GradientEdge | None]] = []
@@ -130,8 +139,7 @@ class Executor:
             value = results[slot.position]
             if backward and slot.gradient:
                 edges.append((slot, get_gradient_edge(value) if value.requires_grad else None))
-            for consumer in slot.consumers:
-                self._mail.put_value(microbatch, stage.index, slot.name, consumer, value)
+            self._mail.put_value(microbatch, stage.index, slot, value)
         loss = self._keep_loss(stage, results, microbatch)
         if backward:
             self._saved[microbatch, stage.index] = _Saved(leaves, edges, loss)
@@ -145,7 +153,7 @@ class Executor:
         arguments: list[Tensor | int] = []
         for slot in stage.inputs:
             if slot.kind == "link":
-                value = self._mail.take_value(microbatch, stage.index, slot.name)
+                value = self._mail.take_value(microbatch, stage.index, slot)
                 if leaves is not None and slot.gradient:
                     leaves.append((slot, value.requires_grad_()))
                 arguments.append(value)
@@ -169,7 +177,7 @@ class Executor:
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
         for slot, edge in saved.edges:
-            gradient = self._mail.take_gradient(microbatch, stage.index, slot.name, slot.consumers)
+            gradient = self._mail.take_gradient(microbatch, stage.index, slot)
             if edge is not None:
                 edges.append(edge)
                 gradients.append(gradient)
@@ -180,7 +188,7 @@ class Executor:
             torch.autograd.backward(edges, gradients)
         for slot, leaf in saved.leaves:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            self._mail.put_gradient(microbatch, stage.index, slot.name, slot.producer, gradient)
+            self._mail.put_gradient(microbatch, stage.index, slot, gradient)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -25,7 +25,7 @@ class Follower:
         match command:
             case Install():
                 programs = wire.decode(wire.receive_bytes(self._groups, 0), tuple[StageProgram, ...])
-                self.rank.install(command.pattern, programs, wire.receive_tensors(self._groups, 0), command.tied)
+                self.rank.install(command, programs, wire.receive_tensors(self._groups, 0))
             case Step():
                 self.rank.step(command)
             case Gather():

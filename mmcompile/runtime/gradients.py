@@ -1,61 +1,160 @@
-"""Gradients between the last backward and the optimizer: tied parameters summed, the global norm clipped."""
+"""Gradients between the last backward and the optimizer: summed over the ranks that hold a parameter, the norm clipped."""
 
 # pyright: reportPrivateImportUsage=false
 # torch re-exports the functions its optimizers are built on without saying so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from mmcompile.runtime.groups import Groups, Lane, wait
+from mmcompile.runtime.groups import Groups, Lane, Work, wait
 
 _TAG = 2**31 - 2
 """Above the tags of links, below that of control messages."""
+BUCKET_BYTES = 64 * 2**20
+"""What travels at once, unless one parameter is larger."""
+_PART_BYTES = 16 * 1024
+"""Below this, splitting a sum over more owners costs more in messages than it saves."""
+_ALIGN = 64
+"""Elements."""
 _EPSILON = 1e-6
 """Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
 
 
-def sum_tied(groups: Groups, parameters: Mapping[str, nn.Parameter], owners: Mapping[str, tuple[int, ...]]) -> None:
-    """Give every rank that holds a tied parameter the sum of all their gradients.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """Parameters held by the same ranks: replicas or shards of a stage, or stages that are tied; or all of these at once."""
 
-    The lowest rank adds in order of ranks and sends the sum back, so all get the same bits. A rank whose gradient is
-    None counts as zero; if all are None, all stay None.
+    names: tuple[str, ...]
+    owners: tuple[int, ...]
+    """At least two, ascending."""
+    givers: tuple[int, ...]
+    """Those that may have a gradient in this step, ascending: they ran a backward of a stage with these parameters."""
+
+
+def sum_shared(
+    groups: Groups,
+    parameters: Mapping[str, nn.Parameter],
+    shared: Iterable[Shared],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Give every rank that holds a parameter the sum of all its owners' gradients, the same bits to each.
+
+    Gradients travel in flat buckets. Each owner adds up one part of a bucket in order of ranks and sends it to the others,
+    so no rank carries more than its share. Half precision is added in float32 and rounded once. A gradient of None counts
+    as zero; None on all owners stays None. Parameters that no rank gives anything for cost nothing.
 
     Args:
         parameters: trainable parameters of this rank, by original name.
-        owners: parameter name -> the ranks that hold it (at least two), ascending; the same on all ranks.
+        shared: the same on all ranks; each parameter once.
+        bucket_bytes: the same on all ranks.
     """
-    for name in sorted(owners):
-        if groups.rank in owners[name]:
-            _sum_over(groups, parameters[name], owners[name], name)
+    # In one order on all ranks, since an exchange blocks.
+    for item in sorted(shared, key=lambda item: (item.owners, item.givers)):
+        if item.givers and groups.rank in item.owners:
+            for bucket in _buckets([parameters[name] for name in sorted(item.names)], bucket_bytes):
+                _sum(groups, bucket, item)
 
 
-def _sum_over(groups: Groups, parameter: nn.Parameter, ranks: tuple[int, ...], name: str) -> None:
-    lead, *others = ranks
-    total = _flagged(parameter)
-    if groups.rank != lead:
-        wait(groups.send(total, Lane(source=groups.rank, target=lead, name=f"sum/{name}"), _TAG))
-        wait(groups.receive(total, Lane(source=lead, target=groups.rank, name=f"total/{name}"), _TAG))
-    else:
-        part = torch.empty_like(total)
-        for rank in others:
-            wait(groups.receive(part, Lane(source=rank, target=lead, name=f"sum/{name}"), _TAG))
-            total += part
-        for rank in others:
-            wait(groups.send(total, Lane(source=lead, target=rank, name=f"total/{name}"), _TAG))
-    parameter.grad = total[:-1].view_as(parameter) if bool(total[-1] > 0) else None
+def _buckets(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype, as many as fit."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for same in by_dtype.values():
+        bucket: list[nn.Parameter] = []
+        num_bytes = 0
+        for parameter in same:
+            if bucket and num_bytes + parameter.nbytes > limit_bytes:
+                yield bucket
+                bucket, num_bytes = [], 0
+            bucket.append(parameter)
+            num_bytes += parameter.nbytes
+        yield bucket
 
 
-def _flagged(parameter: nn.Parameter) -> Tensor:
-    """The flattened gradient, then one element that says whether there is one."""
-    flat = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
-    if parameter.grad is not None:
-        flat[-1] = 1
-        flat[:-1] = parameter.grad.flatten()
+def _sum(groups: Groups, parameters: Sequence[nn.Parameter], shared: Shared) -> None:
+    flat = _flat(parameters)
+    parts = _parts(len(flat), flat.element_size(), shared.owners)
+    own = flat[parts[groups.rank]]
+    received = {rank: torch.empty_like(own) for rank in shared.givers if rank != groups.rank}
+    works: list[Work] = []
+    # Posted in one order on all ranks: NCCL joins two ranks at their first message, and both must be there.
+    for source, target in _pairs(shared.givers, shared.owners):
+        if groups.rank == source:
+            works += _send(groups, flat[parts[target]], source, target)
+        elif groups.rank == target:
+            works += _receive(groups, received[source], source, target)
+    for work in works:
+        wait(work)
+    own.copy_(_in_order([own if rank == groups.rank else received[rank] for rank in shared.givers]))
+    works = []
+    for source, target in _pairs(shared.owners, shared.owners):
+        if groups.rank == source:
+            works += _send(groups, own, source, target)
+        elif groups.rank == target:
+            works += _receive(groups, flat[parts[source]], source, target)
+    for work in works:
+        wait(work)
+    _give(parameters, flat)
+
+
+def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """All gradients, then one element a parameter that says whether there is one."""
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = torch.zeros(sum(sizes) + len(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+    *places, flags = flat.split([*sizes, len(sizes)])
+    for index, (parameter, place) in enumerate(zip(parameters, places, strict=True)):
+        if parameter.grad is not None:
+            place.copy_(parameter.grad.flatten())
+            flags[index] = 1
     return flat
+
+
+def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Inverse of `_flat`; gradients are views."""
+    sizes = [parameter.numel() for parameter in parameters]
+    *places, flags = flat.split([*sizes, len(sizes)])
+    for parameter, place, flag in zip(parameters, places, flags.tolist(), strict=True):
+        parameter.grad = place.view_as(parameter) if flag > 0 else None
+
+
+def _parts(length: int, element_bytes: int, owners: Sequence[int]) -> dict[int, slice]:
+    """What each owner adds up: contiguous, in order, none too small to be worth it; the last ones may be empty."""
+    least = max(_PART_BYTES // element_bytes, math.ceil(length / len(owners)))
+    size = math.ceil(least / _ALIGN) * _ALIGN
+    return {
+        rank: slice(min(index * size, length), min((index + 1) * size, length)) for index, rank in enumerate(owners)
+    }
+
+
+def _pairs(sources: Iterable[int], targets: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((source, target) for source in sources for target in targets if source != target)
+
+
+def _send(groups: Groups, tensor: Tensor, source: int, target: int) -> list[Work]:
+    return [groups.send(tensor, _lane(source, target), _TAG)] if len(tensor) else []
+
+
+def _receive(groups: Groups, tensor: Tensor, source: int, target: int) -> list[Work]:
+    return [groups.receive(tensor, _lane(source, target), _TAG)] if len(tensor) else []
+
+
+def _lane(source: int, target: int) -> Lane:
+    return Lane(source=source, target=target, name="gradients")
+
+
+def _in_order(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> float:

@@ -8,17 +8,14 @@ from typing import Literal
 
 from torch import Tensor
 
-from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch, StageProgram
-from mmcompile.plan.simulator.schedule import Flow
+from mmcompile.lower.program import PatternPrograms, StageProgram
 from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import wire
 from mmcompile.runtime.commands import Command, Events, Gather, Install, Load, Setup, Step, announce
-from mmcompile.runtime.flows import flow_of, step_plan
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.rank import Rank, RootValues
 from mmcompile.runtime.stages import root_names
 from mmcompile.runtime.status import StatusBoard
-from mmcompile.step.step_plan import StepPlan
 
 
 class Leader:
@@ -28,53 +25,45 @@ class Leader:
         announce(groups, setup)
         self.rank = Rank(groups, setup, board)
         self._groups = groups
-        self._rank_of = {stage.name: stage.ranks[0] for stage in setup.stages}
+        self._stages = setup.stages
         self._holders: dict[str, set[int]] = {}
+        """Parameter or buffer -> placed stages that hold it, by index."""
         self._trainable: set[str] = set()
         self.aliases: dict[str, str] = {}
         """Other name of a tied parameter -> the name it is held under."""
-        self._flows: dict[str, Flow] = {}
-        self._reads: dict[str, dict[int, frozenset[str]]] = {}
+        self._installed: set[tuple[str, str]] = set()
+        self._reads: dict[tuple[str, str, int], dict[int, frozenset[str]]] = {}
         self._waiting: dict[str, Tensor] = {}
         """Optimizer state loaded for parameters that no rank holds yet, as `<key>/<name>`."""
 
-    def knows(self, pattern: str) -> bool:
-        """True if a pattern was installed."""
-        return pattern in self._reads
+    def knows(self, pattern: str, tower: str) -> bool:
+        """True if the stages of a tower were installed in a pattern."""
+        return (pattern, tower) in self._installed
 
-    def plan(self, step: int, groups: Sequence[tuple[int, ...]], prepared: Sequence[PreparedMicrobatch]) -> StepPlan:
-        """Plan a step and its schedule, before anything is sent. Raises BatchError, PlanError."""
-        for programs in (microbatch.programs for microbatch in prepared):
-            if programs.pattern not in self._flows:
-                self._flows[programs.pattern] = flow_of(programs, tuple(self._rank_of))
-        plan = step_plan(step, groups, prepared, self._flows)
-        self.rank.schedule(plan)
-        return plan
+    def reads(self, pattern: str, tower: str, replica: int) -> Mapping[int, frozenset[str]]:
+        """Rank -> batch inputs that its stages of a replica of a tower read, in an installed pattern."""
+        return self._reads.get((pattern, tower, replica), {})
 
-    def reads(self, pattern: str) -> Mapping[int, frozenset[str]]:
-        """Rank -> batch inputs that its stages of a pattern read."""
-        return self._reads[pattern]
-
-    def install(self, programs: PatternPrograms, values: Mapping[str, Tensor]) -> None:
-        """Send every rank its stages of a new pattern, with the tensors it lacks.
+    def install(self, programs: PatternPrograms, tower: str, values: Mapping[str, Tensor]) -> None:
+        """Send every rank its stages of a tower in a new pattern, with the tensors it lacks.
 
         Args:
             values: all parameters and buffers of the model. A parameter that another rank already trains is taken from
                 there, optimizer state too.
         """
-        by_rank = self._by_rank(programs.programs.values())
+        placed = self._placed(programs, tower)
+        by_rank = self._by_rank(placed)
         lacking = {rank: self._lacking(rank, mine) for rank, mine in by_rank.items()}
         trained = self._trained({name for names in lacking.values() for name in names})
-        for rank, names in lacking.items():
-            for name in names:
-                self._holders.setdefault(name, set()).add(rank)
-        self._note(programs, by_rank)
-        announce(self._groups, command := Install(pattern=programs.pattern, tied=self._tied()))
+        self._note(programs.pattern, tower, placed)
+        announce(
+            self._groups, command := Install(pattern=programs.pattern, tower=tower, holders=self._held_by_several())
+        )
         for rank in range(self._groups.world_size):
             mine = by_rank.get(rank, ())
             tensors = _tensors(mine, lacking.get(rank, ()), values, trained)
             if rank == 0:
-                self.rank.install(command.pattern, mine, tensors, command.tied)
+                self.rank.install(command, mine, tensors)
             else:
                 wire.send_bytes(self._groups, rank, wire.encode([replace(program, constants={}) for program in mine]))
                 wire.send_tensors(self._groups, rank, tensors)
@@ -97,7 +86,7 @@ class Leader:
         self._waiting = {path: t for path, t in state.items() if _parameter_of(path) not in self._holders}
         announce(self._groups, Load())
         for rank in range(self._groups.world_size):
-            held = {name for name, ranks in self._holders.items() if rank in ranks and name in self._trainable}
+            held = {name for name in self._trainable if rank in self._ranks(name)}
             tensors = {f"value/{name}": weights[name] for name in held}
             tensors |= {f"state/{path}": t for path, t in state.items() if _parameter_of(path) in held}
             if rank == 0:
@@ -120,7 +109,7 @@ class Leader:
     def _gather(self, what: Literal["weights", "optimizer"], wanted: Iterable[str]) -> dict[str, Tensor]:
         names: dict[int, tuple[str, ...]] = {}
         for name in sorted(wanted):
-            holder = min(self._holders[name])
+            holder = min(self._ranks(name))
             names[holder] = (*names.get(holder, ()), name)
         announce(self._groups, Gather(what=what, names=names))
         own = names.get(0, ())
@@ -130,17 +119,29 @@ class Leader:
             tensors |= wire.receive_tensors(self._groups, rank)
         return tensors
 
-    def _by_rank(self, programs: Iterable[StageProgram]) -> dict[int, tuple[StageProgram, ...]]:
-        by_rank: dict[int, tuple[StageProgram, ...]] = {}
-        for program in programs:
-            rank = self._rank_of[program.stage]
-            by_rank[rank] = (*by_rank.get(rank, ()), program)
-        return by_rank
+    def _placed(self, programs: PatternPrograms, tower: str) -> dict[int, StageProgram]:
+        """Placed stages of a tower, by index, that have a program."""
+        return {
+            index: programs.programs[stage.program_name]
+            for index, stage in enumerate(self._stages)
+            if stage.tower == tower and stage.program_name in programs.programs
+        }
+
+    def _by_rank(self, placed: Mapping[int, StageProgram]) -> dict[int, tuple[StageProgram, ...]]:
+        """Programs of each rank; once where it holds several replicas."""
+        by_rank: dict[int, dict[str, StageProgram]] = {}
+        for index, program in placed.items():
+            by_rank.setdefault(self._stages[index].ranks[0], {})[program.stage] = program
+        return {rank: tuple(mine.values()) for rank, mine in by_rank.items()}
+
+    def _ranks(self, name: str) -> set[int]:
+        """Ranks that hold a parameter or buffer."""
+        return {self._stages[index].ranks[0] for index in self._holders.get(name, ())}
 
     def _lacking(self, rank: int, programs: Sequence[StageProgram]) -> tuple[str, ...]:
         """Parameters and buffers that a rank's programs read and it does not hold."""
-        names = [name for p in programs for name in (*(spec.name for spec in p.parameters), *p.buffers)]
-        return tuple(name for name in dict.fromkeys(names) if rank not in self._holders.get(name, ()))
+        names = [name for program in programs for name in _read(program)]
+        return tuple(name for name in dict.fromkeys(names) if rank not in self._ranks(name))
 
     def _trained(self, names: set[str]) -> dict[str, dict[str, Tensor]]:
         """What a first or further holder of a parameter needs besides the model's value, by parameter, then by path.
@@ -158,22 +159,31 @@ class Leader:
             found[_parameter_of(path)][f"state/{path}"] = self._waiting.pop(path)
         return found
 
-    def _note(self, programs: PatternPrograms, by_rank: Mapping[int, Sequence[StageProgram]]) -> None:
-        """Remember who reads which batch input of a pattern, what trains, and tied names."""
-        self._reads[programs.pattern] = {
-            rank: frozenset[str]().union(*map(root_names, mine)) for rank, mine in by_rank.items()
-        }
-        for spec in (spec for program in programs.programs.values() for spec in program.parameters):
-            if spec.trainable:
-                self._trainable.add(spec.name)
-            self.aliases |= dict.fromkeys(spec.aliases, spec.name)
+    def _note(self, pattern: str, tower: str, placed: Mapping[int, StageProgram]) -> None:
+        """Remember what is held where, who reads which batch input of a pattern, what trains, and tied names."""
+        self._installed.add((pattern, tower))
+        for index, program in placed.items():
+            stage = self._stages[index]
+            reads = self._reads.setdefault((pattern, tower, stage.replica), {})
+            reads[stage.ranks[0]] = reads.get(stage.ranks[0], frozenset()) | root_names(program)
+            for name in _read(program):
+                self._holders.setdefault(name, set()).add(index)
+            for spec in program.parameters:
+                if spec.trainable:
+                    self._trainable.add(spec.name)
+                self.aliases |= dict.fromkeys(spec.aliases, spec.name)
 
-    def _tied(self) -> dict[str, tuple[int, ...]]:
+    def _held_by_several(self) -> dict[str, tuple[int, ...]]:
         return {
-            name: tuple(sorted(ranks))
-            for name, ranks in sorted(self._holders.items())
-            if len(ranks) > 1 and name in self._trainable
+            name: tuple(sorted(stages))
+            for name, stages in sorted(self._holders.items())
+            if name in self._trainable and len(self._ranks(name)) > 1
         }
+
+
+def _read(program: StageProgram) -> Iterable[str]:
+    """Parameters and buffers of a program."""
+    return (*(spec.name for spec in program.parameters), *program.buffers)
 
 
 def _tensors(

@@ -1,35 +1,58 @@
-"""`Mail`: every tensor that moves to, from or inside one rank during one step."""
+"""`Mail`: every tensor that moves to, from or inside one rank during one step.
+
+Inside a tower a value goes from one stage to others of the same microbatch. To another tower rows of it go, by the exchanges of
+the step plan: each rank sends to each rank that reads them, and none collects them for others.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mmcompile.errors import VerifyError
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.plan.placement import PlacedStage
 from mmcompile.plan.simulator.schedule import Action, ActionKind
 from mmcompile.runtime.groups import Groups, Lane, Work, wait
-from mmcompile.runtime.roots import Parcel, parcels
-from mmcompile.runtime.stages import LoadedStage
-from mmcompile.step.step_plan import MicrobatchPlan, StepPlan, ValueShape
+from mmcompile.runtime.roots import ARRIVED, Roots
+from mmcompile.runtime.rows import (
+    Edge,
+    Routes,
+    Rows,
+    added,
+    assembled,
+    check_covered,
+    check_samples,
+    num_rows,
+    packed,
+    row_samples,
+)
+from mmcompile.runtime.stages import InputSlot, LoadedStage, OutputSlot, Stages
+from mmcompile.runtime.tags import IDS, Tags, check_lags
+from mmcompile.step.step_plan import StepPlan
 
 _AHEAD = 4
 """Receives posted before their turn: gloo sends at once into a posted buffer, else it asks first and loses a round trip."""
-_ROOTS_AHEAD = 2
-"""Parcels of batch inputs received before their turn."""
 
-Stages = Mapping[int, LoadedStage]
-"""By index, the stages of this rank that take part in a microbatch."""
+_Value = str | int
+"""What moves on an edge: a value of the tower by name, or an exchange by its position in the step plan."""
 
 
 class Mail:
     """Posts receives ahead of the action list, sends, and hands tensors between stages of one rank by reference.
 
-    A send waits for those of `world_size` microbatches before, which bounds the tensors held. That cannot deadlock: in
-    the order of keys that all schedules have, a receive is never more than the number of rank crossings behind its send.
+    **Why waiting for sends cannot deadlock.** What is sent is held until it has arrived, so a send first waits for those
+    before it that are received `window` or more slots earlier than its own slot. The receiver gets there without us: keys of
+    a schedule (`mmcompile.plan.simulator.order`) order the actions of all ranks consistently with all that they wait for, and
+    two forwards, or two backwards, `window` slots apart have keys in the order of their slots whatever their stages are, if
+    `window` is larger than the number of crossings on the longest path to the loss. The greatest depth bounds that number.
+    So of all ranks that wait, the one with the smallest key would wait for something of a smaller key, which is done. Lags
+    need no more room: what counts is the slot in which the other side receives, for a deferred sample that of the language
+    model.
     """
 
     def __init__(
@@ -39,28 +62,43 @@ class Mail:
         stages: Sequence[PlacedStage],
         loaded: Sequence[Stages],
         actions: Sequence[Action],
+        check_rows: bool = False,
     ) -> None:
         """
         Args:
-            loaded: per microbatch, this rank's stages.
+            stages: all placed stages.
+            loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
             actions: this rank's part of the schedule.
+            check_rows: send with rows whose they are, and check it where they arrive.
+
+        Raises:
+            EngineError: the step cannot run on this device, or is too large.
+            VerifyError: exchanges do not give every reader every row once.
         """
+        check_lags(plan, groups.device)
         self._groups = groups
         self._plan = plan
         self._stages = stages
         self._loaded = loaded
-        self._shapes = [_link_shapes(microbatch) for microbatch in plan.microbatches]
-        self._num_links = max((len(microbatch.links) for microbatch in plan.microbatches), default=0)
+        self._check_rows = check_rows
+        self._routes = Routes(plan, stages, groups.rank)
+        self._check_readers()
+        self._window = 1 + max(stage.depth for stage in stages)
+        self._index = {(m.tower, m.replica, m.number): m.index for m in plan.microbatches}
+        self._places = [{name: place for place, name in enumerate(shapes)} for shapes in self._routes.shapes]
+        self._tags = Tags(plan, stages)
         self._values: dict[tuple[int, int, str], Tensor] = {}
         self._gradients: dict[tuple[int, int, str], dict[int, Tensor]] = {}
-        self._outbox: dict[Action, list[Tensor]] = {}
+        self._rows: dict[int, Rows] = {}
+        self._row_gradients: dict[int, Rows] = {}
+        self._outbox: dict[tuple[ActionKind, Edge, _Value], Tensor] = {}
         self._sent: dict[ActionKind, deque[tuple[int, Work, Tensor]]] = {
             ActionKind.SEND_F: deque(),
             ActionKind.SEND_B: deque(),
         }
         self._upcoming = deque(action for action in actions if action.kind.is_receive)
-        self._posted: deque[tuple[Action, list[tuple[Work, str, Tensor]]]] = deque()
-        self._roots = _Roots(groups, plan, loaded, tag=self._tag(len(plan.microbatches), 0, 0, 0))
+        self._posted: deque[tuple[Action, list[_Message]]] = deque()
+        self._roots = Roots(groups, plan, loaded, tag=self._tags.end)
         self._post()
 
     def send_roots(self, values: Sequence[Mapping[str, Tensor]], reads: Sequence[Mapping[int, frozenset[str]]]) -> None:
@@ -76,66 +114,93 @@ class Mail:
         """Batch inputs of a microbatch, on the device. Each of its stages takes them once."""
         return self._roots.take(microbatch)
 
+    def microbatch(self, stage: int, number: int) -> int:
+        """Index in the step plan of what actions of a stage call `number`."""
+        placed = self._stages[stage]
+        return self._index[placed.tower, placed.replica, number]
+
     def is_local(self, stage: int) -> bool:
         return self._stages[stage].ranks[0] == self._groups.rank
 
-    def put_value(self, microbatch: int, stage: int, name: str, consumer: int, value: Tensor) -> None:
-        """A stage's result on its way to a consumer: kept for a stage of this rank, else until its SEND_F."""
-        if self.is_local(consumer):
+    def put_value(self, microbatch: int, stage: int, slot: OutputSlot, value: Tensor) -> None:
+        """A stage's result on its way to all who read it: kept for stages of this rank, else until its SEND_F."""
+        for consumer in slot.consumers:
             # A new tensor on the same storage: the consumer's autograd graph starts there.
-            self._values[microbatch, consumer, name] = value.detach()
+            if self.is_local(consumer):
+                self._values[microbatch, consumer, slot.name] = value.detach()
+            else:
+                edge = Edge(microbatch, stage, microbatch, consumer)
+                self._outbox[ActionKind.SEND_F, edge, slot.name] = value.detach()
+        for position in self._routes.made.get((microbatch, stage, slot.name), ()):
+            rows = Rows(value.detach(), self._plan.exchanges[position].rows)
+            edge = self._routes.edge[position]
+            if self.is_local(edge.consumer):
+                self._rows[position] = rows
+            else:
+                self._outbox[ActionKind.SEND_F, edge, position] = rows.gathered()
+
+    def take_value(self, microbatch: int, stage: int, slot: InputSlot) -> Tensor:
+        """What a stage reads, put together from all who made it."""
+        if not slot.crossing:
+            return self._values.pop((microbatch, stage, slot.name))
+        positions = self._routes.read.get((microbatch, stage, slot.name), ())
+        parts = [(self._rows.pop(position), self._plan.exchanges[position].into) for position in positions]
+        return assembled(parts, self._routes.shapes[microbatch][slot.name], self._groups.device)
+
+    def put_gradient(self, microbatch: int, stage: int, slot: InputSlot, gradient: Tensor) -> None:
+        """The gradient of a stage's link input on its way back to all who made it."""
+        if slot.crossing:
+            self._put_rows(microbatch, stage, slot.name, gradient)
+        elif self.is_local(slot.producer):
+            self._gradients.setdefault((microbatch, slot.producer, slot.name), {})[stage] = gradient
         else:
-            send = Action(stage=stage, kind=ActionKind.SEND_F, microbatch=microbatch, peer=consumer)
-            self._outbox.setdefault(send, []).append(value.detach())
+            edge = Edge(microbatch, slot.producer, microbatch, stage)
+            self._outbox[ActionKind.SEND_B, edge, slot.name] = gradient
 
-    def take_value(self, microbatch: int, stage: int, name: str) -> Tensor:
-        return self._values.pop((microbatch, stage, name))
-
-    def put_gradient(self, microbatch: int, stage: int, name: str, producer: int, gradient: Tensor) -> None:
-        """The gradient of a stage's link input on its way back."""
-        if self.is_local(producer):
-            self._gradients.setdefault((microbatch, producer, name), {})[stage] = gradient
-        else:
-            send = Action(stage=stage, kind=ActionKind.SEND_B, microbatch=microbatch, peer=producer)
-            self._outbox.setdefault(send, []).append(gradient)
-
-    def take_gradient(self, microbatch: int, stage: int, name: str, consumers: tuple[int, ...]) -> Tensor:
-        """Sum of the gradients of all consumers, added in plan order."""
-        parts = self._gradients.pop((microbatch, stage, name))
-        total = parts[consumers[0]]
-        for consumer in consumers[1:]:
-            total = total + parts[consumer]
+    def take_gradient(self, microbatch: int, stage: int, slot: OutputSlot) -> Tensor:
+        """Sum of the gradients of all who read a result: those of its tower in plan order, then exchanges in theirs."""
+        total: Tensor | None = None
+        if slot.consumers:
+            parts = self._gradients.pop((microbatch, stage, slot.name))
+            total = parts[slot.consumers[0]]
+            for consumer in slot.consumers[1:]:
+                total = total + parts[consumer]
+        if slot.crossing:
+            positions = self._routes.made.get((microbatch, stage, slot.name), ())
+            exchanges = [(position, self._plan.exchanges[position]) for position in positions]
+            back = [(self._row_gradients.pop(position), e.rows) for position, e in exchanges if e.gradient]
+            total = added(back, self._routes.shapes[microbatch][slot.name], self._groups.device, total)
+        assert total is not None, f"result {slot.name} goes nowhere"
         return total
 
     def send(self, action: Action) -> None:
         """SEND_F or SEND_B: start to send what the stage left for this peer."""
+        edge = self._edge(action)
+        own, slot = (self._slot(action, index) for index in self._ends(action))
         sent = self._sent[action.kind]
-        while sent and sent[0][0] <= action.microbatch - self._groups.world_size:
+        while sent and sent[0][0] <= own - self._window:
             wait(sent.popleft()[1])
-        stage = self._loaded[action.microbatch][action.stage]
-        peer = _peer(action)
-        forward = action.kind is ActionKind.SEND_F
-        names = stage.to_peer[peer] if forward else stage.gradients_to[peer]
-        lane = self._lane(action.stage, peer)
-        for name, tensor in zip(names, self._outbox.pop(action), strict=True):
-            tag = self._tag(
-                action.microbatch, self._link(action, name), peer if forward else action.stage, int(not forward)
-            )
-            tensor = tensor.contiguous()
-            if tensor.numel():
-                sent.append((action.microbatch, self._groups.send(tensor, lane, tag), tensor))
+        lane = self._lane(action.stage, _peer(action))
+        for item in self._items(action, edge):
+            tensor = self._outbox.pop((action.kind, edge, item.value)).contiguous()
+            if tensor.numel() == 0:
+                continue
+            tag = self._tag(action, edge, item)
+            if (ids := self._ids(item)) is not None:
+                ids = ids.to(self._groups.device)
+                sent.append((slot, self._groups.send(ids, lane, tag + IDS), ids))
+            sent.append((slot, self._groups.send(tensor, lane, tag), tensor))
 
     def receive(self, action: Action) -> None:
         """RECV_F or RECV_B: wait until the peer's tensors are here."""
         posted, messages = self._posted.popleft()
         assert posted == action, f"received out of order: {posted} is due, not {action}"
-        for work, name, tensor in messages:
-            if tensor.numel():
-                wait(work)
-            if action.kind is ActionKind.RECV_F:
-                self._values[action.microbatch, action.stage, name] = tensor
-            else:
-                self._gradients.setdefault((action.microbatch, action.stage, name), {})[_peer(action)] = tensor
+        for message in messages:
+            if message.ids is not None:
+                wait(message.ids[0])
+                self._check_ids(action, message.item, message.ids[1])
+            wait(message.work)
+            self._keep(action, message.item.value, message.tensor)
         self._post()
 
     def finish(self) -> None:
@@ -145,101 +210,154 @@ class Mail:
                 wait(sent.popleft()[1])
         self._roots.finish()
 
+    def _check_readers(self) -> None:
+        """Every row of every value read from another tower must arrive once."""
+        wanted = {
+            (microbatch, stage.index, slot.name): stage
+            for microbatch, stages in enumerate(self._loaded)
+            for stage in stages.values()
+            for slot in stage.inputs
+            if slot.crossing
+        }
+        for (microbatch, _, name), stage in wanted.items():
+            positions = self._routes.read.get((microbatch, stage.index, name), ())
+            where = f"{name}, read by {self._stages[stage.index].name} in microbatch {microbatch} of the step plan,"
+            into = [span for position in positions for span in self._plan.exchanges[position].into]
+            check_covered(into, self._routes.shapes[microbatch][name].shape[0], where)
+        for microbatch, stage, name in self._routes.read:
+            if self.is_local(stage) and (microbatch, stage, name) not in wanted:
+                raise VerifyError(
+                    f"rows of {name} go to {self._stages[stage].name}, which does not read it from another tower"
+                )
+
+    def _put_rows(self, microbatch: int, stage: int, name: str, gradient: Tensor) -> None:
+        for position in self._routes.read.get((microbatch, stage, name), ()):
+            exchange, edge = self._plan.exchanges[position], self._routes.edge[position]
+            if not exchange.gradient:
+                continue
+            rows = Rows(gradient, exchange.into)
+            if self.is_local(edge.producer):
+                self._row_gradients[position] = rows
+            else:
+                self._outbox[ActionKind.SEND_B, edge, position] = rows.gathered()
+
+    def _keep(self, action: Action, value: _Value, tensor: Tensor) -> None:
+        """File what arrived."""
+        microbatch = self._ends(action)[0]
+        forward = action.kind is ActionKind.RECV_F
+        if isinstance(value, int):
+            rows = Rows(tensor, packed(self._plan.exchanges[value].rows))
+            (self._rows if forward else self._row_gradients)[value] = rows
+        elif forward:
+            self._values[microbatch, action.stage, value] = tensor
+        else:
+            self._gradients.setdefault((microbatch, action.stage, value), {})[_peer(action)] = tensor
+
     def _post(self) -> None:
         while self._upcoming and len(self._posted) < _AHEAD:
             action = self._upcoming.popleft()
-            self._posted.append((action, self._messages(action)))
+            edge = self._edge(action)
+            self._posted.append((action, [self._awaited(action, edge, item) for item in self._items(action, edge)]))
 
-    def _messages(self, action: Action) -> list[tuple[Work, str, Tensor]]:
-        stage = self._loaded[action.microbatch][action.stage]
-        peer = _peer(action)
-        forward = action.kind is ActionKind.RECV_F
-        lane = self._lane(peer, action.stage)
-        messages: list[tuple[Work, str, Tensor]] = []
-        for name in stage.from_peer[peer] if forward else stage.gradients_from[peer]:
-            shape = self._shapes[action.microbatch][name][1]
-            tensor = torch.empty(shape.shape, dtype=torch_dtype(shape.dtype), device=self._groups.device)
-            tag = self._tag(
-                action.microbatch, self._link(action, name), action.stage if forward else peer, int(not forward)
-            )
-            messages.append((self._groups.receive(tensor, lane, tag) if tensor.numel() else _ARRIVED, name, tensor))
-        return messages
+    def _awaited(self, action: Action, edge: Edge, item: _Item) -> _Message:
+        tensor = torch.empty(item.shape, dtype=item.dtype, device=self._groups.device)
+        if tensor.numel() == 0:
+            return _Message(ARRIVED, item, tensor, None)
+        lane = self._lane(_peer(action), action.stage)
+        tag = self._tag(action, edge, item)
+        ids = self._ids(item)
+        if ids is not None:
+            ids = torch.empty_like(ids, device=self._groups.device)
+        before = None if ids is None else (self._groups.receive(ids, lane, tag + IDS), ids)
+        return _Message(self._groups.receive(tensor, lane, tag), item, tensor, before)
+
+    def _items(self, action: Action, edge: Edge) -> list[_Item]:
+        """What moves in an action, in order."""
+        if edge.source == edge.target:
+            stage = self._loaded[edge.source][action.stage]
+            names = _names(stage, action.kind)[_peer(action)]
+            shapes, places = self._routes.shapes[edge.source], self._places[edge.source]
+            return [_Item(name, places[name], shapes[name].shape, torch_dtype(shapes[name].dtype)) for name in names]
+        forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
+        items: list[_Item] = []
+        for place, position in enumerate(self._routes.edges[edge]):
+            exchange = self._plan.exchanges[position]
+            if forward or exchange.gradient:
+                made = self._routes.shapes[edge.source][exchange.name]
+                shape = (num_rows(exchange.rows), *made.shape[1:])
+                items.append(_Item(position, place, shape, torch_dtype(made.dtype)))
+        return items
+
+    def _ids(self, item: _Item) -> Tensor | None:
+        """Whose rows an exchange moves, if that is to be checked."""
+        if not self._check_rows or isinstance(item.value, str):
+            return None
+        return row_samples(self._plan.exchanges[item.value])
+
+    def _check_ids(self, action: Action, item: _Item, got: Tensor) -> None:
+        assert isinstance(item.value, int)
+        where = f"{action} of step {self._plan.step}, {self._plan.exchanges[item.value].name} from {{}} to {{}}"
+        ends = self._stages[_peer(action)].name, self._stages[action.stage].name
+        check_samples(got, self._plan.exchanges[item.value], where.format(*ends))
+
+    def _ends(self, action: Action) -> tuple[int, int]:
+        """Indices of the microbatches here and on the other side."""
+        return self.microbatch(action.stage, action.microbatch), self.microbatch(_peer(action), action.other)
+
+    def _edge(self, action: Action) -> Edge:
+        here, there = self._ends(action)
+        if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B):
+            return Edge(here, action.stage, there, _peer(action))
+        return Edge(there, _peer(action), here, action.stage)
+
+    def _slot(self, action: Action, microbatch: int) -> int:
+        """When a microbatch does what a send belongs to."""
+        plan = self._plan.microbatches[microbatch]
+        return plan.slot + (plan.lag if action.kind is ActionKind.SEND_B else 0)
 
     def _lane(self, source: int, target: int) -> Lane:
         return Lane(
             source=self._stages[source].ranks[0], target=self._stages[target].ranks[0], name=f"{source}>{target}"
         )
 
-    def _link(self, action: Action, name: str) -> int:
-        return self._shapes[action.microbatch][name][0]
-
-    def _tag(self, microbatch: int, link: int, consumer: int, backward: int) -> int:
-        return ((microbatch * self._num_links + link) * len(self._stages) + consumer) * 2 + backward
+    def _tag(self, action: Action, edge: Edge, item: _Item) -> int:
+        backward = action.kind in (ActionKind.SEND_B, ActionKind.RECV_B)
+        return self._tags.of(self._plan.microbatches[edge.source].number, edge, item.place, backward)
 
 
-class _Arrived:
-    """The work of a message without bytes, which is never sent."""
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One tensor that moves on an edge."""
 
-    def wait(self) -> bool:
-        return True
-
-
-_ARRIVED = _Arrived()
-
-
-class _Roots:
-    """Batch inputs of one rank: sent by rank 0 in parcels, received a few parcels ahead."""
-
-    def __init__(self, groups: Groups, plan: StepPlan, loaded: Sequence[Stages], *, tag: int) -> None:
-        self._groups = groups
-        self._plan = plan
-        self._tag = tag
-        self._arrived: dict[int, Mapping[str, Tensor]] = {}
-        self._readers = [len(stages) for stages in loaded]
-        self._names = [frozenset[str]().union(*(stage.roots for stage in stages.values())) for stages in loaded]
-        self._upcoming = deque(enumerate(parcels(plan, self._names) if groups.rank else ()))
-        self._posted: deque[tuple[Work, Parcel, Tensor]] = deque()
-        self._sent: list[tuple[Work, Tensor]] = []
-        self._post()
-
-    def send(self, values: Sequence[Mapping[str, Tensor]], reads: Sequence[Mapping[int, frozenset[str]]]) -> None:
-        for microbatch, names in enumerate(self._names):
-            self._arrived[microbatch] = {name: values[microbatch][name].to(self._groups.device) for name in names}
-        for rank in range(1, self._groups.world_size):
-            names = [readers.get(rank, frozenset()) for readers in reads]
-            for number, parcel in enumerate(parcels(self._plan, names)):
-                buffer = parcel.pack(values)
-                if parcel.num_bytes:
-                    self._sent.append((self._groups.send_control(buffer, rank, self._tag + number), buffer))
-
-    def take(self, microbatch: int) -> Mapping[str, Tensor]:
-        if self._names[microbatch] and microbatch not in self._arrived:
-            self._receive_until(microbatch)
-        self._readers[microbatch] -= 1
-        # The last of its stages takes them away; autograd keeps what backwards need.
-        return self._arrived.get(microbatch, {}) if self._readers[microbatch] else self._arrived.pop(microbatch, {})
-
-    def finish(self) -> None:
-        for work, _ in self._sent:
-            wait(work)
-
-    def _receive_until(self, microbatch: int) -> None:
-        while microbatch not in self._arrived:
-            work, parcel, buffer = self._posted.popleft()
-            wait(work)
-            self._arrived |= parcel.unpack(buffer.to(self._groups.device))
-            self._post()
-
-    def _post(self) -> None:
-        while self._upcoming and len(self._posted) < _ROOTS_AHEAD:
-            number, parcel = self._upcoming.popleft()
-            buffer = parcel.empty()
-            work = self._groups.receive_control(buffer, 0, self._tag + number) if parcel.num_bytes else _ARRIVED
-            self._posted.append((work, parcel, buffer))
+    value: _Value
+    place: int
+    """Tells it from the others of its edge; the same on both sides."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
-def _link_shapes(microbatch: MicrobatchPlan) -> dict[str, tuple[int, ValueShape]]:
-    return {shape.name: (position, shape) for position, shape in enumerate(microbatch.links)}
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One tensor under way to this rank."""
+
+    work: Work
+    item: _Item
+    tensor: Tensor
+    ids: tuple[Work, Tensor] | None
+    """Whose rows they are, if that is to be checked: a message before it."""
+
+
+def _names(stage: LoadedStage, kind: ActionKind) -> Mapping[int, tuple[str, ...]]:
+    """Values of the tower that move in an action of this kind, by the stage on the other side."""
+    match kind:
+        case ActionKind.SEND_F:
+            return stage.to_peer
+        case ActionKind.RECV_F:
+            return stage.from_peer
+        case ActionKind.SEND_B:
+            return stage.gradients_to
+        case _:
+            return stage.gradients_from
 
 
 def _peer(action: Action) -> int:

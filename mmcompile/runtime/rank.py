@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,20 +14,27 @@ from torch import Tensor, nn
 from mmcompile.errors import VerifyError
 from mmcompile.kernels.bitfield_attention.cp_channel import GROUP, register_group
 from mmcompile.lower.program import StageProgram
-from mmcompile.plan.simulator.schedule import Action, Flow, Schedule, build_schedule
+from mmcompile.plan.placement import PlacedStage
+from mmcompile.plan.plan import ScheduleKind
+from mmcompile.plan.simulator.schedule import Action, CrossEdge, Schedule, Unit, schedule_units
 from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import gradients
-from mmcompile.runtime.commands import Setup, Step
+from mmcompile.runtime.commands import Install, Setup, Step
 from mmcompile.runtime.executor import Executor, StepResult
+from mmcompile.runtime.gradients import Shared
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.links import Mail, Stages
 from mmcompile.runtime.optimizer import RankOptimizer
 from mmcompile.runtime.stages import LoadedStage
 from mmcompile.runtime.status import StatusBoard
-from mmcompile.step.step_plan import StepPlan
+from mmcompile.runtime.units import num_slots, units_of
+from mmcompile.step.step_plan import MicrobatchPlan, StepPlan
 
 RootValues = tuple[Sequence[Mapping[str, Tensor]], Sequence[Mapping[int, frozenset[str]]]]
 """On rank 0: per microbatch the batch inputs by name, and per rank the names it reads."""
+
+_SCHEDULES = 4
+"""Schedules kept: that of the step that runs, those planned ahead, and one to use again where steps are alike."""
 
 
 class Rank:
@@ -36,16 +44,22 @@ class Rank:
         if groups.device.type == "cuda":
             torch.cuda.set_device(groups.device)
         self.groups = groups
-        shared = [stage.group for stage in setup.stages if groups.rank in stage.group]
-        self._shards = groups.shards(shared[0]) if shared else None
+        shared = {stage.group for stage in setup.stages if groups.rank in stage.group}
+        assert len(shared) <= 1, f"rank {groups.rank} shares tokens in several groups: {sorted(shared)}"
+        self._shards = groups.shards(shared.pop()) if shared else None
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.optimizer = RankOptimizer(setup.optimizer)
         self._setup = setup
         self._board = board
-        self._patterns: dict[str, dict[int, LoadedStage]] = {}
-        self._tied: Mapping[str, tuple[int, ...]] = {}
-        self._schedules: dict[tuple[Flow, ...], Schedule] = {}
+        self._patterns: dict[tuple[str, str], dict[int, LoadedStage]] = {}
+        """By pattern and tower, this rank's stages by index."""
+        self._held: dict[tuple[int, ...], list[str]] = {}
+        """Trainable parameters on several ranks, by the placed stages that hold them."""
+        self._counted_elsewhere: set[str] = set()
+        self._ordered = functools.lru_cache(maxsize=_SCHEDULES)(
+            functools.partial(_ordered, setup.stages, setup.schedule)
+        )
         self._events: list[Event] = []
         self.last: tuple[StepPlan, Tensor] | None = None
         """The last step, and what it returned."""
@@ -54,14 +68,8 @@ class Rank:
     def stages(self) -> tuple[str, ...]:
         return tuple(stage.name for stage in self._setup.stages)
 
-    def install(
-        self,
-        pattern: str,
-        programs: Sequence[StageProgram],
-        tensors: Mapping[str, Tensor],
-        tied: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        """Build this rank's stages of a pattern.
+    def install(self, command: Install, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor]) -> None:
+        """Build this rank's stages of a tower in a pattern, those of every replica it holds.
 
         Args:
             tensors: by path: `value/<name>` for parameters and buffers this rank lacks, `state/<key>/<name>` for the
@@ -69,19 +77,21 @@ class Rank:
         """
         self._keep(programs, _under("value/", tensors))
         self.optimizer.load_state(_under("state/", tensors))
-        self._tied = tied
+        self._hold(command.holders)
         device = self.groups.device
-        self._patterns[pattern] = {}
+        loaded: dict[int, LoadedStage] = {}
         for program in programs:
             constants = {n: t.to(device) for n, t in _under(f"constant/{program.stage}/", tensors).items()}
-            stage = LoadedStage.load(
-                replace(program, constants=constants),
-                {**self.parameters, **self.buffers},
-                self._setup.stages,
-                device=device,
-                compiled=self._setup.compiled,
-            )
-            self._patterns[pattern][stage.index] = stage
+            for placed in self._placed(command.tower, program.stage):
+                loaded[placed] = LoadedStage.load(
+                    replace(program, constants=constants),
+                    {**self.parameters, **self.buffers},
+                    self._setup.stages,
+                    placed,
+                    device=device,
+                    compiled=self._setup.compiled,
+                )
+        self._patterns[command.pattern, command.tower] = loaded
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite weights (`value/<name>`) and optimizer state (`state/<key>/<name>`) held here."""
@@ -95,14 +105,14 @@ class Rank:
         """Run this rank's part of a step.
 
         Returns:
-            float64 [3 + ranks], the same on all ranks: loss, valid tokens, squared gradient norm (0 without clipping),
-            and each rank's busy seconds.
+            float64 [3 + ranks + microbatches], the same on all ranks: loss, valid tokens, squared gradient norm (0 without
+            clipping), each rank's busy seconds, and the seconds of each microbatch, over all ranks that took part in it.
         """
         plan = command.plan
         self.optimizer.hyper = command.hyper
         result = self._execute(command, roots)
         trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
-        gradients.sum_tied(self.groups, trainable, self._tied)
+        gradients.sum_shared(self.groups, trainable, self._shared(plan))
         totals = self._totals(result, trainable)
         if plan.num_tokens and int(totals[1]) != plan.num_tokens:
             raise VerifyError(
@@ -134,27 +144,58 @@ class Rank:
                 if name not in self.buffers:
                     self.buffers[name] = values[name].to(self.groups.device, copy=True)
 
+    def _placed(self, tower: str, stage: str) -> Iterable[int]:
+        """This rank's placed stages, one for each replica it holds, that run a program."""
+        for index, placed in enumerate(self._setup.stages):
+            if placed.ranks[0] == self.groups.rank and (placed.tower, placed.program_name) == (tower, stage):
+                yield index
+
     def _execute(self, command: Step, roots: RootValues | None) -> StepResult:
         plan = command.plan
         if self._shards is not None:
             register_group(GROUP, self._shards)
         actions = self.schedule(plan).ranks[self.groups.rank]
-        loaded: list[Stages] = [self._patterns.get(microbatch.pattern, {}) for microbatch in plan.microbatches]
-        mail = Mail(self.groups, plan, self._setup.stages, loaded, actions)
+        loaded = [self._loaded(microbatch) for microbatch in plan.microbatches]
+        mail = Mail(self.groups, plan, self._setup.stages, loaded, actions, self._setup.check_rows)
         if roots is not None:
             mail.send_roots(*roots)
         executor = Executor(plan, loaded, mail, self._board, self.groups, seed=command.seed, trace=command.trace)
-        result = executor.run(actions, self.stages)
+        result = executor.run(actions)
         wall = time.time() - time.perf_counter()
         self._events = [self._event(action, start + wall, end + wall) for action, start, end in result.events]
         return result
 
+    def _loaded(self, microbatch: MicrobatchPlan) -> Stages:
+        """This rank's stages of the replica that a microbatch belongs to."""
+        stages = self._setup.stages
+        loaded = self._patterns.get((microbatch.pattern, microbatch.tower), {})
+        return {index: stage for index, stage in loaded.items() if stages[index].replica == microbatch.replica}
+
     def schedule(self, plan: StepPlan) -> Schedule:
         """The action lists of a step; the same on all ranks. Raises PlanError."""
-        flows = tuple(microbatch.flow for microbatch in plan.microbatches)
-        if flows not in self._schedules:
-            self._schedules[flows] = build_schedule(self._setup.stages, flows, self._setup.schedule)
-        return self._schedules[flows]
+        units, edges = units_of(plan, self._setup.stages)
+        return self._ordered(units, edges, num_slots(plan))
+
+    def _hold(self, holders: Mapping[str, tuple[int, ...]]) -> None:
+        self._held = {}
+        for name, stages in holders.items():
+            self._held.setdefault(stages, []).append(name)
+        self._counted_elsewhere = {
+            name for name, stages in holders.items() if self._owners(stages)[0] != self.groups.rank
+        }
+
+    def _owners(self, stages: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted({self._setup.stages[index].ranks[0] for index in stages}))
+
+    def _shared(self, plan: StepPlan) -> list[Shared]:
+        """Parameters on several ranks, by the ranks that hold them and those that ran a backward through them."""
+        ran = {(m.tower, m.replica, stage) for m in plan.microbatches for stage in m.flow.backward}
+        gives = [(s.tower, s.replica, s.program_name) in ran for s in self._setup.stages]
+        names: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+        for stages, held in self._held.items():
+            ends = self._owners(stages), self._owners(index for index in stages if gives[index])
+            names.setdefault(ends, []).extend(held)
+        return [Shared(names=tuple(held), owners=owners, givers=givers) for (owners, givers), held in names.items()]
 
     def _event(self, action: Action, start_s: float, end_s: float) -> Event:
         return Event(
@@ -167,17 +208,28 @@ class Rank:
         )
 
     def _totals(self, result: StepResult, trainable: Mapping[str, nn.Parameter]) -> Tensor:
-        totals = torch.zeros(3 + self.groups.world_size, dtype=torch.float64)
+        ranks = self.groups.world_size
+        totals = torch.zeros(3 + ranks + len(result.seconds), dtype=torch.float64)
         totals[0] = result.loss
         totals[1] = result.num_tokens
         if self._setup.clip_norm is not None:
-            mine = [
-                p for name, p in trainable.items() if self._tied.get(name, (self.groups.rank,))[0] == self.groups.rank
-            ]
-            totals[2] = gradients.squared_norm(mine)
+            totals[2] = gradients.squared_norm(
+                p for name, p in trainable.items() if name not in self._counted_elsewhere
+            )
         totals[3 + self.groups.rank] = result.busy_s
+        totals[3 + ranks :] = result.seconds
         self.groups.all_reduce(totals)
         return totals
+
+
+def _ordered(
+    stages: tuple[PlacedStage, ...],
+    kind: ScheduleKind,
+    units: tuple[Unit, ...],
+    edges: tuple[CrossEdge, ...],
+    slots: int,
+) -> Schedule:
+    return schedule_units(stages, units, edges, kind, num_slots=slots)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

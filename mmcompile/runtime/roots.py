@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,15 @@ import torch
 from torch import Tensor
 
 from mmcompile.ir.graph import torch_dtype
+from mmcompile.runtime.groups import Groups, Work, wait
+from mmcompile.runtime.stages import Stages
 from mmcompile.step.step_plan import StepPlan, ValueShape
 
 _ALIGN_BYTES = 64
 _PARCEL_BYTES = 256 * 1024
 """Above this, a further microbatch gets a message of its own: a rank holds only the next few."""
+_ROOTS_AHEAD = 2
+"""Parcels received before their turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +49,83 @@ class Parcel:
             raw = buffer[start : start + _num_bytes(shape)]
             found.setdefault(microbatch, {})[shape.name] = raw.view(torch_dtype(shape.dtype)).view(shape.shape)
         return found
+
+
+class _Arrived:
+    """The work of a message without bytes, which is never sent."""
+
+    def wait(self) -> bool:
+        return True
+
+
+ARRIVED = _Arrived()
+
+
+class Roots:
+    """Batch inputs of one rank: sent by rank 0 in parcels, in the order of the step's microbatches, received a few ahead.
+
+    That order is by slot, and a rank needs them nearly so: what it needs later than others of its slot waits here.
+    """
+
+    def __init__(self, groups: Groups, plan: StepPlan, loaded: Sequence[Stages], *, tag: int) -> None:
+        """
+        Args:
+            loaded: per microbatch, this rank's stages.
+            tag: of the first parcel; the others follow.
+        """
+        self._groups = groups
+        self._plan = plan
+        self._tag = tag
+        self._arrived: dict[int, Mapping[str, Tensor]] = {}
+        self._readers = [len(stages) for stages in loaded]
+        self._names = [frozenset[str]().union(*(stage.roots for stage in stages.values())) for stages in loaded]
+        self._upcoming = deque(enumerate(parcels(plan, self._names) if groups.rank else ()))
+        self._posted: deque[tuple[Work, Parcel, Tensor]] = deque()
+        self._sent: list[tuple[Work, Tensor]] = []
+        self._post()
+
+    def send(self, values: Sequence[Mapping[str, Tensor]], reads: Sequence[Mapping[int, frozenset[str]]]) -> None:
+        """Rank 0: start to send them, and keep its own.
+
+        Args:
+            values: per microbatch, every root by name.
+            reads: per microbatch, rank -> names that its stages read; ranks without stages in it are absent.
+        """
+        for microbatch, names in enumerate(self._names):
+            self._arrived[microbatch] = {name: values[microbatch][name].to(self._groups.device) for name in names}
+        for rank in range(1, self._groups.world_size):
+            names = [readers.get(rank, frozenset()) for readers in reads]
+            for number, parcel in enumerate(parcels(self._plan, names)):
+                buffer = parcel.pack(values)
+                if parcel.num_bytes:
+                    self._sent.append((self._groups.send_control(buffer, rank, self._tag + number), buffer))
+
+    def take(self, microbatch: int) -> Mapping[str, Tensor]:
+        """Those of a microbatch, on the device. Each of its stages takes them once."""
+        if self._names[microbatch] and microbatch not in self._arrived:
+            self._receive_until(microbatch)
+        self._readers[microbatch] -= 1
+        # The last of its stages takes them away; autograd keeps what backwards need.
+        return self._arrived.get(microbatch, {}) if self._readers[microbatch] else self._arrived.pop(microbatch, {})
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        for work, _ in self._sent:
+            wait(work)
+
+    def _receive_until(self, microbatch: int) -> None:
+        while microbatch not in self._arrived:
+            work, parcel, buffer = self._posted.popleft()
+            wait(work)
+            self._arrived |= parcel.unpack(buffer.to(self._groups.device))
+            self._post()
+
+    def _post(self) -> None:
+        while self._upcoming and len(self._posted) < _ROOTS_AHEAD:
+            number, parcel = self._upcoming.popleft()
+            buffer = parcel.empty()
+            work = self._groups.receive_control(buffer, 0, self._tag + number) if parcel.num_bytes else ARRIVED
+            self._posted.append((work, parcel, buffer))
 
 
 def parcels(plan: StepPlan, names: Sequence[frozenset[str]]) -> list[Parcel]:

@@ -1,4 +1,8 @@
-"""`LoadedStage`: a stage program on this rank, its ports resolved to ranks and stage indices once and for all."""
+"""`LoadedStage`: a stage program on this rank, its ports resolved to placed stages once and for all.
+
+Ports name stages as programs do. A peer of the same tower is the placed stage of that name in the same replica. Which replica
+a peer of another tower is in, and which of its microbatches, differs by step: the row exchanges of the step plan say so.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmcompile.errors import VerifyError
 from mmcompile.lower.load import load_stage
 from mmcompile.lower.program import Port, StageProgram
 from mmcompile.plan.placement import PlacedStage
@@ -15,21 +20,27 @@ from mmcompile.plan.placement import PlacedStage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputSlot:
-    """One argument of a stage. `producer` is the index of the stage a link comes from, -1 for other kinds."""
+    """One argument of a stage."""
 
     name: str
     kind: str
     producer: int
+    """Index of the stage of this tower that a link comes from; -1 for other kinds, and for a link that crosses."""
+    crossing: bool
+    """A link from another tower."""
     gradient: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputSlot:
-    """One result of a stage that goes to other stages, by index."""
+    """One result of a stage that goes to other stages."""
 
     position: int
     name: str
     consumers: tuple[int, ...]
+    """Stages of this tower, by index."""
+    crossing: bool
+    """Stages of another tower read it too."""
     gradient: bool
 
 
@@ -37,11 +48,16 @@ class OutputSlot:
 class LoadedStage:
     """A stage ready to run.
 
-    `from_peer`, `to_peer`, `gradients_from`, `gradients_to` list the value names that cross per stage on the other side,
-    in the order of this program's ports, for the actions RECV_F, SEND_F, RECV_B and SEND_B.
+    `from_peer`, `to_peer`, `gradients_from`, `gradients_to` list the value names that move inside the tower per stage on the
+    other side, in the order of this program's ports, for the actions RECV_F, SEND_F, RECV_B and SEND_B.
     """
 
     index: int
+    """Of the placed stage."""
+    first: int
+    """Index of the placed stage of its first replica. Random numbers are keyed by it: replicas do not change them."""
+    name: str
+    """What programs call it."""
     run: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[InputSlot, ...]
     outputs: tuple[OutputSlot, ...]
@@ -61,25 +77,32 @@ class LoadedStage:
         program: StageProgram,
         tensors: Mapping[str, Tensor],
         stages: Sequence[PlacedStage],
+        placed: int,
         *,
         device: torch.device,
         compiled: bool,
     ) -> LoadedStage:
-        """Build the module of a program on parameters and buffers by original name."""
-        index = {stage.name: position for position, stage in enumerate(stages)}
+        """Build the module of a program on parameters and buffers by original name.
+
+        Args:
+            stages: all placed stages.
+            placed: index of the one that is to run the program; the program may belong to several replicas.
+
+        Raises:
+            VerifyError: the program is of another stage, or names a peer that is nowhere.
+        """
+        tower = _tower(program, stages, placed)
         module = load_stage(program, tensors, device)
-        inputs = tuple(_input(port, index) for port in program.inputs)
-        outputs = tuple(
-            OutputSlot(
-                position=position, name=port.name, consumers=tuple(index[p] for p in port.peers), gradient=port.gradient
-            )
-            for position, port in enumerate(program.outputs)
-            if port.peers
-        )
-        into = [(slot.producer, slot.name, slot.gradient) for slot in inputs if slot.kind == "link"]
+        inputs = tuple(_input(port, tower) for port in program.inputs)
+        outputs = tuple(_output(port, at, tower) for at, port in enumerate(program.outputs) if port.peers)
+        into = [
+            (slot.producer, slot.name, slot.gradient) for slot in inputs if slot.kind == "link" and not slot.crossing
+        ]
         out = [(consumer, slot.name, slot.gradient) for slot in outputs for consumer in slot.consumers]
         return cls(
-            index=index[program.stage],
+            index=placed,
+            first=_first(stages, placed),
+            name=program.stage,
             run=torch.compile(module, backend="inductor", dynamic=None) if compiled else module,
             inputs=inputs,
             outputs=outputs,
@@ -93,6 +116,10 @@ class LoadedStage:
         )
 
 
+Stages = Mapping[int, LoadedStage]
+"""By index, the stages of this rank that take part in a microbatch."""
+
+
 def root_names(program: StageProgram) -> frozenset[str]:
     """Batch inputs a stage reads, given or computed by the planner."""
     return frozenset(port.name for port in program.inputs if port.kind in ("root", "host"))
@@ -103,9 +130,44 @@ def _position(program: StageProgram, name: str) -> int | None:
     return names.index(name) if program.is_loss and name in names else None
 
 
-def _input(port: Port, index: Mapping[str, int]) -> InputSlot:
-    producer = index[port.peers[0]] if port.kind == "link" else -1
-    return InputSlot(name=port.name, kind=port.kind, producer=producer, gradient=port.gradient)
+def _first(stages: Sequence[PlacedStage], placed: int) -> int:
+    here = stages[placed]
+    return next(at for at, s in enumerate(stages) if (s.program_name, s.tower) == (here.program_name, here.tower))
+
+
+def _tower(program: StageProgram, stages: Sequence[PlacedStage], placed: int) -> dict[str, int]:
+    """Placed stages of the same tower and replica, by what programs call them. Peers of other towers must exist too."""
+    here = stages[placed]
+    if here.program_name != program.stage:
+        raise VerifyError(f"placed stage {here.name} runs programs of {here.program_name}, got one of {program.stage}")
+    known = {stage.program_name for stage in stages}
+    for port in (*program.inputs, *program.outputs):
+        if not known.issuperset(port.peers):
+            missing = ", ".join(peer for peer in port.peers if peer not in known)
+            raise VerifyError(f"value {port.name} of stage {program.stage} has the peer {missing}, which no rank runs")
+    return {
+        stage.program_name: at
+        for at, stage in enumerate(stages)
+        if (stage.tower, stage.replica) == (here.tower, here.replica)
+    }
+
+
+def _input(port: Port, tower: Mapping[str, int]) -> InputSlot:
+    link = port.kind == "link"
+    producer = tower.get(port.peers[0], -1) if link else -1
+    return InputSlot(
+        name=port.name, kind=port.kind, producer=producer, crossing=link and producer < 0, gradient=port.gradient
+    )
+
+
+def _output(port: Port, position: int, tower: Mapping[str, int]) -> OutputSlot:
+    return OutputSlot(
+        position=position,
+        name=port.name,
+        consumers=tuple(tower[peer] for peer in port.peers if peer in tower),
+        crossing=not tower.keys() >= set(port.peers),
+        gradient=port.gradient,
+    )
 
 
 def _by_peer(pairs: Iterable[tuple[int, str]]) -> dict[int, tuple[str, ...]]:

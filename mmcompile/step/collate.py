@@ -45,10 +45,10 @@ def collate(
     if not samples:
         raise BatchError("no samples to collate: got an empty list, wanted at least one sample")
     fill = {**_PAD, **(pad or {})}
-    rows = _with_masks([_with_batch_dim(sample) for sample in samples])
+    rows = _with_masks([with_batch_dim(sample) for sample in samples])
     keys = dict.fromkeys(key for row in rows for key in row)
     return {
-        key: _join(key, [(i, row[key]) for i, row in enumerate(rows, first) if key in row], fill.get(key, 0))
+        key: join(key, [(i, row[key]) for i, row in enumerate(rows, first) if key in row], fill.get(key, 0))
         for key in keys
     }
 
@@ -81,7 +81,8 @@ def check_labels(samples: Sequence[Sample]) -> None:
         )
 
 
-def _with_batch_dim(sample: Sample) -> dict[str, Value]:
+def with_batch_dim(sample: Sample) -> dict[str, Value]:
+    """The sample with `input_ids` [1, S], and every tensor of that one length alike."""
     ids = sample.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 1:
         return dict(sample)
@@ -105,7 +106,16 @@ def _with_masks(rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
     ]  # fmt: skip
 
 
-def _join(key: str, items: list[tuple[int, Value]], fill: int | float) -> Value:
+def join(key: str, items: Sequence[tuple[int, Value]], fill: int | float) -> Value:
+    """One input of several samples: tensors concatenated on dim 0, other dims padded with `fill` on the right.
+
+    Args:
+        key: its name, for errors.
+        items: (what errors call the sample, value), at least one.
+
+    Raises:
+        BatchError: ranks or dtypes that differ, or plain values that are not equal.
+    """
     first_index, first = items[0]
     if not isinstance(first, Tensor):
         return _same(key, items)
@@ -134,7 +144,7 @@ def _padded(tensor: Tensor, sizes: Sequence[int], fill: int | float) -> Tensor:
     return functional.pad(tensor, widths, value=fill)
 
 
-def _same(key: str, items: list[tuple[int, Value]]) -> Value:
+def _same(key: str, items: Sequence[tuple[int, Value]]) -> Value:
     first_index, first = items[0]
     for index, value in items:
         if not isinstance(value, bool | int | float | str | None):

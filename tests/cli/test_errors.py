@@ -59,6 +59,8 @@ TINY = str(CONFIGS / "llava-tiny.json")
         ("simulate --plan x.json --emit png", r"--emit png needs --output FILE"),
         ("simulate --plan x.json --output x.png", r"--output is for --emit png or chrome"),
         ("simulate --plan x.json --emit chrome -o x.json --schedule all", r"name one schedule for --emit chrome"),
+        ("step --plan nothing.json --stats synthetic:cocoqa:8", r"cannot read plan nothing\.json"),
+        ("step --plan nothing.json --stats x --balance best", r"no balancer 'best'; there are arrival, .*, auto"),
         ("stats nowhere", r"cannot read a dataset from nowhere"),
         ("stats synthetic:cocoqa --patch-size 16", r"have no effect on synthetic:cocoqa: it is no folder of images"),
         (f"check {TINY} --plan x.json --global-batch 8", r"--global-batch has no effect together with --plan"),
@@ -85,6 +87,7 @@ def test_problems(arguments: str, message: str, run: Run, monkeypatch: pytest.Mo
             f"plan {TINY} --strategy best",
         ),
         *("diff a.json", "explain language_model.0", "simulate --plan x.json --schedule random", "stats", "check"),
+        *("step --plan x.json", "step --stats synthetic:cocoqa", "step --plan x.json --stats x --step -1"),
     ],
 )
 def test_bad_usage_is_2(arguments: str, run: Run) -> None:

@@ -1,16 +1,17 @@
-"""Stages of a context-parallel chain become one shard a rank, and what they exchange is priced."""
+"""Stages become one placed stage for each replica, one for each shard of its tokens; what cannot run is refused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from hand_plan import Part, hand_plan
 from toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ComponentKind
-from mmcompile.plan.placement import Placement, shard_names
+from mmcompile.plan.placement import Placement, check_runnable, replica_name, shard_names
 from mmcompile.plan.plan import Link, Plan
 from mmcompile.plan.search.search import search
 from mmcompile.report.predict import predict
@@ -65,6 +66,74 @@ def test_placement_names_shards_and_their_group() -> None:
 def test_a_whole_plan_keeps_its_names() -> None:
     plan = found(1, vision=1, language_model=2)
     assert [stage.name for stage in Placement.of(plan).stages] == [stage.name for stage in plan.stages]
+
+
+def replicated(vision: int, language: int) -> Plan:
+    return hand_plan(
+        [
+            Part(name="vision", layers=2, stages=1, dp=vision),
+            Part(name="language_model", layers=4, stages=2, dp=language),
+        ]
+    )
+
+
+def test_every_replica_is_placed_and_named() -> None:
+    placement = Placement.of(replicated(3, 2))
+    assert (placement.towers, placement.num_replicas) == (("vision", "language_model"), (3, 2))
+    assert [(s.name, s.ranks, s.program_name, s.tower, s.replica, s.depth) for s in placement.stages] == [
+        ("vision.0#0", (0,), "vision.0", "vision", 0, 2),
+        ("vision.0#1", (1,), "vision.0", "vision", 1, 2),
+        ("vision.0#2", (2,), "vision.0", "vision", 2, 2),
+        ("language_model.0#0", (3,), "language_model.0", "language_model", 0, 1),
+        ("language_model.0#1", (4,), "language_model.0", "language_model", 1, 1),
+        ("language_model.1#0", (5,), "language_model.1", "language_model", 0, 0),
+        ("language_model.1#1", (6,), "language_model.1", "language_model", 1, 0),
+    ]
+
+
+def test_one_replica_of_one_tower_keeps_its_name() -> None:
+    placement = Placement.of(replicated(2, 1))
+    assert [s.name for s in placement.stages] == ["vision.0#0", "vision.0#1", "language_model.0", "language_model.1"]
+    assert placement.num_replicas == (2, 1)
+
+
+def test_each_replica_shares_its_tokens_in_a_group_of_its_own() -> None:
+    plan = replicated(1, 4)
+    language = replace(plan.chains[1], dp=2, cp=2)
+    placed = Placement.of(replace(plan, chains=(plan.chains[0], language))).stages
+    assert shard_names(language.stages[0], 2) == ("language_model.0@0", "language_model.0@1")
+    assert replica_name("language_model.0@1", 1) == "language_model.0#1@1"
+    assert [(s.name, s.ranks, s.program_name, s.replica, s.group) for s in placed[1:5]] == [
+        ("language_model.0#0@0", (1,), "language_model.0@0", 0, (1, 2)),
+        ("language_model.0#0@1", (2,), "language_model.0@1", 0, (1, 2)),
+        ("language_model.0#1@0", (3,), "language_model.0@0", 1, (3, 4)),
+        ("language_model.0#1@1", (4,), "language_model.0@1", 1, (3, 4)),
+    ]
+
+
+def test_what_cannot_run_is_named_with_what_to_plan_instead() -> None:
+    plan = replicated(2, 2)
+    check_runnable(plan)
+    vision, language = plan.chains
+    refused = replace(
+        plan,
+        chains=(replace(vision, cp=2, dp=1), replace(language, tp=2, dp=1, fsdp=True)),
+        recompute="full",
+        schedule="zb-h1",
+    )
+    with pytest.raises(PlanError) as error:
+        check_runnable(refused)
+    for part in (
+        "language_model has tensor parallel degree 2; replicas of language_model share its parameters (fsdp)",
+        "vision has context parallel degree 2",
+        "recompute is full; the schedule is zb-h1",
+        "plan with tensor_parallel=1, recompute='none' and one of these schedules",
+    ):
+        assert part in str(error.value)
+    projector = replace(vision, name="projector", dp=1, stages=(replace(vision.stages[0], name="projector.0"),))
+    link = Link(source="vision.0", target="projector.0", tensors=(), gradient=(), num_bytes=0)
+    with pytest.raises(PlanError, match="vision has 2, projector has 1"):
+        check_runnable(replace(plan, chains=(vision, projector, language), links=(*plan.links, link)))
 
 
 def test_predictions_show_every_shard() -> None:

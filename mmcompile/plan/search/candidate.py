@@ -14,7 +14,6 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.errors import PlanError
 from mmcompile.plan.chains import ChainLayer, ChainSet
 from mmcompile.plan.plan import Chain, Segment, Stage, StagePrediction
 from mmcompile.plan.search.messages import Messages, place
@@ -272,16 +271,8 @@ def assemble(
         degrees: of each chain.
         parts: of each chain, the layers of its stages.
         ranks: of each stage, chain by chain, replica by replica; ranks of its own each by default (`place`).
-
-    Raises:
-        PlanError: replicas of a chain neither divide nor multiply those of the last chain.
     """
     assert degrees[-1].dp == setting.dp, f"replicas of the last chain: {degrees[-1].dp}, of the setting: {setting.dp}"
-    for chain, own in zip(chains.chains, degrees, strict=True):
-        if setting.dp % own.dp and own.dp % setting.dp:
-            raise PlanError(
-                f"{chain.name} has {own.dp} replicas and {chains.chains[-1].name} {setting.dp}: neither divides the other"
-            )
     if ranks is None:
         ranks = place(degrees, [len(ranges) for ranges in parts])
     priced = [problem.priced(chain, own, setting) for chain, own in zip(chains.chains, degrees, strict=True)]

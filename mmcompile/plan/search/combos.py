@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from mmcompile.plan.chains import ChainSet
 from mmcompile.plan.plan import ScheduleKind
-from mmcompile.plan.search.options import Array, Index, Options, OptionTables, undominated
+from mmcompile.plan.search.joined_encoders import JoinedEncoders
+from mmcompile.plan.search.options import Array, Index, Options, OptionTables
 from mmcompile.plan.search.problem import Problem
 from mmcompile.plan.search.settings import Degrees, Setting
 
@@ -85,7 +86,7 @@ class Combos:
     """Whether everything was listed; filled by `groups`."""
     left_out: list[float] = field(default_factory=list)
     """Bounds of the chain sets and settings that were not listed; filled by `groups`."""
-    _joined: dict[tuple[int, ...], _Joined] = field(default_factory=dict, repr=False)
+    _joined: dict[tuple[int, ...], JoinedEncoders] = field(default_factory=dict, repr=False)
 
     def groups(self) -> list[Group]:
         """Groups that have any combination."""
@@ -106,13 +107,17 @@ class Combos:
 
     def max_ranks(self, chains: ChainSet) -> int:
         """Ranks that a candidate may have: the devices; processes of this machine may share them if stages are demanded."""
-        least = sum(self.problem.stages.get(chain.name, 1) for chain in chains.chains)
-        least += (min(self.problem.space.cp) - 1) * self.problem.stages.get(chains.chains[-1].name, 1)
+        least = self.problem.least_ranks(chains, min(self.problem.space.cp))
         return max(self.problem.num_devices, least if self.problem.cluster.is_local else 0)
 
     def _promising(self) -> list[tuple[ChainSet, Setting]]:
         """Chain sets and settings; of many, those whose least guess is not far above the least of all."""
-        pairs = [(chains, setting) for chains in self.problem.sets for setting in self.settings]
+        pairs = [
+            (chains, setting)
+            for chains in self.problem.sets
+            for setting in self.settings
+            if self.problem.decided_replicas(chains)[-1] in (None, setting.dp)
+        ]
         if len(pairs) <= MAX_PAIRS:
             return pairs
         looks = [self._look(chains, setting) for chains, setting in pairs]
@@ -142,31 +147,46 @@ class Combos:
 
     def _price(self) -> None:
         """Price every chain in every layout, many at a time."""
-        chains = {id(chain): (chain, chain is each.chains[-1]) for each in self.problem.sets for chain in each.chains}
-        for chain, last in chains.values():
+        chains = {
+            (id(chain), decided): (chain, chain is each.chains[-1], decided)
+            for each in self.problem.sets
+            for chain, decided in zip(each.chains, self.problem.decided_replicas(each), strict=True)
+        }
+        for chain, last, decided in chains.values():
             self.problem.price(
                 chain,
-                [(degrees, setting) for setting in self.settings for degrees in self.degrees(setting, last=last)],
+                [
+                    (degrees, setting)
+                    for setting in self.settings
+                    for degrees in self.degrees(setting, last=last, decided=decided)
+                ],
             )
 
     def _options(self, chains: ChainSet, setting: Setting) -> tuple[Options, ...]:
         limit = self.max_ranks(chains)
         found: list[Options] = []
+        decided = self.problem.decided_replicas(chains)
         for index, chain in enumerate(chains.chains):
             last = index == len(chains.chains) - 1
             fixed = self.problem.stages.get(chain.name)
             counts = range(1, len(chain.layers) + 1) if fixed is None else range(fixed, fixed + 1)
-            choices = tuple(self.degrees(setting, last=last))
+            choices = tuple(self.degrees(setting, last=last, decided=decided[index]))
             options = self.tables.options(chain, setting, choices, counts, limit - len(chains.chains) + 1, last=last)
             found.append(options)
         return tuple(found)
 
-    def degrees(self, setting: Setting, *, last: bool) -> Iterator[Degrees]:
+    def degrees(self, setting: Setting, *, last: bool, decided: int | None = None) -> Iterator[Degrees]:
+        """Degrees of a chain.
+
+        Args:
+            last: whether it is the last one, whose replicas are the setting's.
+            decided: replicas of another, where they are.
+        """
         space = self.problem.space
         if last:
             yield from (Degrees(tp=tp, cp=cp, dp=setting.dp) for tp in space.tp for cp in space.cp)
             return
-        for dp in self._replicas(setting):
+        for dp in self._replicas(setting) if decided is None else (decided,):
             yield from (Degrees(tp=tp, dp=dp) for tp in space.tp)
 
     def _replicas(self, setting: Setting) -> list[int]:
@@ -183,7 +203,7 @@ class Combos:
     def _group(self, chains: ChainSet, setting: Setting, options: tuple[Options, ...], *, everything: bool) -> Group:
         key = (id(chains), *map(id, options[:-1]))
         if key not in self._joined:
-            self._joined[key] = _Joined.of(chains, options[:-1], setting.schedule, everything=everything)
+            self._joined[key] = JoinedEncoders.of(chains, options[:-1], setting.schedule, everything=everything)
         encoders = self._joined[key]
         last = options[-1]
         limit = self.max_ranks(chains)
@@ -229,6 +249,8 @@ def _in_turn(
 def _best(guess_s: Array) -> tuple[Index, Index]:
     """Row and column of the best guesses: a few in each row, not too many in all."""
     count = min(KEPT, guess_s.shape[1])
+    if not count:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     columns = np.argpartition(guess_s, count - 1, axis=1)[:, :count]
     rows = np.repeat(np.arange(len(guess_s)), count)
     columns = columns.ravel()
@@ -236,70 +258,6 @@ def _best(guess_s: Array) -> tuple[Index, Index]:
     order = np.argsort(values, kind="stable")[:KEPT_EACH]
     order = order[np.isfinite(values[order])]
     return rows[order], columns[order]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Joined:
-    """Options of all encoders together [combinations]."""
-
-    chosen: Index
-    """[combinations, encoders]"""
-    ranks: Index
-    slowest_s: Array
-    path_s: Array
-    """Longest path through encoders, forward and backward."""
-    before_s: Array
-    """What certainly passes before the last chain's first stage begins and after it ends."""
-    tail_s: Array
-
-    @classmethod
-    def of(cls, chains: ChainSet, options: Sequence[Options], schedule: ScheduleKind, *, everything: bool) -> _Joined:
-        zero = np.zeros(1)
-        chosen = np.zeros((1, 0), dtype=np.int64)
-        ranks, slowest_s, tail_s = np.zeros(1, dtype=np.int64), zero, zero
-        times = [own.path_s for own in options]
-        for own in options:
-            # What is beaten among its own options is beaten in every combination.
-            single = (
-                np.arange(len(own)) if everything else undominated(own.ranks, own.slowest_s, own.path_s + own.tail_s)
-            )
-            left, right = (part.ravel() for part in np.indices((len(ranks), len(single))))
-            right = single[right]
-            joined = np.concatenate([chosen[left], right[:, None]], axis=1)
-            sums = ranks[left] + own.ranks[right]
-            slowest = np.maximum(slowest_s[left], own.slowest_s[right])
-            tails = np.maximum(tail_s[left], own.tail_s[right])
-            kept = np.arange(len(joined))
-            if not everything:
-                kept = undominated(sums, slowest, _path(chains, times, joined, first=False) + tails)
-            chosen, ranks, slowest_s, tail_s = joined[kept], sums[kept], slowest[kept], tails[kept]
-        if schedule == "zb-h1":
-            times = [own.path_s - own.late_s for own in options]
-        return cls(
-            chosen=chosen,
-            ranks=ranks,
-            slowest_s=slowest_s,
-            path_s=_path(chains, times, chosen, first=False),
-            before_s=_path(chains, times, chosen, first=True),
-            tail_s=tail_s,
-        )
-
-
-def _path(chains: ChainSet, times: Sequence[Array], chosen: NDArray[np.int64], *, first: bool) -> Array:
-    """[combinations]: longest path through the encoders chosen so far; chains are in topological order.
-
-    Args:
-        times: of each encoder [options].
-        first: only along edges that enter a chain at its first layer.
-    """
-    longest: list[Array] = [np.zeros(len(chosen))]
-    last = len(chains.chains) - 1
-    edges = [edge for edge in chains.edges if edge.source != edge.target and not (first and edge.target_layer)]
-    for chain in range(chosen.shape[1]):
-        before = [longest[edge.source + 1] for edge in edges if edge.target == chain]
-        longest.append(times[chain][chosen[:, chain]] + (np.max(before, axis=0) if before else 0.0))
-    ends = {edge.source for edge in edges if edge.target == last} if first else range(len(longest) - 1)
-    return np.max([longest[0], *(longest[chain + 1] for chain in ends if chain < len(longest) - 1)], axis=0)
 
 
 def primary(schedules: Sequence[ScheduleKind]) -> ScheduleKind:
@@ -312,10 +270,15 @@ def _settings(problem: Problem, schedule: ScheduleKind) -> Iterator[Setting]:
     space, batch = problem.space, problem.global_batch
     for recompute in space.recomputes:
         if batch is None:
-            for count in space.microbatches or (1,):
-                yield Setting(
-                    num_microbatches=count, samples=problem.graph.num_samples, schedule=schedule, recompute=recompute
-                )
+            for dp in space.dp or (1,):
+                for count in space.microbatches or (1,):
+                    yield Setting(
+                        num_microbatches=count,
+                        samples=problem.graph.num_samples,
+                        dp=dp,
+                        schedule=schedule,
+                        recompute=recompute,
+                    )
             continue
         for dp in _divisors(batch, space.dp):
             if dp <= problem.num_devices:

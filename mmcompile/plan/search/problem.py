@@ -19,6 +19,7 @@ from mmcompile.plan.search.priced import OPTIMIZER_STATES as OPTIMIZER_STATES
 from mmcompile.plan.search.priced import PricedChain as PricedChain
 from mmcompile.plan.search.priced import price_chain
 from mmcompile.plan.search.pricing import Pricing, Sharding
+from mmcompile.plan.search.replicas import Decided, decided_replicas
 from mmcompile.plan.search.settings import Degrees, SearchSpace, Setting
 from mmcompile.plan.workload import Workload
 
@@ -45,6 +46,10 @@ class Problem:
     """None: every sample is like those of the captured batch."""
     stages: Mapping[str, int] = field(default_factory=dict)
     """Chain name -> number of stages, where that is decided."""
+    replicas: Mapping[str, int] = field(default_factory=dict)
+    """Chain or component name -> replicas, where that is decided."""
+    replicas_follow: bool = False
+    """Chains whose replicas are not decided have as many as the last, and that one where it is not named; else the search chooses."""
     entries: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """(producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent."""
     beat_s: float = float("inf")
@@ -52,6 +57,7 @@ class Problem:
     _priced: dict[tuple[object, ...], tuple[ChainSpec, PricedChain]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _decided: dict[int, tuple[ChainSet, Decided]] = field(default_factory=dict, repr=False, compare=False)
     _means: dict[float, Mapping[str, Load]] = field(default_factory=dict, repr=False, compare=False)
     _worst: dict[float, Mapping[str, Load]] = field(default_factory=dict, repr=False, compare=False)
     _spread: dict[tuple[float, ...], float] = field(default_factory=dict, repr=False, compare=False)
@@ -68,6 +74,23 @@ class Problem:
     @property
     def cluster(self) -> Cluster:
         return self.pricing.cluster
+
+    def decided_replicas(self, chains: ChainSet) -> Decided:
+        """Replicas of each chain of one of the sets; None where the search chooses."""
+        if id(chains) not in self._decided:
+            found = decided_replicas(chains, self.replicas, follow=self.replicas_follow)
+            assert found is not None, f"{chains.chains[-1].name} and others cannot have replicas {self.replicas}"
+            # The chains are kept, so that their id stays their own.
+            self._decided[id(chains)] = (chains, found)
+        return self._decided[id(chains)][1]
+
+    def least_ranks(self, chains: ChainSet, shards: int) -> int:
+        """Ranks of the smallest candidate; `shards` for each stage of a replica of the last chain."""
+        last = len(chains.chains) - 1
+        return sum(
+            self.stages.get(chain.name, 1) * (number or 1) * (shards if index == last else 1)
+            for index, (chain, number) in enumerate(zip(chains.chains, self.decided_replicas(chains), strict=True))
+        )
 
     def memory_bytes(self, num_ranks: int) -> int:
         """Memory of one rank; processes beyond the cores of this machine share its memory too."""

@@ -27,6 +27,7 @@ from mmcompile.plan.search.colocation import dealt
 from mmcompile.plan.search.outcome import plan_of
 from mmcompile.plan.search.pricing import Pricing
 from mmcompile.plan.search.problem import OPTIMIZER_STATES, Problem
+from mmcompile.plan.search.replicas import decided_replicas, towers_of, with_replicas
 from mmcompile.plan.search.settings import Degrees, SearchSpace
 from mmcompile.plan.search.strategies import AUTO, STRATEGIES, strategy_of
 from mmcompile.plan.workload import Workload
@@ -43,6 +44,7 @@ def search(
     fingerprint: Fingerprint,
     num_microbatches: int | None = None,
     stages: Mapping[str, int] | None = None,
+    replicas: Mapping[str, int] | None = None,
     projector: ProjectorPlacement | None = None,
     num_devices: int | None = None,
     entries: Mapping[tuple[str, str], int] | None = None,
@@ -72,6 +74,7 @@ def search(
         fingerprint=fingerprint,
         num_microbatches=num_microbatches,
         stages=stages,
+        replicas=replicas,
         projector=projector,
         num_devices=num_devices,
         entries=entries,
@@ -97,6 +100,7 @@ def problem_of(
     fingerprint: Fingerprint,
     num_microbatches: int | None = None,
     stages: Mapping[str, int] | None = None,
+    replicas: Mapping[str, int] | None = None,
     projector: ProjectorPlacement | None = None,
     num_devices: int | None = None,
     entries: Mapping[tuple[str, str], int] | None = None,
@@ -118,18 +122,20 @@ def problem_of(
         num_microbatches: of a step, of one replica of the last chain; None where the space has several.
         stages: chain name -> number of stages, for chains whose count is decided. A chain is named after its encoder or
             language model, a projector alone after itself.
+        replicas: chain or component name -> replicas, for chains whose number is decided; others of the same tower get as many.
+            Without a global batch, chains left get as many as the last, which has 1 if it is not named.
         projector: where projectors go; None lets the simulator choose.
         num_devices: use only so many devices.
         entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
         shards: ranks that share each stage of the last chain; `costs` are those of one shard.
         space: what may be chosen; by default what the engine runs.
-        global_batch: samples of a step; None: the captured batch is one microbatch, of one replica.
+        global_batch: samples of a step; None: the captured batch is one microbatch of one replica of the last chain.
         workload: what samples bring to components; by default all are like those of the captured batch.
         kinds: component -> kind of each layer, for the calibration.
         calibration: measured seconds of kinds of layers.
 
     Raises:
-        PlanError: unknown chain names, more stages than layers or devices.
+        PlanError: unknown chain names, more stages than layers or devices, replicas that no chains can have.
         ConfigError: `projector` has no effect, or the device has no figure for `dtype`.
     """
     if num_microbatches is not None and num_microbatches < 1:
@@ -138,6 +144,7 @@ def problem_of(
         raise PlanError(f"global_batch is {global_batch}; a step has at least one sample")
     budget = _budget(cluster, num_devices)
     space = _space(space or SearchSpace.runnable(), num_microbatches, shards, global_batch)
+    replicas = replicas or {}
     table = costs if isinstance(costs, CostTable) else CostTable(layers=costs)
     sets = chain_sets(graph, table.layers, cluster.device, dtype, projector=projector, entries=entries)
     pricing = Pricing(
@@ -156,16 +163,19 @@ def problem_of(
         sets = (*sets, *((joined,) if joined is not None else ()))
     if not sets:
         sets = chain_sets(graph, table.layers, cluster.device, dtype, projector=projector, entries=entries)
+    sets = with_replicas(_named(sets, stages or {}), replicas, follow=global_batch is None)
     problem = Problem(
         graph=graph,
         pricing=pricing,
-        sets=tuple(_named(sets, stages or {})),
+        sets=tuple(sets),
         num_devices=budget,
-        space=space,
+        space=_replicated(space, sets, replicas, global_batch),
         fingerprint=fingerprint,
         global_batch=global_batch,
         workload=workload,
         stages=stages or {},
+        replicas=replicas,
+        replicas_follow=global_batch is None,
         entries=entries or {},
     )
     _check_devices(problem)
@@ -185,8 +195,15 @@ def searched(problem: Problem, strategy: str = AUTO) -> tuple[BranchAndBound, Ju
             raise ConfigError(
                 f"strategy {strategy} begins with chains on ranks of their own; allow placement 'disjoint'"
             )
-        for candidate in strategy_of(strategy)(problem):
-            engine.judge([candidate], strategy)
+        proposed = list(strategy_of(strategy)(problem))
+        for candidate in proposed:
+            if _keeps_replicas(problem, candidate):
+                engine.judge([candidate], strategy)
+        if proposed and not engine.judged:
+            raise ConfigError(
+                f"strategy {strategy} decides replicas itself, and found none with {_named_counts(problem.replicas)}; ask for other "
+                "replicas, or take strategy auto"
+            )
         return engine, engine.best()
     for chains in problem.sets:
         if _needs_sharing(problem, chains):
@@ -212,9 +229,21 @@ def within(problem: Problem, candidate: Candidate) -> bool:
         and placing in space.placements
         and (space.microbatches is None or setting.num_microbatches in space.microbatches)
         and (space.dp is None or setting.dp in space.dp)
+        and _keeps_replicas(problem, candidate)
         and all(degrees.tp in space.tp for degrees in candidate.degrees)
         and candidate.degrees[-1].cp in space.cp
         and not (space.dp is not None and any(degrees.fsdp for degrees in candidate.degrees))
+    )
+
+
+def _keeps_replicas(problem: Problem, candidate: Candidate) -> bool:
+    """Whether chains have the replicas decided, and as many as others of their tower."""
+    wanted = decided_replicas(candidate.chains, problem.replicas, follow=problem.replicas_follow)
+    own = [degrees.dp for degrees in candidate.degrees]
+    return (
+        wanted is not None
+        and all(number in (None, dp) for number, dp in zip(wanted, own, strict=True))
+        and all(len({own[index] for index in tower}) == 1 for tower in towers_of(candidate.chains))
     )
 
 
@@ -255,7 +284,8 @@ def _gib(num_bytes: int) -> str:
 
 def _needs_sharing(problem: Problem, chains: ChainSet) -> bool:
     """Fewer devices than chains, and nothing that forbids chains to share them."""
-    return not problem.stages and problem.space.cp == (1,) and problem.num_devices < len(chains.chains)
+    alone = all(number in (None, 1) for number in problem.decided_replicas(chains))
+    return not problem.stages and alone and problem.space.cp == (1,) and problem.num_devices < len(chains.chains)
 
 
 def _budget(cluster: Cluster, num_devices: int | None) -> int:
@@ -275,8 +305,19 @@ def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global
     if global_batch is None:
         if space.microbatches is None:
             raise PlanError("num_microbatches or global_batch is needed: one of them says how much a step is")
-        return replace(space, dp=(1,))
-    if space.dp is not None and all(global_batch % dp for dp in space.dp):
+    return space
+
+
+def _replicated(
+    space: SearchSpace, sets: Sequence[ChainSet], replicas: Mapping[str, int], global_batch: int | None
+) -> SearchSpace:
+    """The space with the replicas of the last chain that are decided."""
+    wanted = [decided_replicas(chains, replicas, follow=global_batch is None) for chains in sets]
+    numbers = {each[-1] for each in wanted if each is not None}
+    decided = tuple(sorted(number for number in numbers if number is not None))
+    if len(decided) == len(numbers):
+        space = replace(space, dp=decided)
+    if global_batch is not None and space.dp is not None and all(global_batch % dp for dp in space.dp):
         raise PlanError(f"global_batch is {global_batch}; none of {space.dp} replicas gets whole samples")
     return space
 
@@ -284,18 +325,20 @@ def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global
 def _check_devices(problem: Problem) -> None:
     """Refuse stages that need more devices than there are."""
     shards, stages = min(problem.space.cp) * min(problem.space.tp), problem.stages
-    needs = [
-        sum(stages.get(chain.name, 1) for chain in chains.chains) + (shards - 1) * stages.get(chains.chains[-1].name, 1)
-        for chains in problem.sets
-    ]
+    needs = [problem.least_ranks(chains, shards) for chains in problem.sets]
     possible = problem.cluster.is_local or any(_needs_sharing(problem, chains) for chains in problem.sets)
     if min(needs) > problem.num_devices and not possible:
-        asked = "".join(f"{name} {count}, " for name, count in stages.items())
+        asked = f"{_named_counts(stages)}, " if stages else ""
         shared = f", {shards} ranks for each of {problem.sets[0].chains[-1].name}" if shards > 1 else ""
+        copies = f", replicas {_named_counts(problem.replicas)}" if problem.replicas else ""
         raise PlanError(
-            f"stages ({asked}at least one for every other chain{shared}) need {min(needs)} devices, got "
-            f"{problem.num_devices} of {problem.cluster}; ask for fewer stages or a larger cluster"
+            f"stages ({asked}at least one for every other chain{shared}{copies}) need {min(needs)} devices, got "
+            f"{problem.num_devices} of {problem.cluster}; ask for fewer stages{' or replicas' * bool(copies)} or a larger cluster"
         )
+
+
+def _named_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _named(sets: Sequence[ChainSet], stages: Mapping[str, int]) -> list[ChainSet]:

@@ -34,12 +34,14 @@ al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmcompile.plan.plan import ScheduleKind
 
 Key = tuple[int, int, int]
+Side = tuple[int, int]
+"""One end of a message: a stage by index, and the number of a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,3 +86,39 @@ def crossings(edges: Iterable[tuple[int, int]], rank: Sequence[int], depth: Sequ
     for source, target in sorted(edges, key=lambda edge: (depth[edge[0]], edge)):
         found[source] = max(found[source], found[target] + int(rank[source] != rank[target]))
     return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Messages:
+    """What is sent right after each computation, and what is received right before it."""
+
+    sends: Mapping[Side, Sequence[Side]]
+    """By sender: the receivers."""
+    receives: Mapping[Side, Sequence[tuple[Side, Side]]]
+    """(receiver, sender), by the computation before which it is received: the receiver's, or an earlier one of its stage."""
+
+
+def in_order_of_sends(pairs: Iterable[tuple[Side, Side]], turn: Callable[[Side], tuple[int, ...]]) -> Messages:
+    """Order messages so that both sides of each pair of stages have them in the same order: that of the sends.
+
+    A message whose receiver is late would be overtaken by those sent after it to earlier receivers. It is received before the
+    first of them. That takes no longer, for messages of a pair of stages follow one another; nor can it deadlock, for it was sent
+    before theirs, and theirs before they are needed.
+
+    Args:
+        pairs: (sender, receiver).
+        turn: orders the computations of a stage.
+    """
+    sends: dict[Side, list[Side]] = {}
+    receives: dict[Side, list[tuple[Side, Side]]] = {}
+    first: dict[tuple[int, int], Side] = {}
+    ordered = sorted(pairs, key=lambda pair: (turn(pair[0]), pair[0], turn(pair[1]), pair[1]))
+    for sender, receiver in reversed(ordered):
+        channel = (sender[0], receiver[0])
+        first[channel] = min(receiver, first.get(channel, receiver), key=lambda side: (turn(side), side))
+        sends.setdefault(sender, []).append(receiver)
+        receives.setdefault(first[channel], []).append((receiver, sender))
+    return Messages(
+        sends={side: found[::-1] for side, found in sends.items()},
+        receives={side: found[::-1] for side, found in receives.items()},
+    )

@@ -1,8 +1,8 @@
 """`Schedule`: for each rank an ordered list of actions; `build_schedule` makes it for any DAG of stages.
 
 The order of computations is `mmcompile.plan.simulator.order`'s. Sends never block and stand right after what made the value;
-receives block and stand right before what needs it. Between two stages both sides follow the order of microbatches. Edges
-inside a rank have no SEND or RECV: the value is handed over.
+receives block and stand right before what needs it, or before what needs a message sent later. So both sides of two stages have
+their messages in the same order. Edges inside a rank have no SEND or RECV: the value is handed over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from mmcompile.errors import PlanError
 from mmcompile.plan.plan import ScheduleKind
-from mmcompile.plan.simulator.order import Key, Order, crossings
+from mmcompile.plan.simulator.order import Key, Messages, Order, Side, crossings, in_order_of_sends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +220,10 @@ def schedule_units(
 ) -> Schedule:
     """Order one step whose stages do not all compute the same samples together. `build_schedule` is the case without `edges`.
 
+    It cannot deadlock, and sends and receives of two stages are in the same order on both sides. As long as no edge skips a slot,
+    each receive stands right before its own computation; a message for a later slot is received before the computation that
+    needs one sent after it.
+
     Args:
         stages: all stages of the plan, those of every replica, each on one rank.
         units: what is computed.
@@ -228,17 +232,19 @@ def schedule_units(
         num_slots: microbatches of each replica.
 
     Raises:
-        PlanError: as `build_schedule`; or an edge names a stage that its unit has not, or leads to an earlier slot.
+        PlanError: as `build_schedule`; or an edge names a stage that its unit has not, leads to an earlier slot, or carries
+            gradient to a stage without backward.
     """
     index = {stage.name: position for position, stage in enumerate(stages)}
     rank = _ranks(stages)
     depth = tuple(stage.depth for stage in stages)
-    crossing = [_crossing(edge, index, depth) for edge in edges]
+    named = {(name, unit.number): unit for unit in units for name in unit.flow.stages} if edges else {}
+    crossing = [_crossing(edge, named, index, depth) for edge in edges]
     pairs = {pair for flow in dict.fromkeys(unit.flow for unit in units) for pair in _checked(flow, index, depth)}
     pairs |= {(cross.source[0], cross.target[0]) for cross in crossing}
     order = Order(kind=kind, num_microbatches=num_slots, depth=depth, crossings=crossings(pairs, rank, depth))
     programs = {flow: _Program.of(flow, index, rank) for flow in dict.fromkeys(unit.flow for unit in units)}
-    peers = _Peers.of(crossing, {(index[name], unit.number): unit for unit in units for name in unit.flow.stages}, rank)
+    peers = _Peers.of(crossing, {(index[name], number): unit for (name, number), unit in named.items()}, rank)
     split = kind == "zb-h1"
     keyed: list[list[tuple[Key, int, int, list[Action]]]] = [[] for _ in range(1 + max(rank))]
     for unit in units:
@@ -273,53 +279,50 @@ class _Crossing:
     gradient: bool
 
 
-def _crossing(edge: CrossEdge, index: Mapping[str, int], depth: tuple[int, ...]) -> _Crossing:
-    for name, _ in (edge.source, edge.target):
+def _crossing(
+    edge: CrossEdge, units: Mapping[tuple[str, int], Unit], index: Mapping[str, int], depth: tuple[int, ...]
+) -> _Crossing:
+    """Check an edge between units."""
+    for name, number in (edge.source, edge.target):
         if name not in index:
             raise PlanError(f"an edge between microbatches names stage {name!r}; stages are {', '.join(index)}")
+        if (name, number) not in units:
+            raise PlanError(
+                f"an edge between microbatches names microbatch {number} of {name}, which has none of that number"
+            )
     source, target = index[edge.source[0]], index[edge.target[0]]
+    first, second = units[edge.source], units[edge.target]
+    words = f"edge {edge.source[0]} -> {edge.target[0]}"
     if depth[source] <= depth[target]:
+        raise PlanError(f"{words} goes from depth {depth[source]} to {depth[target]}; it must fall")
+    if second.slot < first.slot or second.backward_slot > first.backward_slot:
         raise PlanError(
-            f"edge {edge.source[0]} -> {edge.target[0]} goes from depth {depth[source]} to {depth[target]}; it must fall"
+            f"{words} leads from a microbatch of slots {first.slot}, {first.backward_slot} to one of slots {second.slot}, "
+            f"{second.backward_slot}: forward earlier, or backward later"
         )
+    if edge.gradient and not (edge.source[0] in first.flow.backward and edge.target[0] in second.flow.backward):
+        raise PlanError(f"{words} carries gradient, but one of them runs no backward")
     return _Crossing(source=(source, edge.source[1]), target=(target, edge.target[1]), gradient=edge.gradient)
-
-
-_Side = tuple[int, int]
-"""A stage by index, and the number of a unit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Peers:
-    """Edges between units that cross ranks, from each end, in the order in which both ends meet them."""
+    """Messages between units, both ways."""
 
-    sources: Mapping[_Side, Sequence[_Side]]
-    targets: Mapping[_Side, Sequence[_Side]]
-    gradient: frozenset[tuple[_Side, _Side]]
+    values: Messages
+    gradients: Messages
 
     @classmethod
-    def of(cls, edges: Sequence[_Crossing], units: Mapping[_Side, Unit], rank: Sequence[int]) -> _Peers:
-        sources: dict[_Side, list[_Side]] = {}
-        targets: dict[_Side, list[_Side]] = {}
-        for edge in edges:
-            for side in (edge.source, edge.target):
-                if side not in units:
-                    raise PlanError(
-                        f"an edge between microbatches names microbatch {side[1]} of stage {side[0]}: none there"
-                    )
-            ends = units[edge.source], units[edge.target]
-            if ends[1].slot < ends[0].slot or ends[1].backward_slot > ends[0].backward_slot:
-                raise PlanError(
-                    f"an edge leads from a microbatch of slots {ends[0].slot}, {ends[0].backward_slot} to one of slots "
-                    f"{ends[1].slot}, {ends[1].backward_slot}: forward earlier, or backward later"
-                )
-            if rank[edge.source[0]] != rank[edge.target[0]]:
-                sources.setdefault(edge.target, []).append(edge.source)
-                targets.setdefault(edge.source, []).append(edge.target)
+    def of(cls, edges: Sequence[_Crossing], units: Mapping[Side, Unit], rank: Sequence[int]) -> _Peers:
+        crossing = [edge for edge in edges if rank[edge.source[0]] != rank[edge.target[0]]]
         return cls(
-            sources={side: sorted(found, key=lambda s: (units[s].slot, s)) for side, found in sources.items()},
-            targets={side: sorted(found, key=lambda s: (units[s].slot, s)) for side, found in targets.items()},
-            gradient=frozenset((edge.source, edge.target) for edge in edges if edge.gradient),
+            values=in_order_of_sends(
+                ((edge.source, edge.target) for edge in crossing), lambda side: (units[side].slot,)
+            ),
+            gradients=in_order_of_sends(
+                ((edge.target, edge.source) for edge in crossing if edge.gradient),
+                lambda side: (units[side].backward_slot, units[side].slot),
+            ),
         )
 
 
@@ -351,35 +354,43 @@ class _Program:
 
 def _forward(stage: int, number: int, program: _Program, peers: _Peers) -> list[Action]:
     side = (stage, number)
-    received = [(peer, number) for peer in program.before.get(stage, ())] + list(peers.sources.get(side, ()))
-    sent = [(peer, number) for peer in program.after.get(stage, ())] + list(peers.targets.get(side, ()))
     return [
-        *_messages(ActionKind.RECV_F, side, received),
+        *_messages(ActionKind.RECV_F, side, program.before, peers.values.receives.get(side, ())),
         Action(stage=stage, kind=ActionKind.F, microbatch=number),
-        *_messages(ActionKind.SEND_F, side, sent),
+        *_messages(ActionKind.SEND_F, side, program.after, _from(side, peers.values)),
     ]
 
 
 def _backward(stage: int, number: int, program: _Program, peers: _Peers, *, split: bool) -> list[Action]:
     """`split`: the backward as I and W."""
     side = (stage, number)
-    targets = [peer for peer in peers.targets.get(side, ()) if (side, peer) in peers.gradient]
-    sources = [peer for peer in peers.sources.get(side, ()) if (peer, side) in peers.gradient]
-    received = [(peer, number) for peer in program.gradients_from.get(stage, ())] + targets
-    sent = [(peer, number) for peer in program.gradients_to.get(stage, ())] + sources
     return [
-        *_messages(ActionKind.RECV_B, side, received),
+        *_messages(ActionKind.RECV_B, side, program.gradients_from, peers.gradients.receives.get(side, ())),
         Action(stage=stage, kind=ActionKind.I if split else ActionKind.B, microbatch=number),
-        *_messages(ActionKind.SEND_B, side, sent),
+        *_messages(ActionKind.SEND_B, side, program.gradients_to, _from(side, peers.gradients)),
         *([Action(stage=stage, kind=ActionKind.W, microbatch=number)] if split else ()),
     ]
 
 
-def _messages(kind: ActionKind, side: _Side, peers: Iterable[_Side]) -> list[Action]:
+def _from(side: Side, messages: Messages) -> list[tuple[Side, Side]]:
+    return [(side, receiver) for receiver in messages.sends.get(side, ())]
+
+
+def _messages(
+    kind: ActionKind, side: Side, inside: Mapping[int, Sequence[int]], between: Iterable[tuple[Side, Side]]
+) -> list[Action]:
+    """
+    Args:
+        inside: stage -> peers, for messages of the unit itself.
+        between: units: (this side, the other).
+    """
     stage, number = side
     return [
-        Action(stage=stage, kind=kind, microbatch=number, peer=peer, peer_microbatch=None if other == number else other)
-        for peer, other in peers
+        *(Action(stage=stage, kind=kind, microbatch=number, peer=peer) for peer in inside.get(stage, ())),
+        *(
+            Action(stage=stage, kind=kind, microbatch=own, peer=peer, peer_microbatch=None if other == own else other)
+            for (_, own), (peer, other) in between
+        ),
     ]
 
 

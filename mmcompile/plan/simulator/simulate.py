@@ -1,14 +1,14 @@
 """Discrete-event simulation of a schedule: when every action runs, given how long each takes.
 
 A rank runs its actions in order. A send starts when its rank reaches it and costs the rank nothing; messages of one
-directed pair of stages follow one another. A receive waits until its message has arrived. The simulator is the one
-judge of plans.
+directed pair of stages follow one another. A receive waits until its message has arrived: the one of its microbatch on this
+side and on the other. The simulator is the one judge of plans.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from mmcompile.errors import PlanError, VerifyError
@@ -30,8 +30,8 @@ class StageDuration:
         return self.input_grad_s + self.weight_grad_s
 
 
-Durations = Mapping[str, StageDuration | Sequence[StageDuration]]
-"""Stage name -> its durations: the same for every microbatch, or one a microbatch."""
+Durations = Mapping[str, StageDuration | Sequence[StageDuration] | Mapping[int, StageDuration]]
+"""Stage name -> its durations: the same for every microbatch, or one for each number of a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,12 +79,13 @@ def simulate(
 
     Args:
         schedule: what each rank does, in order.
-        durations: of every stage, the same for all microbatches or one for each.
+        durations: of every stage, the same for all microbatches or one for each; those that it does not compute may be missing
+            from a mapping.
         link_s: (sending stage, receiving stage) -> seconds of one message; an absent pair costs nothing.
         record: False leaves `Timeline.events` empty, which is several times faster.
 
     Raises:
-        PlanError: a stage has no durations, or fewer than there are microbatches.
+        PlanError: a stage has no durations, or none for a microbatch that it computes.
         VerifyError: the schedule deadlocks (`check_schedule` says where).
     """
     index = {name: position for position, name in enumerate(schedule.stages)}
@@ -113,32 +114,52 @@ def simulate(
     )
 
 
-_Seconds = tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]
+_ByNumber = Sequence[float] | Mapping[int, float]
+_Seconds = tuple[_ByNumber, _ByNumber, _ByNumber, _ByNumber]
 """F, B, I, W of each microbatch."""
 
 
 def _seconds(schedule: Schedule, durations: Durations) -> list[_Seconds]:
-    count = 1 + max((action.microbatch for actions in schedule.ranks for action in actions), default=-1)
-    found: list[_Seconds] = []
+    numbers: list[set[int]] = [set() for _ in schedule.stages]
+    for actions in schedule.ranks:
+        for action in actions:
+            if action.peer is None:
+                numbers[action.stage].add(action.microbatch)
     for name in schedule.stages:
         if name not in durations:
             raise PlanError(f"stage {name} has no durations; there are some for {', '.join(sorted(durations))}")
-        given = durations[name]
-        if isinstance(given, StageDuration):
-            each = (given.forward_s, given.backward_s, given.input_grad_s, given.weight_grad_s)
-            found.append(([each[0]] * count, [each[1]] * count, [each[2]] * count, [each[3]] * count))
-            continue
-        if len(given) < count:
-            raise PlanError(f"stage {name} has durations of {len(given)} microbatches, the schedule has {count}")
-        found.append(
-            (
-                [duration.forward_s for duration in given],
-                [duration.backward_s for duration in given],
-                [duration.input_grad_s for duration in given],
-                [duration.weight_grad_s for duration in given],
-            )
+    return [_of_stage(name, durations[name], own) for name, own in zip(schedule.stages, numbers, strict=True)]
+
+
+def _of_stage(
+    name: str, given: StageDuration | Sequence[StageDuration] | Mapping[int, StageDuration], numbers: Set[int]
+) -> _Seconds:
+    """
+    Args:
+        numbers: of the microbatches that the stage computes.
+    """
+    count = 1 + max(numbers, default=-1)
+    if isinstance(given, StageDuration):
+        each = (given.forward_s, given.backward_s, given.input_grad_s, given.weight_grad_s)
+        return [each[0]] * count, [each[1]] * count, [each[2]] * count, [each[3]] * count
+    if isinstance(given, Mapping):
+        missing = sorted(numbers - given.keys())
+        if missing:
+            raise PlanError(f"stage {name} has no duration of microbatch {missing[0]}, which the schedule has")
+        return (
+            {number: duration.forward_s for number, duration in given.items()},
+            {number: duration.backward_s for number, duration in given.items()},
+            {number: duration.input_grad_s for number, duration in given.items()},
+            {number: duration.weight_grad_s for number, duration in given.items()},
         )
-    return found
+    if len(given) < count:
+        raise PlanError(f"stage {name} has durations of {len(given)} microbatches, the schedule has {count}")
+    return (
+        [duration.forward_s for duration in given],
+        [duration.backward_s for duration in given],
+        [duration.input_grad_s for duration in given],
+        [duration.weight_grad_s for duration in given],
+    )
 
 
 def _check_finished(schedule: Schedule, positions: Sequence[int]) -> None:
@@ -179,9 +200,9 @@ class _State:
     busy: list[float]
     events: list[_Record] | None
     ready: deque[int] = field(default_factory=deque)
-    arrivals: dict[tuple[int, int, bool], float] = field(default_factory=dict)
-    """(channel, microbatch, forward?) -> when the message is there."""
-    waiting: dict[tuple[int, int, bool], int] = field(default_factory=dict)
+    arrivals: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    """(channel, sender's microbatch, receiver's) -> when the message is there; values and gradients never share a channel."""
+    waiting: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """The rank that waits for a message."""
     channel_free: dict[int, float] = field(default_factory=dict)
 
@@ -193,12 +214,12 @@ class _State:
         num_stages, seconds, arrivals, waiting = self.num_stages, self.seconds, self.arrivals, self.waiting
         channel_free, link_s, events = self.channel_free, self.link_s, self.events
         forward, backward, input_grad = ActionKind.F, ActionKind.B, ActionKind.I
-        send_f, send_b, recv_f = ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.RECV_F
+        send_f, send_b = ActionKind.SEND_F, ActionKind.SEND_B
         now, busy = self.clock[rank], self.busy[rank]
         for step in range(position, len(actions)):
             action = actions[step]
-            kind, stage, microbatch = action.kind, action.stage, action.microbatch
-            if action.peer is None:
+            kind, stage, microbatch, peer = action.kind, action.stage, action.microbatch, action.peer
+            if peer is None:
                 part = 0 if kind is forward else 1 if kind is backward else 2 if kind is input_grad else 3
                 taken = seconds[stage][part][microbatch]
                 if events is not None:
@@ -206,18 +227,20 @@ class _State:
                 now += taken
                 busy += taken
             elif kind is send_f or kind is send_b:
-                channel = stage * num_stages + action.peer
+                other = action.peer_microbatch
+                channel = stage * num_stages + peer
                 start = max(now, channel_free.get(channel, 0.0))
                 end = start + link_s.get(channel, 0.0)
                 channel_free[channel] = end
-                key = (channel, microbatch, kind is send_f)
+                key = (channel, microbatch, microbatch if other is None else other)
                 arrivals[key] = end
                 if events is not None:
                     events.append((start, rank, end, action))
                 if key in waiting:
                     self.ready.append(waiting.pop(key))
             else:
-                key = (action.peer * num_stages + stage, microbatch, kind is recv_f)
+                other = action.peer_microbatch
+                key = (peer * num_stages + stage, microbatch if other is None else other, microbatch)
                 if key not in arrivals:
                     waiting[key] = rank
                     break

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 
 from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.balancer import Balancer
-from mmcompile.step.balance.baselines import Arrival, SortedRoundRobin
+from mmcompile.step.balance.baselines import Arrival, DistTrain, SortedRoundRobin
 from mmcompile.step.balance.bounds import bottleneck, pipelined, step_bound
 from mmcompile.step.balance.buckets import Joint
 from mmcompile.step.balance.hierarchical import Defer, Hierarchical
@@ -47,7 +47,7 @@ class Choice:
 
 def default_candidates() -> tuple[Balancer, ...]:
     """Cheapest first: of equally fast steps the first is taken."""
-    return (PostBalance(), Joint(), Hierarchical(defer=Defer.ALL), SortedRoundRobin())
+    return (PostBalance(), Joint(), Hierarchical(defer=Defer.ALL), SortedRoundRobin(), DistTrain())
 
 
 @final

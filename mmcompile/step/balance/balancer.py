@@ -80,5 +80,6 @@ def shared_by(
 
 
 def equal_runs(count: int, parts: int) -> np.ndarray:
-    """Part of each of `count` things cut into runs whose sizes differ by at most one: int64 [count], ascending."""
-    return np.arange(count) * parts // max(count, 1) if count >= parts else np.arange(count)
+    """Part of each of `count` things cut into runs whose sizes differ by at most one, the first ones larger: int64 [count]."""
+    size, larger = divmod(count, parts)
+    return np.repeat(np.arange(parts), size + (np.arange(parts) < larger))

@@ -11,6 +11,7 @@ import numpy as np
 from mmcompile.errors import ConfigError
 from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.balancer import Balancer, check_grid, together
+from mmcompile.step.balance.baselines import hiding_order
 from mmcompile.step.balance.bounds import scaled, step_bound
 from mmcompile.step.balance.exact import Limits, better_buckets
 from mmcompile.step.balance.lpt import lpt
@@ -24,9 +25,10 @@ class Joint(Balancer):
     """DFLOP's online scheduler: all components compute a sample in the same bucket, and all are balanced at once.
 
     LPT on the larger of a sample's relative costs, then exchanges between buckets; then, for small instances that are not yet
-    near their lower bound, HiGHS within limits.
+    near their lower bound, HiGHS within limits. Buckets are dealt out so that replicas are alike, and each replica runs its own
+    in the order of `hiding_order`: what is left of their differences costs a pipeline less so.
 
-    Source: DFLOP §3.4, Eq. 6; exchanges, symmetry breaking and memory limits are ours.
+    Source: DFLOP §3.4, Eq. 6; exchanges, symmetry breaking, memory limits and order are ours.
     """
 
     name: ClassVar[str] = "joint"
@@ -104,10 +106,18 @@ def _refined(shares: np.ndarray, num_times: int, weights: np.ndarray, num_bucket
 
 
 def _dealt(times: np.ndarray, bucket: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
-    """Buckets to replicas, to and fro by load, so that replicas are alike: replica and microbatch of each sample."""
+    """Buckets to replicas, to and fro by load, so that replicas are alike; those of each replica in an order that hides encoders.
+
+    Returns:
+        Replica and microbatch of each sample.
+    """
     total = np.bincount(bucket, weights=times.max(axis=0), minlength=grid.num_buckets)
-    position = np.empty(grid.num_buckets, dtype=np.int64)
-    position[np.argsort(-total, kind="stable")] = np.arange(grid.num_buckets)
-    microbatch, replica = np.divmod(position, grid.num_replicas[-1])
-    replica = np.where(microbatch % 2 == 0, replica, grid.num_replicas[-1] - 1 - replica)
+    by_total = np.argsort(-total, kind="stable").reshape(grid.num_microbatches, grid.num_replicas[-1])
+    by_total[1::2] = by_total[1::2, ::-1]
+    loads = np.stack([np.bincount(bucket, weights=row, minlength=grid.num_buckets) for row in times])
+    replica, microbatch = np.empty((2, grid.num_buckets), dtype=np.int64)
+    for index, mine in enumerate(by_total.T):
+        replica[mine] = index
+        order = hiding_order(loads[:-1, mine].max(axis=0, initial=0.0), loads[-1, mine], num_last=1)
+        microbatch[mine[order]] = np.arange(grid.num_microbatches)
     return replica[bucket], microbatch[bucket]

@@ -1,0 +1,265 @@
+"""Sizes of samples: lengths of their texts, images and sounds, and the rows that components make of them.
+
+Lengths are read by one set of rules, from the batch a model was captured with and from what a processor returns for one
+sample. All samples of a step are sized in a few array operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmcompile.data.sample import SampleShape
+
+Media = Literal["image", "audio"]
+Modality = Literal["image", "audio", "text", "sample"]
+"""What a component's rows are made of. `sample`: none of the others, so as many for every sample."""
+
+MEDIA_WORDS: Mapping[Media, tuple[str, ...]] = {
+    "image": ("pixel", "image", "video", "vision", "visual", "frame"),
+    "audio": ("input_features", "input_values", "audio", "sound", "speech", "mel"),
+}
+_GRIDS = ("grid_thw", "grid_hws")
+_TOKENS = ("input_ids", "decoder_input_ids", "labels")
+"""Inputs that have the sequences of a text component, best first."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaInput:
+    """A float input of images or sounds, whose shape tells their lengths where no grid does."""
+
+    name: str
+    item_dims: int
+    """Last dims that are one image or sound; those before count them."""
+    patch: tuple[int, int] = (0, 0)
+    """Pixels of a patch, height and width: an image is as long as it has patches. (0, 0): lengths go with the elements."""
+    length: float = 0.0
+    """Of an image or sound of `elements` elements."""
+    elements: int = 0
+
+    def lengths(self, value: Tensor) -> list[float]:
+        """Patches of every image, or frames of every sound."""
+        shape = tuple(value.shape)
+        split = len(shape) - self.item_dims
+        count, item = prod(shape[:split]), shape[split:]
+        if all(self.patch):
+            height, width = (size // step for size, step in zip(item[-2:], self.patch, strict=True))
+            return [float(height * width)] * count
+        return [self.length * (prod(item) / self.elements)] * count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """Rows that one component makes of a sample.
+
+    For images and sounds: `rows_per_unit` times the patches or frames. For text: `rows_per_unit` times the length of the
+    sample's sequence, `text_tokens + tokens_per_patch * patches + tokens_per_frame * frames`.
+    """
+
+    component: str
+    modality: Modality
+    rows_per_unit: float
+    """Rows per patch, frame, token of the sequence, or sample: one class token beside 576 patches makes 577 / 576."""
+    pairs_per_unit: float
+    """Squared length of the component's rows per squared length in those units."""
+    window: float = 0.0
+    """Rows that attend to each other, where that is not the whole image, sound or sequence; 0 where it is. Read from the
+    captured batch: one whose images all fit into a window does not show it."""
+    tokens_per_patch: float = 0.0
+    """Positions in the sequence that one patch takes; 0 where images are attended to from outside it."""
+    tokens_per_frame: float = 0.0
+    pads: bool = False
+    """All sequences of a microbatch are as long as its longest."""
+    media: tuple[MediaInput, ...] = ()
+    """Of images or sounds: inputs that have their sizes where no grid has."""
+    sources: tuple[str, ...] = ()
+    """Of modality `sample`: inputs that the component reads; a sample without any of them brings it nothing. (): all do."""
+
+    def squares(self, lengths: Array) -> Array:
+        """Pairs of rows that attend to each other in images, sounds or sequences of these lengths."""
+        rows = self.rows_per_unit * lengths
+        return rows * np.minimum(rows, self.window) if self.window else self.pairs_per_unit * lengths * lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """Rows that each sample brings to one component: arrays [samples]."""
+
+    rows: Array
+    squares: Array
+    """Sum of squared lengths of its sequences."""
+
+    def __getitem__(self, chosen: np.ndarray) -> Rows:
+        return Rows(rows=self.rows[chosen], squares=self.squares[chosen])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Lengths:
+    """Lengths of things of which samples hold any number."""
+
+    values: Array
+    """[things]"""
+    owner: NDArray[np.int64]
+    """[things]: the sample that holds it."""
+    num_samples: int
+
+    @classmethod
+    def of(cls, each: Sequence[Sequence[float]]) -> Lengths:
+        """From those of each sample."""
+        return cls(
+            values=np.array([length for own in each for length in own], dtype=np.float64),
+            owner=np.repeat(np.arange(len(each)), [len(own) for own in each]),
+            num_samples=len(each),
+        )
+
+    def sums(self, values: Array) -> Array:
+        """[samples]: values [things] added up."""
+        return np.bincount(self.owner, weights=values, minlength=self.num_samples)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleSizes:
+    """Lengths of everything that some samples hold."""
+
+    texts: Lengths
+    images: Lengths
+    audios: Lengths
+    interleaved: bool
+    """Texts are whole sequences, with the positions of images and sounds."""
+    inputs: tuple[frozenset[str], ...] = ()
+    """Names of the inputs of each sample; () where they are not known."""
+
+    @classmethod
+    def of_shapes(cls, shapes: Sequence[SampleShape]) -> SampleSizes:
+        return cls(
+            texts=Lengths.of([(float(shape.text_tokens),) for shape in shapes]),
+            images=Lengths.of([shape.images for shape in shapes]),
+            audios=Lengths.of([shape.audios for shape in shapes]),
+            interleaved=False,
+        )
+
+    @classmethod
+    def of_samples(cls, samples: Sequence[Mapping[str, object]], geometries: Iterable[Geometry]) -> SampleSizes:
+        """From what a processor returns for each sample.
+
+        Args:
+            geometries: of all components of the model: which inputs hold images and sounds is read from them.
+        """
+        known = tuple(geometries)
+        images, audios = (
+            tuple(dict.fromkeys(own for each in known if each.modality == modality for own in each.media))
+            for modality in MEDIA_WORDS
+        )
+        return cls(
+            texts=Lengths.of([text_lengths(sample) for sample in samples]),
+            images=Lengths.of([media_lengths(sample, "image", images) for sample in samples]),
+            audios=Lengths.of([media_lengths(sample, "audio", audios) for sample in samples]),
+            interleaved=True,
+            inputs=tuple(frozenset(sample) for sample in samples) if any(each.sources for each in known) else (),
+        )
+
+    def rows(self, geometry: Geometry) -> Rows:
+        """What each sample brings to a component."""
+        lengths = self._lengths(geometry)
+        return Rows(
+            rows=lengths.sums(lengths.values) * geometry.rows_per_unit,
+            squares=lengths.sums(geometry.squares(lengths.values)),
+        )
+
+    def _lengths(self, geometry: Geometry) -> Lengths:
+        """In the units of the geometry."""
+        match geometry.modality:
+            case "image":
+                return self.images
+            case "audio":
+                return self.audios
+            case "text":
+                return self.texts if self.interleaved else self._sequences(geometry)
+            case "sample":
+                return self._each(geometry)
+
+    def _sequences(self, geometry: Geometry) -> Lengths:
+        """Texts with the positions of images and sounds, for one text a sample."""
+        taken = geometry.tokens_per_patch * self.images.sums(self.images.values)
+        taken = taken + geometry.tokens_per_frame * self.audios.sums(self.audios.values)
+        texts = self.texts
+        return Lengths(values=texts.values + taken, owner=texts.owner, num_samples=texts.num_samples)
+
+    def _each(self, geometry: Geometry) -> Lengths:
+        """One for every sample that brings anything."""
+        present = np.ones(self.texts.num_samples, dtype=np.bool_)
+        media = [own for own, words in MEDIA_WORDS.items() if any(word in name for name in geometry.sources for word in words)]
+        if geometry.sources and self.inputs:
+            present = np.array([not own.isdisjoint(geometry.sources) for own in self.inputs], dtype=np.bool_)
+        elif media:
+            each = [self.images if own == "image" else self.audios for own in media]
+            present = np.any([own.sums(own.values) > 0 for own in each], axis=0)
+        owner = np.flatnonzero(present)
+        return Lengths(values=np.ones(len(owner)), owner=owner, num_samples=len(present))
+
+
+def token_ids(batch: Mapping[str, object]) -> Tensor | None:
+    """Token ids [sequences, length] of a batch; None without any."""
+    for name in _TOKENS:
+        ids = batch.get(name)
+        if isinstance(ids, Tensor) and not ids.is_floating_point():
+            return ids if ids.dim() == 2 else ids[None]
+    return None
+
+
+def token_mask(batch: Mapping[str, object], ids: Tensor) -> Tensor | None:
+    """Which of the token ids are no padding [sequences, length]; None where the batch does not say."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.numel() == ids.numel() and mask.dim() <= 2:
+        return mask if mask.shape == ids.shape else mask.reshape(ids.shape)
+    return None
+
+
+def text_lengths(sample: Mapping[str, object]) -> list[float]:
+    """Tokens of every sequence of a sample, padding not counted."""
+    ids = token_ids(sample)
+    if ids is None:
+        return []
+    mask = token_mask(sample, ids)
+    if mask is None:
+        return [float(ids.shape[1])] * len(ids)
+    # numpy counts so few numbers several times as fast as torch, and a whole array faster than its rows.
+    marks = (mask if mask.is_cpu and mask.dtype in (torch.int64, torch.bool) else mask.bool().cpu()).numpy()
+    return [float(np.count_nonzero(row)) for row in ((marks,) if len(marks) == 1 else marks)]
+
+
+def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence[MediaInput]) -> list[float]:
+    """Patches of every image, or frames of every sound, of a batch or sample.
+
+    Args:
+        inputs: that hold them; of no account where a grid names their sizes.
+    """
+    sizes: list[float] = []
+    for name, value in batch.items():
+        if modality in grid_of(name) and isinstance(value, Tensor):
+            sizes += [float(prod(row)) for row in value.tolist()]
+    if sizes:
+        return sizes
+    for own in inputs:
+        value = batch.get(own.name)
+        if isinstance(value, Tensor):
+            sizes += own.lengths(value)
+    return sizes
+
+
+@cache
+def grid_of(name: str) -> tuple[Media, ...]:
+    """What an input tells the sizes of, by its name."""
+    if not name.endswith(_GRIDS):
+        return ()
+    return tuple(modality for modality, words in MEDIA_WORDS.items() if any(word in name for word in words))

@@ -1,0 +1,162 @@
+"""From a plan and a dataset to a step of it, balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from mmcompile.data.sample import SampleShape
+from mmcompile.data.stats import DatasetStats
+from mmcompile.errors import ConfigError
+from mmcompile.plan.plan import Plan
+from mmcompile.report.step import BalancedStep, Change, Tried, components_of, straggler_s
+from mmcompile.step.assignment import Assignment, Grid, SampleCosts
+from mmcompile.step.balance.auto import Auto, Choice, StepTime, Trial
+from mmcompile.step.balance.balancer import Balancer
+from mmcompile.step.balance.baselines import Arrival
+from mmcompile.step.balance.registry import BALANCERS, balancer
+from mmcompile.step.sample_costs import costs_of_shapes
+from mmcompile.step.simulated import StepShape, step_time
+from mmcompile.step.towers import towers
+
+
+def balanced_step(
+    plan: Plan,
+    stats: DatasetStats,
+    *,
+    source: str,
+    samples: int | None = None,
+    seed: int = 0,
+    step: int = 0,
+    balance: str = Auto.name,
+    every: bool = False,
+) -> BalancedStep:
+    """Draw the samples of a step, balance them, and say what that saves. A function of its arguments alone.
+
+    Args:
+        source: where the plan was read from, for reports.
+        samples: of the step; the plan's if not given.
+        seed: of all steps.
+        step: which one.
+        balance: a name of `BALANCERS`.
+        every: try all balancers too.
+
+    Raises:
+        ConfigError: no such balancer, it cannot balance this step, or the dataset has nothing for a tower of the plan.
+        PlanError: the plan does not say what samples cost.
+    """
+    shapes = drawn(stats, samples or step_samples(plan), seed=seed, step=step)
+    costs, grid = costs_of_shapes(plan, shapes), step_grid(plan)
+    _check_modalities(plan, stats, costs)
+    clock = step_time(StepShape.of(plan))
+    choice = balanced(costs, grid, balance, clock)
+    return BalancedStep(
+        plan=source,
+        data=stats.name,
+        seed=seed,
+        step=step,
+        num_microbatches=grid.num_microbatches,
+        asked=balance,
+        balancer=choice.name,
+        reason=choice.reason,
+        components=components_of(plan, costs, choice.assignment),
+        simulated_s=Change(before=choice.arrival_s, after=choice.step_s),
+        assignment=choice.assignment,
+        balancers=tuple(tried(costs, grid, clock)) if every else (),
+    )
+
+
+def drawn(stats: DatasetStats, count: int, *, seed: int, step: int) -> tuple[SampleShape, ...]:
+    """Samples of a step: none twice before all have come. A function of its arguments alone.
+
+    Raises:
+        ConfigError: the dataset is empty.
+    """
+    if not stats.samples:
+        raise ConfigError(f"{stats.name} has no samples; give statistics of the data that is trained on")
+    generator = np.random.default_rng((seed, step))
+    rounds = -(-count // len(stats.samples))
+    order = np.concatenate([generator.permutation(len(stats.samples)) for _ in range(rounds)])
+    return tuple(stats.samples[index] for index in order[:count])
+
+
+def step_samples(plan: Plan) -> int:
+    """Samples of a step of a plan; one for each microbatch of each replica if the plan does not know."""
+    return plan.global_batch or plan.num_microbatches * plan.chains[-1].dp
+
+
+def step_grid(plan: Plan) -> Grid:
+    """Replicas and microbatches of the towers of a plan. Raises PlanError as `towers`."""
+    replicas = tuple(chains[0].dp for chains in towers(plan).values())
+    return Grid(num_replicas=replicas, num_microbatches=plan.num_microbatches)
+
+
+def balanced(costs: SampleCosts, grid: Grid, name: str, step_time: StepTime) -> Choice:
+    """Let a balancer assign the samples of a step.
+
+    Args:
+        name: of `BALANCERS`.
+        step_time: the clock of `auto`, and of all figures.
+
+    Raises:
+        ConfigError: no such balancer, or it cannot balance this step.
+    """
+    one = _with_clock(balancer(name), step_time)
+    if isinstance(one, Auto):
+        return one.choose(costs, grid)
+    arrival = Trial(name=Arrival.name, step_s=step_time(Arrival().assign(costs, grid), costs))
+    assignment = one.assign(costs, grid)
+    step_s = step_time(assignment, costs)
+    reason = _compared(step_s, arrival.step_s)
+    return Choice(name=name, assignment=assignment, step_s=step_s, reason=reason, trials=(arrival,))
+
+
+def tried(costs: SampleCosts, grid: Grid, step_time: StepTime) -> Iterator[Tried]:
+    """Every balancer on the same step, in the order of `BALANCERS`."""
+    for name, one in BALANCERS.items():
+        try:
+            if isinstance(one, Auto):
+                choice = balanced(costs, grid, name, step_time)
+                yield _tried(name, choice.assignment, costs, choice.step_s, choice.reason)
+            else:
+                assignment = one.assign(costs, grid)
+                yield _tried(name, assignment, costs, step_time(assignment, costs))
+        except ConfigError as error:
+            yield Tried(name=name, simulated_s=None, straggler_s=None, deferred=0, reason=str(error))
+
+
+def _tried(name: str, assignment: Assignment, costs: SampleCosts, step_s: float, reason: str = "") -> Tried:
+    late = np.any([assignment.deferred(row) for row in range(len(assignment.components))], axis=0)
+    return Tried(
+        name=name,
+        simulated_s=step_s,
+        straggler_s=sum(map(straggler_s, assignment.loads(costs).values())),
+        deferred=int(late.sum()),
+        reason=reason,
+    )
+
+
+def _check_modalities(plan: Plan, stats: DatasetStats, costs: SampleCosts) -> None:
+    """A step may be without a modality; a dataset without one that the plan has devices for is another dataset."""
+    if costs.takes_part.any(axis=1).all():
+        return
+    whole = costs_of_shapes(plan, stats.samples)
+    empty = [name for name, row in zip(costs.components, whole.takes_part, strict=True) if not row.any()]
+    if empty:
+        raise ConfigError(
+            f"no sample of {stats.name} has anything for {', '.join(empty)}, which the plan has devices for; give statistics of "
+            "the data that the plan is for"
+        )
+
+
+def _with_clock(one: Balancer, step_time: StepTime) -> Balancer:
+    return replace(one, step_time=step_time) if isinstance(one, Auto) else one
+
+
+def _compared(step_s: float, arrival_s: float) -> str:
+    change = step_s / arrival_s - 1 if arrival_s else 0.0
+    if abs(change) < 5e-4:
+        return "takes as long as arrival order"
+    return f"takes {abs(change):.1%} {'less' if change < 0 else 'more'} than arrival order"

@@ -1,0 +1,296 @@
+"""`StepPlanner`: from a step's samples to its `StepPlan`, on rank 0, without a word to other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from mmcompile.errors import BatchError, CaptureError, PlanError, VerifyError
+from mmcompile.ir.graph import dtype_name
+from mmcompile.lower.program import PreparedMicrobatch
+from mmcompile.plan.placement import Placement
+from mmcompile.plan.simulator.schedule import Flow
+from mmcompile.runtime.crossings import Crossings, Side
+from mmcompile.runtime.flows import flow_of
+from mmcompile.runtime.source import PatternSource
+from mmcompile.runtime.stages import root_names
+from mmcompile.step.assignment import ABSENT, Assignment, Grid, SampleCosts
+from mmcompile.step.balance.auto import Auto
+from mmcompile.step.balance.balancer import Balancer
+from mmcompile.step.balance.baselines import Arrival
+from mmcompile.step.balance.correction import Corrector
+from mmcompile.step.collate import Sample, Value, check_labels
+from mmcompile.step.step_plan import MicrobatchPlan, RowExchange, StepPlan, ValueShape
+
+Costs = Callable[[Sequence[Sample]], SampleCosts]
+"""What each sample of a step costs each tower, the language model last."""
+Collate = Callable[[Sequence[Sample], Sequence[int]], dict[str, Value]]
+"""Samples, and what errors call them, into one batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedStep:
+    """A step ready to run."""
+
+    plan: StepPlan
+    prepared: tuple[PreparedMicrobatch, ...]
+    """Of each microbatch of the plan."""
+    assignment: Assignment
+    costs: SampleCosts
+    """As predicted, without correction."""
+    balance: str
+    """The balancer chosen, and why."""
+    seconds: float
+    """What planning took."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Samples that one replica of a tower computes together."""
+
+    tower: int
+    replica: int
+    slot: int
+    lag: int
+    samples: tuple[int, ...]
+
+
+class StepPlanner:
+    """Plans steps one after the other. A plan depends on the step's samples only, unless costs are corrected by measurements.
+
+    Args:
+        placement: towers, replicas and microbatches.
+        source: matches batches with patterns.
+        collate: joins samples into a batch.
+        balancer: decides who computes what.
+        costs: of samples; None where there is one tower: all samples cost the same then.
+        corrector: learns from measured times; None to take costs as predicted.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        source: PatternSource,
+        *,
+        collate: Collate,
+        balancer: Balancer,
+        costs: Costs | None = None,
+        corrector: Corrector | None = None,
+    ) -> None:
+        if costs is None and len(placement.towers) > 1:
+            raise PlanError(
+                f"towers {', '.join(placement.towers)} need the costs of samples, to know who takes part where"
+            )
+        self._towers = placement.towers
+        self._grid = Grid(num_replicas=placement.num_replicas, num_microbatches=placement.num_microbatches)
+        self._source = source
+        self._collate = collate
+        self._balancer = balancer
+        self._costs = costs or self._equal
+        self._corrector = corrector
+        self._measured: list[tuple[PlannedStep, np.ndarray]] = []
+        self._flows: dict[tuple[str, int], Flow] = {}
+        self._stages: tuple[tuple[str, ...], ...] = tuple(
+            tuple(dict.fromkeys(s.program_name for s in placement.stages if s.tower == tower)) for tower in self._towers
+        )
+
+    def plan(self, step: int, samples: Sequence[Sample]) -> PlannedStep:
+        """Plan one step.
+
+        Raises:
+            BatchError: samples do not fit the model, or none has a label to learn from.
+            CaptureError: the model cannot be captured on them.
+        """
+        start = time.perf_counter()
+        self._learn()
+        if not samples:
+            raise BatchError("a step needs at least one sample, got an empty list")
+        check_labels(samples)
+        costs = self._costs(samples)
+        corrected = costs if self._corrector is None else self._corrector.corrected(costs)
+        assignment, reason = self._assign(corrected)
+        known: dict[tuple[int, ...], PreparedMicrobatch] = {}
+        try:
+            planned = self._with(step, samples, assignment, known)
+        except (BatchError, CaptureError) as error:
+            arrival = Arrival().assign(costs, self._grid)
+            if arrival == assignment:
+                raise
+            planned = self._with(step, samples, arrival, known)
+            assignment, reason = arrival, f"{Arrival.name}: {reason} would need what the model refuses ({error})"
+        plan, prepared = planned
+        return PlannedStep(
+            plan=plan,
+            prepared=prepared,
+            assignment=assignment,
+            costs=costs,
+            balance=reason,
+            seconds=time.perf_counter() - start,
+        )
+
+    def observe(self, planned: PlannedStep, seconds: np.ndarray) -> None:
+        """Tell how long each microbatch of a step took on all stages of its tower together; used when planning next.
+
+        Args:
+            seconds: float64 [microbatches of the plan].
+        """
+        if self._corrector is not None:
+            self._measured.append((planned, seconds))
+
+    def _learn(self) -> None:
+        assert self._corrector is not None or not self._measured
+        while self._measured and self._corrector is not None:
+            planned, seconds = self._measured.pop(0)
+            measured = {
+                tower: np.full((count, self._grid.num_microbatches), np.nan)
+                for tower, count in zip(self._towers, self._grid.num_replicas, strict=True)
+            }
+            for microbatch, taken in zip(planned.plan.microbatches, seconds.tolist(), strict=True):
+                cell = measured[microbatch.tower]
+                place = microbatch.replica, microbatch.slot
+                cell[place] = taken + (0.0 if np.isnan(cell[place]) else cell[place])
+            self._corrector.observe(planned.assignment, planned.costs, measured, planned.seconds)
+
+    def _equal(self, samples: Sequence[Sample]) -> SampleCosts:
+        return SampleCosts(components=self._towers, costs=np.ones((1, len(samples))))
+
+    def _assign(self, costs: SampleCosts) -> tuple[Assignment, str]:
+        if isinstance(self._balancer, Auto):
+            choice = self._balancer.choose(costs, self._grid)
+            assignment, reason = choice.assignment, f"{choice.name}: {choice.reason}"
+        else:
+            assignment, reason = self._balancer.assign(costs, self._grid), self._balancer.name
+        assignment.check(costs)
+        return assignment, reason
+
+    def _with(
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        assignment: Assignment,
+        known: dict[tuple[int, ...], PreparedMicrobatch],
+    ) -> tuple[StepPlan, tuple[PreparedMicrobatch, ...]]:
+        """The plan of an assignment.
+
+        Args:
+            known: groups of samples that were matched with their patterns already; gains those matched here.
+        """
+
+        def prepare(group: tuple[int, ...]) -> PreparedMicrobatch:
+            if group not in known:
+                known[group] = self._source.prepare(self._collate([samples[i] for i in group], group))
+            return known[group]
+
+        parts = self._parts(assignment)
+        prepared = tuple(prepare(part.samples) for part in parts)
+        total = _num_tokens(prepared, parts, len(self._towers) - 1, len(samples))
+        microbatches = tuple(
+            self._microbatch(index, part, microbatch, total, len(samples))
+            for index, (part, microbatch) in enumerate(zip(parts, prepared, strict=True))
+        )
+        crossings = Crossings(samples=samples, alone=lambda sample: prepare((sample,)))
+        plan = StepPlan(
+            step=step,
+            num_samples=len(samples),
+            microbatches=microbatches,
+            exchanges=self._exchanges(crossings, parts, prepared),
+            num_tokens=total,
+        )
+        return plan, prepared
+
+    def _parts(self, assignment: Assignment) -> list[_Part]:
+        """In the order in which they run: by slot, then by lag, tower and replica."""
+        found: dict[tuple[int, int, int, int], list[int]] = {}
+        last = assignment.microbatch[-1]
+        for tower in range(len(self._towers)):
+            slots, replicas = assignment.microbatch[tower], assignment.replica[tower]
+            for sample in np.flatnonzero(slots != ABSENT).tolist():
+                slot = int(slots[sample])
+                key = (slot, int(last[sample]) - slot, tower, int(replicas[sample]))
+                found.setdefault(key, []).append(sample)
+        return [
+            _Part(tower=tower, replica=replica, slot=slot, lag=lag, samples=tuple(samples))
+            for (slot, lag, tower, replica), samples in sorted(found.items())
+        ]
+
+    def _microbatch(
+        self, index: int, part: _Part, prepared: PreparedMicrobatch, num_tokens: int, num_samples: int
+    ) -> MicrobatchPlan:
+        flow = self._flow(prepared, part.tower)
+        if not flow.stages:
+            raise VerifyError(
+                f"samples {part.samples} take part in {self._towers[part.tower]}, but the model does nothing there for them"
+            )
+        programs = [prepared.programs.programs[name] for name in flow.stages]
+        reads = frozenset[str]().union(*map(root_names, programs))
+        ports = [p for program in programs for p in (*program.inputs, *(o for o in program.outputs if o.peers))]
+        dtypes = {port.name: port.dtype for port in ports if port.kind == "link"}
+        return MicrobatchPlan(
+            index=index,
+            samples=part.samples,
+            pattern=prepared.programs.pattern,
+            sizes={p.name: prepared.sizes[p.name] for p in ports if p.kind == "size"},
+            flow=flow,
+            roots=tuple(_shape(name, value) for name, value in prepared.values.items() if name in reads),
+            links=tuple(
+                ValueShape(name=name, shape=tuple(prepared.link_shapes[name]), dtype=dtype)
+                for name, dtype in dtypes.items()
+            ),
+            loss_weight=_weight(prepared, len(part.samples) / num_samples, num_tokens),
+            tower=self._towers[part.tower],
+            replica=part.replica,
+            slot=part.slot,
+            lag=part.lag,
+            number=part.slot + part.lag * self._grid.num_microbatches,
+        )
+
+    def _exchanges(
+        self, crossings: Crossings, parts: Sequence[_Part], prepared: Sequence[PreparedMicrobatch]
+    ) -> tuple[RowExchange, ...]:
+        sides = [
+            Side(index=index, samples=part.samples, prepared=microbatch)
+            for index, (part, microbatch) in enumerate(zip(parts, prepared, strict=True))
+        ]
+        last = len(self._towers) - 1
+        found: list[RowExchange] = []
+        for tower in range(last):
+            sources = [side for side, part in zip(sides, parts, strict=True) if part.tower == tower]
+            targets = [side for side, part in zip(sides, parts, strict=True) if part.tower == last]
+            found += crossings.exchanges(sources, targets, self._stages[tower], self._stages[last])
+        return tuple(found)
+
+    def _flow(self, prepared: PreparedMicrobatch, tower: int) -> Flow:
+        key = prepared.programs.pattern, tower
+        if key not in self._flows:
+            self._flows[key] = flow_of(prepared.programs, self._stages[tower])
+        return self._flows[key]
+
+
+def _num_tokens(prepared: Sequence[PreparedMicrobatch], parts: Sequence[_Part], last: int, num_samples: int) -> int:
+    """Valid tokens of the step; 0 for losses that are means over samples."""
+    learning = [microbatch for microbatch, part in zip(prepared, parts, strict=True) if part.tower == last]
+    counted = [microbatch for microbatch in learning if microbatch.programs.per_token]
+    for microbatch in counted:
+        if microbatch.num_tokens is None:
+            raise VerifyError(
+                f"pattern {microbatch.programs.pattern} has a loss per token, but its tokens were not counted"
+            )
+    total = sum(microbatch.num_tokens or 0 for microbatch in counted)
+    if counted and not total:
+        raise BatchError(f"the step has no token to learn from: 0 valid labels in {num_samples} samples")
+    return total
+
+
+def _weight(microbatch: PreparedMicrobatch, share: float, num_tokens: int) -> float:
+    """1 / the step's tokens, or the share of samples; 0 where nothing can be learned."""
+    if microbatch.num_tokens == 0:
+        return 0.0
+    return 1 / num_tokens if microbatch.programs.per_token else share
+
+
+def _shape(name: str, value: Tensor) -> ValueShape:
+    return ValueShape(name=name, shape=tuple(value.shape), dtype=dtype_name(value.dtype))

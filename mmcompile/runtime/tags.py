@@ -1,0 +1,65 @@
+"""Tags of messages: what tells apart all that moves between two ranks in a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from mmcompile.errors import EngineError
+from mmcompile.plan.placement import PlacedStage
+from mmcompile.runtime.rows import Edge
+from mmcompile.step.step_plan import StepPlan
+
+_MAX_TAG = 2**31 - 16
+"""Above are those of control messages and of tied parameters."""
+IDS = 1
+"""Added to the tag of rows for the message that says whose they are."""
+
+
+class Tags:
+    """Numbers that tell apart all messages of a step between two ranks, the same on both sides.
+
+    The number of the microbatch that makes a value, and the stages that make and read it, leave no choice of the microbatch that
+    reads it; so with the place of the value among those of its edge, and the direction, they are enough. Stages count among those
+    of their rank.
+    """
+
+    def __init__(self, plan: StepPlan, stages: Sequence[PlacedStage]) -> None:
+        on_rank: Counter[int] = Counter()
+        self._place: list[int] = []
+        for stage in stages:
+            self._place.append(on_rank[stage.ranks[0]])
+            on_rank[stage.ranks[0]] += 1
+        edges = Counter((e.source, e.producer, e.target, e.consumer) for e in plan.exchanges)
+        self._num_values = max([1, *(len(m.links) for m in plan.microbatches), *edges.values()])
+        self._num_stages = max(on_rank.values())
+        numbers = 1 + max((m.number for m in plan.microbatches), default=0)
+        self.end = numbers * self._num_values * self._num_stages**2 * 4
+        """Past the last one."""
+        if self.end + len(plan.microbatches) > _MAX_TAG:
+            raise EngineError(
+                f"step {plan.step} has too many messages to number below {_MAX_TAG}: {numbers} microbatches and lags x "
+                f"{self._num_values} values x {self._num_stages} stages of a rank squared; use fewer microbatches a step"
+            )
+
+    def of(self, number: int, edge: Edge, place: int, backward: bool) -> int:
+        """Tag of a value on an edge; the one after it is free."""
+        stages = self._place[edge.producer] * self._num_stages + self._place[edge.consumer]
+        return (((number * self._num_values + place) * self._num_stages**2 + stages) * 2 + int(backward)) * 2
+
+
+def check_lags(plan: StepPlan, device: torch.device) -> None:
+    """Refuse what NCCL cannot match: it has no tags, and messages between two stages arrive in the order in which they left only
+    if samples are deferred by one slot at most.
+
+    Raises:
+        EngineError: saying so.
+    """
+    lag = max((microbatch.lag for microbatch in plan.microbatches), default=0)
+    if device.type == "cuda" and lag > 1:
+        raise EngineError(
+            f"step {plan.step} defers samples by {lag} slots; on CUDA at most 1, since NCCL matches messages by their "
+            "order only: use another balancer"
+        )

@@ -1,0 +1,212 @@
+"""Whatever a balancer does with a step's samples, processes train exactly as one process does.
+
+Steps with media on no sample, on one, and on some; one sample heavier than all others together; numbers of samples that nothing
+divides, or fewer than there are microbatches; encoders with more and with fewer replicas than the language model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from oracles.eager import difference
+from oracles.one_process import ADAMW
+from parity.balanced_steps import (
+    LEARNING_RATE,
+    MIXED,
+    SGD,
+    STEPS,
+    TWO_ENCODERS,
+    Recorded,
+    Scrambled,
+    Shape,
+    Trained,
+    draw,
+    in_an_engine,
+    in_one_process,
+)
+from parity.layouts import PARTS, Freeze, freeze
+from time_limit import time_limit
+from torch import Tensor, nn
+from zoo import ALL, Batch
+
+import mmcompile as mm
+from mmcompile.plan.search.settings import Placing
+from mmcompile.runtime.engine import Engine
+from mmcompile.step.assignment import Assignment
+from mmcompile.step.balance.auto import Auto
+from mmcompile.step.balance.balancer import Balancer
+from mmcompile.step.balance.hierarchical import Defer, Hierarchical
+from mmcompile.step.balance.registry import BALANCERS
+from mmcompile.step.collate import collate
+
+LIMIT_S = 90.0
+LOSS_TOLERANCE = 1e-9
+GRADIENT_TOLERANCE = 1e-7
+"""Of each parameter's largest gradient."""
+PARAMETER_TOLERANCE = 1e-6
+"""After AdamW, which turns the rounding of a small gradient into a larger step."""
+
+ALL_DEFERRED = "hierarchical-all"
+TOGETHER = "hierarchical-together"
+_OTHERS: Mapping[str, Balancer] = {Scrambled.name: Scrambled(), TOGETHER: Hierarchical(defer=Defer.NONE)}
+_DEFERRING = (ALL_DEFERRED, Scrambled.name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A model, how many replicas of what, and who decides where samples go."""
+
+    family: str = "llava"
+    encoders: tuple[int, ...]
+    """Replicas of each encoder, and of its projector."""
+    language_model: int
+    balance: str
+    stages: int = 1
+    """Of the language model."""
+    microbatches: int = 2
+    freeze: Freeze = Freeze.NONE
+    projector_alone: bool = False
+    placement: Placing = "disjoint"
+
+    def __str__(self) -> str:
+        words = [self.family, "encoder" + "+".join(map(str, self.encoders)), f"llm{self.language_model}x{self.stages}"]
+        words += [self.balance, f"mb{self.microbatches}"]
+        words += [f"freeze_{self.freeze}"] * (self.freeze is not Freeze.NONE)
+        words += ["projector_alone"] * self.projector_alone + [self.placement] * (self.placement != "disjoint")
+        return "-".join(words)
+
+
+CORE = [
+    Case(encoders=(2,), language_model=1, balance=ALL_DEFERRED),
+    Case(encoders=(1,), language_model=2, balance="post-balance"),
+    Case(encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=3),
+    Case(encoders=(2,), language_model=3, balance=ALL_DEFERRED, freeze=Freeze.ENCODER),
+    Case(encoders=(2,), language_model=1, balance="arrival", stages=2),
+    Case(family="two_encoder_net", encoders=(2, 1), language_model=2, balance="auto"),
+    Case(family="qwen2_audio", encoders=(1,), language_model=2, balance=TOGETHER),
+]
+SLOW = [
+    *(
+        Case(encoders=(encoder,), language_model=language_model, balance=balance)
+        for encoder, language_model in ((2, 1), (1, 2), (3, 2), (2, 3))
+        for balance in (ALL_DEFERRED, TOGETHER, "post-balance", "arrival", "joint", "auto")
+    ),
+    Case(encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=5, projector_alone=True),
+    Case(encoders=(2,), language_model=2, balance=Scrambled.name, stages=3, microbatches=4),
+    Case(encoders=(2,), language_model=2, balance=ALL_DEFERRED, freeze=Freeze.ENCODER_AND_LANGUAGE_MODEL),
+    Case(family="two_encoder_net", encoders=(2, 3), language_model=2, balance=Scrambled.name, microbatches=3),
+    Case(family="two_encoder_net", encoders=(1, 2), language_model=2, balance="node-local"),
+    Case(family="gemma3", encoders=(2,), language_model=1, balance=ALL_DEFERRED, stages=2),
+    Case(family="qwen2_audio", encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=3),
+    Case(encoders=(2,), language_model=2, balance="post-balance", placement="colocated"),
+]
+CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW if case not in CORE)]
+
+
+@pytest.fixture(autouse=True)
+def _limit() -> Iterator[None]:
+    with time_limit(LIMIT_S):
+        yield
+
+
+@functools.cache
+def _steps(family: str) -> tuple[list[Batch], ...]:
+    shapes = TWO_ENCODERS if family == "two_encoder_net" else STEPS
+    return tuple(draw(family, step, seed) for seed, step in enumerate(shapes, 1))
+
+
+def _model(family: str, what: Freeze) -> nn.Module:
+    model = ALL[family].build(torch.float64)
+    freeze(model, PARTS[family], what)
+    return model
+
+
+@functools.cache
+def _wanted(family: str, what: Freeze) -> Trained:
+    return in_one_process(_model(family, what), _steps(family), SGD)
+
+
+def _engine(case: Case, balance: str | Balancer, optimizer: Callable[..., torch.optim.Optimizer] = SGD) -> Engine:
+    parts, model = PARTS[case.family], _model(case.family, case.freeze)
+    chains = dict(zip(parts.encoders, case.encoders, strict=True))
+    if case.projector_alone:
+        chains |= dict(zip(parts.projectors, case.encoders, strict=True))
+    batch = collate(_example(case.family))
+    plan = mm.plan(
+        model,
+        batch,
+        num_microbatches=case.microbatches,
+        stages={"language_model": case.stages, **dict.fromkeys(chains, 1)},
+        replicas={"language_model": case.language_model, **chains},
+        projector="alone" if case.projector_alone else None,
+        placement=case.placement,
+    )
+    return mm.parallelize(model, batch, plan, optimizer=optimizer, balance=balance, check_rows=True)
+
+
+def _example(family: str) -> list[Batch]:
+    """A microbatch with every modality in it."""
+    return _steps(family)[0][:2]
+
+
+def _assert_same(got: Trained, wanted: Trained) -> None:
+    assert got.num_tokens == wanted.num_tokens
+    for number, (ours, theirs) in enumerate(zip(got.outcomes, wanted.outcomes, strict=True), 1):
+        assert ours.loss == pytest.approx(theirs.loss, rel=LOSS_TOLERANCE, abs=0), f"loss of step {number}"
+        # A gradient that is 0 everywhere and none at all change a parameter equally little.
+        nonzero = {name: gradient for name, gradient in theirs.gradients.items() if gradient.any()}
+        unlike = difference(ours, type(theirs)(loss=theirs.loss, gradients=nonzero))
+        assert unlike.within(GRADIENT_TOLERANCE), f"step {number}: {unlike}"
+
+
+def _assert_parameters(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    errors = {name: float((got[name] - tensor).abs().max()) for name, tensor in wanted.items()}
+    far = {name: error for name, error in errors.items() if not error <= PARAMETER_TOLERANCE}
+    assert not far, f"{len(far)} of {len(errors)} parameters differ; the worst {max(far.items(), key=lambda x: x[1])}"
+
+
+def _assert_every_replica_worked(seen: Sequence[Assignment]) -> None:
+    for row, name in enumerate(seen[0].components):
+        used = {int(replica) for assignment in seen for replica in assignment.replica[row] if replica >= 0}
+        assert used == set(range(seen[0].grid.num_replicas[row])), f"replicas {used} of {name} worked"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_balanced_steps_train_as_one_process_does(case: Case) -> None:
+    kept = None
+    if case.balance != Auto.name:
+        kept = Recorded(inner=_OTHERS.get(case.balance) or BALANCERS[case.balance])
+    with _engine(case, kept or case.balance) as engine:
+        got = in_an_engine(engine, _steps(case.family), LEARNING_RATE)
+    _assert_same(got, _wanted(case.family, case.freeze))
+    if kept is not None:
+        assert len(kept.seen) == len(_steps(case.family))
+        _assert_every_replica_worked(kept.seen)
+        deferred = any(a.deferred(row).any() for a in kept.seen for row in range(len(a.components) - 1))
+        assert deferred == (case.balance in _DEFERRING)
+
+
+def test_replicas_keep_equal_optimizer_states() -> None:
+    """AdamW, step after step, on parameters that two ranks hold."""
+    case = Case(encoders=(2,), language_model=2, balance=ALL_DEFERRED)
+    steps = [draw("llava", shapes, seed) for seed, shapes in enumerate((MIXED, *STEPS[1:4], MIXED), 50)]
+    wanted = in_one_process(_model(case.family, case.freeze), steps, ADAMW)
+    with _engine(case, case.balance, ADAMW) as engine:
+        got = in_an_engine(engine, steps, learning_rate=None)
+    assert [step.loss for step in got.outcomes] == pytest.approx(
+        [step.loss for step in wanted.outcomes], rel=LOSS_TOLERANCE
+    )
+    _assert_parameters(got.parameters, wanted.parameters)
+
+
+def test_steps_say_who_balanced_them() -> None:
+    case = Case(encoders=(1,), language_model=2, balance="auto")
+    even = [Shape(text=20, images=1)] * 4
+    with _engine(case, case.balance) as engine:
+        uneven = engine.step(draw("llava", MIXED, 1)).balance
+        assert engine.step(draw("llava", even, 1)).balance.startswith("arrival: imbalance 0.0% is below 5%")
+    assert "imbalance" in uneven
