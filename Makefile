@@ -8,8 +8,8 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test test-all lint type format bench bench-planner bench-sim bench-frozen bench-entrain bench-balance bench-chain \
-	bench-attention bench-cp bench-gpu coverage clean
+.PHONY: help venv demo test test-all lint type format bench bench-planner bench-sim bench-frozen bench-entrain bench-balance bench-step \
+	bench-chain bench-attention bench-cp bench-gpu coverage clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -60,6 +60,11 @@ bench-entrain: $(STAMP)  ## how stable is a stage allocation over batches of a d
 
 bench-balance: $(STAMP)  ## balancing of samples over replicas and microbatches: milliseconds and distance to the optimum
 	$(BIN)/python -P benchmarks/balance.py
+
+bench-step: $(STAMP)  ## whole steps simulated on the settings of Entrain, OrchMLLM and DFLOP, beside their figures
+	$(BIN)/python -P benchmarks/step_entrain.py
+	$(BIN)/python -P benchmarks/step_orchmllm.py
+	$(BIN)/python -P benchmarks/step_dflop.py
 
 bench-chain: $(STAMP)  ## a text-only chain against torch's Schedule1F1B; fails below a ratio of 1.0
 	$(BIN)/python -P benchmarks/chain.py

@@ -25,7 +25,6 @@ Size = int | sympy.Expr
 LOCAL_TOKENS = sympy.Symbol("local_tokens", integer=True, positive=True)
 """Tokens that one rank holds, free rows included: what a size over tokens becomes once they are spread."""
 
-_CONSEQUENCE = "plan this model without context parallelism"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +68,9 @@ class TokenFlow:
     """Makes the spread form of a whole value: (value, its token dim, filler of free rows)."""
     axes: dict[fx.Node, TokenAxis] = field(default_factory=dict)
     """Token dim of every spread value; of a tuple, that of its items."""
+    task: str = "context parallelism cannot spread the tokens of"
+    """What is refused where tokens cannot be followed, and what to do then, for messages."""
+    consequence: str = "plan this model without context parallelism"
 
     def number(self, size: Size) -> int:
         """A size in the captured batch."""
@@ -119,8 +121,8 @@ class TokenFlow:
         layer = self.graph.component(component_of(node)).layers[note.layer]
         where = f"module {note.module_path}" if note.module_path else "the model's own forward"
         raise PlanError(
-            f"context parallelism cannot spread the tokens of layer {layer.index} of {note.component} ({layer.name}): "
-            f"{node.name} = {op_name(node)} in {where} is not token-wise: {reason}; {_CONSEQUENCE}"
+            f"{self.task} layer {layer.index} of {note.component} ({layer.name}): "
+            f"{node.name} = {op_name(node)} in {where} is not token-wise: {reason}; {self.consequence}"
         )
 
 

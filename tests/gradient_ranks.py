@@ -38,7 +38,7 @@ def summed(cases: Sequence[Case], num_ranks: int, folder: Path) -> list[list[Gra
 
 def _rank(rank: int, num_ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), num_ranks)
+    store = dist.FileStore(str(folder / "store"), num_ranks)  # pyright: ignore[reportPrivateImportUsage]
     groups = Groups.connect(store, rank, num_ranks, torch.device("cpu"), local=True)
     cases: list[Case] = torch.load(folder / "cases", weights_only=False)
     found: list[Gradients] = []

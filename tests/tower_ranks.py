@@ -61,6 +61,7 @@ def run_towers(
             last = time.monotonic() + timeout_s
         if last is not None and time.monotonic() > last:
             for process in running.processes:
+                assert process is not None
                 process.kill()
             raise TimeoutError(f"ranks still run after {timeout_s} s")
     by_rank = [torch.load(folder / f"shares_{rank}", weights_only=False) for rank in range(num_ranks)]

@@ -54,7 +54,7 @@ EXAMPLES = {
     ),
     "step": (
         "mmcompile plan examples/configs/llava-tiny.json --cluster 1x4xH100 --stats stats.json --global-batch 32 --replicas 2 "
-        "--microbatches 4 -o two.json",
+        "--microbatches 4 --placement disjoint -o two.json",
         "mmcompile step --plan two.json --stats synthetic:cocoqa:64",
         "mmcompile step --plan two.json --stats stats.json --balance joint --step 3 --png step.png",
         "mmcompile step --plan two.json --stats stats.json --all",

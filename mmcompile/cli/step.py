@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from mmcompile.cli.console import print_json, print_text
+from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.options import STATS_HELP, JsonOption, PlanOption
 from mmcompile.cli.planning import read_dataset
+from mmcompile.errors import ConfigError
 from mmcompile.plan.plan import Plan
 from mmcompile.report.step_balance import balanced_step
 from mmcompile.report.step_picture import draw_step
@@ -31,29 +32,36 @@ def step(
     seed: Annotated[int, typer.Option(min=0, help="Of the samples drawn.")] = 0,
     balance: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(BALANCERS)}.")] = Auto.name,
     every: Annotated[bool, typer.Option("--all", help="Compare all balancers, in place of the bars.")] = False,
-    rows: Annotated[int, typer.Option(min=1, help="Microbatches shown of a component: the heaviest.")] = MAX_ROWS,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Microbatches shown of a component: the heaviest.", show_default=str(MAX_ROWS)),
+    ] = None,
     png: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the step as a picture too.", show_default=False)
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Balance one step of a plan: what each microbatch of each replica costs before and after, and what that saves."""
-    balancer(balance)
-    found = balanced_step(
-        Plan.load(plan),
-        read_dataset(stats),
-        source=str(plan),
-        samples=samples,
-        seed=seed,
-        step=number,
-        balance=balance,
-        every=every,
-    )
+    if rows is not None and (every or json):
+        raise ConfigError(f"--rows has no effect together with {'--all' if every else '--json'}: no bars are printed")
+    balancer(balance)  # a wrong name is told before anything is read
+    loaded, dataset = Plan.load(plan), read_dataset(stats)
+    with busy("balancing"):
+        found = balanced_step(
+            loaded,
+            dataset,
+            source=str(plan),
+            samples=samples,
+            seed=seed,
+            step=number,
+            balance=balance,
+            every=every,
+        )
     if png is not None:
         draw_step(png, found)
     if json:
         print_json(found.to_json() | ({} if png is None else {"output": str(png)}))
         return
-    print_text(step_text(found, width=shutil.get_terminal_size((100, 24)).columns, max_rows=rows))
+    print_text(step_text(found, width=shutil.get_terminal_size((100, 24)).columns, max_rows=rows or MAX_ROWS))
     if png is not None:
         print_text(f"\nwritten to {png}")

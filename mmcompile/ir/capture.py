@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ def capture(
     batch: Mapping[str, Any],
     *,
     dynamic: Mapping[str, Any] | None = None,
+    varying: Mapping[str, Iterable[int]] | None = None,
     reference: Sequence[Component] | None = None,
 ) -> Capture:
     """Capture the training step of `model` on `batch`, with no knowledge of the model's code.
@@ -44,6 +45,7 @@ def capture(
             padding are baked in (and guarded).
         dynamic: a second batch of the same inputs: dims in which it differs are kept symbolic as far as the model's code lets
             them be; where it does not, or symbolic capture fails, the graph holds for one size (a bucket) and says why.
+        varying: input name -> dims to keep symbolic in the same way, where no second batch shows them.
         reference: components of an earlier capture of this model, whose layer order is then kept.
 
     Raises:
@@ -51,8 +53,12 @@ def capture(
         CaptureError: no road worked; the message has one reason per road.
     """
     batch = completed(model, batch)
-    varying = differing_dims(batch, completed(model, dynamic)) if dynamic is not None else {}
-    trace, reasons = _trace(model, batch, varying)
+    wanted = {name: frozenset(dims) for name, dims in (varying or {}).items()}
+    if dynamic is not None:
+        for name, dims in differing_dims(batch, completed(model, dynamic)).items():
+            wanted[name] = wanted.get(name, frozenset()) | frozenset(dims)
+    kept = {name: tuple(sorted(dims)) for name, dims in wanted.items() if dims}
+    trace, reasons = _trace(model, batch, kept)
     structure = find_structure(trace.module, reference)
     parameters, buffers = _parameters(model), tuple(name for name, _ in model.named_buffers())
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -66,7 +72,7 @@ def capture(
         buffers=buffers,
         loss=trace.loss,
         road=Road.SYMBOLIC if trace.sizes.dynamic() else Road.BUCKET,
-        reasons=(*reasons, *_fixed(varying, trace.sizes.dynamic())),
+        reasons=(*reasons, *_fixed(kept, trace.sizes.dynamic())),
         dynamic=trace.sizes.dynamic(),
         hints={str(symbol): value for symbol, value in (trace.sizes.bind(tensors) or {}).items()},
         num_samples=num_samples(batch),

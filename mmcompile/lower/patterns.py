@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mmcompile.errors import CaptureError
-from mmcompile.ir.capture import Capture, capture
+from mmcompile.ir.capture import Capture, capture, differing_dims
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.sizes import Shape, evaluate
@@ -87,7 +87,16 @@ class _Family:
 
     patterns: list[_Pattern] = field(default_factory=list)
     example: Mapping[str, Any] | None = None
-    """The first batch: sizes in which a later one differs are worth keeping symbolic."""
+    """The first batch."""
+    varying: dict[str, set[int]] = field(default_factory=dict)
+    """Input name -> dims in which any later batch differed from it: worth keeping symbolic."""
+
+    def note(self, batch: Mapping[str, Any]) -> None:
+        """Remember in which dims a batch differs from the first one."""
+        if self.example is None:
+            self.example = batch
+        for name, dims in differing_dims(batch, self.example).items():
+            self.varying.setdefault(name, set()).update(dims)
 
 
 class Patterns:
@@ -149,10 +158,9 @@ class Patterns:
     def _capture(self, batch: Mapping[str, Any], family: _Family) -> _Pattern:
         if self._on_capture is not None:
             self._on_capture(self.num_captures)
-        captured = capture(self._model, batch, dynamic=family.example, reference=self._components)
+        family.note(batch)
+        captured = capture(self._model, batch, varying=family.varying, reference=self._components)
         Pipeline(passes=(GradientFlow(),)).run(captured.graph)
-        if family.example is None:
-            family.example = batch
         self.num_captures += 1
         return self._lowered(captured, batch)
 

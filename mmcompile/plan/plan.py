@@ -199,6 +199,21 @@ class SampleRate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """Whether samples may be packed into one row of tokens."""
+
+    isolates: bool
+    """Nothing of a sample reaches another one of its row, forward or backward."""
+    reason: str
+    """How they are kept apart, or where they meet."""
+
+    def __str__(self) -> str:
+        return (
+            f"packing: documents are isolated ({self.reason})" if self.isolates else f"packing refused: {self.reason}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Where every layer runs. `str(plan)` is the table; `to_json` / `from_json` round-trip it."""
 
@@ -229,6 +244,8 @@ class Plan:
     """What a reader should know: assumptions, limits of the search, constraints that bind."""
     sample_rates: tuple[SampleRate, ...] = ()
     """One for each component, chain by chain; () for a plan that prices no samples."""
+    packing: Packing | None = None
+    """Whether samples may be packed into rows; None where it was not asked for."""
     version: int = PLAN_VERSION
 
     @property

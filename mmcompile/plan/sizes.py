@@ -198,7 +198,11 @@ class SampleSizes:
     def _each(self, geometry: Geometry) -> Lengths:
         """One for every sample that brings anything."""
         present = np.ones(self.texts.num_samples, dtype=np.bool_)
-        media = [own for own, words in MEDIA_WORDS.items() if any(word in name for name in geometry.sources for word in words)]
+        media = [
+            own
+            for own, words in MEDIA_WORDS.items()
+            if any(word in name for name in geometry.sources for word in words)
+        ]
         if geometry.sources and self.inputs:
             present = np.array([not own.isdisjoint(geometry.sources) for own in self.inputs], dtype=np.bool_)
         elif media:

@@ -61,10 +61,10 @@ def _arrays(loads: list[Load]) -> _Arrays:
 
 def _served(drawn: MicrobatchLoads, chain: Chain, count: int, replicas: int) -> dict[str, _Arrays]:
     """Component -> loads of the chain's first replica."""
-    served, part = max(replicas // chain.dp, 1), min(replicas / chain.dp, 1.0)
+    served = np.clip(replicas / chain.dp - np.arange(replicas), 0.0, 1.0)  # part of each replica's microbatch
 
     def own(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        return rows.reshape(count, replicas)[:, :served].sum(axis=1) * part
+        return rows.reshape(count, replicas) @ served
 
     return {name: (own(rows), own(drawn.squares[name])) for name, rows in drawn.tokens.items()}
 

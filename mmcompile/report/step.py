@@ -14,7 +14,7 @@ from mmcompile.plan.plan import Plan, Stage
 from mmcompile.step.assignment import Assignment, SampleCosts
 from mmcompile.step.balance.baselines import Arrival
 from mmcompile.step.balance.exchange import exchange
-from mmcompile.step.towers import towers
+from mmcompile.plan.towers import towers
 
 Loads = tuple[tuple[float, ...], ...]
 """Seconds, [replicas][microbatches]."""

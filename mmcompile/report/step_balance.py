@@ -19,7 +19,7 @@ from mmcompile.step.balance.baselines import Arrival
 from mmcompile.step.balance.registry import BALANCERS, balancer
 from mmcompile.step.sample_costs import costs_of_shapes
 from mmcompile.step.simulated import StepShape, step_time
-from mmcompile.step.towers import towers
+from mmcompile.plan.towers import towers
 
 
 def balanced_step(

@@ -61,7 +61,7 @@ def _figures(step: BalancedStep) -> Iterator[str]:
         ("straggler seconds", *_seconds(straggler), _saved(straggler)),
     ]
     yield from (line.rstrip() for line in columns(rows, left={0, 3}))
-    yield "times are of samples alone: what a microbatch costs whatever is in it is the same on both sides and left out"
+    yield "times are of samples alone; what a microbatch costs whatever is in it is left out"
     if max(component.replicas for component in step.components) > 1:
         yield "straggler seconds: at each microbatch, a component's slowest replica less the mean of its replicas; summed"
     else:
@@ -143,7 +143,7 @@ def _table_row(each: Tried, arrival_s: float) -> tuple[str, ...]:
         each.name,
         format_seconds(step_s),
         _percent(step_s, arrival_s),
-        format_seconds(each.straggler_s or 0.0),
+        _time(each.straggler_s or 0.0).strip(),
         str(each.deferred),
         each.reason,
     )

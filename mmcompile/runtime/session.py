@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -91,6 +92,8 @@ class Session(ABC):
         self._broken = message
         self._abort(message)
         self._runner.end(1.0)
+        # A thread that a peer's end releases only while Python shuts down would abort this process.
+        atexit.register(self._runner.end, _CLOSE_S)
 
     def _own(self, error: Exception) -> str:
         if isinstance(error, EngineError):

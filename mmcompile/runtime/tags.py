@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
-
 from mmcompile.errors import EngineError
 from mmcompile.plan.placement import PlacedStage
 from mmcompile.runtime.rows import Edge
@@ -23,7 +21,7 @@ class Tags:
 
     The number of the microbatch that makes a value, and the stages that make and read it, leave no choice of the microbatch that
     reads it; so with the place of the value among those of its edge, and the direction, they are enough. Stages count among those
-    of their rank.
+    of their rank. NCCL needs no tags: both sides of a schedule have the messages of two stages in the same order.
     """
 
     def __init__(self, plan: StepPlan, stages: Sequence[PlacedStage]) -> None:
@@ -48,18 +46,3 @@ class Tags:
         """Tag of a value on an edge; the one after it is free."""
         stages = self._place[edge.producer] * self._num_stages + self._place[edge.consumer]
         return (((number * self._num_values + place) * self._num_stages**2 + stages) * 2 + int(backward)) * 2
-
-
-def check_lags(plan: StepPlan, device: torch.device) -> None:
-    """Refuse what NCCL cannot match: it has no tags, and messages between two stages arrive in the order in which they left only
-    if samples are deferred by one slot at most.
-
-    Raises:
-        EngineError: saying so.
-    """
-    lag = max((microbatch.lag for microbatch in plan.microbatches), default=0)
-    if device.type == "cuda" and lag > 1:
-        raise EngineError(
-            f"step {plan.step} defers samples by {lag} slots; on CUDA at most 1, since NCCL matches messages by their "
-            "order only: use another balancer"
-        )

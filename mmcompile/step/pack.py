@@ -29,23 +29,19 @@ class Packer:
     model: nn.Module = field(repr=False)
     pad: Mapping[str, int | float] = field(default_factory=dict)
     """Padding value of media whose dims differ, by input name; 0 by default."""
-    shifts_labels: bool = True
-    """The model's loss compares the logits of a token with the label of the next one."""
 
     @classmethod
-    def of(cls, model: nn.Module, pad: Mapping[str, int | float] | None = None, shifts_labels: bool = True) -> Packer:
+    def of(cls, model: nn.Module, pad: Mapping[str, int | float] | None = None) -> Packer:
         """A packer for `model`.
 
         Raises:
-            PlanError: the model takes no `input_ids` or no `position_ids`, or is an encoder-decoder.
+            PlanError: the model takes no `input_ids` or no `position_ids`.
         """
         takes = inspect.signature(model.forward).parameters
         for name in ("input_ids", "position_ids"):
             if name not in takes:
                 raise PlanError(f"{type(model).__name__}.forward takes no {name}, so it cannot know where documents begin")
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            raise PlanError(f"the encoder of {type(model).__name__} reads the whole text and cannot tell documents apart")
-        return cls(model=model, pad=dict(pad or {}), shifts_labels=shifts_labels)
+        return cls(model=model, pad=dict(pad or {}))
 
     def pack(self, samples: Sequence[Sample], first: int = 0) -> dict[str, Value]:
         """Join per-conversation samples into one batch of one row.
@@ -101,8 +97,7 @@ class Packer:
                 f"sample {number} cannot be packed: {lost} labels of its padding (attention_mask 0) are not {IGNORED_LABEL}; "
                 "padding is cut away, so give it no labels"
             )
-        if self.shifts_labels:
-            found[:, 0] = IGNORED_LABEL
+        found[:, 0] = IGNORED_LABEL  # the token before it is of another document
         return found
 
 

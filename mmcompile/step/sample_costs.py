@@ -41,8 +41,8 @@ def costs_of_shapes(plan: Plan, shapes: Sequence[SampleShape]) -> SampleCosts:
 def costs_of_samples(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
     """Price what a processor returned, by the rules that sized the batch which the plan was made from.
 
-    Texts are as long as their `attention_mask` has ones, else as their `input_ids`; images and sounds as their grids say, else the
-    shapes of their inputs. A microbatch pads to its longest text; a sample's cost is that of its own length.
+    Texts are as long as their `attention_mask` has ones, else as their `input_ids`; images and sounds as their grids say,
+    else the shapes of their inputs. A microbatch pads to its longest text; a sample's cost is that of its own length.
 
     Returns, Raises:
         As `costs_of_shapes`.
@@ -81,7 +81,9 @@ def _rates(plan: Plan, chains: Sequence[Chain]) -> list[SampleRate]:
     found = [rate for name in names for rate in plan.sample_rates if rate.chain == name]
     for name in names:
         if all(rate.chain != name for rate in found):
-            raise PlanError(f"the plan has no rate for {name} to price samples with; make it anew with `mmcompile plan`")
+            raise PlanError(
+                f"the plan has no rate for {name} to price samples with; make it anew with `mmcompile plan`"
+            )
     return found
 
 

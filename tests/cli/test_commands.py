@@ -56,6 +56,25 @@ def test_plan_show_and_stages(run: Run, tiny: Path, tmp_path: Path) -> None:
     assert sorted(path.stem for path in (tmp_path / "stages").iterdir()) == sorted(STAGES)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "expected"),
+    [
+        (("--replicas", "2"), [2, 2]),
+        (("--replicas", "language_model=2", "--replicas", "vision_tower=3"), [3, 2]),
+        (("--replicas", "language_model=1,vision_tower=2"), [2, 1]),
+    ],
+)
+def test_plan_with_replicas(
+    replicas: tuple[str, ...], expected: list[int], run: Run, tiny: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    made = run("plan", tiny, "--cluster", "1x8xH100", "--projector", "with_encoder", *replicas, "-o", file)
+    assert made.code == 0, made.err
+    assert [chain.dp for chain in Plan.load(file).chains] == expected
+    assert all(f"dp {number}" in made.out for number in expected)
+    assert ("x 2 replicas" in made.out) == (expected[-1] == 2)
+
+
 def test_plan_with_shared_tokens(run: Run, tiny: Path) -> None:
     outcome = run("plan", str(tiny), "--context-parallel", "2", "--cluster", "1x4xH100", "--json")
     assert outcome.code == 0, outcome.err

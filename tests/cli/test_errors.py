@@ -41,6 +41,21 @@ TINY = str(CONFIGS / "llava-tiny.json")
         (f"plan {TINY} --tensor-parallel few", r"--tensor-parallel is 'few'; give a number from 1 on, or search"),
         (f"plan {TINY} --tensor-parallel 0", r"--tensor-parallel is '0'"),
         (f"plan {TINY} --replicas search", r"--replicas search has no effect without --global-batch"),
+        (f"plan {TINY} --replicas few", r"--replicas is 'few'; give a number from 1 on, or search"),
+        (
+            f"plan {TINY} --replicas 2 --replicas 3",
+            r"--replicas is given 2 and 3; give one number, or NAME=N for each chain",
+        ),
+        (f"plan {TINY} --replicas vision_tower=0", r"--replicas 'vision_tower=0' is not NAME=N with N at least 1"),
+        (f"plan {TINY} --replicas a=1,a=2", r"--replicas names 'a' twice: 1 and 2"),
+        (
+            f"plan {TINY} --replicas language=2",
+            r"no chain 'language' to give 2 replicas; chains and components are vision",
+        ),
+        (
+            f"plan {TINY} --replicas 3 --cluster 1x4xH100",
+            r"replicas language_model 3\) need 6 devices, got 4 of 1x4xH100; ask for fewer stages or replicas",
+        ),
         (f"plan {TINY} --schedule search", r"--schedule search has no effect without --global-batch"),
         (f"plan {TINY} --stats synthetic:cocoqa", r"--stats has no effect without --global-batch"),
         (
@@ -60,6 +75,10 @@ TINY = str(CONFIGS / "llava-tiny.json")
         ("simulate --plan x.json --output x.png", r"--output is for --emit png or chrome"),
         ("simulate --plan x.json --emit chrome -o x.json --schedule all", r"name one schedule for --emit chrome"),
         ("step --plan nothing.json --stats synthetic:cocoqa:8", r"cannot read plan nothing\.json"),
+        (
+            "step --plan x.json --stats x --rows 3 --all",
+            r"--rows has no effect together with --all: no bars are printed",
+        ),
         ("step --plan nothing.json --stats x --balance best", r"no balancer 'best'; there are arrival, .*, auto"),
         ("stats nowhere", r"cannot read a dataset from nowhere"),
         ("stats synthetic:cocoqa --patch-size 16", r"have no effect on synthetic:cocoqa: it is no folder of images"),

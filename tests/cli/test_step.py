@@ -14,7 +14,7 @@ from cli_run import CONFIGS, Run
 from mmcompile.plan.plan import Plan
 from mmcompile.step.assignment import Assignment
 from mmcompile.step.balance.registry import BALANCERS
-from mmcompile.step.towers import towers
+from mmcompile.plan.towers import towers
 
 DATA = "synthetic:chartqa:64"
 

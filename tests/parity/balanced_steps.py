@@ -153,12 +153,8 @@ def in_an_engine(engine: Engine, steps: Sequence[Sequence[Batch]], learning_rate
 
 
 def _changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor], learning_rate: float) -> dict[str, Tensor]:
-    """Gradients by name; what did not change at all had none."""
-    return {
-        name: (before[name] - tensor) / learning_rate
-        for name, tensor in after.items()
-        if not torch.equal(before[name], tensor)
-    }
+    """Gradients by name, of buffers too: 0 where nothing changed."""
+    return {name: (before[name] - tensor) / learning_rate for name, tensor in after.items()}
 
 
 def _names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

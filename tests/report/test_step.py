@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from mmcompile.data.synthetic import synthetic
 from mmcompile.errors import ConfigError, OutputError
 from mmcompile.plan.plan import Plan
 from mmcompile.report.palette import colours
-from mmcompile.report.step import BalancedStep, Change, components_of, straggler_s
+from mmcompile.report.step import BalancedStep, Change, Tried, components_of, straggler_s
 from mmcompile.report.step_balance import balanced, drawn, step_grid, step_samples, tried
 from mmcompile.report.step_picture import MAX_BARS, draw_step
 from mmcompile.report.step_text import bar, step_text
@@ -26,6 +27,15 @@ from mmcompile.step.balance.bounds import pipelined
 from mmcompile.step.balance.registry import BALANCERS
 
 NAMES = ("vision", "audio", "language_model")
+
+
+TRIED = (
+    Tried(name="arrival", simulated_s=0.5, straggler_s=0.06, deferred=0, reason=""),
+    Tried(name="joint", simulated_s=0.4, straggler_s=0.0, deferred=0, reason=""),
+    Tried(name="hierarchical", simulated_s=0.375, straggler_s=0.01, deferred=12, reason=""),
+    Tried(name="node-local", simulated_s=None, straggler_s=None, deferred=0, reason="too many microbatches; use joint"),
+    Tried(name="auto", simulated_s=0.4, straggler_s=0.0, deferred=0, reason="imbalance 60.0%; joint takes 20.0% less"),
+)
 
 
 def plan_of(replicas: tuple[int, int, int], num_microbatches: int) -> Plan:
@@ -74,13 +84,18 @@ def step_of(
     ("file", "step", "rows"),
     [
         ("step.txt", lambda: step_of("hierarchical"), 32),
-        ("step_large.txt", lambda: step_of("auto", (8, 2, 8), 16, 600), 5),
-        ("step_alone.txt", lambda: step_of("auto", (1, 1, 1), 2, 6), 32),
-        ("step_all.txt", lambda: step_of("auto", every=True), 32),
+        ("step_large.txt", lambda: step_of("post-balance", (8, 2, 8), 16, 600), 5),
+        ("step_alone.txt", lambda: step_of("joint", (1, 1, 1), 2, 6), 32),
+        ("step_all.txt", lambda: replace(step_of("hierarchical"), balancers=TRIED), 32),
     ],
 )
 def test_text(file: str, step: Callable[[], BalancedStep], rows: int, golden: Callable[[str, str], None]) -> None:
     golden(file, step_text(step(), width=100, max_rows=rows))
+
+
+def test_text_says_what_auto_chose() -> None:
+    step = step_of("auto")
+    assert step.balancer != "auto" and f"\nauto chose {step.balancer}: {step.reason}\n" in step_text(step)
 
 
 @pytest.mark.parametrize("width", [40, 72, 100, 300])

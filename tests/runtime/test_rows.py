@@ -11,16 +11,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from hand_towers import parameters, placed_stages, programs_of, tower_samples, tower_step
+from hand_towers import WIDTH, parameters, placed_stages, programs_of, tower_samples, tower_step
 from torch import nn
 from tower_ranks import TowerJob, loaded_on, schedule_of
 
 from mmcompile.errors import EngineError, VerifyError
+from mmcompile.plan.placement import PlacedStage
 from mmcompile.plan.simulator.schedule import Action, ActionKind
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.links import Mail
 from mmcompile.runtime.rows import Edge, Routes, Rows, added, assembled, check_covered, packed
-from mmcompile.runtime.stages import LoadedStage
+from mmcompile.runtime.stages import LoadedStage, Stages
 from mmcompile.runtime.tags import Tags
 from mmcompile.step.step_plan import Range, StepPlan, ValueShape
 
@@ -95,16 +96,20 @@ def test_every_row_arrives_once(into: Sequence[Range], words: str) -> None:
 
 
 def job(lag: int = 0, ranks: int = 2) -> TowerJob:
+    """Two replicas of the vision tower, one of the language model."""
+    return job_on(placed_stages({"vision": 2, "audio": 1, "language_model": 1}, ranks), lag)
+
+
+def job_on(stages: tuple[PlacedStage, ...], lag: int = 0) -> TowerJob:
     samples = tower_samples([2, 1, 3, 1, 2, 2])
     deal = random.Random(lag)
     home = [(0, slot) for slot in (0, 1, 2, 2, 3, 4)]
-    replicas = {"vision": 2, "audio": 1, "language_model": 1}
     places = {
         "vision": [(index % 2, max(0, slot - deal.randint(0, lag))) for index, (_, slot) in enumerate(home)],
         "audio": [None] * 6,
         "language_model": home,
     }
-    return TowerJob(step=tower_step(samples, places, placed_stages(replicas, ranks), num_slots=5))
+    return TowerJob(step=tower_step(samples, places, stages, num_slots=5))
 
 
 def with_exchange(plan: StepPlan, position: int, **changes: object) -> StepPlan:
@@ -120,7 +125,6 @@ def with_exchange(plan: StepPlan, position: int, **changes: object) -> StepPlan:
         ({"into": ((0, 1),)}, r"rows \(0, 2\) of sample 0 are not as many as rows \(0, 1\)"),
         ({"rows": ((1, 3),)}, r"rows \(1, 3\) of sample 0 lie outside a value of 2 rows"),
         ({"samples": (0, 1)}, "1 ranges made, 1 read, 2 samples"),
-        ({"target": 6}, "goes to two microbatches of language_model.1#0"),
     ],
 )
 def test_an_exchange_that_does_not_fit_is_refused(changes: dict[str, object], words: str) -> None:
@@ -133,6 +137,17 @@ def test_an_exchange_that_does_not_fit_is_refused(changes: dict[str, object], wo
             Routes(with_exchange(twin, 1, **changes), step.stages, rank)
 
 
+def test_a_microbatch_goes_to_one_slot_of_a_stage() -> None:
+    step = job().step
+    second = [m.index for m in step.plan.microbatches if m.tower == "language_model"][1]
+    twin = replace(step.plan, exchanges=(step.plan.exchanges[0], *step.plan.exchanges))
+    with pytest.raises(
+        VerifyError, match=r"microbatch 0 of vision\.0#0 goes to two microbatches of language_model\.1#0"
+    ):
+        for rank in range(2):
+            Routes(with_exchange(twin, 1, target=second), step.stages, rank)
+
+
 def test_a_reader_without_all_its_rows_is_refused() -> None:
     step = job(ranks=1).step
     plan = replace(step.plan, exchanges=step.plan.exchanges[1:])
@@ -143,63 +158,49 @@ def test_a_reader_without_all_its_rows_is_refused() -> None:
 
 
 def test_rows_of_another_sample_are_found() -> None:
-    """The first message of rank 0, to a reader that expects other samples."""
-    planned = job()
+    """Rank 0 sends rows of sample 0, rank 1 expects them to be of sample 5."""
+    dealt = placed_stages({"vision": 2, "audio": 1, "language_model": 1}, 1)
+    stages = tuple(replace(stage, ranks=(int(stage.tower == "language_model"),)) for stage in dealt)
+    planned = job_on(stages)
     actions = schedule_of(planned).ranks
-    send = next(
-        a for a in actions[0] if a.kind is ActionKind.SEND_F and a.peer_microbatch is not None or _crosses(planned, a)
-    )
+    send = next(action for action in actions[0] if action.kind is ActionKind.SEND_F)
     receive = next(a for a in actions[1] if a.kind is ActionKind.RECV_F and a.peer == send.stage)
-    position = next(
-        at for at, e in enumerate(planned.step.plan.exchanges) if (e.producer, e.source) == _source(planned, send)
-    )
-    lie = with_exchange(planned.step.plan, position, samples=(5,))
+    assert (planned.step.plan.exchanges[0].producer, str(send)) == ("vision.0", "0SEND_F0>6")
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
-    def work(rank: int) -> str:
+    def mail_of(rank: int, plan: StepPlan, action: Action) -> tuple[Mail, list[Stages]]:
         groups = Groups.connect(store, rank, 2, CPU, local=True)
         held = {name: nn.Parameter(value) for name, value in parameters().items()}
         loaded = loaded_on(planned.step, groups, held)
-        plan = planned.step.plan if rank == 0 else lie
-        mail = Mail(groups, plan, planned.step.stages, loaded, [send] if rank == 0 else [receive], True)
-        if rank == 0:
-            microbatch = mail.microbatch(send.stage, send.microbatch)
-            slot = next(s for s in loaded[microbatch][send.stage].outputs if s.crossing)
-            rows = {shape.name: shape.shape for shape in plan.microbatches[microbatch].links}[slot.name]
-            mail.put_value(microbatch, send.stage, slot, torch.ones(rows, dtype=torch.float64))
-            mail.send(send)
-            mail.finish()
-            return ""
+        return Mail(groups, plan, stages, loaded, [action], check_rows=True), loaded
+
+    def sender() -> Mail:
+        mail, loaded = mail_of(0, planned.step.plan, send)
+        microbatch = mail.microbatch(send.stage, send.microbatch)
+        slot = next(slot for slot in loaded[microbatch][send.stage].outputs if slot.crossing)
+        mail.put_value(microbatch, send.stage, slot, torch.ones(2, WIDTH, dtype=torch.float64))
+        mail.send(send)
+        return mail
+
+    def receiver() -> str:
+        mail, _ = mail_of(1, with_exchange(planned.step.plan, 0, samples=(5,)), receive)
         with pytest.raises(VerifyError) as caught:
             mail.receive(receive)
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
-        _, message = pool.map(work, range(2))
-    assert f"{receive} of step 1, " in message
-    assert message.endswith("is of sample 0, wanted sample 5") or "wanted sample 5" in message
-
-
-def _crosses(planned: TowerJob, action: Action) -> bool:
-    peer = action.peer
-    stages = planned.step.stages
-    return action.kind is ActionKind.SEND_F and peer is not None and stages[peer].tower != stages[action.stage].tower
-
-
-def _source(planned: TowerJob, action: Action) -> tuple[str, int]:
-    placed = planned.step.stages[action.stage]
-    found = next(
-        m.index
-        for m in planned.step.plan.microbatches
-        if (m.tower, m.replica, m.number) == (placed.tower, placed.replica, action.microbatch)
-    )
-    return placed.program_name, found
+        # The sender's mail lives until its message has arrived.
+        sent, message = pool.submit(sender), pool.submit(receiver)
+        message.result()
+    assert sent.result() is not None
+    assert message.result().startswith(f"{receive} of step 1, ")
+    assert message.result().endswith(": row 0 of 2 is of sample 0, wanted sample 5")
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_messages_between_two_stages_leave_and_arrive_in_the_same_order(lag: int) -> None:
     """Where there are no tags, nothing else tells them apart."""
-    planned = job(lag)
+    planned = job(lag, ranks=3)
     sent: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
     received: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
     for action in itertools.chain(*schedule_of(planned).ranks):
@@ -218,22 +219,25 @@ def test_tags_of_two_ranks_are_all_different() -> None:
     plan, stages = planned.step.plan, planned.step.stages
     tags = Tags(plan, stages)
     found: dict[tuple[int, int], list[int]] = {}
+
+    def use(producer: int, consumer: int, backward: bool, *used: int) -> None:
+        ends = stages[producer].ranks[0], stages[consumer].ranks[0]
+        found.setdefault((ends[1], ends[0]) if backward else ends, []).extend(used)
+
     for rank in range(2):
         for edge, positions in Routes(plan, stages, rank).edges.items():
-            ends = stages[edge.producer].ranks[0], stages[edge.consumer].ranks[0]
-            if ends[0] == rank != ends[1]:
+            if stages[edge.producer].ranks[0] == rank != stages[edge.consumer].ranks[0]:
                 number = plan.microbatches[edge.source].number
                 for place, backward in itertools.product(range(len(positions)), (False, True)):
                     tag = tags.of(number, edge, place, backward)
-                    found.setdefault(ends[::-1] if backward else ends, []).extend([tag, tag + 1])
+                    use(edge.producer, edge.consumer, backward, tag, tag + 1)
     for microbatch in plan.microbatches:
         mine = [at for at, s in enumerate(stages) if (s.tower, s.replica) == (microbatch.tower, microbatch.replica)]
         for producer, consumer in itertools.permutations(mine, 2):
-            ends = stages[producer].ranks[0], stages[consumer].ranks[0]
             edge = Edge(microbatch.index, producer, microbatch.index, consumer)
             for place, backward in itertools.product(range(len(microbatch.links)), (False, True)):
                 tag = tags.of(microbatch.number, edge, place, backward)
-                found.setdefault(ends[::-1] if backward else ends, []).append(tag)
+                use(producer, consumer, backward, tag)
     assert found
     for used in found.values():
         assert len(set(used)) == len(used) and max(used) < tags.end

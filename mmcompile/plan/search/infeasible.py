@@ -191,18 +191,23 @@ def _microbatches(problem: Problem) -> Iterator[Way]:
     asked = problem.space.microbatches
     if asked is None:
         return
-    batch = _batch(problem)
-    for count in range(max(asked) + 1, batch + 1):
-        if batch % count == 0:
-            samples = batch // count
+    batch, share = _batch(problem), _share(problem)
+    for count in range(max(asked) + 1, share + 1):
+        if share % count == 0:
+            samples = share // count
             words = f"{count} microbatches of {samples} sample{'s' if samples != 1 else ''}"
             yield words, _changed(problem, global_batch=batch, microbatches=(count,))
 
 
 def _batch(problem: Problem) -> int:
     """Samples of a step."""
-    asked = problem.space.microbatches
-    return problem.global_batch or problem.graph.num_samples * max(asked or (1,))
+    asked, replicas = problem.space.microbatches, min(problem.space.dp or (1,))
+    return problem.global_batch or problem.graph.num_samples * max(asked or (1,)) * replicas
+
+
+def _share(problem: Problem) -> int:
+    """Samples of a replica in a step, where there are fewest replicas."""
+    return _batch(problem) // min(problem.space.dp or (1,))
 
 
 def _everything(problem: Problem) -> Problem:
@@ -212,7 +217,7 @@ def _everything(problem: Problem) -> Problem:
         problem.space,
         tp=SearchSpace.everything(problem.cluster).tp,
         recomputes=("full",),
-        microbatches=(_batch(problem),) if smaller else problem.space.microbatches,
+        microbatches=(_share(problem),) if smaller else problem.space.microbatches,
     )
     return replace(problem, space=space, global_batch=_batch(problem) if smaller else problem.global_batch)
 

@@ -29,7 +29,9 @@ class JoinedEncoders:
     tail_s: Array
 
     @classmethod
-    def of(cls, chains: ChainSet, options: Sequence[Options], schedule: ScheduleKind, *, everything: bool) -> JoinedEncoders:
+    def of(
+        cls, chains: ChainSet, options: Sequence[Options], schedule: ScheduleKind, *, everything: bool
+    ) -> JoinedEncoders:
         zero = np.zeros(1)
         chosen = np.zeros((1, 0), dtype=np.int64)
         ranks, slowest_s, tail_s = np.zeros(1, dtype=np.int64), zero, zero

@@ -49,7 +49,7 @@ class Problem:
     replicas: Mapping[str, int] = field(default_factory=dict)
     """Chain or component name -> replicas, where that is decided."""
     replicas_follow: bool = False
-    """Chains whose replicas are not decided have as many as the last, and that one where it is not named; else the search chooses."""
+    """Chains whose replicas are not decided have as many as the last, which then has 1 if not named; else the search chooses."""
     entries: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """(producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent."""
     beat_s: float = float("inf")

@@ -30,8 +30,8 @@ def decided_replicas(chains: ChainSet, wanted: Mapping[str, int], *, follow: boo
 
     Args:
         wanted: chain or component name -> replicas.
-        follow: chains that are not named, in a tower without any, have as many as the last chain, and that one where it is not named;
-            otherwise the search chooses.
+        follow: chains that are not named, in a tower without any, have as many as the last chain, which has 1 if it is not
+            named; otherwise the search chooses.
     """
     found: list[int | None] = [None] * len(chains.chains)
     for tower in towers_of(chains):
@@ -61,7 +61,9 @@ def with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follow
     names = dict.fromkeys(name for each in sets for chain in each.chains for name in (chain.name, *chain.components))
     for name, number in wanted.items():
         if name not in names:
-            raise PlanError(f"no chain {name!r} to give {number} replicas; chains and components are {', '.join(names)}")
+            raise PlanError(
+                f"no chain {name!r} to give {number} replicas; chains and components are {', '.join(names)}"
+            )
         if number < 1:
             raise PlanError(f"{name} cannot have {number} replicas; give 1 or more")
     fitting = [chains for chains in sets if decided_replicas(chains, wanted, follow=follow) is not None]
@@ -72,7 +74,7 @@ def with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follow
             for chains in sets
         )
         raise PlanError(
-            f"no placement gives {asked} replicas: chains that lead from one encoder to the language model have equally many, and "
-            f"so have components of one chain; they are {towers}"
+            f"no placement gives {asked} replicas: chains that lead from one encoder to the language model have equally many, "
+            f"and so have components of one chain; they are {towers}"
         )
     return fitting

@@ -201,8 +201,8 @@ def searched(problem: Problem, strategy: str = AUTO) -> tuple[BranchAndBound, Ju
                 engine.judge([candidate], strategy)
         if proposed and not engine.judged:
             raise ConfigError(
-                f"strategy {strategy} decides replicas itself, and found none with {_named_counts(problem.replicas)}; ask for other "
-                "replicas, or take strategy auto"
+                f"strategy {strategy} decides replicas itself, and found none with {_named_counts(problem.replicas)}; ask for "
+                "other replicas, or take strategy auto"
             )
         return engine, engine.best()
     for chains in problem.sets:
@@ -302,9 +302,8 @@ def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global
         space = replace(space, microbatches=(num_microbatches,))
     if shards > 1:
         space = replace(space, cp=(shards,))
-    if global_batch is None:
-        if space.microbatches is None:
-            raise PlanError("num_microbatches or global_batch is needed: one of them says how much a step is")
+    if global_batch is None and space.microbatches is None:
+        raise PlanError("num_microbatches or global_batch is needed: one of them says how much a step is")
     return space
 
 

@@ -220,9 +220,9 @@ def schedule_units(
 ) -> Schedule:
     """Order one step whose stages do not all compute the same samples together. `build_schedule` is the case without `edges`.
 
-    It cannot deadlock, and sends and receives of two stages are in the same order on both sides. As long as no edge skips a slot,
-    each receive stands right before its own computation; a message for a later slot is received before the computation that
-    needs one sent after it.
+    It cannot deadlock, and sends and receives of two stages are in the same order on both sides, whatever the slots. As long as
+    no edge leads more than one slot on, each receive stands right before its own computation. A message for a later slot than
+    that would be overtaken by messages sent after it: it is received with the first of those.
 
     Args:
         stages: all stages of the plan, those of every replica, each on one rank.

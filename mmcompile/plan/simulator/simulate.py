@@ -229,7 +229,9 @@ class _State:
             elif kind is send_f or kind is send_b:
                 other = action.peer_microbatch
                 channel = stage * num_stages + peer
-                start = max(now, channel_free.get(channel, 0.0))
+                start = channel_free.get(channel, 0.0)
+                if now > start:
+                    start = now
                 end = start + link_s.get(channel, 0.0)
                 channel_free[channel] = end
                 key = (channel, microbatch, microbatch if other is None else other)

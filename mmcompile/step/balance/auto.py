@@ -9,7 +9,7 @@ from typing import ClassVar, final
 from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.baselines import Arrival, DistTrain, SortedRoundRobin
-from mmcompile.step.balance.bounds import bottleneck, pipelined, step_bound
+from mmcompile.step.balance.bounds import imbalance, pipelined
 from mmcompile.step.balance.buckets import Joint
 from mmcompile.step.balance.hierarchical import Defer, Hierarchical
 from mmcompile.step.balance.post_balance import PostBalance
@@ -55,8 +55,8 @@ def default_candidates() -> tuple[Balancer, ...]:
 class Auto(Balancer):
     """The fastest of several balancers, never slower than arrival order by the same clock.
 
-    If the slowest microbatch of arrival order is little above what no assignment can beat, order is kept: to move samples
-    costs something too. A step that one sample dominates is left alone by the same rule.
+    If the slowest microbatch and the slowest replica of arrival order are little above what no assignment can beat, order is
+    kept: to move samples costs something too. A step that one sample dominates is left alone by the same rule.
     """
 
     name: ClassVar[str] = "auto"
@@ -64,7 +64,7 @@ class Auto(Balancer):
     candidates: tuple[Balancer, ...] = field(default_factory=default_candidates)
     step_time: StepTime = pipelined
     keep_below: float = KEEP_BELOW
-    """Imbalance, the slowest microbatch over the bound less 1, below which arrival order is kept."""
+    """`imbalance` below which arrival order is kept."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
         return self.choose(costs, grid).assignment
@@ -73,9 +73,9 @@ class Auto(Balancer):
         """Like `assign`, with all trials and the reason."""
         arrival = Arrival().assign(costs, grid)
         trials = [Trial(name=Arrival.name, step_s=self.step_time(arrival, costs))]
-        imbalance = bottleneck(arrival, costs) / (step_bound(costs, grid) or 1.0) - 1
-        if imbalance < self.keep_below:
-            reason = f"imbalance {max(imbalance, 0.0):.1%} is below {self.keep_below:.0%}: arrival order is kept"
+        over = imbalance(arrival, costs)
+        if over < self.keep_below:
+            reason = f"imbalance {max(over, 0.0):.1%} is below {self.keep_below:.0%}: arrival order is kept"
             return _choice(Arrival.name, arrival, trials[0].step_s, reason, trials)
         best, best_name, best_s = arrival, Arrival.name, trials[0].step_s
         for candidate in self.candidates:
@@ -83,7 +83,7 @@ class Auto(Balancer):
             trials.append(Trial(name=candidate.name, step_s=self.step_time(assignment, costs)))
             if trials[-1].step_s < best_s:
                 best, best_name, best_s = assignment, candidate.name, trials[-1].step_s
-        reason = f"imbalance {imbalance:.1%}; {_compared(best_name, best_s, trials)}"
+        reason = f"imbalance {over:.1%}; {_compared(best_name, best_s, trials)}"
         return _choice(best_name, best, best_s, reason, trials)
 
 

@@ -48,6 +48,19 @@ def bottleneck(assignment: Assignment, costs: SampleCosts) -> float:
     return max((float(loads.max()) for loads in assignment.loads(costs).values()), default=0.0)
 
 
+def imbalance(assignment: Assignment, costs: SampleCosts) -> float:
+    """How far the slowest microbatch, or the slowest replica in all its microbatches, is above what no assignment can beat.
+
+    Returns:
+        0.25 for a quarter; of the two the larger. 0 is not always possible: no bound is always reached.
+    """
+    grid = assignment.grid
+    microbatch = bottleneck(assignment, costs) / (step_bound(costs, grid) or 1.0)
+    slowest = max((float(loads.sum(axis=1).max()) for loads in assignment.loads(costs).values()), default=0.0)
+    alone = max(lower_bound(row, count) for row, count in zip(costs.costs, grid.num_replicas, strict=True))
+    return max(microbatch, slowest / (alone or 1.0)) - 1
+
+
 def pipelined(assignment: Assignment, costs: SampleCosts) -> float:
     """Time of a pipeline of the components in which every microbatch is as slow as the slowest: Entrain Eq. 4.2.
 

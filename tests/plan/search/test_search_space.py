@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, product
 
 import pytest
+from every_candidate import every_candidate
 from sized_plan import block, mixed_samples, table_of, vision_language_72b, workload
 from toy_plan import FINGERPRINT, cost, frozen, toy_graph, vision_language
 
@@ -18,14 +17,13 @@ from mmcompile.costmodel.load import Load
 from mmcompile.data.sample import SampleShape
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
-from mmcompile.plan.chains import ChainSet
 from mmcompile.plan.plan import Plan
 from mmcompile.plan.search.branch_and_bound import BranchAndBound, other_cuts
-from mmcompile.plan.search.candidate import Candidate, assemble
+from mmcompile.plan.search.candidate import Candidate
 from mmcompile.plan.search.judge import expected_s
 from mmcompile.plan.search.problem import Problem
 from mmcompile.plan.search.search import TOLERANCE, anything_fits, problem_of, search, searched
-from mmcompile.plan.search.settings import Degrees, SearchSpace, Setting
+from mmcompile.plan.search.settings import SearchSpace
 
 Case = tuple[ModelGraph, dict[str, tuple[LayerCost, ...]]]
 
@@ -57,33 +55,6 @@ def small(seed: int) -> tuple[Case, Cluster, SearchSpace, int]:
 
 def problem_for(case: Case, cluster: Cluster, space: SearchSpace, batch: int) -> Problem:
     return problem_of(*case, cluster, dtype="bfloat16", fingerprint=FINGERPRINT, global_batch=batch, space=space)
-
-
-def compositions(length: int) -> Iterator[list[tuple[int, int]]]:
-    """Every way to cut so many layers."""
-    for count in range(length):
-        for cuts in combinations(range(1, length), count):
-            yield list(pairwise((0, *cuts, length)))
-
-
-def every_candidate(problem: Problem, engine: BranchAndBound) -> Iterator[Candidate]:
-    for chains in problem.sets:
-        for first in engine.combos.settings:
-            for schedule in problem.space.schedules:
-                setting = replace(first, schedule=schedule)
-                last = len(chains.chains) - 1
-                degrees = [engine.combos.degrees(setting, last=index == last) for index in range(last + 1)]
-                yield from every_cut(problem, chains, setting, list(product(*degrees)))
-
-
-def every_cut(
-    problem: Problem, chains: ChainSet, setting: Setting, choices: list[tuple[Degrees, ...]]
-) -> Iterator[Candidate]:
-    for degrees in choices:
-        for parts in product(*(list(compositions(len(chain.layers))) for chain in chains.chains)):
-            ranks = sum(own.ranks * len(ranges) for own, ranges in zip(degrees, parts, strict=True))
-            if ranks <= problem.num_devices:
-                yield assemble(problem, chains, setting, degrees, parts)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -1,0 +1,166 @@
+"""Packed samples train as samples alone do, and nothing of one sample reaches another of its row, forward or backward.
+
+Run through the stage programs of a capture, one stage after another in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from lower.split import even_plan, root_values, run_split
+from oracles.eager import Outcome, difference
+from oracles.one_process import IGNORE, accumulate
+from torch import Tensor, fx, nn
+from zoo import ALL, Batch, samples
+
+from mmcompile.ir.capture import Capture, capture
+from mmcompile.ir.inputs import completed
+from mmcompile.ir.nodes import token_loss
+from mmcompile.lower.load import load_stage
+from mmcompile.lower.program import PatternPrograms
+from mmcompile.lower.stages import lower
+from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.pipeline import Pipeline
+from mmcompile.step.pack import Packer
+
+FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "qwen2_audio")
+"""Plain positions; three positions a token; islands and windows; sounds."""
+_PRECISION = 1e-9
+_FIRST, _SECOND = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """A model cut into stages, for a row of three samples: one medium, another of other length, none."""
+
+    model: nn.Module
+    samples: Sequence[Batch]
+    captured: Capture
+    programs: PatternPrograms
+
+    def batch(self, documents: Sequence[Batch]) -> dict[str, Any]:
+        return completed(self.model, Packer.of(self.model).pack(documents))
+
+    def rows(self, number: int) -> slice:
+        """Tokens of a sample in the row."""
+        lengths = [sample["input_ids"].shape[1] for sample in self.samples]
+        return slice(sum(lengths[:number]), sum(lengths[: number + 1]))
+
+
+@functools.cache
+def packed(name: str) -> Packed:
+    model = ALL[name].build(torch.float64)
+    documents = samples(ALL[name], 3, seed=4, media=(1, 1, 0), dtype=torch.float64)
+    captured = capture(model, Packer.of(model).pack(documents))
+    Pipeline(passes=(GradientFlow(),)).run(captured.graph)
+    programs = lower(captured, even_plan(captured.graph, {"language_model": 2}))
+    return Packed(model=model, samples=documents, captured=captured, programs=programs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packed_row_trains_as_its_samples_alone(name: str) -> None:
+    found = packed(name)
+    split = run_split(found.model, found.programs, root_values(found.captured, found.batch(found.samples)))
+    found.model.zero_grad()
+    loss, count = accumulate(found.model, found.samples, len(found.samples))
+    gradients = {name: p.grad for name, p in found.model.named_parameters() if p.grad is not None}
+    compared = difference(split.outcome, Outcome(loss=loss, gradients=gradients))
+    assert split.num_tokens == count
+    assert not compared.missing
+    assert compared.loss < _PRECISION and compared.gradient < _PRECISION, compared
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("changed", "kept"), ((_FIRST, _SECOND), (_SECOND, _FIRST)), ids=("earlier", "later"))
+def test_nothing_of_a_sample_reaches_another(name: str, changed: int, kept: int) -> None:
+    found = packed(name)
+    other = [_altered(sample) if number == changed else sample for number, sample in enumerate(found.samples)]
+    rows = found.rows(kept)
+    one, two = (_run(found, documents, kept) for documents in (found.samples, other))
+    assert torch.equal(one.logits[:, rows], two.logits[:, rows])
+    assert not torch.equal(one.logits[:, found.rows(changed)], two.logits[:, found.rows(changed)])
+    assert one.loss == two.loss
+    assert one.token_gradients and one.media_gradients
+    for label, gradient in one.token_gradients.items():
+        assert torch.equal(gradient[:, rows], two.token_gradients[label][:, rows])
+        outside = gradient.clone()
+        outside[:, rows] = 0
+        assert gradient[:, rows].any() and not outside.any(), f"{label}: other samples take part in the loss of one"
+    for label, gradient in one.media_gradients.items():
+        (own, others), (own_of_other, _) = (_halves(g[label], kept) for g in (one.media_gradients, two.media_gradients))
+        assert own.any() and torch.equal(own, own_of_other), label
+        assert not others.any(), label
+
+
+def _altered(sample: Batch) -> Batch:
+    """Other text and other media in the same places."""
+    ids = sample["input_ids"].clone()
+    text = (sample["labels"] != IGNORE) & (ids < 900)
+    ids[text] = (ids[text] - 5 + 311) % 895 + 5
+    media = {name: 1 - value for name, value in sample.items() if value.is_floating_point()}
+    return {**sample, **media, "input_ids": ids, "labels": torch.where(text, ids, sample["labels"])}
+
+
+def _halves(gradient: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    """Of the two media in the row: that of the sample kept, and the other."""
+    halves = gradient.chunk(2)
+    return halves[kept], halves[1 - kept]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Forward and backward of the loss of one sample of a row."""
+
+    logits: Tensor
+    loss: float
+    token_gradients: Mapping[str, Tensor]
+    """Of values that cross between stages of the language model, [1, tokens, hidden]."""
+    media_gradients: Mapping[str, Tensor]
+    """Of pixels or sounds."""
+
+
+def _run(found: Packed, documents: Sequence[Batch], number: int) -> _Run:
+    batch = found.batch(documents)
+    labels = torch.full_like(batch["labels"], IGNORE)
+    labels[:, found.rows(number)] = batch["labels"][:, found.rows(number)]
+    roots = root_values(found.captured, {**batch, "labels": labels})
+    media = {n: v.requires_grad_() for n, v in roots.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    tensors = {**dict(found.model.named_parameters(remove_duplicate=False)), **dict(found.model.named_buffers())}
+    made: dict[str, Any] = dict(roots)
+    waiting = list(found.programs.programs.values())
+    while waiting:
+        program = next(p for p in waiting if all(port.name in made for port in p.inputs))
+        waiting.remove(program)
+        results = load_stage(program, tensors)(*(made[port.name] for port in program.inputs))
+        made |= {port.name: result for port, result in zip(program.outputs, results, strict=True)}
+    links = {port.name for program in found.programs.programs.values() for port in program.inputs if port.kind == "link"}
+    values = {name: made[name] for name in links if made[name].requires_grad}
+    tokens = {n: v for n, v in values.items() if v.dim() == 3 and v.shape[:2] == batch["input_ids"].shape}
+    wanted = {**tokens, **media}
+    gradients = dict(zip(wanted, torch.autograd.grad(made["loss_sum"], list(wanted.values())), strict=True))
+    return _Run(
+        logits=_Logits(found.captured.graph.module).of(roots),
+        loss=float(made["loss_sum"].detach()),
+        token_gradients={name: gradients[name] for name in tokens},
+        media_gradients={name: gradients[name] for name in media},
+    )
+
+
+class _Logits(fx.Interpreter):
+    """Runs a captured graph up to what its loss reads."""
+
+    def of(self, roots: Mapping[str, Any]) -> Tensor:
+        """[1, T, vocabulary]."""
+        with torch.no_grad():
+            self.run(*(roots[str(n.target)] for n in self.module.graph.nodes if n.op == "placeholder"))  # type: ignore[union-attr]
+        return self.logits.view(1, -1, self.logits.shape[-1])
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is token_loss:
+            self.logits = args[0]
+        return super().call_function(target, args, kwargs)

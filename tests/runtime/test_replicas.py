@@ -1,0 +1,98 @@
+"""Training with replicas equals training in one process: gradients of all are summed, tied ones too, and counted once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hand_stages import LANGUAGE, HandModel, HandSource, hand_samples
+from torch import Tensor, nn
+
+from mmcompile.errors import EngineError
+from mmcompile.plan.placement import PlacedStage, Placement
+from mmcompile.runtime.engine import Engine
+from mmcompile.step.collate import Sample, collate
+
+OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-2)
+NAMES = ("vision.0", *LANGUAGE)
+CLIP = 0.3
+
+
+def replicas(num_microbatches: int, *ranks: Sequence[int]) -> Placement:
+    """Whole replicas of one tower; per replica, the ranks of vision.0 and language_model.0 to 2."""
+    return Placement(
+        stages=tuple(
+            PlacedStage(name=f"{name}#{replica}", program=name, ranks=(rank,), depth=3 - index, replica=replica)
+            for index, name in enumerate(NAMES)
+            for replica, of_replica in enumerate(ranks)
+            for rank in [of_replica[index]]
+        ),
+        num_microbatches=num_microbatches,
+        num_replicas=(len(ranks),),
+    )
+
+
+def one_process(model: HandModel, optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> tuple[float, float]:
+    """Loss and norm of a step with one sample a microbatch."""
+    parts = [model(collate([sample])) for sample in samples]
+    loss = torch.stack([part[0] for part in parts]).sum() / torch.stack([part[1] for part in parts]).sum()
+    loss.backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach()), norm
+
+
+def check_same(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        # Ranks 1 and 2 hold one stage of each replica.
+        replicas(3, (0, 0, 1, 2), (3, 3, 2, 1)),
+        # Rank 0 holds two replicas of the loss stage, and rank 1 all of a third replica.
+        replicas(2, (0, 1, 1, 0), (2, 2, 0, 0), (1, 1, 1, 1)),
+    ],
+)
+def test_replicas_with_tied_weights_frozen_parts_and_images_on_some(placement: Placement, tmp_path: Path) -> None:
+    model = HandModel(tied=True)
+    model.vision.body.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    optimizer = OPTIMIZER(parameter for parameter in reference.parameters() if parameter.requires_grad)
+    steps = [hand_samples(6, images=images, seed=seed) for seed, images in enumerate([(0, 1), (), (5,), (0, 3, 4)])]
+    with Engine(placement, HandSource(model), model=model, optimizer=OPTIMIZER, clip_norm=CLIP) as engine:
+        for samples in steps:
+            loss, norm = one_process(reference, optimizer, samples)
+            metrics = engine.step(samples)
+            assert metrics.loss == pytest.approx(loss, rel=1e-12)
+            assert metrics.grad_norm == pytest.approx(norm, rel=1e-12)
+            assert all(busy > 0 for busy in metrics.busy_s)
+        state = engine.state_dict()
+        check_same(state, reference.state_dict())
+        frozen = model.vision.body.weight
+        assert torch.equal(state["vision.body.weight"], frozen)
+        engine.save(tmp_path)
+    # Ranks that get a parameter later get the trained value and the optimizer's state.
+    with Engine(placement, HandSource(model), model=model, optimizer=OPTIMIZER, clip_norm=CLIP) as engine:
+        engine.step(hand_samples(6, seed=9))
+        engine.load(tmp_path)
+        samples = hand_samples(6, images=(1, 5), seed=10)
+        one_process(reference, optimizer, samples)
+        engine.step(samples)
+        check_same(engine.state_dict(), reference.state_dict())
+
+
+def test_an_error_names_the_replica() -> None:
+    fault = "import torch; torch.distributed.no_such_function()"
+    with (
+        Engine(replicas(1, (0, 0, 1, 0), (0, 0, 0, 0)), HandSource(HandModel(), fault)) as engine,
+        pytest.raises(EngineError, match=r"rank [01] \(stage language_model\.1#[01]\) failed in step 1 while F0"),
+    ):
+        engine.step(hand_samples(2))
