@@ -179,13 +179,15 @@ class Case:
         by_stage = SampleCosts(components=COMPONENTS, costs=costs.costs / np.array(self.theta.pp)[:, None])
         mean = np.broadcast_to(costs.costs.mean(axis=1, keepdims=True), costs.costs.shape)
         alike = SampleCosts(components=COMPONENTS, costs=mean)
-        time = step_time(self.shape)
-        auto = Auto(step_time=lambda assignment, _: time(assignment, costs))
+        auto = Auto(
+            step_time=step_time(self.shape),
+            shares={name: 1 / pp for name, pp in zip(COMPONENTS, self.theta.pp, strict=True)},
+        )
         return {
             "ideal": self.played(Arrival().assign(alike, self.grid), alike),
             "arrival": self.played(Arrival().assign(costs, self.grid), costs),
             "joint": self.played(Joint().assign(by_stage, self.grid), costs),
-            "auto": self.played(auto.assign(by_stage, self.grid), costs),
+            "auto": self.played(auto.assign(costs, self.grid), costs),
         }
 
 

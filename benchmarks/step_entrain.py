@@ -112,13 +112,13 @@ class Case:
 
     def by_stage(self, costs: SampleCosts, stages: Stages) -> SampleCosts:
         """What balancers see: seconds in the slowest stage of each component."""
-        return SampleCosts(components=COMPONENTS, costs=costs.costs * self._slowest(stages)[:, None])
+        return SampleCosts(components=COMPONENTS, costs=costs.costs * self.slowest(stages)[:, None])
 
     def best_stages(self) -> Stages:
         """All devices, the slowest stage fastest for the mean sample (Eq. 4.1)."""
         mean = self._seconds.mean(axis=0)
         every = [(count, DEVICES - count) for count in range(1, DEVICES)]
-        return min(every, key=lambda stages: float(max(mean * self._slowest(stages))))
+        return min(every, key=lambda stages: float(max(mean * self.slowest(stages))))
 
     def seconds(self, assignment: Assignment, costs: SampleCosts, stages: Stages, schedule: ScheduleKind) -> float:
         """Of a step in a pipeline of one replica a row."""
@@ -158,7 +158,7 @@ class Case:
             slowest = max(slowest, simulate(schedule, durations, links, record=False).makespan_s)
         return slowest
 
-    def _slowest(self, stages: Stages) -> np.ndarray:
+    def slowest(self, stages: Stages) -> np.ndarray:
         """Share of each component's work that its slowest stage has."""
         return np.array([max(own[count - 1]) for own, count in zip(self._cuts, stages, strict=True)])
 
@@ -240,10 +240,10 @@ def disttrain(case: Case, costs: SampleCosts, stages: Stages) -> Assignment:
 
 
 def chosen(case: Case, costs: SampleCosts, stages: Stages) -> Choice:
-    """What `auto` takes: balancers see seconds of the slowest stage, the simulator those of all."""
-    time = step_time(case.shape(stages, "eager-1f1b"))
-    auto = Auto(step_time=lambda assignment, _: time(assignment, costs))
-    return auto.choose(case.by_stage(costs, stages), case.grid)
+    """What `auto` takes by simulation."""
+    shares = dict(zip(COMPONENTS, case.slowest(stages).tolist(), strict=True))
+    auto = Auto(step_time=step_time(case.shape(stages, "eager-1f1b")), shares=shares)
+    return auto.choose(costs, case.grid)
 
 
 def figures(case: Case, num_steps: int, seed: int) -> Iterator[Row]:

@@ -128,7 +128,7 @@ def make_plan(
     engine_runs_it = wanted.global_batch is None
     costs: CostTable = table
     if engine_runs_it and choice.context_parallel > 1:
-        costs = _with_shared_tokens(graph, table, choice.context_parallel, wanted.cluster, dtype)
+        costs = _with_shared_tokens(graph, table, choice.context_parallel, wanted, dtype)
     can_share = wanted.search_tokens and _can_share_tokens(captured, choice)
     workload = None if engine_runs_it else Workload.of(graph, table, batch, wanted.stats)
     clock.done("cost")
@@ -214,11 +214,17 @@ def _shared(graph: ModelGraph, num_ranks: int, cluster: Cluster, dtype: str) -> 
     return SharedTokens(graph=graph, num_ranks=num_ranks, cluster=cluster, dtype=dtype)
 
 
-def _with_shared_tokens(graph: ModelGraph, table: CostTable, num_ranks: int, cluster: Cluster, dtype: str) -> CostTable:
-    """The table with the costs of one rank for the component whose tokens are shared, at the captured load only."""
-    rest = {name for name in table.layers if name != graph.loss_component}
+def _with_shared_tokens(graph: ModelGraph, table: CostTable, num_ranks: int, wanted: Wanted, dtype: str) -> CostTable:
+    """The table with the costs of one rank for the component whose tokens are shared, which are known at the captured load only.
+
+    Nothing is measured at a load that is not known; then no component is, for measured and analytic seconds do not compare.
+    """
+    layers = _shared(graph, num_ranks, wanted.cluster, dtype).costs(table.layers)
+    if wanted.calibration is not None:
+        return CostTable(layers=layers)
+    rest = {name for name in layers if name != graph.loss_component}
     return CostTable(
-        layers=_shared(graph, num_ranks, cluster, dtype).costs(table.layers),
+        layers=layers,
         loads={name: load for name, load in table.loads.items() if name in rest},
         growing={name: costs for name, costs in table.growing.items() if name in rest},
         captured_loads={name: load for name, load in table.captured_loads.items() if name in rest},

@@ -1,16 +1,15 @@
 """`documents_meet`: whether tokens of one packed document reach another, and where.
 
 Between the token embeddings and the loss every op must treat tokens alike (`mmcompile.passes.token_rules`), attention excepted:
-its mask is computed and must show no pair of two documents. What the model computes from integers for each token (rotary
-tables, position ids, shifted labels) is computed twice, the second time with the documents in another order: each document must
-take its values along, or they depend on what else is in the row.
+its mask is computed and must show no pair of two documents. What the model computes from integers for each token (masks, rotary
+tables, position ids, shifted labels) is computed again with the documents in another order, and with other tokens in one of
+them: a document must take its values along, or they depend on what else is in the row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,6 +30,9 @@ aten = torch.ops.aten
 _ATTENTION = aten_ops("scaled_dot_product_attention")
 _EMBEDDING = aten_ops("embedding")
 _PLACED = aten_ops("index_put masked_scatter")
+_PICKED = aten_ops("index")
+_SAME_ROWS = aten_ops("to _to_copy clone contiguous alias detach")
+_CONSEQUENCE = "train this model without packing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,25 +45,26 @@ class PackedBatch:
     """Documents in the order in which they stand in the row."""
     lengths: tuple[int, ...]
     """Tokens of document 0, 1, ..."""
+    kept: tuple[int, ...]
+    """Documents whose tokens are those of the batch that was captured."""
 
     def document_of(self) -> torch.Tensor:
         """The document of every token, [T]."""
         return torch.cat([torch.full((self.lengths[number],), number) for number in self.order])
 
-    def rows_of(self) -> torch.Tensor:
-        """Where the tokens of documents 0, 1, ... stand in the row, [T]."""
-        starts = dict(zip(self.order, accumulate((self.lengths[n] for n in self.order), initial=0), strict=False))
-        return torch.cat([torch.arange(length) + starts[number] for number, length in enumerate(self.lengths)])
+    def rows_of(self, number: int) -> torch.Tensor:
+        """Where the tokens of a document stand in the row."""
+        return (self.document_of() == number).nonzero()[:, 0]
 
 
-def documents_meet(graph: ModelGraph, first: PackedBatch, second: PackedBatch) -> str | None:
+def documents_meet(graph: ModelGraph, batch: PackedBatch, others: Sequence[PackedBatch]) -> str | None:
     """Why documents in one row are not isolated from each other; None if they are.
 
     Args:
-        graph: captured on `first`, annotated; not changed.
-        second: the same documents in another order.
+        graph: captured on `batch`, annotated; not changed.
+        others: the same documents in another order, or with other tokens in some of them.
     """
-    work = _Work(made=copied(graph), first=first, second=second)
+    work = _Work(made=copied(graph), batches=(batch, *others))
     try:
         work.run()
     except PlanError as error:
@@ -72,22 +75,28 @@ def documents_meet(graph: ModelGraph, first: PackedBatch, second: PackedBatch) -
 @dataclass(kw_only=True, slots=True)
 class _Work:
     made: ModelGraph
-    first: PackedBatch
-    second: PackedBatch
+    batches: tuple[PackedBatch, ...]
+    """The captured one first."""
     flow: TokenFlow = field(init=False)
     met: list[tuple[fx.Node, fx.Node, TokenAxis]] = field(default_factory=list)
     """Whole values that meet tokens: (value, its form in the flow, where its tokens are)."""
-    known: tuple[dict[fx.Node, Any], dict[fx.Node, Any]] = field(default_factory=lambda: ({}, {}))
+    picked: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    """Rows picked from tokens -> where."""
+    known: list[dict[fx.Node, Any]] = field(init=False)
+    """Values computed in each batch."""
+
+    def __post_init__(self) -> None:
+        self.known = [{} for _ in self.batches]
 
     def run(self) -> None:
         """Raises PlanError where documents meet."""
         nodes = [node for node in self.made.module.graph.nodes if node.op == "call_function"]
         self.flow = TokenFlow(
             graph=self.made,
-            tokens=sum(self.first.lengths),
+            tokens=sum(self.batches[0].lengths),
             spread=self._spread,
             task="documents meet in",
-            consequence="train this model without packing",
+            consequence=_CONSEQUENCE,
         )
         self._start(nodes)
         follow(self.flow, nodes, self._rule_of)
@@ -122,18 +131,43 @@ class _Work:
             return self._attention
         if node.target is merge_features or op_name(node) in _PLACED:
             return self._merge
+        if op_name(node) in _PICKED and sum(index is not None for index in argument(node, "indices")) > 1:
+            return self._pick
         return rule_of(node)
 
     def _merge(self, flow: TokenFlow, node: fx.Node) -> TokenAxis:
-        """Features of media are put where their placeholders are."""
+        """Features of media are put where their placeholders are, or added there to what the model has (deepstack)."""
         embeddings, where, features = node.args[:3]
-        places = [i for i in (where if isinstance(where, (list, tuple)) else (where,)) if isinstance(i, fx.Node)]
+        places = _places(where)
         if embeddings not in flow.axes or any(x in flow.axes for x in (*places, features)):
             flow.refuse(node, "what is put into the tokens comes from tokens")
         for place in places:
             if self._values(place) is None:
                 flow.refuse(node, f"where {place.name} puts it depends on activations")
+        if not self._rows_stay(features, places):  # type: ignore[arg-type]
+            flow.refuse(node, "tokens are picked, and come back in other places")
         return flow.axes[embeddings]  # type: ignore[index]
+
+    def _pick(self, flow: TokenFlow, node: fx.Node) -> None:
+        """Tokens where media are. What is made of them is whole, and may only come back to where it was (`_merge`)."""
+        places = _places(argument(node, "indices"))
+        if any(place in flow.axes or self._values(place) is None for place in places):
+            flow.refuse(node, "which tokens it picks depends on activations")
+        self.picked[node] = places
+
+    def _rows_stay(self, node: fx.Node, places: Sequence[fx.Node]) -> bool:
+        """Whether rows picked at `places` are still the same rows in what is made of them."""
+        if node in self.picked:
+            ours, theirs = self.picked[node], places
+            return len(ours) == len(theirs) and all(
+                torch.equal(one, other)
+                for mine, its in zip(ours, theirs, strict=True)
+                for one, other in zip(self._values(mine) or (), self._values(its) or (), strict=True)
+            )
+        if not self.picked.keys() & _ancestors(node):
+            return True
+        alike = torch.Tag.pointwise in getattr(node.target, "tags", ()) or op_name(node) in _SAME_ROWS
+        return alike and all(self._rows_stay(source, places) for source in node.all_input_nodes)
 
     def _attention(self, flow: TokenFlow, node: fx.Node) -> TokenAxis:
         """Self-attention under a mask that shows no pair of two documents."""
@@ -149,41 +183,65 @@ class _Work:
         values = self._values(mask)
         if values is None:
             flow.refuse(node, f"its mask {mask.name} is made of activations")
-        for value, batch in zip(values, (self.first, self.second), strict=True):
+        for value, batch in zip(values, self.batches, strict=True):
             _check_mask(flow, node, value, batch)
-        one, other = (
-            value.index_select(-1, rows).index_select(-2, rows)
-            for value, rows in zip(values, (self.first.rows_of(), self.second.rows_of()), strict=True)
-        )
-        if not torch.equal(one, other):
-            flow.refuse(node, f"its mask {mask.name} shows a document other pairs of its own if it stands elsewhere")
+        for value, batch in zip(values[1:], self.batches[1:], strict=True):
+            for number in batch.kept:
+                one, other = _block(values[0], self.batches[0], number), _block(value, batch, number)
+                if not torch.equal(one, other):
+                    flow.refuse(node, f"which pairs of a document its mask {mask.name} shows depends on the rest of the row")
         return axis
 
     def _check_taken_along(self, value: fx.Node, axis: TokenAxis) -> None:
-        """The values of a document's tokens are the same wherever it stands."""
+        """The values of a document's tokens are the same wherever it stands, and whatever stands beside it."""
         values = self._values(value)
         where = info(value).module_path if value.op == "call_function" else ""
         name = f"{value.name} ({where or 'in the model itself'})"
         if values is None:
-            raise PlanError(f"documents meet: {name} meets tokens and is made of activations")
-        rows = [
-            _ordered(found.movedim(axis.dim, 0), axis, self.flow, batch)
-            for found, batch in zip(values, (self.first, self.second), strict=True)
-        ]
-        shared = rows[0].keys() & rows[1].keys()
-        if not all(torch.allclose(rows[0][key].double(), rows[1][key].double()) for key in shared):
-            raise PlanError(
-                f"documents meet: {name} gives a document other values if it stands elsewhere in the row, "
-                "as absolute positions do that ignore position_ids"
-            )
+            raise PlanError(f"documents meet: {name} meets tokens and is made of activations; {_CONSEQUENCE}")
+        first, *others = (
+            _by_token(found.movedim(axis.dim, 0), axis, self.flow, batch)
+            for found, batch in zip(values, self.batches, strict=True)
+        )
+        for other, batch in zip(others, self.batches[1:], strict=True):
+            shared = [key for key in first.keys() & other.keys() if key[0] in batch.kept]
+            if not all(torch.allclose(first[key].double(), other[key].double()) for key in shared):
+                raise PlanError(
+                    f"documents meet: the values that {name} gives a document depend on the rest of the row, as absolute "
+                    f"positions do that ignore position_ids; {_CONSEQUENCE}"
+                )
 
-    def _values(self, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The value in both batches; None if activations are needed for it."""
+    def _values(self, node: fx.Node) -> list[torch.Tensor] | None:
+        """The value in each batch; None if activations are needed for it."""
         found = [
             _evaluated(self.made, node, batch.values, known)
-            for batch, known in zip((self.first, self.second), self.known, strict=True)
+            for batch, known in zip(self.batches, self.known, strict=True)
         ]
-        return None if found[0] is None or found[1] is None else (found[0], found[1])
+        return None if any(value is None for value in found) else found
+
+
+def _places(where: object) -> tuple[fx.Node, ...]:
+    """The index tensors, or the mask, of a node."""
+    parts = where if isinstance(where, (list, tuple)) else (where,)
+    return tuple(part for part in parts if isinstance(part, fx.Node))
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """Everything a node is made of."""
+    seen: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return seen
+
+
+def _block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
+    """What the tokens of a document see of each other."""
+    rows = batch.rows_of(number)
+    return mask.index_select(-1, rows).index_select(-2, rows)
 
 
 def _check_mask(flow: TokenFlow, node: fx.Node, mask: torch.Tensor, batch: PackedBatch) -> None:
@@ -197,7 +255,7 @@ def _check_mask(flow: TokenFlow, node: fx.Node, mask: torch.Tensor, batch: Packe
         flow.refuse(node, f"its mask shows token {key} to token {query} of another document")
 
 
-def _ordered(value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, batch: PackedBatch) -> dict[tuple[int, int], torch.Tensor]:
+def _by_token(value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, batch: PackedBatch) -> dict[tuple[int, int], torch.Tensor]:
     """Values by (document, token of it); `value` has its tokens in dim 0."""
     outer, kept = flow.number(axis.outer), flow.kept(axis)
     tokens = value.reshape(outer, kept, axis.inner, *value.shape[1:]).movedim(1, 0)

@@ -21,6 +21,7 @@ from mmcompile.passes.mask_claims import (
     unbiased,
 )
 from mmcompile.passes.mask_expression import Apply, Axis, Expression, Index, Load, Number
+from mmcompile.passes.mask_positions import with_places
 from mmcompile.passes.mask_reader import Reader, shape
 
 Test = tuple[Expression, bool]
@@ -55,9 +56,12 @@ def recognise(mask: fx.Node | None, reader: Reader, *, causal: bool) -> MaskForm
     places = tuple(
         Number(0) if size == 1 else Index(axis) for size, axis in zip(sizes, axes[4 - len(sizes) :], strict=True)
     )
-    expression = reader.at(mask, places)
+    expression, documents = with_places(reader.at(mask, places), reader)
     found = holds(expression) if mask.meta["val"].dtype == torch.bool else unbiased(expression)
-    return _matched(absorbed(frozenset(c for claims in found if (c := conjunction(_of_keys(claims))) is not None)))
+    formula = _matched(absorbed(frozenset(c for claims in found if (c := conjunction(_of_keys(claims))) is not None)))
+    if documents is not None and formula.documents != documents:
+        raise Unrecognised("it compares position_ids of tokens of different documents")
+    return formula
 
 
 def _of_keys(claims: frozenset[Claim]) -> frozenset[Claim]:

@@ -41,9 +41,11 @@ def geometries(
         packed: the language model gets sequences without padding, one after the other.
     """
     modalities: dict[str, Modality] = {component.name: modality_of(component) for component in graph.components}
-    inputs = {modality: _inputs(graph, loads, batch, modalities, modality) for modality in MEDIA_WORDS}
+    inputs: dict[Modality, tuple[MediaInput, ...]] = {
+        modality: _inputs(graph, loads, batch, modalities, modality) for modality in MEDIA_WORDS
+    }
     lengths: dict[Modality, tuple[float, ...]] = {
-        modality: tuple(media_lengths(batch, modality, own)) for modality, own in inputs.items()
+        modality: tuple(media_lengths(batch, modality, inputs[modality])) for modality in MEDIA_WORDS
     }
     sequences = _sequences(batch)
     if sequences is not None:
@@ -70,9 +72,20 @@ def geometries(
             tokens_per_frame=taken["audio"],
             pads=modality == "text" and not packed,
             media=inputs.get(modality, ()),
-            sources=graph.component(name).sources if modality == "sample" and name != graph.loss_component else (),
+            sources=() if name == graph.loss_component else _sources(graph.component(name), modality, inputs),
         )
     return found
+
+
+def _sources(
+    component: Component, modality: Modality, inputs: Mapping[Modality, tuple[MediaInput, ...]]
+) -> tuple[str, ...]:
+    """What tells that a sample has something for a component: that it has any modality does not, or not of which encoder."""
+    if modality == "sample":
+        return component.sources
+    everyone = [own.name for own in inputs.get(modality, ())]
+    own = tuple(name for name in everyone if name in component.sources)
+    return own if len(own) < len(everyone) else ()
 
 
 def modality_of(component: Component) -> Modality:

@@ -83,7 +83,8 @@ class Geometry:
     media: tuple[MediaInput, ...] = ()
     """Of images or sounds: inputs that have their sizes where no grid has."""
     sources: tuple[str, ...] = ()
-    """Of modality `sample`: inputs that the component reads; a sample without any of them brings it nothing. (): all do."""
+    """Inputs that the component reads, where its modality does not tell whether a sample has any; a sample without any of them
+    brings it nothing. (): all do that hold the modality."""
 
     def squares(self, lengths: Array) -> Array:
         """Pairs of rows that attend to each other in images, sounds or sequences of these lengths."""
@@ -122,9 +123,14 @@ class Lengths:
             num_samples=len(each),
         )
 
+    def of_samples(self, kept: NDArray[np.bool_]) -> Lengths:
+        """Without the things of some samples [samples]."""
+        things = kept[self.owner]
+        return Lengths(values=self.values[things], owner=self.owner[things], num_samples=self.num_samples)
+
     def sums(self, values: Array) -> Array:
         """[samples]: values [things] added up."""
-        return np.bincount(self.owner, weights=values, minlength=self.num_samples)
+        return np.bincount(self.owner, weights=values, minlength=self.num_samples).astype(np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -179,14 +185,17 @@ class SampleSizes:
     def _lengths(self, geometry: Geometry) -> Lengths:
         """In the units of the geometry."""
         match geometry.modality:
-            case "image":
-                return self.images
-            case "audio":
-                return self.audios
+            case "image" | "audio":
+                lengths = self.images if geometry.modality == "image" else self.audios
+                return lengths.of_samples(self._reads(geometry)) if geometry.sources and self.inputs else lengths
             case "text":
                 return self.texts if self.interleaved else self._sequences(geometry)
             case "sample":
                 return self._each(geometry)
+
+    def _reads(self, geometry: Geometry) -> NDArray[np.bool_]:
+        """[samples]: has any of the inputs that a component reads."""
+        return np.array([not own.isdisjoint(geometry.sources) for own in self.inputs], dtype=np.bool_)
 
     def _sequences(self, geometry: Geometry) -> Lengths:
         """Texts with the positions of images and sounds, for one text a sample."""
@@ -204,7 +213,7 @@ class SampleSizes:
             if any(word in name for name in geometry.sources for word in words)
         ]
         if geometry.sources and self.inputs:
-            present = np.array([not own.isdisjoint(geometry.sources) for own in self.inputs], dtype=np.bool_)
+            present = self._reads(geometry)
         elif media:
             each = [self.images if own == "image" else self.audios for own in media]
             present = np.any([own.sums(own.values) > 0 for own in each], axis=0)

@@ -25,7 +25,7 @@ _NEVER = timedelta(days=7)
 """Rank 0 may think for hours between two steps; a dead peer is noticed by other means."""
 
 _STAR_TAG = 2**31 - 3
-"""Above the tags of links, below those of tied parameters and of control messages."""
+"""Above the tags of links, below those of gradients and of control messages."""
 
 
 class PeerLost(Exception):

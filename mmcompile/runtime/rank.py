@@ -64,10 +64,6 @@ class Rank:
         self.last: tuple[StepPlan, Tensor] | None = None
         """The last step, and what it returned."""
 
-    @property
-    def stages(self) -> tuple[str, ...]:
-        return tuple(stage.name for stage in self._setup.stages)
-
     def install(self, command: Install, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor]) -> None:
         """Build this rank's stages of a tower in a pattern, those of every replica it holds.
 
@@ -200,7 +196,7 @@ class Rank:
     def _event(self, action: Action, start_s: float, end_s: float) -> Event:
         return Event(
             rank=self.groups.rank,
-            stage=self.stages[action.stage],
+            stage=self._setup.stages[action.stage].name,
             kind=action.kind,
             microbatch=action.microbatch,
             start_s=start_s,

@@ -25,6 +25,7 @@ class Status:
     kind: int
     """Position in `ActionKind`."""
     microbatch: int
+    """As actions call it: by its number."""
 
 
 class StatusBoard:

@@ -13,8 +13,9 @@ from mmcompile.ir.inputs import completed
 from mmcompile.passes.document_isolation import PackedBatch, documents_meet
 from mmcompile.plan.plan import Packing
 from mmcompile.step.collate import IGNORED_LABEL, Sample, Value
-from mmcompile.step.pack import Packer
+from mmcompile.step.pack import Packer, token_dims
 
+_IN_PLACE = ("position_ids", "labels")
 ISOLATED = "masks made from position_ids are block-diagonal, and nothing else mixes tokens"
 
 
@@ -38,16 +39,32 @@ def check_packing(
         packer = Packer.of(model, pad)
         batch = packer.pack(documents)
         captured = capture(model, batch)
-        other = packer.pack(documents[::-1])
+        swapped = packer.pack(documents[::-1])
         lengths = tuple(_num_tokens(packer.pack([document])) for document in documents)
     except (PlanError, BatchError, CaptureError) as error:
         return Packing(isolates=False, reason=str(error))
-    reason = _loss_reason(captured, batch) or documents_meet(
-        captured.graph,
-        PackedBatch(values=_inputs(model, captured, batch), order=(0, 1), lengths=lengths),
-        PackedBatch(values=_inputs(model, captured, other), order=(1, 0), lengths=lengths),
-    )
+
+    def inputs(values: Mapping[str, Value], order: tuple[int, ...], kept: tuple[int, ...]) -> PackedBatch:
+        known = _tensors(captured, completed(model, values))
+        known |= captured.host.run(known).values
+        return PackedBatch(values=known, order=order, lengths=lengths, kept=kept)
+
+    others = [inputs(swapped, (1, 0), (0, 1))]
+    others += [inputs(_with_other_tokens(batch, lengths, number), (0, 1), (1 - number,)) for number in (0, 1)]
+    reason = _loss_reason(captured, batch) or documents_meet(captured.graph, inputs(batch, (0, 1), (0, 1)), others)
     return Packing(isolates=reason is None, reason=reason or ISOLATED)
+
+
+def _with_other_tokens(batch: Mapping[str, Value], lengths: Sequence[int], number: int) -> dict[str, Value]:
+    """The tokens of one document moved round, positions and labels left where they are: as many placeholders, but elsewhere."""
+    first, last = sum(lengths[:number]), sum(lengths[: number + 1])
+    found = dict(batch)
+    for name, dim in token_dims(batch):
+        value = batch[name]
+        if isinstance(value, Tensor) and name not in _IN_PLACE:
+            part = value.narrow(dim, first, last - first).roll(1 + (last - first) // 3, dim)
+            found[name] = value.index_copy(dim, torch.arange(first, last), part)
+    return found
 
 
 def _num_tokens(batch: Mapping[str, Value]) -> int:
@@ -75,8 +92,3 @@ def _tensors(captured: Capture, batch: Mapping[str, Value]) -> dict[str, Tensor 
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     return {**tensors, **captured.sizes.size_inputs(captured.sizes.bind(tensors) or {})}
 
-
-def _inputs(model: nn.Module, captured: Capture, batch: Mapping[str, Value]) -> dict[str, Tensor | int]:
-    """Value of every input of the graph."""
-    known = _tensors(captured, completed(model, batch))
-    return {**known, **captured.host.run(known).values}

@@ -58,7 +58,7 @@ class Packer:
         if not samples:
             raise BatchError("no samples to pack: got an empty list, wanted at least one sample")
         rows = [self._document(sample, number) for number, sample in enumerate(samples, first)]
-        dims = {key: dim for row in rows for key, dim in _token_dims(row)}
+        dims = {key: dim for row in rows for key, dim in token_dims(row)}
         keys = dict.fromkeys(key for row in rows for key in row)
         batch: dict[str, Value] = {}
         for key in keys:
@@ -79,7 +79,7 @@ class Packer:
             got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else "none"
             raise BatchError(f"sample {number} cannot be packed: wanted input_ids [1, tokens] of one conversation, got {got}")
         kept = _kept(row.pop("attention_mask", None), ids, number)
-        for key, dim in _token_dims(row):
+        for key, dim in token_dims(row):
             value = row[key]
             assert isinstance(value, Tensor)
             row[key] = value.index_select(dim, kept)
@@ -116,7 +116,7 @@ def _kept(mask: Value, ids: Tensor, number: int) -> Tensor:
     return kept
 
 
-def _token_dims(row: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
+def token_dims(row: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
     """Inputs with a value for every token, and the dim of tokens."""
     ids = row["input_ids"]
     assert isinstance(ids, Tensor)

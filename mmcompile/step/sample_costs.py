@@ -64,8 +64,9 @@ def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
             if rate.geometry not in rows:
                 rows[rate.geometry] = sizes.rows(rate.geometry)
         brought = [rows[rate.geometry] for rate in rates]
-        seconds.append(sum(_seconds(rate, own) for rate, own in zip(rates, brought, strict=True)))
-        saved.append(sum(_at(rate.activation_bytes, own) for rate, own in zip(rates, brought, strict=True)))
+        pairs = list(zip(rates, brought, strict=True))
+        seconds.append(np.sum([_seconds(rate, own) for rate, own in pairs], axis=0))
+        saved.append(np.sum([_at(rate.activation_bytes, own) for rate, own in pairs], axis=0))
         lengths.append(brought[-1 if number == len(members) else 0].rows)
     return SampleCosts(
         components=tuple(members),

@@ -53,7 +53,7 @@ MIXED = (
 """Seven samples, which no number of replicas or microbatches divides."""
 NO_MEDIA = _text(14, 33, 8, 21, 40)
 ON_ONE_SAMPLE = (*_text(18, 25), Shape(text=10, images=4), *_text(30, 12, 22))
-HEAVY = (*_text(9), Shape(text=11, images=1), *_text(8), Shape(text=150, images=6), Shape(text=10, images=1))
+HEAVY = (*_text(9), Shape(text=11, images=1), *_text(8), Shape(text=130, images=6), Shape(text=10, images=1))
 """One sample is heavier than all others together."""
 FEW = (Shape(text=17, images=1), Shape(text=24))
 """Fewer samples than microbatches times replicas."""

@@ -21,15 +21,18 @@ from zoo import ALL, Batch, samples
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.nodes import token_loss
+from mmcompile.lower.attention import AttentionChoice, with_attention
 from mmcompile.lower.load import load_stage
 from mmcompile.lower.program import PatternPrograms
 from mmcompile.lower.stages import lower
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
+from mmcompile.plan.plan import Attention
+from mmcompile.step.isolation import check_packing
 from mmcompile.step.pack import Packer
 
-FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "qwen2_audio")
-"""Plain positions; three positions a token; islands and windows; sounds."""
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "qwen2_audio")
+"""Plain positions; three positions a token; features added in the middle of the language model; sounds."""
 _PRECISION = 1e-9
 _FIRST, _SECOND = 0, 1
 
@@ -53,18 +56,22 @@ class Packed:
 
 
 @functools.cache
-def packed(name: str) -> Packed:
+def packed(name: str, attention: Attention = "model") -> Packed:
     model = ALL[name].build(torch.float64)
     documents = samples(ALL[name], 3, seed=4, media=(1, 1, 0), dtype=torch.float64)
     captured = capture(model, Packer.of(model).pack(documents))
     Pipeline(passes=(GradientFlow(),)).run(captured.graph)
+    captured = with_attention(captured, AttentionChoice(attention=attention))
     programs = lower(captured, even_plan(captured.graph, {"language_model": 2}))
     return Packed(model=model, samples=documents, captured=captured, programs=programs)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_packed_row_trains_as_its_samples_alone(name: str) -> None:
-    found = packed(name)
+CASES: tuple[tuple[str, Attention], ...] = (*((name, "model") for name in FAMILIES), ("llava", "bitfield"))
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_a_packed_row_trains_as_its_samples_alone(name: str, attention: Attention) -> None:
+    found = packed(name, attention)
     split = run_split(found.model, found.programs, root_values(found.captured, found.batch(found.samples)))
     found.model.zero_grad()
     loss, count = accumulate(found.model, found.samples, len(found.samples))
@@ -75,10 +82,10 @@ def test_a_packed_row_trains_as_its_samples_alone(name: str) -> None:
     assert compared.loss < _PRECISION and compared.gradient < _PRECISION, compared
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "attention"), CASES)
 @pytest.mark.parametrize(("changed", "kept"), ((_FIRST, _SECOND), (_SECOND, _FIRST)), ids=("earlier", "later"))
-def test_nothing_of_a_sample_reaches_another(name: str, changed: int, kept: int) -> None:
-    found = packed(name)
+def test_nothing_of_a_sample_reaches_another(name: str, attention: Attention, changed: int, kept: int) -> None:
+    found = packed(name, attention)
     other = [_altered(sample) if number == changed else sample for number, sample in enumerate(found.samples)]
     rows = found.rows(kept)
     one, two = (_run(found, documents, kept) for documents in (found.samples, other))
@@ -95,6 +102,21 @@ def test_nothing_of_a_sample_reaches_another(name: str, changed: int, kept: int)
         (own, others), (own_of_other, _) = (_halves(g[label], kept) for g in (one.media_gradients, two.media_gradients))
         assert own.any() and torch.equal(own, own_of_other), label
         assert not others.any(), label
+
+
+@pytest.mark.parametrize("name", ("llava", "gemma3", "qwen3_5"))
+def test_packing_is_said_to_isolate_where_it_does(name: str) -> None:
+    """Whatever a version of transformers makes of the masks: the verdict is that of the eager model."""
+    model = ALL[name].build(torch.float64)
+    for module in model.modules():
+        if getattr(module.__dict__.get("config"), "use_cache", False):
+            module.config.use_cache = False
+    documents = samples(ALL[name], 2, seed=4, media=(1, 0), dtype=torch.float64)
+    with torch.no_grad():
+        together = model(**Packer.of(model).pack(documents))["logits"]
+        alone = torch.cat([model(**document)["logits"] for document in documents], dim=1)
+    verdict = check_packing(model, documents)
+    assert verdict.isolates == torch.allclose(together, alone, rtol=0, atol=_PRECISION), verdict
 
 
 def _altered(sample: Batch) -> Batch:
@@ -138,7 +160,9 @@ def _run(found: Packed, documents: Sequence[Batch], number: int) -> _Run:
         waiting.remove(program)
         results = load_stage(program, tensors)(*(made[port.name] for port in program.inputs))
         made |= {port.name: result for port, result in zip(program.outputs, results, strict=True)}
-    links = {port.name for program in found.programs.programs.values() for port in program.inputs if port.kind == "link"}
+    links = {
+        port.name for program in found.programs.programs.values() for port in program.inputs if port.kind == "link"
+    }
     values = {name: made[name] for name in links if made[name].requires_grad}
     tokens = {n: v for n, v in values.items() if v.dim() == 3 and v.shape[:2] == batch["input_ids"].shape}
     wanted = {**tokens, **media}

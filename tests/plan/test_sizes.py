@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,6 +68,16 @@ def test_rows_of_samples() -> None:
     assert sizes.rows(HEARING).squares.tolist() == [0, 0, 2 * 25**2]
     assert sizes.rows(TEXT).rows.tolist() == [10, 10, 9]
     assert sizes.rows(BOTH).rows.tolist() == [0, 3, 3]
+
+
+def test_one_of_two_encoders_of_a_modality_gets_only_samples_with_its_inputs() -> None:
+    media = (*VISION.media, MediaInput(name="pixel_values_videos", item_dims=3, patch=(14, 14)))
+    pictures = replace(VISION, media=media, sources=("pixel_values",))
+    films = replace(VISION, component="films", media=media, sources=("pixel_values_videos",))
+    samples = [{"pixel_values": torch.zeros(1, 3, 28, 28)}, {"pixel_values_videos": torch.zeros(1, 8, 3, 28, 28)}, {}]
+    sizes = SampleSizes.of_samples(samples, (pictures, films))
+    assert sizes.rows(pictures).rows.tolist() == [2, 0, 0]
+    assert sizes.rows(films).rows.tolist() == [0, 16, 0]
 
 
 def test_a_grid_tells_more_than_a_shape() -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hand_stages import LANGUAGE, HandModel, HandSource, hand_samples
+from oracles.one_process import ADAMW, train
 from torch import Tensor, nn
+from zoo import ALL, samples
 
+import mmcompile as mm
 from mmcompile.errors import EngineError
 from mmcompile.plan.placement import PlacedStage, Placement
 from mmcompile.runtime.engine import Engine
@@ -96,3 +100,36 @@ def test_an_error_names_the_replica() -> None:
         pytest.raises(EngineError, match=r"rank [01] \(stage language_model\.1#[01]\) failed in step 1 while F0"),
     ):
         engine.step(hand_samples(2))
+
+
+@pytest.mark.slow
+def test_replicas_that_share_tokens_and_encoders_on_ranks_of_the_language_model() -> None:
+    model = ALL["llava"].build(torch.float64)
+    batch = collate(samples(ALL["llava"], 2, seed=1, dtype=torch.float64))
+    plan = mm.plan(
+        model,
+        batch,
+        num_microbatches=2,
+        stages={"vision_tower": 1, "language_model": 1},
+        attention="bitfield",
+        context_parallel=2,
+        replicas=2,
+    )
+    vision, language = plan.chains
+    assert [(chain.dp, chain.cp) for chain in plan.chains] == [(2, 1), (2, 2)]
+    # Replica 0 of the encoder with a shard of replica 1 of the language model, and the other way round.
+    together = replace(
+        plan,
+        chains=(
+            replace(vision, stages=(replace(vision.stages[0], ranks=(2, 1)),)),
+            replace(language, stages=(replace(language.stages[0], ranks=(0, 1, 2, 3)),)),
+        ),
+    )
+    steps = [samples(ALL["llava"], 4, seed=seed, dtype=torch.float64) for seed in (1, 2)]
+    with mm.parallelize(model, batch, together, optimizer=ADAMW) as engine:
+        losses = [engine.step(step).loss for step in steps]
+        state = engine.state_dict()
+    wanted = train(ALL["llava"].build(torch.float64), steps, num_microbatches=4)
+    assert losses == pytest.approx(wanted.losses, rel=1e-9)
+    for name, tensor in wanted.parameters.items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-8, msg=lambda text, n=name: f"{n}: {text}")

@@ -80,7 +80,7 @@ def test_documents_under_a_mask_of_blocks_are_isolated() -> None:
 
 REFUSED = {
     "a causal mask alone": (Habits(masks=False), "it has no mask that tells documents apart"),
-    "absolute positions": (Habits(positions=False), "gives a document other values if it stands elsewhere in the row"),
+    "absolute positions": (Habits(positions=False), "depend on the rest of the row, as absolute positions do"),
     "a mean": (Habits(mixes="mean"), "mean = aten.mean in .* it reduces over the tokens"),
     "a convolution": (Habits(mixes="convolution"), "conv1d = aten.conv1d in module conv is not token-wise"),
     "labels in place": (Habits(shifts=False), "counts the first label of a row, so it does not shift labels"),

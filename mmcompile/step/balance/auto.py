@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, final
 
+import numpy as np
+
+from mmcompile.errors import ConfigError
 from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.baselines import Arrival, DistTrain, SortedRoundRobin
@@ -65,26 +68,44 @@ class Auto(Balancer):
     step_time: StepTime = pipelined
     keep_below: float = KEEP_BELOW
     """`imbalance` below which arrival order is kept."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Component -> the part of its cost that its slowest stage has; 1 for those not given. Balancers see that part, because a
+    pipeline is as fast as its slowest stage; `step_time` sees whole costs."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
         return self.choose(costs, grid).assignment
 
     def choose(self, costs: SampleCosts, grid: Grid) -> Choice:
-        """Like `assign`, with all trials and the reason."""
+        """Like `assign`, with all trials and the reason.
+
+        Raises:
+            ConfigError: a share of a component that the costs have not; or as a candidate.
+        """
         arrival = Arrival().assign(costs, grid)
         trials = [Trial(name=Arrival.name, step_s=self.step_time(arrival, costs))]
-        over = imbalance(arrival, costs)
+        seen = self._of_stages(costs)
+        over = imbalance(arrival, seen)
         if over < self.keep_below:
             reason = f"imbalance {max(over, 0.0):.1%} is below {self.keep_below:.0%}: arrival order is kept"
             return _choice(Arrival.name, arrival, trials[0].step_s, reason, trials)
         best, best_name, best_s = arrival, Arrival.name, trials[0].step_s
         for candidate in self.candidates:
-            assignment = candidate.assign(costs, grid)
+            assignment = candidate.assign(seen, grid)
             trials.append(Trial(name=candidate.name, step_s=self.step_time(assignment, costs)))
             if trials[-1].step_s < best_s:
                 best, best_name, best_s = assignment, candidate.name, trials[-1].step_s
         reason = f"imbalance {over:.1%}; {_compared(best_name, best_s, trials)}"
         return _choice(best_name, best, best_s, reason, trials)
+
+    def _of_stages(self, costs: SampleCosts) -> SampleCosts:
+        unknown = self.shares.keys() - set(costs.components)
+        if unknown:
+            raise ConfigError(
+                f"shares of {', '.join(sorted(unknown))}; the step has costs of {', '.join(costs.components)}"
+            )
+        if not self.shares:
+            return costs
+        return replace(costs, costs=costs.costs * np.array([[self.shares.get(name, 1.0)] for name in costs.components]))
 
 
 def _choice(name: str, assignment: Assignment, step_s: float, reason: str, trials: list[Trial]) -> Choice:

@@ -110,7 +110,7 @@ def test_processes_of_this_machine_may_be_more_than_its_cores() -> None:
 )
 def test_what_cannot_be_is_refused(replicas: dict[str, int], options: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        planned(replicas, **options)
+        planned(replicas, WIDE, **options)
 
 
 @pytest.mark.parametrize("replicas", [{"language_model": 2, "vision": 4}, {"vision": 3}, {"language_model": 3}])

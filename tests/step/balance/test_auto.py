@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from balance_oracle import largest, optimum, random_costs
 
+from mmcompile.errors import ConfigError
 from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.auto import Auto
 from mmcompile.step.balance.baselines import Arrival, DistTrain
@@ -129,3 +130,33 @@ def test_the_callers_clock_decides() -> None:
 
     choice = Auto(candidates=(PostBalance(), Hierarchical()), step_time=clock).choose(costs, grid)
     assert choice.name == "hierarchical" and choice.assignment == wanted and choice.step_s == 1.0
+
+
+def test_looks_at_whole_replicas_too() -> None:
+    """Microbatches of one sample each cannot be evened out; replicas can."""
+    costs = SampleCosts(components=("lm",), costs=np.array([[4.0, 4, 4, 1, 1, 1]]))
+    grid = Grid(num_replicas=(2,), num_microbatches=3)
+    choice = Auto(step_time=phased).choose(costs, grid)
+    assert choice.reason == "imbalance 50.0%; post-balance takes 25.0% less than arrival order"
+    sums = choice.assignment.loads(costs)["lm"].sum(axis=1)
+    assert sorted(sums.tolist()) == [6, 9]
+
+
+def test_balancers_see_the_slowest_stage_of_each_component() -> None:
+    """With four stages of the language model, encoders decide; without, it does."""
+    costs = SampleCosts(components=("vision", "lm"), costs=np.array([[4.0, 4, 1, 1], [1, 8, 8, 1]]))
+    grid = Grid(num_replicas=(1, 1), num_microbatches=2)
+
+    def spread(auto: Auto) -> list[float]:
+        return [float(np.ptp(loads)) for loads in auto.assign(costs, grid).loads(costs).values()]
+
+    candidates = (Joint(),)
+    assert spread(Auto(candidates=candidates))[1] == 0
+    found = Auto(candidates=candidates, shares={"lm": 0.25}).assign(costs, grid)
+    assert float(np.ptp(found.loads(costs)["vision"])) == 0
+
+
+def test_a_share_of_an_unknown_component_is_refused() -> None:
+    costs = SampleCosts(components=("lm",), costs=np.ones((1, 4)))
+    with pytest.raises(ConfigError, match="shares of audio; the step has costs of lm"):
+        Auto(shares={"audio": 0.5}).assign(costs, Grid(num_replicas=(2,)))

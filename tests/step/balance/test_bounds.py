@@ -7,7 +7,7 @@ import pytest
 from balance_oracle import optimum
 
 from mmcompile.step.assignment import Grid, SampleCosts, assignment_of
-from mmcompile.step.balance.bounds import bottleneck, lower_bound, phased, pipelined, scaled, step_bound
+from mmcompile.step.balance.bounds import bottleneck, imbalance, lower_bound, phased, pipelined, scaled, step_bound
 
 
 @pytest.mark.parametrize("num_bins", [2, 3, 4])
@@ -43,3 +43,13 @@ def test_times_of_a_step_by_hand() -> None:
     assert phased(found, costs) == (2 + 4) + (30 + 70)
     assert scaled(costs, grid).tolist() == [[0.5, 1, 0, 2], [10, 20, 30, 40]]
     assert step_bound(costs, grid) == 50
+
+
+def test_imbalance_is_of_the_slowest_microbatch_or_replica() -> None:
+    costs = SampleCosts(components=("lm",), costs=np.array([[3.0, 1, 2, 2]]))
+    grid = Grid(num_replicas=(2,), num_microbatches=2)
+    assert imbalance(assignment_of(costs, grid, [0, 0, 1, 1], [0, 1, 0, 1]), costs) == 0
+    assert imbalance(assignment_of(costs, grid, [0, 0, 1, 1], [0, 0, 0, 1]), costs) == pytest.approx(4 / 3 - 1)
+    assert imbalance(assignment_of(costs, grid, [0, 1, 0, 1], [0, 0, 1, 1]), costs) == pytest.approx(5 / 4 - 1)
+    nothing = SampleCosts(components=("lm",), costs=np.zeros((1, 2)))
+    assert imbalance(assignment_of(nothing, grid, [0, 0], [0, 0]), nothing) == -1

@@ -103,3 +103,10 @@ def test_other_numbers_of_replicas_share_what_runs_together(num_replicas: tuple[
     found.check(costs)
     assert np.array_equal(found.microbatch[0], found.microbatch[1])
     assert bottleneck(found, costs) <= 1.08 * step_bound(costs, grid)
+
+
+def test_microbatches_hide_encoders_behind_the_language_model() -> None:
+    """The smallest first, the next smallest last; in between the one whose encoder is nearest to the language model before it."""
+    costs = SampleCosts(components=("vision", "lm"), costs=np.array([[8.0, 4, 2, 1], [8, 8, 4, 2]]))
+    found = HEURISTIC.assign(costs, Grid(num_replicas=(1, 1), num_microbatches=4))
+    assert found.microbatch[0].tolist() == [2, 1, 3, 0]

@@ -1,0 +1,1 @@
+"""Pipeline templates: one pipeline for each node count that failures may leave, planned before training starts."""

@@ -1,0 +1,114 @@
+"""`LayerTable`: what layers of chains cost on 1, 2, 4, .. devices of one node. All that template planning reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from mmcompile.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedLayers:
+    """The layers of a chain, each shared by `devices` devices of one node, for one microbatch. One value a layer."""
+
+    devices: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    parameter_bytes: tuple[int, ...]
+    """Parameters, gradients and optimizer state, on one of the devices."""
+    activation_bytes: tuple[int, ...]
+    """Kept for the backward, on one of the devices."""
+    send_s: tuple[float, ...] = ()
+    """Sending a layer's output on; paid by the stage that ends with it. () for nothing."""
+    return_s: tuple[float, ...] = ()
+    """Sending the gradient of its output back; paid by the stage that begins right after it. () for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainLayers:
+    """A chain's layers, and where its output goes."""
+
+    name: str
+    shared: tuple[SharedLayers, ...]
+    """In the order of their devices."""
+    feeds: str | None = None
+    """The later chain that reads its output; None for the chain that ends in the loss."""
+    entry: int = 0
+    """First layer of that chain that reads it; above 0 if the output enters in the middle."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.shared[0].forward_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTable:
+    """Chains in topological order; every chain feeds a later one, the last ends in the loss.
+
+    Raises:
+        PlanError: chains, layers or device counts do not fit together; the message says which.
+    """
+
+    chains: tuple[ChainLayers, ...]
+    devices_per_node: int
+    memory_bytes: int | None = None
+    """Of one device; None for no limit."""
+
+    def __post_init__(self) -> None:
+        if not self.chains:
+            raise PlanError("a layer table without chains has nothing to plan; give at least one chain")
+        if self.devices_per_node < 1:
+            raise PlanError(f"a layer table has {self.devices_per_node} devices a node; give 1 or more")
+        names = [chain.name for chain in self.chains]
+        for index, chain in enumerate(self.chains):
+            self._check_layers(chain)
+            self._check_target(index, names)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices that one stage may have."""
+        return tuple(shared.devices for shared in self.chains[0].shared)
+
+    @property
+    def num_layers(self) -> int:
+        """Of all chains."""
+        return sum(chain.num_layers for chain in self.chains)
+
+    def _check_layers(self, chain: ChainLayers) -> None:
+        own = tuple(shared.devices for shared in chain.shared)
+        if not own or own != self.devices:
+            raise PlanError(f"chain {chain.name} is priced on {own} devices, {self.chains[0].name} on {self.devices}")
+        if any(a >= b for a, b in pairwise((0, *own))) or own[-1] > self.devices_per_node:
+            raise PlanError(
+                f"chain {chain.name} is priced on {own} devices; give rising counts up to the {self.devices_per_node} of a node"
+            )
+        for shared in chain.shared:
+            columns: tuple[Sequence[float], ...] = (
+                shared.forward_s,
+                shared.backward_s,
+                shared.parameter_bytes,
+                shared.activation_bytes,
+                shared.send_s or shared.forward_s,
+                shared.return_s or shared.forward_s,
+            )
+            counts = {len(column) for column in columns}
+            if counts != {chain.num_layers} or not chain.num_layers:
+                raise PlanError(f"chain {chain.name} on {shared.devices} devices has columns of {sorted(counts)} layers")
+            if any(value < 0 for column in columns for value in column):
+                raise PlanError(f"chain {chain.name} on {shared.devices} devices has a layer of negative cost")
+
+    def _check_target(self, index: int, names: Sequence[str]) -> None:
+        chain, later = self.chains[index], names[index + 1 :]
+        if index == len(names) - 1:
+            if chain.feeds is not None:
+                raise PlanError(f"chain {chain.name} is last, so it ends in the loss, but feeds {chain.feeds}")
+        elif chain.feeds not in later or names.count(chain.feeds) > 1:
+            raise PlanError(f"chain {chain.name} feeds {chain.feeds}; it must feed one of {', '.join(later)}")
+        else:
+            target = self.chains[names.index(chain.feeds)]
+            if not 0 <= chain.entry < target.num_layers:
+                raise PlanError(
+                    f"chain {chain.name} enters {target.name} at layer {chain.entry}; its layers are 0 to {target.num_layers - 1}"
+                )

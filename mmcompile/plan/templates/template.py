@@ -1,0 +1,71 @@
+"""`Template`: a pipeline for a number of nodes, not yet bound to any. A value: printable, comparable, JSON by msgspec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmcompile.units import format_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateStage:
+    """One stage of one chain."""
+
+    chain: str
+    first: int
+    last: int
+    """Layers `first` (included) to `last` (excluded) of the chain."""
+    devices: tuple[int, ...]
+    """Node-local numbering: node * devices per node + device, all of one node. Several share the stage's tensors."""
+    seconds: float
+    """Forward and backward of one microbatch, with what is sent over the cuts."""
+
+    def __str__(self) -> str:
+        devices = f"{self.devices[0]}" if len(self.devices) == 1 else f"{self.devices[0]}-{self.devices[-1]}"
+        return f"{self.chain}[{self.first}:{self.last}]@{devices}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Template:
+    """A pipeline: one replica of the model. An iteration of b microbatches takes `fill_s + b * slowest_s`."""
+
+    num_nodes: int
+    stages: tuple[TemplateStage, ...]
+    """In topological order: chains that feed others first, the loss stage last."""
+    fill_s: float
+    slowest_s: float
+    """Forward and backward of the slowest stage."""
+    gap: float = 0.0
+    """No pipeline of so many nodes is faster by more than this part of its time; 0 for an optimum."""
+
+    def iteration_s(self, num_microbatches: int) -> float:
+        """Seconds of an iteration under 1F1B."""
+        return self.fill_s + num_microbatches * self.slowest_s
+
+    def __str__(self) -> str:
+        """One line, for example `2 nodes: encoder[0:6]@0 lm[0:4]@1 lm[4:12]@2-3, slowest 1.20 ms`."""
+        nodes = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)}"
+        stages = " ".join(str(stage) for stage in self.stages)
+        proof = f", within {self.gap:.1%} of the fastest" if self.gap else ""
+        return f"{nodes}: {stages}, slowest {format_seconds(self.slowest_s)}{proof}"
+
+
+def format_templates(templates: Mapping[int, Template]) -> str:
+    """A table with one line a template: nodes, stages, devices of its stages, slowest stage, fill."""
+    rows = [("nodes", "stages", "devices a stage", "slowest", "fill", "gap")]
+    for count, template in sorted(templates.items()):
+        widths = sorted({len(stage.devices) for stage in template.stages})
+        span = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]}..{widths[-1]}"
+        rows.append(
+            (
+                str(count),
+                str(len(template.stages)),
+                span,
+                format_seconds(template.slowest_s),
+                f"{template.fill_s * 1e3:.3g} ms",
+                f"{template.gap:.1%}" if template.gap else "0",
+            )
+        )
+    sizes = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(size) for cell, size in zip(row, sizes, strict=True)) for row in rows)
