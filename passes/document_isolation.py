@@ -138,11 +138,12 @@ class _Work:
     def _merge(self, flow: TokenFlow, node: fx.Node) -> TokenAxis:
         """Features of media are put where their placeholders are, or added there to what the model has (deepstack)."""
         embeddings, where, features = node.args[:3]
-        places = _places(where)
-        if embeddings not in flow.axes or any(x in flow.axes for x in (*places, features)):
+        if embeddings not in flow.axes or features in flow.axes:
             flow.refuse(node, "what is put into the tokens comes from tokens")
+        places = _places(where)
         for place in places:
-            if self._values(place) is None:
+            of_tokens = place in flow.axes and flow.same(flow.axes[place], flow.axes[embeddings])  # type: ignore[index]
+            if not of_tokens and (place in flow.axes or self._values(place) is None):
                 flow.refuse(node, f"where {place.name} puts it depends on activations")
         if not self._rows_stay(features, places):  # type: ignore[arg-type]
             flow.refuse(node, "tokens are picked, and come back in other places")
@@ -158,16 +159,17 @@ class _Work:
     def _rows_stay(self, node: fx.Node, places: Sequence[fx.Node]) -> bool:
         """Whether rows picked at `places` are still the same rows in what is made of them."""
         if node in self.picked:
-            ours, theirs = self.picked[node], places
-            return len(ours) == len(theirs) and all(
-                torch.equal(one, other)
-                for mine, its in zip(ours, theirs, strict=True)
-                for one, other in zip(self._values(mine) or (), self._values(its) or (), strict=True)
-            )
+            pairs = list(zip(self.picked[node], places, strict=False))
+            return len(pairs) == len(places) and all(self._equal(mine, its) for mine, its in pairs)
         if not self.picked.keys() & _ancestors(node):
             return True
         alike = torch.Tag.pointwise in getattr(node.target, "tags", ()) or op_name(node) in _SAME_ROWS
         return alike and all(self._rows_stay(source, places) for source in node.all_input_nodes)
+
+    def _equal(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether two values computed from integers are the same in every batch."""
+        ours, theirs = self._values(one), self._values(other)
+        return ours is not None and theirs is not None and all(map(torch.equal, ours, theirs))
 
     def _attention(self, flow: TokenFlow, node: fx.Node) -> TokenAxis:
         """Self-attention under a mask that shows no pair of two documents."""
@@ -177,7 +179,9 @@ class _Work:
             if value not in flow.axes or not flow.same(flow.axes[value], axis):
                 flow.refuse(node, f"its {name} is not [batch, heads, tokens, dim] of the row (cross-attention)")
         if mask is None:
-            flow.refuse(node, "it has no mask that tells documents apart: the model does not look at position_ids for it")
+            flow.refuse(
+                node, "it has no mask that tells documents apart: the model does not look at position_ids for it"
+            )
         if mask in flow.axes:
             flow.refuse(node, "its mask is made of activations")
         values = self._values(mask)
@@ -189,7 +193,9 @@ class _Work:
             for number in batch.kept:
                 one, other = _block(values[0], self.batches[0], number), _block(value, batch, number)
                 if not torch.equal(one, other):
-                    flow.refuse(node, f"which pairs of a document its mask {mask.name} shows depends on the rest of the row")
+                    flow.refuse(
+                        node, f"which pairs of a document its mask {mask.name} shows depends on the rest of the row"
+                    )
         return axis
 
     def _check_taken_along(self, value: fx.Node, axis: TokenAxis) -> None:
@@ -246,7 +252,9 @@ def _block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
 
 def _check_mask(flow: TokenFlow, node: fx.Node, mask: torch.Tensor, batch: PackedBatch) -> None:
     if mask.dim() < 2 or mask.shape[-1] != flow.tokens or mask.shape[-2] != flow.tokens:
-        flow.refuse(node, f"its mask is {list(mask.shape)}, not [..., tokens, tokens]: it hides the same keys from all tokens")
+        flow.refuse(
+            node, f"its mask is {list(mask.shape)}, not [..., tokens, tokens]: it hides the same keys from all tokens"
+        )
     visible = mask if mask.dtype == torch.bool else mask > HIDDEN
     document = batch.document_of()
     others = visible & (document[:, None] != document[None, :])
@@ -255,7 +263,9 @@ def _check_mask(flow: TokenFlow, node: fx.Node, mask: torch.Tensor, batch: Packe
         flow.refuse(node, f"its mask shows token {key} to token {query} of another document")
 
 
-def _by_token(value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, batch: PackedBatch) -> dict[tuple[int, int], torch.Tensor]:
+def _by_token(
+    value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, batch: PackedBatch
+) -> dict[tuple[int, int], torch.Tensor]:
     """Values by (document, token of it); `value` has its tokens in dim 0."""
     outer, kept = flow.number(axis.outer), flow.kept(axis)
     tokens = value.reshape(outer, kept, axis.inner, *value.shape[1:]).movedim(1, 0)
@@ -303,7 +313,9 @@ def _value(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: M
         if not isinstance(value, FakeTensor):
             return value
         size = tuple(value.shape)
-        return torch.linspace(0.1, 1.0, value.numel()).reshape(size).to(value.dtype) if value.is_floating_point() else None
+        return (
+            torch.linspace(0.1, 1.0, value.numel()).reshape(size).to(value.dtype) if value.is_floating_point() else None
+        )
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if random or _is_mutating(node):
         return None
@@ -319,4 +331,3 @@ def _is_mutating(node: fx.Node) -> bool:
 
 def _last_input(graph: fx.Graph) -> fx.Node:
     return [node for node in graph.nodes if node.op == "placeholder"][-1]
-

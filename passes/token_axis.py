@@ -26,7 +26,6 @@ LOCAL_TOKENS = sympy.Symbol("local_tokens", integer=True, positive=True)
 """Tokens that one rank holds, free rows included: what a size over tokens becomes once they are spread."""
 
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAxis:
     """A dim of size outer * tokens * inner: batch and tokens merged into rows, or tokens repeated once per expert.

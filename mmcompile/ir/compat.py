@@ -129,9 +129,7 @@ def transformers_eager_paths() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def positions_of_text(
-    model: torch.nn.Module, ids: torch.Tensor, inputs: Mapping[str, object]
-) -> torch.Tensor | None:
+def positions_of_text(model: torch.nn.Module, ids: torch.Tensor, inputs: Mapping[str, object]) -> torch.Tensor | None:
     """The `position_ids` that a transformers model would start to generate from; None for a model that generates no text.
 
     Args:

@@ -129,18 +129,38 @@ def _inputs(
         reader = next((component for component in readers if name in component.sources), None)
         named = any(word in name for word in MEDIA_WORDS[modality])
         if reader is not None and value.is_floating_point() and named and value.dim() and value.numel():
-            found.append(_input(graph, reader, name, value, loads[reader.name]))
+            found.append(_input(graph, reader, name, value, inputs, loads[reader.name]))
     return tuple(found)
 
 
-def _input(graph: ModelGraph, encoder: Component, name: str, value: Tensor, load: Load) -> MediaInput:
-    """Images or sounds of one size each: an item has its patches, or else its part of the encoder's rows."""
+def _input(
+    graph: ModelGraph, encoder: Component, name: str, value: Tensor, inputs: Mapping[str, Tensor], load: Load
+) -> MediaInput:
+    """Images or sounds of one size each: an item has its patches, or else its part of the encoder's rows.
+
+    Where the graph does not take the input itself, the model has packed what a mask marks.
+    """
+    masks = (other for other in encoder.sources if other != name and other in inputs and _marks(inputs[other], value))
+    mask = next(masks, "") if all(spec.name != name for spec in graph.inputs) else ""
+    if mask:
+        elements = int(inputs[mask].count_nonzero())
+        return MediaInput(name=name, item_dims=value.dim() - 1, length=load.tokens, elements=elements, mask=mask)
     dims = 3 if value.dim() > 3 else value.dim() - 1
     patch = _patch_size(graph, encoder.name) if dims == 3 else None
     if patch is not None:
         return MediaInput(name=name, item_dims=dims, patch=patch)
     count, elements = prod(value.shape[: value.dim() - dims]), prod(value.shape[value.dim() - dims :])
     return MediaInput(name=name, item_dims=dims, length=load.tokens / count, elements=elements)
+
+
+def _marks(mask: Tensor, value: Tensor) -> bool:
+    """Whether a tensor can mark steps [items, steps] of an input."""
+    return (
+        not mask.is_floating_point()
+        and mask.dim() == 2
+        and len(mask) == len(value)
+        and mask.shape[1] in value.shape[1:]
+    )
 
 
 def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:

@@ -44,11 +44,19 @@ class MediaInput:
     patch: tuple[int, int] = (0, 0)
     """Pixels of a patch, height and width: an image is as long as it has patches. (0, 0): lengths go with the elements."""
     length: float = 0.0
-    """Of an image or sound of `elements` elements."""
+    """Of an image or sound of `elements` elements, or of so many that `mask` marks."""
     elements: int = 0
+    mask: str = ""
+    """Input [images or sounds, steps] that marks what the model takes; "" where it takes all, padding too."""
 
-    def lengths(self, value: Tensor) -> list[float]:
-        """Patches of every image, or frames of every sound."""
+    def lengths(self, value: Tensor, mask: object = None) -> list[float]:
+        """Patches of every image, or frames of every sound.
+
+        Args:
+            mask: the input of that name, if the batch has it.
+        """
+        if self.mask and isinstance(mask, Tensor):
+            return [self.length * (count / self.elements) for count in _marks(mask)]
         shape = tuple(value.shape)
         split = len(shape) - self.item_dims
         count, item = prod(shape[:split]), shape[split:]
@@ -246,9 +254,14 @@ def text_lengths(sample: Mapping[str, object]) -> list[float]:
     mask = token_mask(sample, ids)
     if mask is None:
         return [float(ids.shape[1])] * len(ids)
+    return [float(count) for count in _marks(mask)]
+
+
+def _marks(mask: Tensor) -> list[int]:
+    """Marks in each row of a mask."""
     # numpy counts so few numbers several times as fast as torch, and a whole array faster than its rows.
     marks = (mask if mask.is_cpu and mask.dtype in (torch.int64, torch.bool) else mask.bool().cpu()).numpy()
-    return [float(np.count_nonzero(row)) for row in ((marks,) if len(marks) == 1 else marks)]
+    return [int(np.count_nonzero(row)) for row in ((marks,) if len(marks) == 1 else marks)]
 
 
 def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence[MediaInput]) -> list[float]:
@@ -266,7 +279,7 @@ def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence
     for own in inputs:
         value = batch.get(own.name)
         if isinstance(value, Tensor):
-            sizes += own.lengths(value)
+            sizes += own.lengths(value, batch.get(own.mask))
     return sizes
 
 

@@ -19,9 +19,7 @@ _IN_PLACE = ("position_ids", "labels")
 ISOLATED = "masks made from position_ids are block-diagonal, and nothing else mixes tokens"
 
 
-def check_packing(
-    model: nn.Module, samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None
-) -> Packing:
+def check_packing(model: nn.Module, samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None) -> Packing:
     """Say whether packing isolates, at the cost of one capture.
 
     Args:
@@ -33,7 +31,9 @@ def check_packing(
         ConfigError: fewer than two samples.
     """
     if len(samples) < 2:
-        raise ConfigError(f"packing is checked on two samples in one row, got {len(samples)}; give a batch of two or more")
+        raise ConfigError(
+            f"packing is checked on two samples in one row, got {len(samples)}; give a batch of two or more"
+        )
     documents = samples[:2]
     try:
         packer = Packer.of(model, pad)
@@ -91,4 +91,3 @@ def _loss_reason(captured: Capture, batch: Mapping[str, Value]) -> str | None:
 def _tensors(captured: Capture, batch: Mapping[str, Value]) -> dict[str, Tensor | int]:
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     return {**tensors, **captured.sizes.size_inputs(captured.sizes.bind(tensors) or {})}
-

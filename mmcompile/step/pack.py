@@ -40,7 +40,9 @@ class Packer:
         takes = inspect.signature(model.forward).parameters
         for name in ("input_ids", "position_ids"):
             if name not in takes:
-                raise PlanError(f"{type(model).__name__}.forward takes no {name}, so it cannot know where documents begin")
+                raise PlanError(
+                    f"{type(model).__name__}.forward takes no {name}, so it cannot know where documents begin"
+                )
         return cls(model=model, pad=dict(pad or {}))
 
     def pack(self, samples: Sequence[Sample], first: int = 0) -> dict[str, Value]:
@@ -77,7 +79,9 @@ class Packer:
         ids = row.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1 or ids.numel() == 0:
             got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else "none"
-            raise BatchError(f"sample {number} cannot be packed: wanted input_ids [1, tokens] of one conversation, got {got}")
+            raise BatchError(
+                f"sample {number} cannot be packed: wanted input_ids [1, tokens] of one conversation, got {got}"
+            )
         kept = _kept(row.pop("attention_mask", None), ids, number)
         for key, dim in token_dims(row):
             value = row[key]

@@ -91,7 +91,7 @@ CORE = [
     Case(encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=3),
     Case(encoders=(2,), language_model=3, balance=ALL_DEFERRED, freeze=Freeze.ENCODER),
     Case(encoders=(2, 1), language_model=2, balance="auto"),
-    Case(encoders=(2,), language_model=2, balance=TOGETHER, placement="colocated"),
+    Case(encoders=(2,), language_model=2, balance="post-balance", placement="colocated"),
 ]
 SLOW = [
     *(
@@ -147,6 +147,8 @@ def _engine(case: Case, balance: str | Balancer, optimizer: Callable[..., torch.
     chains = dict(zip(parts.encoders, case.encoders, strict=False))
     if case.projector_alone:
         chains |= dict(zip(parts.projectors, case.encoders, strict=False))
+    if case.placement == "colocated":  # one chain of all components
+        chains = {}
     batch = collate(_steps_of(case)[0][:2])  # with every modality in it
     plan = mm.plan(
         model,

@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import zoo
 
 from mmcompile.data.sample import SampleShape
+from mmcompile.ir.capture import capture
+from mmcompile.passes.cost import Cost
+from mmcompile.plan.geometry import geometries
 from mmcompile.plan.sizes import Geometry, MediaInput, SampleSizes, media_lengths, text_lengths
 
 VISION = Geometry(
@@ -70,6 +74,14 @@ def test_rows_of_samples() -> None:
     assert sizes.rows(BOTH).rows.tolist() == [0, 3, 3]
 
 
+def test_packed_sounds_are_as_long_as_their_marks() -> None:
+    packed = MediaInput(name="input_features", item_dims=2, length=100.0, elements=200, mask="feature_mask")
+    mask = torch.zeros(2, 300, dtype=torch.int64)
+    mask[0, :120], mask[1, :300] = 1, 1
+    sample = {"input_features": torch.zeros(2, 80, 300), "feature_mask": mask}
+    assert media_lengths(sample, "audio", (packed,)) == [60.0, 150.0]
+
+
 def test_one_of_two_encoders_of_a_modality_gets_only_samples_with_its_inputs() -> None:
     media = (*VISION.media, MediaInput(name="pixel_values_videos", item_dims=3, patch=(14, 14)))
     pictures = replace(VISION, media=media, sources=("pixel_values",))
@@ -107,3 +119,18 @@ def test_texts_are_told_by_ids_of_the_decoder_too() -> None:
     ids = torch.ones(1, 5, dtype=torch.int64)
     assert text_lengths({"decoder_input_ids": ids}) == text_lengths({"labels": ids}) == [5.0]
     assert text_lengths({"input_ids": torch.zeros(1, 5)}) == []
+
+
+@pytest.mark.parametrize(("family", "mask"), [("qwen2_5_omni", "feature_attention_mask"), ("qwen2_audio", "")])
+def test_a_model_that_packs_its_sounds_is_told_from_one_that_pads_them(family: str, mask: str) -> None:
+    chosen = zoo.ALL[family]
+    model, batch = chosen.build(), chosen.batch()
+    graph = capture(model, batch).graph
+    found = geometries(graph, Cost().run(graph).loads, batch)
+    (sounds,) = found["audio_tower"].media
+    assert (sounds.name, sounds.mask) == ("input_features", mask)
+    half = dict(chosen.draw(replace(chosen.first, samples=1), seed=1))
+    half["feature_attention_mask"] = half["feature_attention_mask"].clone()
+    half["feature_attention_mask"][:, 40:] = 0
+    rows = SampleSizes.of_samples([half], found.values()).rows(found["audio_tower"]).rows
+    assert rows.tolist() == [20.0 if mask else 40.0]

@@ -14,9 +14,7 @@ from mmcompile.step.pack import Packer
 class Text(nn.Module):
     """Takes what a language model takes."""
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         raise AssertionError("packing calls no forward")
 
 
@@ -103,7 +101,10 @@ BAD: dict[str, tuple[list[dict[str, Value]], str]] = {
     "no text": ([{"pixel_values": torch.ones(1)}], r"sample 7 cannot be packed: wanted input_ids .* got none"),
     "two rows": ([{"input_ids": torch.ones(2, 3, dtype=torch.int64)}], r"sample 7 .* got shape \(2, 3\)"),
     "all padding": ([text(1, 2, attention_mask=torch.zeros(1, 2))], "sample 7 .* hides all of its 2 tokens"),
-    "a square mask": ([text(1, 2, attention_mask=torch.ones(1, 1, 2, 2))], r"its attention_mask is shape \(1, 1, 2, 2\)"),
+    "a square mask": (
+        [text(1, 2, attention_mask=torch.ones(1, 1, 2, 2))],
+        r"its attention_mask is shape \(1, 1, 2, 2\)",
+    ),
     "labels on padding": (
         [text(5, 6), text(7, 8, attention_mask=torch.tensor([[1, 0]]))],
         "sample 8 cannot be packed: 1 labels of its padding",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,12 +112,22 @@ class Line:
         """Every chain feeds the next at its first layer, so that all stages are on the longest path."""
         return bool((self.begins[0] == self.starts[:-1]).all())
 
+    @cached_property
+    def least_path(self) -> int:
+        """The longest path, every layer on the devices where it is fastest, nothing sent."""
+        on = np.arange(self.num_layers) >= self.begins[:, self.chain_of]
+        return int((on * self.least).sum(axis=1).max())
+
+    def time(self, piece: Piece) -> int:
+        """Forward and backward of one microbatch, in picoseconds."""
+        return int(self.times[piece.width, piece.first, piece.last])
+
     def on_path(self, path: int, piece: Piece) -> bool:
         return piece.last > int(self.begins[path, self.chain_of[piece.first]])
 
     def timing(self, pieces: Sequence[Piece]) -> Timing:
         """Of a pipeline, its stages in the order of the line."""
-        times = [int(self.times[piece.width, piece.first, piece.last]) for piece in pieces]
+        times = [self.time(piece) for piece in pieces]
         paths = [[self.on_path(path, piece) for piece in pieces] for path in range(len(self.names))]
         filled = max(sum(time for time, on in zip(times, path, strict=True) if on) for path in paths)
         longest = max(map(sum, paths))
@@ -146,7 +157,7 @@ class Line:
                     first=piece.first - self.starts[chain],
                     last=piece.last - self.starts[chain],
                     devices=tuple(range(device, device + width)),
-                    seconds=int(self.times[piece.width, piece.first, piece.last]) / PER_SECOND,
+                    seconds=self.time(piece) / PER_SECOND,
                 )
             )
             device += width

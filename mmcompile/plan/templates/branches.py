@@ -1,0 +1,201 @@
+"""Pipelines of chains that branch: several towers that enter one chain, at its start or in the middle.
+
+The longest path is no sum over stages. A weighted mean of all paths is, and never longer: so a search with weights gives a
+lower bound for every pipeline, and pipelines on the way. The weights are moved towards the paths that turn out longest.
+Where bound and pipeline then differ, all pipelines whose bound is below the best known are listed; if the list ends in
+time, the best is an optimum. Otherwise the difference is stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmcompile.plan.templates.intervals import Search
+from mmcompile.plan.templates.line import INFINITE, MICROBATCHES_A_STAGE, Line, Piece
+from mmcompile.plan.templates.sweep import Costs, Sweep, steps
+
+_SHARES = 12
+"""Weights are multiples of 1/12."""
+_ROUNDS = 4
+"""Times that weights are moved."""
+_INTERVALS = 256
+"""Bounded for each weights, about."""
+_VISITS = 20_000
+"""Stages that may be put down while listing the pipelines of a node count."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The best pipeline known for a node count."""
+
+    pieces: tuple[Piece, ...]
+    total: int
+    """T in picoseconds."""
+    bound: int
+    """No pipeline has a smaller T; equal to `total` for an optimum."""
+
+    @property
+    def gap(self) -> float:
+        return 1 - self.bound / self.total if self.total else 0.0
+
+
+def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, Found]:
+    """Node count -> the best pipeline found; without those that have none, or none that was found to fit the memory."""
+    results: dict[int, Found] = {}
+    for count in node_counts:
+        found = _best(line, count)
+        if found is not None:
+            results[count] = found
+    return results
+
+
+def _best(line: Line, count: int) -> Found | None:
+    weights = _equal(line)
+    best: tuple[Piece, ...] | None = _counted(line, count, weights)
+    bound, sharpest = 0, None
+    for _ in range(_ROUNDS):
+        search = Search.of(line, _families(line, weights), [count], fitting=True)
+        if best is not None:
+            search.keep(count, best)
+        search.run(max_intervals=_INTERVALS)
+        best = search.found.get(count)
+        if sharpest is None or search.bound(count) > bound:
+            bound, sharpest = search.bound(count), search
+        if best is None or bound >= search.upper[count]:
+            break
+        moved = _moved(line, weights, best)
+        if moved == weights:
+            break
+        weights = moved
+    assert sharpest is not None
+    if best is not None:
+        sharpest.keep(count, best)
+    return _listed(sharpest, count)
+
+
+def _counted(line: Line, count: int, weights: tuple[int, ...]) -> tuple[Piece, ...] | None:
+    """A pipeline that fits the memory even if the stages of all later chains are between a stage and the loss."""
+    search = Search.of(line, _families(line, weights), [count], num_stages=most_stages(line, count))
+    return search.found.get(count)
+
+
+def most_stages(line: Line, num_nodes: int) -> int:
+    """Stages that a pipeline can have where each holds a microbatch for every later one, and one."""
+    by_memory = int(line.deepest.max()) + 1
+    return min(line.num_layers, num_nodes * line.devices_per_node, by_memory)
+
+
+def _families(line: Line, weights: tuple[int, ...]) -> list[Costs]:
+    return [Costs(line=line, path=path, first=path, last=path, weights=weights) for path in range(len(line.names))]
+
+
+def _equal(line: Line) -> tuple[int, ...]:
+    """Equal weights of the paths that are not the end of another one."""
+    whole = [_is_whole(line, path) for path in range(len(line.names))]
+    share, rest = divmod(_SHARES, sum(whole))
+    firsts = {path for path in [index for index, own in enumerate(whole) if own][:rest]}
+    return tuple(share * own + (path in firsts) for path, own in enumerate(whole))
+
+
+def _is_whole(line: Line, path: int) -> bool:
+    return not any(line.begins[other, path] == line.starts[path] for other in range(path))
+
+
+def _moved(line: Line, weights: tuple[int, ...], pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """A share moved from the shortest path that has one to the longest."""
+    slowest = line.timing(pieces).slowest
+    lengths = [
+        sum(
+            line.time(piece) + MICROBATCHES_A_STAGE * slowest
+            for piece in pieces
+            if line.on_path(path, piece)
+        )
+        for path in range(len(weights))
+    ]
+    longest = max(range(len(weights)), key=lambda path: lengths[path])
+    shortest = min((path for path in range(len(weights)) if weights[path]), key=lambda path: lengths[path])
+    moved = list(weights)
+    moved[shortest] -= 1
+    moved[longest] += 1
+    return tuple(moved)
+
+
+def _listed(search: Search, count: int) -> Found | None:
+    """The best pipeline, after all that may be better were listed; or with what is left open as the bound."""
+    visits, bound = _Visits(left=_VISITS), INFINITE
+    for interval in sorted(search.settled, key=lambda each: int(each.lower[count])):
+        if interval.lower[count] >= search.upper[count]:
+            break
+        for sweep in search.sweeps([interval], count):
+            for pieces in _Listing(sweep=sweep, search=search, count=count, visits=visits).pipelines():
+                search.keep(count, pieces)
+        if not visits.left:
+            bound = int(interval.lower[count])
+            break
+    if count not in search.found:
+        return None
+    total = int(search.upper[count])
+    return Found(pieces=search.found[count], total=total, bound=min(total, bound))
+
+
+@dataclass(kw_only=True)
+class _Visits:
+    left: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Listing:
+    """All pipelines of a sweep's only interval that may be better than the best known, likely ones first."""
+
+    sweep: Sweep
+    search: Search
+    count: int
+    visits: _Visits
+
+    def pipelines(self) -> Iterator[tuple[Piece, ...]]:
+        yield from self._from((), 0, self.count * self.sweep.shape.line.devices_per_node, 0, False)
+
+    def _from(
+        self, pieces: tuple[Piece, ...], first: int, devices: int, spent: int, found: bool
+    ) -> Iterator[tuple[Piece, ...]]:
+        """Pipelines that go on with layer `first` on so many devices.
+
+        Args:
+            spent: what `pieces` add to T, times the scale.
+            found: the slowest is among them.
+        """
+        line = self.sweep.shape.line
+        if first == line.num_layers:
+            yield pieces
+            return
+        for least, piece, cost, then in self._steps(first, devices, found):
+            if least + spent >= int(self.search.upper[self.count]) * self.sweep.costs.scale:
+                return
+            if not self.visits.left:
+                return
+            self.visits.left -= 1
+            left = devices - line.widths[piece.width]
+            yield from self._from((*pieces, piece), piece.last, left, spent + cost, then)
+
+    def _steps(self, first: int, devices: int, found: bool) -> list[tuple[int, Piece, int, bool]]:
+        """(least cost from here on, stage, its cost, whether the slowest is then found), the least first."""
+        line, sweep = self.sweep.shape.line, self.sweep
+        ways: list[tuple[int, Piece, int, bool]] = []
+        node, device = divmod(devices, line.devices_per_node)
+        for width, times in steps(line, first, int(sweep.high[0])):
+            taken = devices - line.widths[width]
+            if taken < 0 or (device or line.devices_per_node) < line.widths[width]:
+                continue
+            at = (slice(first + 1, first + 1 + len(times)), 0, 0, *divmod(taken, line.devices_per_node))
+            before, itself, after = (cost[:, 0] for cost in sweep.costs.of(first, times, sweep.low, sweep.high))
+            options = [(after, sweep.behind[at], True)]
+            if not found:
+                options = [(itself, sweep.behind[at], True), (before, sweep.whole[at], False)]
+            for cost, rest, then in options:
+                for index in np.flatnonzero(cost + rest < INFINITE).tolist():
+                    piece = Piece(first=first, last=first + 1 + index, width=width)
+                    ways.append((int(cost[index] + rest[index]), piece, int(cost[index]), then))
+        return sorted(ways, key=lambda way: way[0])
