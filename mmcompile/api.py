@@ -7,7 +7,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -20,7 +20,7 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import Recompute
 from mmcompile.data.readers import read_stats
 from mmcompile.data.stats import DatasetStats
-from mmcompile.errors import ConfigError
+from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.capture import capture as _capture
 from mmcompile.ir.graph import ModelGraph
@@ -36,7 +36,7 @@ from mmcompile.passes.pipeline import Pipeline
 from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, parse_constraint
 from mmcompile.plan.placement import Placement, check_runnable
-from mmcompile.plan.plan import Attention, Fingerprint, Plan, ScheduleKind, check_fingerprint
+from mmcompile.plan.plan import Attention, Fingerprint, Packing, Plan, ScheduleKind, check_fingerprint
 from mmcompile.plan.search.settings import Placing
 from mmcompile.plan.search.strategies import AUTO
 from mmcompile.planning import Wanted, make_plan
@@ -45,6 +45,9 @@ from mmcompile.step.balance.auto import Auto
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.correction import Correction, Corrector
 from mmcompile.step.balance.registry import balancer
+from mmcompile.step.collate import Sample
+from mmcompile.step.isolation import check_packing
+from mmcompile.step.pack import Packer
 from mmcompile.step.sample_costs import costs_of_samples
 from mmcompile.step.simulated import StepShape, step_time
 
@@ -127,6 +130,7 @@ def plan(
     placement: Placing | None = None,
     tensor_parallel: int | None = None,
     replicas: int | Mapping[str, int] | None = None,
+    packing: Sequence[Sample] | None = None,
     constraints: Sequence[Constraint | str] = (),
     calibration: Calibration | str | Path | None = None,
     solver_seconds: float | None = None,
@@ -161,6 +165,8 @@ def plan(
         replicas: of the language model; or chain (or component) name -> its replicas, kept as they are. Without a global batch,
             chains that are not named get as many as the language model, which has 1 if not named; with one, the search chooses.
             Chains that lead from one encoder to the language model have equally many.
+        packing: two or more conversations, as a processor returns them, which stand for a microbatch in place of `batch`. The
+            plan is then for microbatches that are one row of documents without padding, and says what keeps documents apart.
         constraints: values or texts (`mmcompile.plan.constraints`): layers together or apart, on a stage, memory caps.
         calibration: measured times of layers, or the file they are in (`mmcompile profile`).
         solver_seconds: time for Z3 to prove the cuts; 5 with constraints, else only on demand.
@@ -169,10 +175,10 @@ def plan(
     Raises:
         BatchError, CaptureError: from the capture.
         PlanError: nothing fits (the message has the nearest requests that do), a constraint conflicts, or `stages` asks for what
-            does not exist; the model's tokens cannot be shared.
+            does not exist; the model's tokens cannot be shared, or packed documents would see each other.
         ConfigError: options that conflict or have no effect; a calibration for another machine.
     """
-    model, batch = _built(model, batch)
+    subject = _subject(model, batch, packing)
     wanted = Wanted(
         cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
         num_microbatches=num_microbatches,
@@ -188,6 +194,7 @@ def plan(
         placement=placement,
         tensor_parallel=tensor_parallel,
         replicas=replicas,
+        packing=subject.packing,
         constraints=tuple(parse_constraint(own) if isinstance(own, str) else own for own in constraints),
         calibration=calibration if isinstance(calibration, Calibration | None) else Calibration.load(calibration),
         solver_seconds=solver_seconds,
@@ -195,9 +202,10 @@ def plan(
     wanted.check()
     on_phase = on_phase or (lambda name, seconds: None)
     started = time.perf_counter()
-    captured = _captured(model, batch)
+    captured = subject.capture()
     on_phase("capture", time.perf_counter() - started)
-    return make_plan(captured, completed(model, batch), wanted, fingerprint_of(captured.graph), on_phase)
+    batch = completed(subject.model, subject.batch)
+    return make_plan(captured, batch, wanted, fingerprint_of(captured.graph), on_phase)
 
 
 def _attention(attention: Attention | None, context_parallel: int | None) -> AttentionChoice:
@@ -224,6 +232,40 @@ def _built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tu
     return module, example_batch(module) if batch is None else batch
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Subject:
+    """A model and one microbatch of it."""
+
+    model: nn.Module
+    batch: Mapping[str, Any]
+    packing: Packing | None = None
+    num_samples: int | None = None
+    """In the batch, where its shapes do not say."""
+
+    def capture(self) -> Capture:
+        captured = _captured(self.model, self.batch)
+        if self.num_samples is None:
+            return captured
+        return replace(captured, graph=replace(captured.graph, num_samples=self.num_samples))
+
+
+def _subject(
+    model: nn.Module | str | Path, batch: Mapping[str, Any] | None, packing: Sequence[Sample] | None
+) -> _Subject:
+    """Raises ConfigError for a batch beside samples to pack, PlanError where packed documents would see each other."""
+    if packing is None:
+        module, batch = _built(model, batch)
+        return _Subject(model=module, batch=batch)
+    if batch is not None:
+        raise ConfigError("batch has no effect beside packing, whose samples make the microbatch; drop one of the two")
+    module = model if isinstance(model, nn.Module) else skeleton(model)
+    found = check_packing(module, packing, _padding(module))
+    if not found.isolates:
+        raise PlanError(f"samples of {type(module).__name__} cannot be packed: {found.reason}; plan without packing")
+    packed = Packer.of(module, _padding(module)).pack(packing)
+    return _Subject(model=module, batch=packed, packing=found, num_samples=len(packing))
+
+
 def stage_programs(model: nn.Module, batch: Mapping[str, Any], plan: Plan) -> Mapping[str, StageProgram]:
     """The programs that the stages of a plan run for batches like `batch`, by stage name."""
     captured = _captured(model, batch)
@@ -243,6 +285,7 @@ def parallelize(
     attention: Attention | None = None,
     context_parallel: int | None = None,
     replicas: int | Mapping[str, int] | None = None,
+    packing: Sequence[Sample] | None = None,
     balance: str | Balancer = Auto.name,
     correct: bool = False,
     on_capture: Callable[[int], None] | None = None,
@@ -258,6 +301,7 @@ def parallelize(
             models of common conventions when not given.
         plan: as made by `plan`; by default it is made here, for `cluster`.
         cluster, num_microbatches, stages, projector, attention, context_parallel, replicas: as for `plan`, when none is given.
+        packing: as for `plan`. With a plan for packed samples it is needed too: what stands for a microbatch.
         balance: which samples each replica of each encoder and of the language model computes together: a balancer's name
             (`mmcompile.step.balance.registry`), or a balancer. `"auto"` takes the one whose step is predicted to be shortest, and
             arrival order where that is as good.
@@ -270,8 +314,9 @@ def parallelize(
     """
     if plan is not None:
         check_runnable(plan)
-    model, batch = _built(model, batch)
-    captured = _captured(model, batch)
+        _check_agrees(plan, attention, context_parallel, replicas, packing)
+    subject = _subject(model, batch, packing)
+    model, batch, captured = subject.model, subject.batch, subject.capture()
     wanted = Wanted(
         cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
         num_microbatches=num_microbatches,
@@ -279,22 +324,17 @@ def parallelize(
         projector=projector,
         attention=_attention(attention, context_parallel),
         replicas=replicas,
+        packing=subject.packing,
     )
     wanted.check()
     if plan is None:
         plan = make_plan(captured, completed(model, batch), wanted, fingerprint_of(captured.graph))
-    elif attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
-        raise ConfigError(
-            f"the plan has attention {plan.attention!r} and context_parallel {plan.context_parallel}, asked were "
-            f"{wanted.attention.attention!r} and {context_parallel}: a plan decides these; leave them out, or make another plan"
-        )
-    elif replicas is not None:
-        raise ConfigError(
-            f"replicas={replicas} has no effect together with a plan: the plan decides it; drop one of the two"
-        )
     check_fingerprint(plan, fingerprint_of(captured.graph))
     patterns = Patterns(model, plan, captured, batch, on_capture)
-    options.setdefault("pad", _padding(model))
+    if packing is None:
+        options.setdefault("pad", _padding(model))
+    else:
+        options["collate"] = Packer.of(model, _padding(model)).pack
     chosen = _balancer(balance, plan)
     return Engine(
         Placement.of(plan),
@@ -307,11 +347,37 @@ def parallelize(
     )
 
 
+def _check_agrees(
+    plan: Plan,
+    attention: Attention | None,
+    context_parallel: int | None,
+    replicas: int | Mapping[str, int] | None,
+    packing: Sequence[Sample] | None,
+) -> None:
+    """Refuse options that a plan has decided otherwise. Raises ConfigError."""
+    if attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
+        raise ConfigError(
+            f"the plan has attention {plan.attention!r} and context_parallel {plan.context_parallel}, asked were "
+            f"{attention!r} and {context_parallel}: a plan decides these; leave them out, or make another plan"
+        )
+    if replicas is not None:
+        raise ConfigError(
+            f"replicas={replicas} has no effect together with a plan: the plan decides it; drop one of the two"
+        )
+    if (plan.packing is None) != (packing is None):
+        said = "does not pack samples" if plan.packing is None else "packs samples"
+        raise ConfigError(
+            f"the plan {said}, and packing was {'not ' if packing is None else ''}given: give packing (two samples or more) both "
+            "to plan and to parallelize, or to none"
+        )
+
+
 def _balancer(balance: str | Balancer, plan: Plan) -> Balancer:
     """The balancer of a name; `auto` judges steps by the simulator, with the plan's stages."""
-    chosen = balancer(balance) if isinstance(balance, str) else balance
-    judged = isinstance(chosen, Auto) and isinstance(balance, str)
-    return replace(chosen, step_time=step_time(StepShape.of(plan))) if judged else chosen
+    if not isinstance(balance, str):
+        return balance
+    chosen = balancer(balance)
+    return replace(chosen, step_time=step_time(StepShape.of(plan))) if isinstance(chosen, Auto) else chosen
 
 
 def _padding(model: nn.Module) -> dict[str, int]:

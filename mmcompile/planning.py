@@ -25,7 +25,7 @@ from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, decided_stages
 from mmcompile.plan.geometry import geometries
-from mmcompile.plan.plan import Fingerprint, Plan, ScheduleKind
+from mmcompile.plan.plan import Fingerprint, Packing, Plan, ScheduleKind
 from mmcompile.plan.search.infeasible import explain
 from mmcompile.plan.search.outcome import plan_of
 from mmcompile.plan.search.projector_only import fresh
@@ -61,6 +61,8 @@ class Wanted:
     tensor_parallel: int | None = None
     replicas: int | Mapping[str, int] | None = None
     """Of the language model, or of each chain or component named."""
+    packing: Packing | None = None
+    """What keeps samples of one row apart; None for padded samples in rows of their own."""
     constraints: tuple[Constraint, ...] = ()
     calibration: Calibration | None = None
     solver_seconds: float | None = None
@@ -130,7 +132,8 @@ def make_plan(
     if engine_runs_it and choice.context_parallel > 1:
         costs = _with_shared_tokens(graph, table, choice.context_parallel, wanted, dtype)
     can_share = wanted.search_tokens and _can_share_tokens(captured, choice)
-    workload = None if engine_runs_it else Workload.of(graph, table, batch, wanted.stats)
+    packed = wanted.packing is not None
+    workload = None if engine_runs_it else Workload.of(graph, table, batch, wanted.stats, packed=packed)
     clock.done("cost")
     problem = problem_of(
         graph,
@@ -173,8 +176,9 @@ def make_plan(
         found,
         attention=choice.attention,
         head_stride=choice.head_stride,
-        notes=(*found.notes, *notes),
-        sample_rates=sample_rates(best.candidate, geometries(graph, table.loads, batch), pricing),
+        notes=(*found.notes, *notes, *([str(wanted.packing)] if wanted.packing else [])),
+        packing=wanted.packing,
+        sample_rates=sample_rates(best.candidate, geometries(graph, table.loads, batch, packed=packed), pricing),
     )
     found = _linked(captured, found, choice)
     clock.done("links")

@@ -23,7 +23,9 @@ class OracleStage:
     seconds: float
 
 
-def random_table(rng: random.Random, layers: tuple[int, ...], devices: int, *, memory: bool, middle: bool = False) -> LayerTable:
+def random_table(
+    rng: random.Random, layers: tuple[int, ...], devices: int, *, memory: bool, middle: bool = False
+) -> LayerTable:
     """Chains that all feed the last one; costs on more devices are lower, but not always."""
     counts = tuple(count for count in (1, 2, 4, 8) if count <= devices)
     names = [f"tower{index}" for index in range(len(layers) - 1)] + ["lm"]
@@ -83,7 +85,9 @@ def _pipelines(table: LayerTable, total: int, chain: int, layer: int, device: in
 def iteration_s(table: LayerTable, stages: list[OracleStage]) -> float | None:
     """T1 + T2 + T3 over the graph of the stages; None if a stage does not fit its memory."""
     graph = stage_graph(table, stages)
-    behind = {index: _longest(graph, index, lambda _: 1.0) for index in graph}  # stages from each to the loss, itself included
+    behind = {
+        index: _longest(graph, index, lambda _: 1.0) for index in graph
+    }  # stages from each to the loss, itself included
     for index, stage in enumerate(stages):
         shared = next(each for each in table.chains[stage.chain].shared if each.devices == stage.devices)
         fixed = sum(shared.parameter_bytes[stage.first : stage.last])

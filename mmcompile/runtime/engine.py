@@ -8,21 +8,20 @@ import functools
 import math
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from mmcompile import errors
-from mmcompile.errors import CheckpointError, ConfigError, EngineError
+from mmcompile.errors import ConfigError, EngineError
 from mmcompile.plan.placement import Placement
 from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import checkpoint
@@ -30,10 +29,12 @@ from mmcompile.runtime.checkpoint import Checkpoint, TrainerState
 from mmcompile.runtime.commands import Close, Done, Refuse, Setup, Step
 from mmcompile.runtime.follower import Follower
 from mmcompile.runtime.leader import Leader
-from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory
+from mmcompile.runtime.metrics import StepMetrics
+from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory, scheduler_after
 from mmcompile.runtime.session import Session, open_session
 from mmcompile.runtime.source import PatternSource
 from mmcompile.runtime.step_planner import Collate, Costs, PlannedStep, StepPlanner
+from mmcompile.runtime.user_model import UserModel
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.baselines import Arrival
 from mmcompile.step.balance.correction import Corrector
@@ -41,30 +42,6 @@ from mmcompile.step.collate import Sample, Value, collate
 from mmcompile.step.step_plan import StepPlan
 
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepMetrics:
-    """What one step did."""
-
-    step: int
-    """Counted from 1."""
-    loss: float
-    """Mean over the step's valid tokens (over its samples, where the model gives no loss per token)."""
-    num_tokens: int
-    """Valid tokens; 0 where the model gives no loss per token."""
-    num_samples: int
-    seconds: float
-    grad_norm: float | None
-    """Global norm before clipping; None without `clip_norm`."""
-    busy_s: tuple[float, ...]
-    """Per rank, the time in forwards and backwards."""
-    balance: str = ""
-    """The balancer that placed the samples, and why it (rank 0 only)."""
-    planning_s: float = 0.0
-    """Time it took to plan the step (rank 0 only)."""
-    waited_s: float = 0.0
-    """How long the step waited for its plan (rank 0 only): all of `planning_s` in `step`, next to nothing in `train`."""
 
 
 class Engine:
@@ -131,7 +108,7 @@ class Engine:
         if collate is not None and pad is not None:
             raise ConfigError("pad has no effect together with collate, which joins samples: leave one of them out")
         self._source = source
-        self._model = model
+        self._user = UserModel(module=model, source=source)
         self._planner = StepPlanner(
             placement,
             source,
@@ -191,7 +168,7 @@ class Engine:
         if self._leader is None:
             return self._follow_step(start)
         with self._refusing(self._leader):
-            planned = self._planner.plan(self._num_steps + 1, samples)
+            planned = self._plan(self._num_steps + 1, samples)
         return self._lead_step(self._leader, planned, start, waited_s=planned.seconds, trace=trace)
 
     def train(self, batches: Iterable[Sequence[Sample]]) -> Iterator[StepMetrics]:
@@ -214,7 +191,7 @@ class Engine:
             while True:
                 start = time.perf_counter()
                 with self._refusing(leader):
-                    planned = _result(upcoming)
+                    planned = upcoming.result()
                 if planned is None:
                     break
                 waited_s = time.perf_counter() - start
@@ -232,7 +209,7 @@ class Engine:
             self._take_part("state_dict")
             return {}
         weights = self._session.call(functools.partial(_weights, self._leader, "state_dict"))
-        return self._complete(weights)
+        return self._user.complete(weights, self._leader.aliases)
 
     def pull(self) -> None:
         """Copy the trained weights into the user's model (rank 0)."""
@@ -240,7 +217,7 @@ class Engine:
             self._take_part("pull")
             return
         weights = self._session.call(functools.partial(_weights, self._leader, "pull"))
-        self._put(weights)
+        self._user.put(weights)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint: the model, loadable with `from_pretrained`, and what `load` needs to go on.
@@ -259,9 +236,9 @@ class Engine:
             hyper=leader.rank.optimizer.hyper,
             seed=self._seed,
         )
-        complete = self._complete(weights)
-        content = Checkpoint(trainer=trainer, weights=self._trainable(complete), optimizer=state)
-        checkpoint.write(Path(folder), content, self._model, complete)
+        complete = self._user.complete(weights, leader.aliases)
+        content = Checkpoint(trainer=trainer, weights=self._user.trainable(complete), optimizer=state)
+        checkpoint.write(Path(folder), content, self._user.module, complete)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint: weights (the user's model gets them too), optimizer, step count, learning rate.
@@ -277,8 +254,8 @@ class Engine:
         leader = self._leader
         with self._refusing(leader):
             content = checkpoint.read(Path(folder))
-            self._check(content, folder)
-        self._put(content.weights)
+            self._user.check(content, self._setup.optimizer, folder)
+        self._user.put(content.weights)
         self._session.call(functools.partial(_load, leader, dict(self._source.parameters()), content.optimizer))
         self._num_steps = content.trainer.step
         self._seed = content.trainer.seed
@@ -302,7 +279,14 @@ class Engine:
     def _plan_next(self, batches: Iterator[Sequence[Sample]], step: int) -> PlannedStep | None:
         """Read a batch and plan its step; None after the last."""
         samples = next(batches, None)
-        return None if samples is None else self._planner.plan(step, samples)
+        return None if samples is None else self._plan(step, samples)
+
+    def _plan(self, step: int, samples: Sequence[Sample]) -> PlannedStep:
+        """Plan a step and its schedule, before anything is sent."""
+        assert self._leader is not None, "only rank 0 plans"
+        planned = self._planner.plan(step, samples)
+        self._leader.rank.schedule(planned.plan)
+        return planned
 
     def _lead_step(
         self, leader: Leader, planned: PlannedStep, start: float, *, waited_s: float, trace: bool
@@ -312,8 +296,6 @@ class Engine:
         Args:
             start: when the user asked for it, by time.perf_counter.
         """
-        with self._refusing(leader):
-            leader.rank.schedule(planned.plan)
         command = Step(plan=planned.plan, hyper=leader.rank.optimizer.hyper, seed=self._seed, trace=trace)
         totals = self._session.call(functools.partial(self._run, leader, command, planned))
         self._num_steps += 1
@@ -399,71 +381,16 @@ class Engine:
             self._session.call(functools.partial(leader.tell, Refuse(error=name, message=str(error))))
             raise
 
-    def _complete(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All names of the model: trained weights, and what never changes from the model itself."""
-        assert self._leader is not None
-        kept = self._source.parameters() if self._model is None else self._model.state_dict()
-        aliases = self._leader.aliases
-        return {name: weights.get(aliases.get(name, name), tensor).detach().cpu() for name, tensor in kept.items()}
-
-    def _trainable(self, complete: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters that train, each under one name; also those no step has reached yet."""
-        names: dict[int, str] = {}
-        for name, tensor in self._source.parameters().items():
-            if tensor.requires_grad:
-                names.setdefault(id(tensor), name)
-        return {name: complete[name] for name in names.values()}
-
-    @torch.no_grad()
-    def _put(self, weights: Mapping[str, Tensor]) -> None:
-        """Write trained weights into the user's model; tied names share storage."""
-        parameters = self._source.parameters()
-        for name, tensor in weights.items():
-            parameters[name].copy_(tensor)
-
-    def _check(self, content: Checkpoint, folder: str | os.PathLike[str]) -> None:
-        """Refuse a checkpoint of another model or optimizer."""
-        parameters = self._source.parameters()
-        saved = content.trainer.optimizer
-        if (saved.module, saved.name) != (self._setup.optimizer.module, self._setup.optimizer.name):
-            raise CheckpointError(f"{folder} was saved with {saved.name}, this engine has {self._setup.optimizer.name}")
-        for name, tensor in content.weights.items():
-            if name not in parameters:
-                raise CheckpointError(
-                    f"{folder} trains {name}, which this model does not have: it belongs to another model"
-                )
-            if (have := parameters[name]).shape != tensor.shape or have.dtype != tensor.dtype:
-                raise CheckpointError(
-                    f"{folder} has {name} as {tensor.dtype} {tuple(tensor.shape)}; "
-                    f"this model has {have.dtype} {tuple(have.shape)}"
-                )
-
     def _make_scheduler(self, leader: Leader | None) -> LRScheduler | None:
-        """The scheduler as it stands after the steps done, replayed rather than stored: its state need not be plain."""
         if self._scheduler_factory is None or leader is None:
             return None
-        scheduler = self._scheduler_factory(leader.rank.optimizer.optimizer)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "ReduceLROnPlateau needs a measured value at each step; set engine.learning_rate yourself instead"
-            )
-        with warnings.catch_warnings():
-            # No optimizer step comes between; there is none to lose.
-            warnings.simplefilter("ignore", UserWarning)
-            for _ in range(self._num_steps):
-                scheduler.step()
-        return scheduler
+        return scheduler_after(self._num_steps, self._scheduler_factory, leader.rank.optimizer.optimizer)
 
 
 def _collate(
     pad: Mapping[str, int | float] | None, samples: Sequence[Sample], names: Sequence[int]
 ) -> dict[str, Value]:
     return collate(samples, pad, names[0])
-
-
-def _result(upcoming: Future[PlannedStep | None]) -> PlannedStep | None:
-    """What a thread planned, or what it raised."""
-    return upcoming.result()
 
 
 def _take_side(session: Session, setup: Setup) -> Leader | Follower:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mmcompile.errors import CheckpointError, ConfigError
 
@@ -128,6 +129,25 @@ class RankOptimizer:
     @property
     def _group(self) -> dict[str, Any]:
         return self.optimizer.param_groups[0]
+
+
+def scheduler_after(num_steps: int, factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """A scheduler as it stands after so many steps, replayed rather than stored: its state need not be plain.
+
+    Raises:
+        ConfigError: it needs a measured value at each step.
+    """
+    scheduler = factory(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a measured value at each step; set engine.learning_rate yourself instead"
+        )
+    with warnings.catch_warnings():
+        # No optimizer step comes between; there is none to lose.
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(num_steps):
+            scheduler.step()
+    return scheduler
 
 
 def _tuples(values: Hyper) -> Hyper:

@@ -41,6 +41,10 @@ def _text(*lengths: int) -> tuple[Shape, ...]:
     return tuple(Shape(text=length) for length in lengths)
 
 
+def _images(count: int, *lengths: int) -> tuple[Shape, ...]:
+    return tuple(Shape(text=length, images=count) for length in lengths)
+
+
 MIXED = (
     Shape(text=20, images=1),
     Shape(text=31, images=2),
@@ -51,6 +55,8 @@ MIXED = (
     Shape(text=16, images=3),
 )
 """Seven samples, which no number of replicas or microbatches divides."""
+UNEVEN = (*_images(1, 10, 8, 6, 80, 6, 60, 10, 10, 8, 6, 8, 60), *_images(2, 25, 10, 40))
+"""Many small samples and few large ones: work of the language model can be deferred, on each of one to three replicas."""
 NO_MEDIA = _text(14, 33, 8, 21, 40)
 ON_ONE_SAMPLE = (*_text(18, 25), Shape(text=10, images=4), *_text(30, 12, 22))
 HEAVY = (*_text(9), Shape(text=11, images=1), *_text(8), Shape(text=130, images=6), Shape(text=10, images=1))
@@ -60,7 +66,7 @@ FEW = (Shape(text=17, images=1), Shape(text=24))
 SILENT = (Shape(text=13, images=1, silent=True), Shape(text=19), Shape(text=22, images=2))
 ONE = (Shape(text=15, images=1),)
 
-STEPS = (MIXED, NO_MEDIA, ON_ONE_SAMPLE, HEAVY, FEW, SILENT, ONE)
+STEPS = (MIXED, UNEVEN, NO_MEDIA, ON_ONE_SAMPLE, HEAVY, FEW, SILENT, ONE)
 
 TWO_ENCODERS = (
     (

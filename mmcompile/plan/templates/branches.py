@@ -108,11 +108,7 @@ def _moved(line: Line, weights: tuple[int, ...], pieces: Sequence[Piece]) -> tup
     """A share moved from the shortest path that has one to the longest."""
     slowest = line.timing(pieces).slowest
     lengths = [
-        sum(
-            line.time(piece) + MICROBATCHES_A_STAGE * slowest
-            for piece in pieces
-            if line.on_path(path, piece)
-        )
+        sum(line.time(piece) + MICROBATCHES_A_STAGE * slowest for piece in pieces if line.on_path(path, piece))
         for path in range(len(weights))
     ]
     longest = max(range(len(weights)), key=lambda path: lengths[path])

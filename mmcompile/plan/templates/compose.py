@@ -186,4 +186,3 @@ def _combinations(
             found += 1
             if found == MAX_TIED:
                 return
-

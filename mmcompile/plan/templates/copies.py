@@ -33,9 +33,7 @@ class _Need:
     candidates: tuple[int, ...]
 
 
-def plan_copies(
-    job: Job, needed: Mapping[int, np.ndarray], holdings: Mapping[int, np.ndarray]
-) -> tuple[Copy, ...]:
+def plan_copies(job: Job, needed: Mapping[int, np.ndarray], holdings: Mapping[int, np.ndarray]) -> tuple[Copy, ...]:
     """What must be sent so that every node holds the layers it runs.
 
     Largest first, each layer comes from the holder that has least to send; then layers are moved to other holders as long as
@@ -110,9 +108,7 @@ def _sources(needs: Sequence[_Need]) -> list[int]:
     return chosen
 
 
-def _lighten(
-    needs: Sequence[_Need], chosen: Sequence[int], loads: Mapping[int, int]
-) -> list[tuple[int, int]] | None:
+def _lighten(needs: Sequence[_Need], chosen: Sequence[int], loads: Mapping[int, int]) -> list[tuple[int, int]] | None:
     """Moves (need, new source) after which the busiest source is lighter and none is as busy as it was; None for none.
 
     A breadth-first search over "could send this layer instead".

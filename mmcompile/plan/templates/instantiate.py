@@ -50,9 +50,7 @@ def instantiate(job: Job, nodes: Sequence[int]) -> Membership | Stop:
     )
 
 
-def recompose(
-    job: Job, nodes: Sequence[int], holdings: Holdings, running: Mapping[int, int] | None = None
-) -> Bound:
+def recompose(job: Job, nodes: Sequence[int], holdings: Holdings, running: Mapping[int, int] | None = None) -> Bound:
     """Any templates on any nodes: the shortest step, and among those the most bytes kept in place.
 
     Args:
@@ -71,9 +69,7 @@ def recompose(
     )
 
 
-def with_microbatches(
-    job: Job, sizes: Sequence[int], groups: Sequence[Sequence[int]]
-) -> tuple[Pipeline, ...]:
+def with_microbatches(job: Job, sizes: Sequence[int], groups: Sequence[Sequence[int]]) -> tuple[Pipeline, ...]:
     """Pipelines of these sizes on these nodes, with their shares of a step."""
     templates = [job.by_size[size] for size in sizes]
     counts = split(templates, job.num_microbatches, job.objective)

@@ -138,7 +138,7 @@ class Search:
     def _cut(self, interval: Interval, ways: int) -> list[Interval]:
         """Parts that may hold a better pipeline."""
         size = interval.last + 1 - interval.first
-        ends = np.rint(np.linspace(interval.first, interval.last + 1, min(ways, size) + 1)).astype(int).tolist()
+        ends = np.linspace(interval.first, interval.last + 1, min(ways, size) + 1).astype(int).tolist()
         parts = [
             Interval(first=begin, last=end - 1, lower=np.maximum(interval.lower, self._simple(begin)))
             for begin, end in pairwise(ends)
@@ -157,10 +157,13 @@ class Search:
         sweeps = self.sweeps(intervals, most)
         bounds = np.array([sweep.bounds for sweep in sweeps])  # [families, intervals, nodes + 1]
         least = bounds.min(axis=0)
+        single = np.array([each.first == each.last for each in intervals])
         for count in self.counts[self.counts <= most].tolist():
-            guess = int(least[:, count].argmin())
-            if least[guess, count] < self.upper[count]:
-                self.keep(count, sweeps[int(bounds[:, guess, count].argmin())].pieces(guess, count))
+            # The most promising interval; and of single guesses the best, which will not be looked at again.
+            for bound in (least[:, count], np.where(single, least[:, count], INFINITE)):
+                guess = int(bound.argmin())
+                if bound[guess] < self.upper[count]:
+                    self.keep(count, sweeps[int(bounds[:, guess, count].argmin())].pieces(guess, count))
         return [
             Interval(
                 first=interval.first,

@@ -70,7 +70,9 @@ class Job:
     def layers(self) -> tuple[LayerId, ...]:
         """All layers; their order numbers them."""
         return tuple(
-            LayerId(chain=chain, index=index) for chain, sizes in self.layer_bytes.items() for index in range(len(sizes))
+            LayerId(chain=chain, index=index)
+            for chain, sizes in self.layer_bytes.items()
+            for index in range(len(sizes))
         )
 
     @cached_property

@@ -24,6 +24,8 @@ class SharedLayers:
     """Sending a layer's output on; paid by the stage that ends with it. () for nothing."""
     return_s: tuple[float, ...] = ()
     """Sending the gradient of its output back; paid by the stage that begins right after it. () for nothing."""
+    working_bytes: int = 0
+    """Held by a stage beside all that, whatever its layers: activations that its backward computes again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +97,9 @@ class LayerTable:
             )
             counts = {len(column) for column in columns}
             if counts != {chain.num_layers} or not chain.num_layers:
-                raise PlanError(f"chain {chain.name} on {shared.devices} devices has columns of {sorted(counts)} layers")
+                raise PlanError(
+                    f"chain {chain.name} on {shared.devices} devices has columns of {sorted(counts)} layers"
+                )
             if any(value < 0 for column in columns for value in column):
                 raise PlanError(f"chain {chain.name} on {shared.devices} devices has a layer of negative cost")
 

@@ -183,7 +183,7 @@ def _ranges(shared: SharedLayers, memory_bytes: int | None) -> tuple[NDArray[np.
     if memory_bytes is None:
         deepest = np.full_like(times, _NEVER)
     else:
-        room = memory_bytes - held
+        room = memory_bytes - shared.working_bytes - held
         deepest = np.where(kept > 0, room // np.maximum(kept, 1) - 1, np.where(room >= 0, _NEVER, -1))
     index = np.arange(count + 1)
     stage = (index[:, None] < index[None, :]) & (deepest >= 0)

@@ -13,9 +13,7 @@ Objective = Literal["makespan", "variance"]
 """What a split minimises: the slowest pipeline's time, or the spread of the pipelines' times as published."""
 
 
-def split(
-    templates: Sequence[Template], num_microbatches: int, objective: Objective = "makespan"
-) -> tuple[int, ...]:
+def split(templates: Sequence[Template], num_microbatches: int, objective: Objective = "makespan") -> tuple[int, ...]:
     """Deal a step's microbatches to pipelines, at least one to each.
 
     `makespan` minimises `max_i fill_i + b_i * w_i` exactly: the next microbatch goes to the pipeline that would finish first

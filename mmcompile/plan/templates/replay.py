@@ -47,7 +47,7 @@ class ReplayConstants:
     redundancy_slowdown: float = 1.5
     """Redundant computation: a step takes this many times longer (as Bamboo's simulator assumes)."""
     safety_interval_s: float = 3600.0
-    """Templates: between checkpoints, which only the loss of all holders of a layer needs."""
+    """Templates and redundant computation: between checkpoints, which are needed where all holders of a layer are lost at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +138,7 @@ class Run(ABC):
         self._mark_s = 0.0
         """Since when a step is under way."""
         self._saved_s = 0.0
+        """When the last checkpoint would have ended if training had gone on without pauses since."""
         self._spans: list[Span] = []
         self._unsaved: list[int] = []
         self._waiting: list[int] = []
@@ -163,7 +164,7 @@ class Run(ABC):
             self._lose([node for node in change.removed if node not in unused])
             if change.time_s == 0:
                 self._join()
-                self._busy = []
+                self._busy, self._num_pauses = [], 0
             self._advance(end_s)
         self._spend(Spent.USEFUL, trace.duration_s)
         return SystemReplay(
@@ -182,6 +183,7 @@ class Run(ABC):
             self._lost_samples += span.samples
             self._spans[index] = replace(span, spent=Spent.REPEATED, samples=0.0)
         self._unsaved = []
+        self._saved_s = self._now_s
 
     @final
     def _lose(self, nodes: Sequence[int]) -> None:
@@ -252,6 +254,8 @@ class Run(ABC):
     def _spend(self, spent: Spent, end_s: float, samples: float = 0.0) -> None:
         if end_s > self._mark_s:
             self._spans.append(Span(start_s=self._mark_s, end_s=end_s, spent=spent, samples=samples))
+            if spent in (Spent.PAUSED, Spent.STOPPED):
+                self._saved_s += end_s - self._mark_s
         self._now_s = self._mark_s = end_s
 
 

@@ -177,9 +177,7 @@ class Sweep:
             first = piece.last
         return pieces
 
-    def _step(
-        self, guess: int, first: int, left: int, node: int, device: int, found: bool
-    ) -> tuple[Piece, bool, int]:
+    def _step(self, guess: int, first: int, left: int, node: int, device: int, found: bool) -> tuple[Piece, bool, int]:
         """The next stage, whether the slowest is among those up to it, and the stages left."""
         line, one = self.shape.line, slice(guess, guess + 1)
         table = self.behind if found else self.whole
@@ -192,7 +190,9 @@ class Sweep:
             at = (slice(first + 1, first + 1 + len(times)), guess, rest_left, *divmod(taken, line.devices_per_node))
             before, itself, after = (cost[:, 0] for cost in self.costs.of(first, times, self.low[one], self.high[one]))
             room = self.shape.depths(first, len(times), width)[:, 0, rest_left if self.shape.num_stages else 0]
-            ways = ((after, self.behind, True),) if found else ((itself, self.behind, True), (before, self.whole, False))
+            ways = (
+                ((after, self.behind, True),) if found else ((itself, self.behind, True), (before, self.whole, False))
+            )
             for cost, source, then in ways:
                 match = np.flatnonzero(source[at] + cost + room == wanted)
                 if len(match):

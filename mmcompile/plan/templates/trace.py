@@ -98,7 +98,9 @@ def read_trace(path: str | os.PathLike[str], *, unit: TimeUnit | None = None, se
     if form is None:
         raise ConfigError(f"trace {where} begins with {numbered[0][1]!r}; wanted {_FORMS}")
     if (form is _COUNT) != (unit is not None):
-        what = "is in hours or seconds, which it does not say: name the unit" if unit is None else "says its unit itself"
+        what = (
+            "is in hours or seconds, which it does not say: name the unit" if unit is None else "says its unit itself"
+        )
         raise ConfigError(f"trace {where} {what}")
     rows = [_row(form, number, line, where) for number, line in numbered]
     if form is _EVENT:
@@ -116,13 +118,13 @@ def read_trace(path: str | os.PathLike[str], *, unit: TimeUnit | None = None, se
 def _row(form: re.Pattern[str], number: int, line: str, where: str) -> tuple[int, tuple[str, ...]]:
     match = form.fullmatch(line)
     if match is None:
-        raise ConfigError(f"trace {where}, line {number}: {line!r} is unlike the lines before it; wanted one of {_FORMS}")
+        raise ConfigError(
+            f"trace {where}, line {number}: {line!r} is unlike the lines before it; wanted one of {_FORMS}"
+        )
     return number, match.groups()
 
 
-def _named(
-    rows: Iterable[tuple[int, tuple[str, ...]]], where: str
-) -> tuple[list[tuple[float, int, bool]], float]:
+def _named(rows: Iterable[tuple[int, tuple[str, ...]]], where: str) -> tuple[list[tuple[float, int, bool]], float]:
     numbers: dict[str, int] = {}
     live: set[str] = set()
     events: list[tuple[float, int, bool]] = []
@@ -132,7 +134,9 @@ def _named(
         if time_s < last_s:
             raise ConfigError(f"trace {where}, line {line}: time {time} ms is before the line above it")
         if kind == "add" and node in numbers:
-            raise ConfigError(f"trace {where}, line {line}: {node} is added twice; a node that comes back needs a new name")
+            raise ConfigError(
+                f"trace {where}, line {line}: {node} is added twice; a node that comes back needs a new name"
+            )
         if kind == "remove" and node not in live:
             raise ConfigError(f"trace {where}, line {line}: {node} is removed and is not there")
         numbers.setdefault(node, len(numbers))

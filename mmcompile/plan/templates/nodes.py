@@ -1,0 +1,118 @@
+"""How many nodes templates have, and which node counts they cover.
+
+A replica needs n0 nodes. To survive f failures at once, f + 1 replicas run, so the largest template has N - f n0 nodes.
+The sizes n0, n0 + 1, .., 2 n0 - 1 are enough to use any N' >= (f + 1) n0 nodes in full: with N' = q n0 + r and r < n0, take
+q - 1 templates of n0 nodes and one of n0 + r. Larger ones only make pipelines faster.
+
+Source: Oobleck / Cornstarch / Entrain dissertation §2.4.1.1 and App. A.1. (The Frobenius number of a, a + 1, .., a + p - 1 is
+(floor((a - 2) / (p - 1)) + 1) a - 1; the printed one lacks a factor.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mmcompile.errors import ConfigError, PlanError
+
+
+def node_counts(num_nodes: int, least: int, fault_tolerance: int) -> range:
+    """Sizes of the templates for a cluster: `least` to `num_nodes - fault_tolerance * least`.
+
+    Args:
+        least: n0, the fewest nodes that hold a replica.
+        fault_tolerance: f, nodes that may fail at once.
+
+    Raises:
+        ConfigError: `fault_tolerance` is negative.
+        PlanError: f + 1 replicas do not fit the cluster.
+    """
+    if fault_tolerance < 0:
+        raise ConfigError(
+            f"fault tolerance is {fault_tolerance}; give the number of nodes that may fail at once, 0 or more"
+        )
+    replicas = fault_tolerance + 1
+    if replicas * least > num_nodes:
+        most = num_nodes // least - 1
+        then = f"or a fault tolerance of {most}" if most >= 0 else "or devices with more memory"
+        raise PlanError(
+            f"a fault tolerance of {fault_tolerance} needs {replicas} replicas of the model at {least} nodes each, "
+            f"{replicas * least} nodes; the cluster has {num_nodes}: use {replicas * least} nodes, {then}"
+        )
+    return range(least, num_nodes - fault_tolerance * least + 1)
+
+
+def enough(least: int) -> range:
+    """Sizes that suffice to use any number of nodes from `least` on in full."""
+    return range(least, 2 * least)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cover:
+    """Which node counts templates can use in full. `str(cover)` is the statement, checked for every count it speaks of."""
+
+    num_nodes: int
+    """Of the whole cluster."""
+    fault_tolerance: int
+    sizes: tuple[int, ...]
+    """Node counts of the templates, rising."""
+    uncovered: tuple[int, ...]
+    """Node counts from `least_nodes` to `num_nodes` that no f + 1 or more pipelines add up to."""
+
+    @classmethod
+    def of(cls, sizes: Iterable[int], num_nodes: int, fault_tolerance: int) -> Cover:
+        """Check every node count. Raises PlanError: there is no size, or f + 1 of the smallest do not fit the cluster."""
+        rising = tuple(sorted(set(sizes)))
+        if not rising or rising[0] < 1:
+            raise PlanError(f"templates of {_listed(rising) or 'no'} nodes cover nothing; give sizes of 1 or more")
+        node_counts(num_nodes, rising[0], fault_tolerance)
+        most = most_pipelines(rising, num_nodes)
+        replicas = fault_tolerance + 1
+        uncovered = [count for count in range(replicas * rising[0], num_nodes + 1) if most[count] < replicas]
+        return cls(num_nodes=num_nodes, fault_tolerance=fault_tolerance, sizes=rising, uncovered=tuple(uncovered))
+
+    @property
+    def least_nodes(self) -> int:
+        """Fewer cannot hold f + 1 replicas: training stops."""
+        return (self.fault_tolerance + 1) * self.sizes[0]
+
+    def check(self) -> None:
+        """Raise PlanError, naming the node counts, if some cannot be used in full."""
+        if self.uncovered:
+            wanted = enough(self.sizes[0])
+            missing = [size for size in wanted if size not in self.sizes]
+            raise PlanError(
+                f"templates of {_listed(self.sizes)} nodes cannot use {_listed(self.uncovered)} nodes in full with "
+                f"{self.fault_tolerance + 1} or more pipelines; allow sizes {wanted[0]} to {wanted[-1]}, which cover all "
+                f"(missing: {_listed(missing)})"
+            )
+
+    def __str__(self) -> str:
+        low, high = self.least_nodes, self.num_nodes
+        counts = f"any {low}..{high} nodes" if low < high else f"{high} nodes"
+        words = f"{counts} can be used in full"
+        if self.uncovered:
+            words = f"{low}..{high} nodes can be used, but {_listed(self.uncovered)} not in full"
+        return f"{words}; below {low} training stops"
+
+
+def most_pipelines(sizes: Sequence[int], num_nodes: int) -> list[int]:
+    """Node count -> the most pipelines of these sizes that use all of it; -1 if none do. [num_nodes + 1]"""
+    most = [0] + [-1] * num_nodes
+    for count in range(1, num_nodes + 1):
+        most[count] = max(
+            (most[count - size] + 1 for size in sizes if size <= count and most[count - size] >= 0), default=-1
+        )
+    return most
+
+
+def _listed(counts: Sequence[int]) -> str:
+    """`2, 3 and 5`; runs of three or more as `2..5`."""
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][-1] == count - 1:
+            runs[-1].append(count)
+        else:
+            runs.append([count])
+    words = [word for run in runs for word in ([f"{run[0]}..{run[-1]}"] if len(run) > 2 else map(str, run))]
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -1,0 +1,146 @@
+"""A job over a trace of spot instances: what to say of it, as text, JSON and a picture of throughput over time."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmcompile.errors import ConfigError
+from mmcompile.files import write_atomic
+from mmcompile.plan.stage_rows import columns
+from mmcompile.plan.templates.job import Job
+from mmcompile.plan.templates.replay import ReplayConstants, Spent
+from mmcompile.plan.templates.systems import CURVE_WINDOWS, TraceReplay, replay_trace
+from mmcompile.plan.templates.trace import TimeUnit, read_trace
+from mmcompile.report.palette import colours
+from mmcompile.units import format_count, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_DPI = 120
+_SPENT = (Spent.REPEATED, Spent.PAUSED, Spent.SAVING, Spent.STOPPED)
+_COLOURS = ("#228833", "#99cc99", "#cc6677", "#aa7700", "#4477aa", "#bbbbbb")
+"""Of useful and redundant time, then of `_SPENT`."""
+
+
+def simulate_trace(
+    job: Job,
+    path: str | os.PathLike[str],
+    *,
+    microbatch_samples: float,
+    unit: TimeUnit | None = None,
+    seed: int = 0,
+    constants: ReplayConstants | None = None,
+) -> TraceReplay:
+    """Read a trace and play a job over it; `trace_text`, `TraceReplay.to_json` and `draw_trace` show the answer.
+
+    Args:
+        job: templates, batch and promise.
+        path: of the trace.
+        microbatch_samples: samples of a microbatch.
+        unit: of the times of a trace that does not say it.
+        seed: of the nodes that go where the trace does not name them.
+        constants: what is assumed.
+
+    Raises:
+        ConfigError: the trace cannot be read.
+    """
+    trace = read_trace(path, unit=unit, seed=seed)
+    return replay_trace(job, trace, microbatch_samples=microbatch_samples, constants=constants)
+
+
+def trace_text(found: TraceReplay) -> str:
+    """A table with one line a system, and what was assumed."""
+    rows = [("system", "useful", "samples/s", *(spent.value for spent in _SPENT), "lost samples", "pauses")]
+    for one in found.systems:
+        shares = (f"{one.seconds(spent) / found.duration_s:.1%}" for spent in _SPENT)
+        rate = f"{one.samples_per_s:.4g}"
+        rows.append((one.name, f"{one.useful:.1%}", rate, *shares, format_count(one.lost_samples), str(one.num_pauses)))
+    return "\n".join(
+        [
+            _title(found),
+            "",
+            *(line.rstrip() for line in columns(rows, left={0})),
+            "",
+            "useful: time in steps that counted, without redundant computation; lost samples: trained on again because state was lost",
+            f"assumed: {_assumed(found)}",
+        ]
+    )
+
+
+def _title(found: TraceReplay) -> str:
+    return (
+        f"{found.trace}: {format_seconds(found.duration_s)}, up to {found.max_nodes} nodes, {found.num_removed} lost, "
+        f"{found.num_added} new; fault tolerance {found.fault_tolerance}"
+    )
+
+
+def _assumed(found: TraceReplay) -> str:
+    known = found.constants
+    return (
+        f"new nodes work after {format_seconds(known.creation_s)}, nobody is warned of a loss; templates regroup in "
+        f"{format_seconds(known.reconfigure_s)} and copy {known.bytes_per_s / 1e9:g} GB/s a node; a restart takes "
+        f"{format_seconds(known.restart_s)} and checkpoints move at {known.store_bytes_per_s / 1e9:g} GB/s, restarting saves one "
+        f"every {format_seconds(found.save_interval_s)} (the best of four intervals), the others every "
+        f"{format_seconds(known.safety_interval_s)}; redundant computation regroups in {format_seconds(known.rendezvous_s)} and "
+        f"makes a step {known.redundancy_slowdown:g} times longer"
+    )
+
+
+def draw_trace(path: str | os.PathLike[str], found: TraceReplay) -> Path:
+    """Draw throughput over time as PNG, a line a system, in averages over 1/120 of the trace; and what the time went to.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OutputError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a picture of a trace needs {error.name}: pip install 'mmcompile[demo]'") from None
+
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    rates, bars = figure.subplots(2, height_ratios=(3, 1))
+    _draw_rates(rates, found)
+    _draw_shares(bars, found)
+    for axis in (rates, bars):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(_title(found), x=0.01, ha="left", fontsize=11)
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(picture, dpi=_DPI, format="png", metadata={"Software": None})
+    return write_atomic(path, picture.getvalue())
+
+
+def _draw_rates(axis: Axes, found: TraceReplay) -> None:
+    palette = colours(f"{one.name}.0" for one in found.systems)
+    for one in found.systems:
+        points = one.curve(CURVE_WINDOWS)
+        label = f"{one.name}: {one.samples_per_s:.4g} samples/s on average"
+        hours, rates = [time_s / 3600 for time_s, _ in points], [rate for _, rate in points]
+        axis.plot(hours, rates, color=palette[one.name], linewidth=1.6, label=label)
+    axis.set_xlim(0, found.duration_s / 3600)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("hours")
+    axis.set_ylabel("samples/s")
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=9)
+
+
+def _draw_shares(axis: Axes, found: TraceReplay) -> None:
+    """What the time of each system went to, as one bar."""
+    systems = found.systems
+    kinds = {"useful": [one.useful for one in systems]}
+    kinds["redundant"] = [one.seconds(Spent.USEFUL) / found.duration_s - one.useful for one in systems]
+    kinds |= {spent.value: [one.seconds(spent) / found.duration_s for one in systems] for spent in _SPENT}
+    left = [0.0] * len(systems)
+    for (kind, shares), colour in zip(kinds.items(), _COLOURS, strict=True):
+        names = [one.name for one in systems]
+        axis.barh(names, shares, left=left, color=colour, label=kind, edgecolor="white", linewidth=0.5)
+        left = [start + share for start, share in zip(left, shares, strict=True)]
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1)
+    axis.set_xlabel("share of the time")
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, fontsize=9)
