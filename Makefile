@@ -8,8 +8,8 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test test-all lint type format bench bench-planner bench-sim bench-frozen bench-entrain bench-balance bench-step \
-	bench-chain bench-attention bench-cp bench-gpu coverage clean
+.PHONY: help venv demo test test-all lint type format bench bench-planner bench-templates bench-sim bench-frozen bench-entrain \
+	bench-balance bench-step bench-chain bench-attention bench-cp bench-gpu coverage clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,6 +48,9 @@ bench: $(STAMP)  ## capture and plan real-size models (7B to 84B) from their con
 bench-planner: $(STAMP)  ## seconds of the interval DP and of proofs by Z3, actions/s of the simulator
 	$(BIN)/python -P benchmarks/partition.py
 	$(BIN)/python -P benchmarks/simulator.py
+
+bench-templates: $(STAMP)  ## seconds to plan a pipeline template, beside the 36 published ones; fails below 100x (1,000x)
+	$(BIN)/python -P benchmarks/templates.py
 
 bench-sim: $(STAMP)  ## predicted against measured step time of two-process pipelines; fails above a median error of 10%
 	$(BIN)/python -P benchmarks/sim.py

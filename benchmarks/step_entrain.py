@@ -241,7 +241,7 @@ def disttrain(case: Case, costs: SampleCosts, stages: Stages) -> Assignment:
 
 def chosen(case: Case, costs: SampleCosts, stages: Stages) -> Choice:
     """What `auto` takes by simulation."""
-    shares = dict(zip(COMPONENTS, case.slowest(stages).tolist(), strict=True))
+    shares: dict[str, float] = {name: share for name, share in zip(COMPONENTS, case.slowest(stages), strict=True)}
     auto = Auto(step_time=step_time(case.shape(stages, "eager-1f1b")), shares=shares)
     return auto.choose(costs, case.grid)
 

@@ -5,6 +5,7 @@
 
 from mmcompile.api import capture as capture
 from mmcompile.api import freeze as freeze
+from mmcompile.api import pack as pack
 from mmcompile.api import parallelize as parallelize
 from mmcompile.api import plan as plan
 from mmcompile.api import stage_programs as stage_programs

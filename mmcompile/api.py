@@ -45,7 +45,7 @@ from mmcompile.step.balance.auto import Auto
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.correction import Correction, Corrector
 from mmcompile.step.balance.registry import balancer
-from mmcompile.step.collate import Sample
+from mmcompile.step.collate import Sample, Value
 from mmcompile.step.isolation import check_packing
 from mmcompile.step.pack import Packer
 from mmcompile.step.sample_costs import costs_of_samples
@@ -262,8 +262,17 @@ def _subject(
     found = check_packing(module, packing, _padding(module))
     if not found.isolates:
         raise PlanError(f"samples of {type(module).__name__} cannot be packed: {found.reason}; plan without packing")
-    packed = Packer.of(module, _padding(module)).pack(packing)
-    return _Subject(model=module, batch=packed, packing=found, num_samples=len(packing))
+    return _Subject(model=module, batch=pack(module, packing), packing=found, num_samples=len(packing))
+
+
+def pack(model: nn.Module, samples: Sequence[Sample]) -> dict[str, Value]:
+    """Samples as one batch of one row: documents one after the other, each with positions of its own, without padding.
+
+    Raises:
+        BatchError: samples that do not go together, or have no tokens.
+        PlanError: the model takes no positions.
+    """
+    return Packer.of(model, _padding(model)).pack(samples)
 
 
 def stage_programs(model: nn.Module, batch: Mapping[str, Any], plan: Plan) -> Mapping[str, StageProgram]:

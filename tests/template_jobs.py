@@ -59,3 +59,40 @@ def random_templates(rng: random.Random, sizes: Sequence[int]) -> tuple[Template
     return tuple(
         timed_template(size, rng.uniform(0, 3), rng.choice([1.0, rng.uniform(0.5, 4)]) / size**0.5) for size in sizes
     )
+
+
+def two_chain_job(sizes: Sequence[int], *, fault_tolerance: int = 0, num_microbatches: int = 24) -> Job:
+    """An encoder of 5 layers into a language model of 20, on nodes of two devices.
+
+    The first node runs the encoder on one device and the language model begins on its other; all other nodes run two stages, or
+    one on both devices. The encoder is frozen, so its first layer has no state.
+    """
+    templates = []
+    for size in sizes:
+        cuts = [round(index * 20 / (2 * size - 1)) for index in range(2 * size)]
+        stages = [TemplateStage(chain="encoder", first=0, last=5, devices=(0,), seconds=0.5)]
+        stages += [
+            TemplateStage(
+                chain="language_model", first=first, last=last, devices=(device,), seconds=(last - first) * 0.3
+            )
+            for device, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False), start=1)
+        ]
+        if size > 1:
+            tail = TemplateStage(
+                chain="language_model",
+                first=stages[-2].first,
+                last=20,
+                devices=(2 * size - 2, 2 * size - 1),
+                seconds=(20 - stages[-2].first) * 0.17,
+            )
+            stages[-2:] = [tail]
+        slowest_s = max(stage.seconds for stage in stages)
+        fill_s = sum(stage.seconds for stage in stages) - slowest_s
+        templates.append(Template(num_nodes=size, stages=tuple(stages), fill_s=fill_s, slowest_s=slowest_s))
+    return Job(
+        templates=tuple(templates),
+        devices_per_node=2,
+        fault_tolerance=fault_tolerance,
+        num_microbatches=num_microbatches,
+        layer_bytes={"encoder": (0, 10, 10, 10, 40), "language_model": (500, *[100] * 18, 500)},
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import networkx as nx
 
 from mmcompile.plan.templates.layer_table import ChainLayers, LayerTable, SharedLayers
+from mmcompile.plan.templates.template import Template
 
 TICK_S = 1e-6
 """Costs are small multiples of it, so that ties are common."""
@@ -16,17 +17,18 @@ TICK_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OracleStage:
+    """Layers `first` to `last` (excluded) of a chain on `devices` devices of one node."""
+
     chain: int
     first: int
     last: int
     devices: int
-    seconds: float
 
 
 def random_table(
     rng: random.Random, layers: tuple[int, ...], devices: int, *, memory: bool, middle: bool = False
 ) -> LayerTable:
-    """Chains that all feed the last one; costs on more devices are lower, but not always."""
+    """Chains that all feed the last one, in the `middle` or at its start; more devices are not always faster."""
     counts = tuple(count for count in (1, 2, 4, 8) if count <= devices)
     names = [f"tower{index}" for index in range(len(layers) - 1)] + ["lm"]
     return LayerTable(
@@ -45,18 +47,25 @@ def random_table(
 
 
 def _shared(rng: random.Random, number: int, devices: int) -> SharedLayers:
-    def ticks(low: int, high: int) -> tuple[float, ...]:
-        return tuple(rng.randint(low, high) * TICK_S for _ in range(number))
+    def ticks(high: int) -> tuple[float, ...]:
+        return tuple(rng.randint(0, high) * TICK_S for _ in range(number))
 
     return SharedLayers(
         devices=devices,
-        forward_s=ticks(0, 8 // devices + 1),
-        backward_s=ticks(0, 16 // devices + 1),
+        forward_s=ticks(8 // devices + 1),
+        backward_s=ticks(16 // devices + 1),
         parameter_bytes=tuple(rng.randint(0, 8 // devices) for _ in range(number)),
         activation_bytes=tuple(rng.randint(0, 4 // devices) for _ in range(number)),
-        send_s=ticks(0, 1),
-        return_s=ticks(0, 1),
+        send_s=ticks(1),
+        return_s=ticks(1),
+        working_bytes=rng.randint(0, 2),
     )
+
+
+def fastest_s(table: LayerTable, num_nodes: int) -> float | None:
+    """The least iteration time of all pipelines; None if none fits."""
+    times = (iteration_s(table, stages) for stages in pipelines(table, num_nodes))
+    return min((time for time in times if time is not None), default=None)
 
 
 def pipelines(table: LayerTable, num_nodes: int) -> Iterator[list[OracleStage]]:
@@ -70,39 +79,63 @@ def _pipelines(table: LayerTable, total: int, chain: int, layer: int, device: in
             yield []
         return
     for last in range(layer + 1, table.chains[chain].num_layers + 1):
-        for shared in table.chains[chain].shared:
-            end = device + shared.devices
+        for devices in table.devices:
+            end = device + devices
             if end > total or device // table.devices_per_node != (end - 1) // table.devices_per_node:
                 continue
-            seconds = sum(shared.forward_s[layer:last]) + sum(shared.backward_s[layer:last]) + shared.send_s[last - 1]
-            seconds += shared.return_s[layer - 1] if layer else 0.0
-            stage = OracleStage(chain=chain, first=layer, last=last, devices=shared.devices, seconds=seconds)
+            stage = OracleStage(chain=chain, first=layer, last=last, devices=devices)
             following = (chain, last) if last < table.chains[chain].num_layers else (chain + 1, 0)
             for rest in _pipelines(table, total, *following, end):
                 yield [stage, *rest]
 
 
+def stages_of(table: LayerTable, template: Template) -> list[OracleStage]:
+    names = [chain.name for chain in table.chains]
+    return [
+        OracleStage(chain=names.index(stage.chain), first=stage.first, last=stage.last, devices=len(stage.devices))
+        for stage in template.stages
+    ]
+
+
+def stage_ticks(table: LayerTable, stage: OracleStage) -> int:
+    """Forward and backward, its output sent, the gradient of its input returned."""
+    shared = _costs(table, stage)
+    own_s = sum(shared.forward_s[stage.first : stage.last]) + sum(shared.backward_s[stage.first : stage.last])
+    own_s += shared.send_s[stage.last - 1] + (shared.return_s[stage.first - 1] if stage.first else 0.0)
+    return round(own_s / TICK_S)
+
+
 def iteration_s(table: LayerTable, stages: list[OracleStage]) -> float | None:
-    """T1 + T2 + T3 over the graph of the stages; None if a stage does not fit its memory."""
-    graph = stage_graph(table, stages)
-    behind = {
-        index: _longest(graph, index, lambda _: 1.0) for index in graph
-    }  # stages from each to the loss, itself included
-    for index, stage in enumerate(stages):
-        shared = next(each for each in table.chains[stage.chain].shared if each.devices == stage.devices)
-        fixed = sum(shared.parameter_bytes[stage.first : stage.last])
-        saved = sum(shared.activation_bytes[stage.first : stage.last])
-        if table.memory_bytes is not None and fixed + behind[index] * saved > table.memory_bytes:
-            return None
-    times = [round(stage.seconds / TICK_S) for stage in stages]
-    slowest = max(index for index, time in enumerate(times) if time == max(times))
-    t1 = max(_longest(graph, index, lambda at: times[at]) for index in graph)
-    t3 = _longest(graph, slowest, lambda at: times[at])
-    microbatches = 4 * max(behind.values())
-    return (t1 + (microbatches - (behind[slowest] - 1) - 2) * times[slowest] + t3) * TICK_S
+    """T1 + T2 + T3 with 4 microbatches for each stage of the longest path; None if a stage does not fit its memory."""
+    graph = _graph(table, stages)
+    to_loss = [_longest(graph, index, lambda _: 1) for index in range(len(stages))]  # stages, its own included
+    if not all(_fits(table, stage, in_flight) for stage, in_flight in zip(stages, to_loss, strict=True)):
+        return None
+    ticks = [stage_ticks(table, stage) for stage in stages]
+    slowest = max(index for index, own in enumerate(ticks) if own == max(ticks))
+    t1 = max(_longest(graph, index, ticks.__getitem__) for index in graph)
+    t2 = (num_microbatches(table, stages) - to_loss[slowest] - 1) * ticks[slowest]
+    t3 = _longest(graph, slowest, ticks.__getitem__)
+    return (t1 + t2 + t3) * TICK_S
 
 
-def stage_graph(table: LayerTable, stages: list[OracleStage]) -> nx.DiGraph:
+def num_microbatches(table: LayerTable, stages: list[OracleStage]) -> int:
+    graph = _graph(table, stages)
+    return 4 * max(_longest(graph, index, lambda _: 1) for index in graph)
+
+
+def _costs(table: LayerTable, stage: OracleStage) -> SharedLayers:
+    return next(shared for shared in table.chains[stage.chain].shared if shared.devices == stage.devices)
+
+
+def _fits(table: LayerTable, stage: OracleStage, in_flight: int) -> bool:
+    shared = _costs(table, stage)
+    held = shared.working_bytes + sum(shared.parameter_bytes[stage.first : stage.last])
+    held += in_flight * sum(shared.activation_bytes[stage.first : stage.last])
+    return table.memory_bytes is None or held <= table.memory_bytes
+
+
+def _graph(table: LayerTable, stages: list[OracleStage]) -> nx.DiGraph:
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(stages)))
     for index, stage in enumerate(stages):
@@ -115,11 +148,5 @@ def stage_graph(table: LayerTable, stages: list[OracleStage]) -> nx.DiGraph:
     return graph
 
 
-def _longest(graph: nx.DiGraph, start: int, weight) -> float:
+def _longest(graph: nx.DiGraph, start: int, weight: Callable[[int], int]) -> int:
     return weight(start) + max((_longest(graph, after, weight) for after in graph.successors(start)), default=0)
-
-
-def fastest(table: LayerTable, num_nodes: int) -> float | None:
-    """The least iteration time; None if no pipeline fits."""
-    times = (iteration_s(table, stages) for stages in pipelines(table, num_nodes))
-    return min((time for time in times if time is not None), default=None)

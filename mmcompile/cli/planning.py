@@ -33,6 +33,7 @@ from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.plan.constraints import Constraint, parse_constraint
 from mmcompile.plan.plan import Plan, ScheduleKind
 from mmcompile.plan.search.settings import Placing
+from mmcompile.step.collate import Sample
 
 DEFAULT_MICROBATCHES = 8
 
@@ -54,6 +55,8 @@ class Subject:
 
     model: nn.Module = field(repr=False)
     batch: Mapping[str, Any] = field(repr=False)
+    packing: Sequence[Sample] | None = field(default=None, repr=False)
+    """What `batch` was packed from; None for a padded batch."""
 
 
 def load_subject(text: str, train: Sequence[str] | None, dtype: Dtype | None, example: Example) -> Subject:
@@ -172,7 +175,7 @@ def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, 
     with busy("capturing and planning"):
         return api.plan(
             subject.model,
-            subject.batch,
+            subject.batch if subject.packing is None else None,
             cluster=cluster,
             num_microbatches=microbatches,
             stages=wanted.stages,
@@ -187,6 +190,7 @@ def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, 
             placement=wanted.placement,
             tensor_parallel=wanted.tensor_parallel,
             replicas=wanted.replicas,
+            packing=subject.packing,
             constraints=wanted.constraints,
             calibration=wanted.calibration,
             solver_seconds=wanted.solver_seconds,

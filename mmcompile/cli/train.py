@@ -27,8 +27,10 @@ from mmcompile.cli.options import (
     ModelArgument,
     Projector,
     ProjectorOption,
+    ReplicasOption,
     StagesOption,
     TrainOption,
+    parse_replicas,
     parse_stages,
 )
 from mmcompile.cli.planning import Subject, Wanted, make_plan, refuse_with_plan, set_trainable
@@ -38,6 +40,8 @@ from mmcompile.plan.plan import Plan
 from mmcompile.planning import DEFAULT_MICROBATCHES
 from mmcompile.report.run_folder import PLAN, write_events, write_programs
 from mmcompile.runtime.engine import Engine, StepMetrics
+from mmcompile.step.balance.auto import Auto
+from mmcompile.step.balance.registry import BALANCERS, balancer
 from mmcompile.step.collate import Sample, collate
 
 
@@ -61,9 +65,20 @@ def train(
     projector: ProjectorOption = Projector.SEARCH,
     attention: AttentionOption = None,
     context_parallel: ContextParallelOption = None,
+    replicas: ReplicasOption = None,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Microbatches of a step.", show_default="the plan's, else 4")
+        int | None,
+        typer.Option(min=1, help="Microbatches of each replica in a step.", show_default="the plan's, else 4"),
     ] = None,
+    balance: Annotated[
+        str, typer.Option(metavar="NAME", help=f"Who computes which sample: {', '.join(BALANCERS)}.")
+    ] = Auto.name,
+    correct: Annotated[
+        bool, typer.Option("--correct", help="Learn from measured times what samples cost; steps then depend on them.")
+    ] = False,
+    pack: Annotated[
+        bool, typer.Option("--pack", help="Pack the texts of a microbatch into one row instead of padding them.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 16,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 1e-4,
@@ -92,7 +107,11 @@ def train(
     Starts its processes on this machine; under torchrun (--no-python mmcompile train ...) it uses the launched ones.
     """
     wanted = Wanted(
-        stages=parse_stages(stages), projector=projector, attention=attention, context_parallel=context_parallel
+        stages=parse_stages(stages),
+        projector=projector,
+        attention=attention,
+        context_parallel=context_parallel,
+        replicas=parse_replicas(replicas),
     )
     if plan is not None:
         refuse_with_plan(
@@ -100,20 +119,23 @@ def train(
             microbatches=microbatches,
             attention=attention,
             context_parallel=context_parallel,
+            replicas=wanted.replicas,
         )
+    balancer(balance)  # a wrong name is told before anything is read
     samples = load_samples(data)
     torch.manual_seed(seed)
     with busy(f"loading {model}"):
         loaded = load_model(model, Weights.RANDOM if random_weights else Weights.STORED, dtype)
         set_trainable(loaded.model, train)
-    made, batch = _planned(loaded.model, samples, batch_size, plan, microbatches, wanted)
+    made, subject = _planned(loaded.model, samples, batch_size, plan, replace(wanted, microbatches=microbatches), pack)
     leading = int(os.environ.get("RANK", "0")) == 0
     if out is not None and leading:
         write_atomic(out / PLAN, made.to_json())
-        write_programs(out, api.stage_programs(loaded.model, batch, made))
+        write_programs(out, api.stage_programs(loaded.model, subject.batch, made))
     optimizer = functools.partial(torch.optim.AdamW, lr=lr)
     options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "compile": compile}
-    with api.parallelize(loaded.model, batch, made, **options) as engine:
+    options |= {"packing": subject.packing} if pack else {"batch": subject.batch}
+    with api.parallelize(loaded.model, plan=made, balance=balance, correct=correct, **options) as engine:
         if resume is not None:
             engine.load(resume)
             if engine.num_steps >= steps:
@@ -128,24 +150,24 @@ def train(
 
 
 def _planned(
-    model: nn.Module,
-    samples: Sequence[Sample],
-    batch_size: int,
-    path: Path | None,
-    microbatches: int | None,
-    wanted: Wanted,
-) -> tuple[Plan, dict[str, Any]]:
-    """The plan, and the microbatch it is for."""
+    model: nn.Module, samples: Sequence[Sample], batch_size: int, path: Path | None, wanted: Wanted, pack: bool
+) -> tuple[Plan, Subject]:
+    """The plan, and what it is for."""
     stored = None if path is None else Plan.load(path)
-    count = stored.num_microbatches if stored is not None else microbatches or DEFAULT_MICROBATCHES
-    if batch_size < count:
-        raise ConfigError(
-            f"--batch-size {batch_size} is less than the {count} microbatches of a step; raise it, or plan for fewer"
-        )
-    batch = collate(richest(samples, -(-batch_size // count)))
+    count = wanted.microbatches or DEFAULT_MICROBATCHES
     if stored is not None:
-        return stored, batch
-    return make_plan(Subject(model=model, batch=batch), "local", replace(wanted, microbatches=count)), batch
+        count = stored.num_microbatches * stored.chains[-1].dp
+    chosen = richest(samples, max(-(-batch_size // count), 2 if pack else 1))
+    packing = chosen if pack else None
+    batch = api.pack(model, chosen) if pack else collate(chosen)
+    subject = Subject(model=model, batch=batch, packing=packing)
+    made = stored or make_plan(subject, "local", replace(wanted, microbatches=count))
+    if batch_size < made.num_microbatches * made.chains[-1].dp:
+        raise ConfigError(
+            f"--batch-size {batch_size} is less than the {made.num_microbatches} microbatches of {made.chains[-1].dp} replicas in a "
+            "step; raise it, or plan for fewer"
+        )
+    return made, subject
 
 
 def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int, seed: int, *, traced: bool) -> _Result:
@@ -161,8 +183,10 @@ def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int,
     batches = itertools.islice(epochs(len(samples), batch_size, seed), first, steps)
     with Progress(*columns, console=ERRORS, disable=engine.rank != 0) as progress:
         task = progress.add_task("step", total=steps, completed=first, loss=float("nan"), rate="")
-        for step, chosen in enumerate(batches, first + 1):
-            metrics = engine.step([samples[index] for index in chosen], trace=traced and step == steps)
+        loaded = ([samples[index] for index in chosen] for chosen in batches)
+        ahead = engine.train(itertools.islice(loaded, steps - first - traced))
+        last = (engine.step(chosen, trace=True) for chosen in loaded)
+        for metrics in itertools.chain(ahead, last):
             done.append(metrics)
             progress.update(task, advance=1, loss=metrics.loss, rate=_rate(metrics))
     return _Result(

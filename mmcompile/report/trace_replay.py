@@ -65,7 +65,7 @@ def trace_text(found: TraceReplay) -> str:
             "",
             *(line.rstrip() for line in columns(rows, left={0})),
             "",
-            "useful: time in steps that counted, without redundant computation; lost samples: trained on again because state was lost",
+            "useful: time in steps that counted, without redundant computation; lost samples: trained again as state was lost",
             f"assumed: {_assumed(found)}",
         ]
     )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from lower.split import even_plan, root_values, run_split
-from oracles.eager import Outcome, difference
+from lower.split import SplitRun, even_plan, root_values, run_split
+from oracles.eager import Difference, Outcome, difference
 from oracles.one_process import IGNORE, accumulate
 from torch import Tensor, fx, nn
 from zoo import ALL, Batch, samples
@@ -23,6 +23,7 @@ from mmcompile.ir.inputs import completed
 from mmcompile.ir.nodes import token_loss
 from mmcompile.lower.attention import AttentionChoice, with_attention
 from mmcompile.lower.load import load_stage
+from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import PatternPrograms
 from mmcompile.lower.stages import lower
 from mmcompile.passes.gradient_flow import GradientFlow
@@ -73,13 +74,17 @@ CASES: tuple[tuple[str, Attention], ...] = (*((name, "model") for name in FAMILI
 def test_a_packed_row_trains_as_its_samples_alone(name: str, attention: Attention) -> None:
     found = packed(name, attention)
     split = run_split(found.model, found.programs, root_values(found.captured, found.batch(found.samples)))
-    found.model.zero_grad()
-    loss, count = accumulate(found.model, found.samples, len(found.samples))
-    gradients = {name: p.grad for name, p in found.model.named_parameters() if p.grad is not None}
-    compared = difference(split.outcome, Outcome(loss=loss, gradients=gradients))
+    compared = _difference(found.model, split, found.samples)
+    assert compared.within(_PRECISION), compared
+
+
+def _difference(model: nn.Module, split: SplitRun, documents: Sequence[Batch]) -> Difference:
+    """Of a row run in stages from its samples alone in the eager model."""
+    model.zero_grad()
+    loss, count = accumulate(model, documents, len(documents))
     assert split.num_tokens == count
-    assert not compared.missing
-    assert compared.loss < _PRECISION and compared.gradient < _PRECISION, compared
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return difference(split.outcome, Outcome(loss=loss, gradients=gradients))
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
@@ -98,22 +103,41 @@ def test_nothing_of_a_sample_reaches_another(name: str, attention: Attention, ch
         outside = gradient.clone()
         outside[:, rows] = 0
         assert gradient[:, rows].any() and not outside.any(), f"{label}: other samples take part in the loss of one"
-    for label, gradient in one.media_gradients.items():
+    for label in one.media_gradients:
         (own, others), (own_of_other, _) = (_halves(g[label], kept) for g in (one.media_gradients, two.media_gradients))
         assert own.any() and torch.equal(own, own_of_other), label
         assert not others.any(), label
+
+
+COMPOSITIONS = ((0, 1), (1, 2, 0), (3, 1, 0), (0, 2, 1, 3))
+"""Two to four samples, always with the two images of the first two."""
+
+
+@pytest.mark.parametrize(("name", "attention"), (("llava", "bitfield"), ("qwen2_5_vl", "model")))
+def test_two_captures_hold_for_all_compositions(name: str, attention: Attention) -> None:
+    model = ALL[name].build(torch.float64)
+    documents = samples(ALL[name], 4, seed=5, media=(1, 1, 0, 0), dtype=torch.float64)
+    rows = [[documents[number] for number in composition] for composition in COMPOSITIONS]
+    batches = [Packer.of(model).pack(row) for row in rows]
+    first = capture(model, batches[0])
+    Pipeline(passes=(GradientFlow(),)).run(first.graph)
+    plan = replace(even_plan(first.graph, {"language_model": 2}), attention=attention)
+    patterns = Patterns(model, plan, first, batches[0])
+    prepared = [patterns.prepare(batch) for batch in batches]
+    assert patterns.num_captures <= 2
+    for row, microbatch in zip(rows, prepared, strict=True):
+        assert microbatch.num_tokens == sum(int((sample["labels"][:, 1:] != IGNORE).sum()) for sample in row)
+    split = run_split(model, prepared[-1].programs, {**prepared[-1].values, **prepared[-1].sizes})
+    assert _difference(model, split, rows[-1]).within(_PRECISION)
 
 
 @pytest.mark.parametrize("name", ("llava", "gemma3"))
 def test_packing_is_said_to_isolate_where_it_does(name: str) -> None:
     """Whatever a version of transformers makes of the masks: the verdict is that of the eager model."""
     model = ALL[name].build(torch.float64)
-    for module in model.modules():
-        if getattr(module.__dict__.get("config"), "use_cache", False):
-            module.config.use_cache = False
     documents = samples(ALL[name], 2, seed=4, media=(1, 0), dtype=torch.float64)
     with torch.no_grad():
-        together = model(**Packer.of(model).pack(documents))["logits"]
+        together = model(**Packer.of(model).pack(documents), use_cache=False)["logits"]
         alone = torch.cat([model(**document)["logits"] for document in documents], dim=1)
     verdict = check_packing(model, documents)
     assert verdict.isolates == torch.allclose(together, alone, rtol=0, atol=_PRECISION), verdict

@@ -99,7 +99,9 @@ def _used(shapes: _Shapes, num_nodes: int) -> tuple[int, float, str]:
             f"no combination of templates of {sizes} nodes, with {shapes.min_pipelines} to {shapes.num_microbatches} "
             f"pipelines, uses more than {most} of {num_nodes} nodes"
         )
-    fewer = _least(shapes, tuple(range(most + 1)))
+    fewer = float("inf")
+    if _in_time(shapes, seconds * (1 - SPARE_GAIN), most).any():
+        fewer = _least(shapes, tuple(range(most + 1)))
     if fewer < seconds * (1 - SPARE_GAIN):
         used = int(np.flatnonzero(_in_time(shapes, fewer, most))[-1])
         reason = f"a step takes {format_seconds(fewer)} with {used} nodes and {format_seconds(seconds)} with {most}"
@@ -121,9 +123,30 @@ def _least(shapes: _Shapes, used: tuple[int, ...]) -> float:
 
 
 def _in_time(shapes: _Shapes, deadline_s: float, num_nodes: int) -> np.ndarray:
-    """Which node counts, all used, run a step in time: bool [nodes + 1]."""
-    table = _capacities(shapes, _limits(shapes, deadline_s), num_nodes)
-    return (table[-1, shapes.min_pipelines :] >= shapes.num_microbatches).any(axis=0)
+    """Which node counts, all used, run a step in time: bool [nodes + 1].
+
+    Pipeline by pipeline: the most microbatches of one pipeline more is the best over the template it has.
+    """
+    limits = _limits(shapes, deadline_s)
+    usable = [(size, limit) for (size, _, _), limit in zip(shapes.templates, limits, strict=True) if limit]
+    found = np.zeros(num_nodes + 1, dtype=bool)
+    if not usable:
+        return found
+    sizes, most = (np.array(column) for column in zip(*usable, strict=True))
+    widest = int(sizes.max())
+    # Columns left of 0 nodes stand for what cannot be.
+    before = widest + np.arange(num_nodes + 1) - sizes[:, None]
+    best = np.full(widest + num_nodes + 1, _IMPOSSIBLE, dtype=np.int64)
+    best[widest] = 0
+    for pipelines in range(1, _max_pipelines(shapes, num_nodes) + 1):
+        best[widest:] = (best[before] + most[:, None]).max(axis=0)
+        if pipelines >= shapes.min_pipelines:
+            found |= best[widest:] >= shapes.num_microbatches
+    return found
+
+
+def _max_pipelines(shapes: _Shapes, num_nodes: int) -> int:
+    return max(shapes.min_pipelines, min(shapes.num_microbatches, num_nodes // shapes.templates[0][0]))
 
 
 @lru_cache(maxsize=1024)
@@ -145,7 +168,7 @@ def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.
 
     Of exactly so many pipelines that use exactly so many nodes, from the first so many templates.
     """
-    most = max(shapes.min_pipelines, min(shapes.num_microbatches, num_nodes // shapes.templates[0][0]))
+    most = _max_pipelines(shapes, num_nodes)
     table = np.full((len(limits) + 1, most + 1, num_nodes + 1), _IMPOSSIBLE, dtype=np.int64)
     table[:, 0, 0] = 0
     for index, ((size, _, _), limit) in enumerate(zip(shapes.templates, limits, strict=True)):

@@ -148,7 +148,7 @@ def _path(reached: Mapping[int, tuple[int, int]], target: int, busiest: int) -> 
 
 
 def _rounds(edges: Sequence[tuple[int, int]]) -> list[int]:
-    """A colour for each (source, destination) so that no two at one end are alike; as many colours as the busiest end has edges."""
+    """A colour for each (source, destination), no two at one end alike; as many colours as the busiest end has edges."""
     at: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # end -> colour -> edge
     colour: list[int] = []
     for edge, (source, destination) in enumerate(edges):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mmcompile.plan.templates.line import INFINITE, Line, Piece
 from mmcompile.plan.templates.sweep import Costs, Shape, Slowest, Sweep
 
-_WAYS = 4
+_WAYS = 8
 """Intervals that one is cut into."""
 _GUESSES = 16
 """Intervals bounded in one sweep, if its tables stay below `_CELLS` numbers."""

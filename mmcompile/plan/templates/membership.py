@@ -77,8 +77,8 @@ class Membership:
             rounds = 1 + max(copy.round for copy in self.copies)
             sources = len({copy.source for copy in self.copies})
             lines.append(
-                f"  copies {len(self.copies)} layers, {format_bytes(self.copied_bytes)}, from {sources} nodes in {rounds} rounds; "
-                f"{format_bytes(self.kept_bytes)} stay in place"
+                f"  copies {len(self.copies)} layers, {format_bytes(self.copied_bytes)}, from {sources} nodes in {rounds} "
+                f"rounds; {format_bytes(self.kept_bytes)} stay in place"
             )
         lines += [f"  spare node {spare.node}: {spare.reason}" for spare in self.spares]
         return "\n".join(lines)
@@ -98,7 +98,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateLost:
-    """Layers that nobody holds any more: only a checkpoint brings them back."""
+    """Layers that nobody holds any more: only a checkpoint brings them back, into pipelines that `instantiate` gives."""
 
     layers: tuple[LayerId, ...]
 

@@ -47,7 +47,7 @@ class ReplayConstants:
     redundancy_slowdown: float = 1.5
     """Redundant computation: a step takes this many times longer (as Bamboo's simulator assumes)."""
     safety_interval_s: float = 3600.0
-    """Templates and redundant computation: between checkpoints, which are needed where all holders of a layer are lost at once."""
+    """Templates and redundant computation: between checkpoints, which only the loss of all holders of a layer needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,7 +41,9 @@ def test_the_fastest_combination_equals_all_combinations(seed: int) -> None:
     sizes = sorted(rng.sample(range(first, first + 5), rng.randint(1, 4)))
     fault_tolerance = rng.randint(0, 2)
     job = timed_job(
-        random_templates(rng, sizes), fault_tolerance=fault_tolerance, num_microbatches=rng.randint(fault_tolerance + 1, 12)
+        random_templates(rng, sizes),
+        fault_tolerance=fault_tolerance,
+        num_microbatches=rng.randint(fault_tolerance + 1, 12),
     )
     num_nodes = rng.randint(job.min_nodes, job.min_nodes + 8)
     found = fastest(job, num_nodes, Counter(rng.choices(sizes, k=2)))

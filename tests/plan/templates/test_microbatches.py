@@ -32,7 +32,10 @@ def test_both_objectives_equal_brute_force(seed: int) -> None:
     rng = random.Random(seed)
     parts = rng.randint(1, 4)
     total = rng.randint(parts, 14)
-    templates = [timed_template(index + 1, rng.uniform(0, 3), rng.choice([1.0, 1.5, rng.random() + 0.1])) for index in range(parts)]
+    templates = [
+        timed_template(index + 1, rng.uniform(0, 3), rng.choice([1.0, 1.5, rng.random() + 0.1]))
+        for index in range(parts)
+    ]
     times = [template.iteration_s(1) for template in templates]
 
     fast = split(templates, total)

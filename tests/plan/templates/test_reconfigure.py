@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import msgspec
 import numpy as np
 import pytest
-from template_jobs import even_job, timed_job, timed_template
+from template_jobs import even_job, timed_job, timed_template, two_chain_job
 
 from mmcompile.errors import PlanError
 from mmcompile.plan.templates.instantiate import held_by, instantiate
@@ -40,16 +41,19 @@ def check(job: Job, found: Membership, alive: set[int], sources: dict[int, np.nd
     assert len(found.pipelines) >= job.min_pipelines
     assert sum(pipeline.num_microbatches for pipeline in found.pipelines) == job.num_microbatches
     assert all(pipeline.num_microbatches >= 1 for pipeline in found.pipelines)
-    has = {node: set(np.flatnonzero(held)) for node, held in sources.items()}
+    number = {layer: index for index, layer in enumerate(job.layers)}
+    stateless = set(np.flatnonzero(job.bytes_of == 0).tolist())
+    has = {node: set(np.flatnonzero(held).tolist()) for node, held in sources.items()}
     for copy in found.copies:
-        assert copy.source in sources and copy.layer.index in has[copy.source]
+        assert copy.source in sources and number[copy.layer] in has[copy.source]
     for copy in found.copies:
-        has.setdefault(copy.destination, set()).add(copy.layer.index)
+        has.setdefault(copy.destination, set()).add(number[copy.layer])
     for pipeline in found.pipelines:
         covered = set()
         for node, mask in zip(pipeline.nodes, job.needs(pipeline.template), strict=True):
-            assert set(np.flatnonzero(mask)) <= has.get(node, set())
-            covered |= set(np.flatnonzero(mask))
+            runs = set(np.flatnonzero(mask).tolist())
+            assert runs - stateless <= has.get(node, set())
+            covered |= runs
         assert covered == set(range(len(job.layers)))
 
 
@@ -71,6 +75,39 @@ def test_every_subset_of_at_most_f_failures(fault_tolerance: int, minimum: int) 
                 sources = {node: mask for node, mask in held.items() if node not in lost}
                 check(job, found, set(range(num_nodes)) - set(lost), sources)
                 assert not found.spares
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_long_life(seed: int) -> None:
+    """Losses, notices and joins one after another, in a model of two chains on nodes of two devices."""
+    rng = random.Random(seed)
+    fault_tolerance = rng.randint(0, 2)
+    minimum = rng.randint(1, 3)
+    job = two_chain_job(range(minimum, 2 * minimum + rng.randint(0, 4)), fault_tolerance=fault_tolerance)
+    total = job.min_nodes + rng.randint(1, 8)
+    now = started(job, total)
+    for _ in range(12):
+        alive = {node for pipeline in now.pipelines for node in pipeline.nodes} | {one.node for one in now.spares}
+        lost = rng.sample(sorted(alive), rng.randint(0, min(fault_tolerance, len(alive))))
+        draining = [node for node in rng.sample(sorted(alive), rng.randint(0, 1)) if node not in lost]
+        joined = [*range(total, total + rng.randint(0, 2))]
+        total += len(joined)
+        held = held_by(job, now.pipelines)
+        found = reconfigure(
+            job,
+            now.pipelines,
+            lost=lost,
+            draining=draining,
+            joined=joined,
+            spares=[one.node for one in now.spares],
+        )
+        left = (alive | set(joined)) - set(lost) - set(draining)
+        assert not isinstance(found, StateLost), "more replicas than losses: every layer has a holder"
+        if isinstance(found, Stop):
+            assert len(left) < job.min_nodes
+            return
+        check(job, found, left, {node: mask for node, mask in held.items() if node not in lost})
+        now = found
 
 
 def test_the_rules_win_where_recomposing_is_no_better() -> None:

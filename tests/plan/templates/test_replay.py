@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from template_jobs import even_job, timed_job, timed_template
 
+from mmcompile.plan.templates.baselines import RedundantRun, RestartRun, fastest_grid
 from mmcompile.plan.templates.job import Job
 from mmcompile.plan.templates.replay import ReplayConstants, Spent, SystemReplay
-from mmcompile.plan.templates.systems import RedundantRun, RestartRun, TemplateRun, fastest_grid, replay_trace
+from mmcompile.plan.templates.systems import TemplateRun, replay_trace
 from mmcompile.plan.templates.trace import Change, Trace
 
 KNOWN = ReplayConstants(
