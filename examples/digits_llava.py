@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -158,8 +159,7 @@ def train(engine: mm.Engine, samples: Sequence[Sample], console: Console) -> flo
     loss = float("nan")
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=NUM_STEPS, loss=loss, rate=0.0)
-        for step, chosen in zip(range(NUM_STEPS), step_samples(samples), strict=False):
-            metrics = engine.step(chosen, trace=step == NUM_STEPS - 1)
+        for metrics in engine.train(islice(step_samples(samples), NUM_STEPS), trace={NUM_STEPS}):
             loss = metrics.loss
             progress.update(task, advance=1, loss=loss, rate=metrics.num_samples / metrics.seconds)
     return loss

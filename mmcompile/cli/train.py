@@ -164,8 +164,8 @@ def _planned(
     made = stored or make_plan(subject, "local", replace(wanted, microbatches=count))
     if batch_size < made.num_microbatches * made.chains[-1].dp:
         raise ConfigError(
-            f"--batch-size {batch_size} is less than the {made.num_microbatches} microbatches of {made.chains[-1].dp} replicas in a "
-            "step; raise it, or plan for fewer"
+            f"--batch-size {batch_size} is less than the {made.num_microbatches} microbatches of a step, in each of "
+            f"{made.chains[-1].dp} replicas; raise it, or plan for fewer"
         )
     return made, subject
 
@@ -184,9 +184,7 @@ def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int,
     with Progress(*columns, console=ERRORS, disable=engine.rank != 0) as progress:
         task = progress.add_task("step", total=steps, completed=first, loss=float("nan"), rate="")
         loaded = ([samples[index] for index in chosen] for chosen in batches)
-        ahead = engine.train(itertools.islice(loaded, steps - first - traced))
-        last = (engine.step(chosen, trace=True) for chosen in loaded)
-        for metrics in itertools.chain(ahead, last):
+        for metrics in engine.train(loaded, trace={steps} if traced else ()):
             done.append(metrics)
             progress.update(task, advance=1, loss=metrics.loss, rate=_rate(metrics))
     return _Result(

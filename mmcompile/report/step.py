@@ -11,10 +11,10 @@ from numpy.typing import ArrayLike
 
 from mmcompile.errors import PlanError
 from mmcompile.plan.plan import Plan, Stage
+from mmcompile.plan.towers import towers
 from mmcompile.step.assignment import Assignment, SampleCosts
 from mmcompile.step.balance.baselines import Arrival
 from mmcompile.step.balance.exchange import exchange
-from mmcompile.plan.towers import towers
 
 Loads = tuple[tuple[float, ...], ...]
 """Seconds, [replicas][microbatches]."""

@@ -11,6 +11,7 @@ from mmcompile.data.sample import SampleShape
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.plan.plan import Plan
+from mmcompile.plan.towers import towers
 from mmcompile.report.step import BalancedStep, Change, Tried, components_of, straggler_s
 from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.auto import Auto, Choice, StepTime, Trial
@@ -19,7 +20,6 @@ from mmcompile.step.balance.baselines import Arrival
 from mmcompile.step.balance.registry import BALANCERS, balancer
 from mmcompile.step.sample_costs import costs_of_shapes
 from mmcompile.step.simulated import StepShape, step_time
-from mmcompile.plan.towers import towers
 
 
 def balanced_step(

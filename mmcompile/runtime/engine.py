@@ -9,7 +9,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -171,11 +171,12 @@ class Engine:
             planned = self._plan(self._num_steps + 1, samples)
         return self._lead_step(self._leader, planned, start, waited_s=planned.seconds, trace=trace)
 
-    def train(self, batches: Iterable[Sequence[Sample]]) -> Iterator[StepMetrics]:
+    def train(self, batches: Iterable[Sequence[Sample]], *, trace: Container[int] = ()) -> Iterator[StepMetrics]:
         """A step for each batch. While one runs, a thread reads the next batch and plans its step.
 
         Args:
             batches: samples of each step, as for `step` (ranks other than 0: ignored).
+            trace: numbers of the steps in which to measure every action, for `trace()`.
 
         Raises:
             BatchError: the samples of a step do not fit the model; the steps before it are done.
@@ -196,7 +197,7 @@ class Engine:
                     break
                 waited_s = time.perf_counter() - start
                 upcoming = ahead.submit(self._plan_next, batches, planned.plan.step + 1)
-                yield self._lead_step(leader, planned, start, waited_s=waited_s, trace=False)
+                yield self._lead_step(leader, planned, start, waited_s=waited_s, trace=planned.plan.step in trace)
         self._session.call(functools.partial(leader.tell, Done(call="train")))
 
     def trace(self) -> list[Event]:
