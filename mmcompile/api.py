@@ -44,10 +44,10 @@ from mmcompile.runtime.engine import Engine
 from mmcompile.step.balance.auto import Auto
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.correction import Correction, Corrector
-from mmcompile.step.balance.registry import balancer
 from mmcompile.step.collate import Sample, Value
 from mmcompile.step.isolation import check_packing
 from mmcompile.step.pack import Packer
+from mmcompile.step.plan_balancer import plan_balancer
 from mmcompile.step.sample_costs import costs_of_samples
 from mmcompile.step.simulated import StepShape, step_time
 
@@ -344,7 +344,7 @@ def parallelize(
         options.setdefault("pad", _padding(model))
     else:
         options["collate"] = Packer.of(model, _padding(model)).pack
-    chosen = _balancer(balance, plan)
+    chosen = plan_balancer(plan, balance) if isinstance(balance, str) else balance
     return Engine(
         Placement.of(plan),
         patterns,
@@ -379,14 +379,6 @@ def _check_agrees(
             f"the plan {said}, and packing was {'not ' if packing is None else ''}given: give packing (two samples or more) both "
             "to plan and to parallelize, or to none"
         )
-
-
-def _balancer(balance: str | Balancer, plan: Plan) -> Balancer:
-    """The balancer of a name; `auto` judges steps by the simulator, with the plan's stages."""
-    if not isinstance(balance, str):
-        return balance
-    chosen = balancer(balance)
-    return replace(chosen, step_time=step_time(StepShape.of(plan))) if isinstance(chosen, Auto) else chosen
 
 
 def _padding(model: nn.Module) -> dict[str, int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -17,7 +16,8 @@ from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.auto import Auto, Choice, StepTime, Trial
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.baselines import Arrival
-from mmcompile.step.balance.registry import BALANCERS, balancer
+from mmcompile.step.balance.registry import BALANCERS
+from mmcompile.step.plan_balancer import plan_balancer
 from mmcompile.step.sample_costs import costs_of_shapes
 from mmcompile.step.simulated import StepShape, step_time
 
@@ -51,7 +51,7 @@ def balanced_step(
     costs, grid = costs_of_shapes(plan, shapes), step_grid(plan)
     _check_modalities(plan, stats, costs)
     clock = step_time(StepShape.of(plan))
-    choice = balanced(costs, grid, balance, clock)
+    choice = balanced(costs, grid, plan_balancer(plan, balance), clock)
     return BalancedStep(
         plan=source,
         data=stats.name,
@@ -64,7 +64,9 @@ def balanced_step(
         components=components_of(plan, costs, choice.assignment),
         simulated_s=Change(before=choice.arrival_s, after=choice.step_s),
         assignment=choice.assignment,
-        balancers=tuple(tried(costs, grid, clock)) if every else (),
+        balancers=tuple(tried({name: plan_balancer(plan, name) for name in BALANCERS}, costs, grid, clock))
+        if every
+        else (),
     )
 
 
@@ -93,36 +95,31 @@ def step_grid(plan: Plan) -> Grid:
     return Grid(num_replicas=replicas, num_microbatches=plan.num_microbatches)
 
 
-def balanced(costs: SampleCosts, grid: Grid, name: str, step_time: StepTime) -> Choice:
+def balanced(costs: SampleCosts, grid: Grid, one: Balancer, step_time: StepTime) -> Choice:
     """Let a balancer assign the samples of a step.
 
     Args:
-        name: of `BALANCERS`.
-        step_time: the clock of `auto`, and of all figures.
+        step_time: the clock of all figures.
 
     Raises:
-        ConfigError: no such balancer, or it cannot balance this step.
+        ConfigError: it cannot balance this step.
     """
-    one = _with_clock(balancer(name), step_time)
     if isinstance(one, Auto):
         return one.choose(costs, grid)
     arrival = Trial(name=Arrival.name, step_s=step_time(Arrival().assign(costs, grid), costs))
     assignment = one.assign(costs, grid)
     step_s = step_time(assignment, costs)
     reason = _compared(step_s, arrival.step_s)
-    return Choice(name=name, assignment=assignment, step_s=step_s, reason=reason, trials=(arrival,))
+    return Choice(name=one.title, assignment=assignment, step_s=step_s, reason=reason, trials=(arrival,))
 
 
-def tried(costs: SampleCosts, grid: Grid, step_time: StepTime) -> Iterator[Tried]:
-    """Every balancer on the same step, in the order of `BALANCERS`."""
-    for name, one in BALANCERS.items():
+def tried(balancers: Mapping[str, Balancer], costs: SampleCosts, grid: Grid, step_time: StepTime) -> Iterator[Tried]:
+    """Several balancers on the same step."""
+    for name, one in balancers.items():
         try:
-            if isinstance(one, Auto):
-                choice = balanced(costs, grid, name, step_time)
-                yield _tried(name, choice.assignment, costs, choice.step_s, choice.reason)
-            else:
-                assignment = one.assign(costs, grid)
-                yield _tried(name, assignment, costs, step_time(assignment, costs))
+            choice = balanced(costs, grid, one, step_time)
+            reason = choice.reason if isinstance(one, Auto) else ""
+            yield _tried(name, choice.assignment, costs, choice.step_s, reason)
         except ConfigError as error:
             yield Tried(name=name, simulated_s=None, straggler_s=None, deferred=0, reason=str(error))
 
@@ -149,10 +146,6 @@ def _check_modalities(plan: Plan, stats: DatasetStats, costs: SampleCosts) -> No
             f"no sample of {stats.name} has anything for {', '.join(empty)}, which the plan has devices for; give statistics of "
             "the data that the plan is for"
         )
-
-
-def _with_clock(one: Balancer, step_time: StepTime) -> Balancer:
-    return replace(one, step_time=step_time) if isinstance(one, Auto) else one
 
 
 def _compared(step_s: float, arrival_s: float) -> str:

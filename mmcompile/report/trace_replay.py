@@ -54,11 +54,14 @@ def simulate_trace(
 
 def trace_text(found: TraceReplay) -> str:
     """A table with one line a system, and what was assumed."""
-    rows = [("system", "useful", "samples/s", *(spent.value for spent in _SPENT), "lost samples", "pauses")]
+    rows = [
+        ("system", "useful", "samples/s", *(spent.value for spent in _SPENT), "lost samples", "pauses", "saves every")
+    ]
     for one in found.systems:
         shares = (f"{one.seconds(spent) / found.duration_s:.1%}" for spent in _SPENT)
         rate = f"{one.samples_per_s:.4g}"
-        rows.append((one.name, f"{one.useful:.1%}", rate, *shares, format_count(one.lost_samples), str(one.num_pauses)))
+        tail = (format_count(one.lost_samples), str(one.num_pauses), format_seconds(one.save_interval_s))
+        rows.append((one.name, f"{one.useful:.1%}", rate, *shares, *tail))
     return "\n".join(
         [
             _title(found),
@@ -83,9 +86,8 @@ def _assumed(found: TraceReplay) -> str:
     return (
         f"new nodes work after {format_seconds(known.creation_s)}, nobody is warned of a loss; templates regroup in "
         f"{format_seconds(known.reconfigure_s)} and copy {known.bytes_per_s / 1e9:g} GB/s a node; a restart takes "
-        f"{format_seconds(known.restart_s)} and checkpoints move at {known.store_bytes_per_s / 1e9:g} GB/s, restarting saves one "
-        f"every {format_seconds(found.save_interval_s)} (the best of four intervals), the others every "
-        f"{format_seconds(known.safety_interval_s)}; redundant computation regroups in {format_seconds(known.rendezvous_s)} and "
+        f"{format_seconds(known.restart_s)}, checkpoints move at {known.store_bytes_per_s / 1e9:g} GB/s, saved at the best of "
+        f"six intervals; redundant computation regroups in {format_seconds(known.rendezvous_s)} and "
         f"makes a step {known.redundancy_slowdown:g} times longer"
     )
 

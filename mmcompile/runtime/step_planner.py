@@ -163,7 +163,7 @@ class StepPlanner:
             choice = self._balancer.choose(costs, self._grid)
             assignment, reason = choice.assignment, f"{choice.name}: {choice.reason}"
         else:
-            assignment, reason = self._balancer.assign(costs, self._grid), self._balancer.name
+            assignment, reason = self._balancer.assign(costs, self._grid), self._balancer.title
         assignment.check(costs)
         return assignment, reason
 

@@ -45,26 +45,27 @@ class Packer:
                 )
         return cls(model=model, pad=dict(pad or {}))
 
-    def pack(self, samples: Sequence[Sample], first: int = 0) -> dict[str, Value]:
+    def pack(self, samples: Sequence[Sample], names: Sequence[int] | None = None) -> dict[str, Value]:
         """Join per-conversation samples into one batch of one row.
 
         Media are joined as `collate` joins them. Where padding is on the right, the valid tokens are those of the padded batch.
 
         Args:
             samples: each as `collate` takes it. `position_ids`, where a sample has them, are used as they are.
-            first: what errors call the first sample.
+            names: what errors call the samples; 0, 1, ... by default.
 
         Raises:
             BatchError: no samples; one without tokens, with several rows, or with labels on its padding; and as `collate`.
         """
         if not samples:
             raise BatchError("no samples to pack: got an empty list, wanted at least one sample")
-        rows = [self._document(sample, number) for number, sample in enumerate(samples, first)]
+        numbers = range(len(samples)) if names is None else names
+        rows = [self._document(sample, number) for number, sample in zip(numbers, samples, strict=True)]
         dims = {key: dim for row in rows for key, dim in token_dims(row)}
         keys = dict.fromkeys(key for row in rows for key in row)
         batch: dict[str, Value] = {}
         for key in keys:
-            items = [(number, row[key]) for number, row in enumerate(rows, first) if key in row]
+            items = [(number, row[key]) for number, row in zip(numbers, rows, strict=True) if key in row]
             if key in dims and len(items) < len(rows):
                 raise BatchError(
                     f"{key!r} has a value for every token of sample {items[0][0]}, and some samples have none; "

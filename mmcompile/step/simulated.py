@@ -64,6 +64,14 @@ class StepShape:
                 f"{len(self.stages)} components and messages of {self.link_s} s; wanted a component, and 0 s or more"
             )
 
+    @property
+    def slowest(self) -> dict[str, float]:
+        """Component -> the part of its cost that its slowest stage has."""
+        return {
+            component: max(share.forward + share.backward for share in shares)
+            for component, shares in self.stages.items()
+        }
+
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """From the predictions of a plan's stages: a component is a tower, a message takes the mean of all links.

@@ -11,8 +11,10 @@ import transformers.masking_utils as masking
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import ALL
 
 from mmcompile.ir import compat
+from mmcompile.ir.inputs import completed
 
 
 class _Broken(Exception):
@@ -140,3 +142,14 @@ def test_masks_by_broadcasting_are_those_by_vmap(kind: str) -> None:
         got = masking._vmap_expansion_sdpa(function)(*indices)
     assert tuple(got.shape) == (2, 1, 5, 7)
     assert torch.equal(got, wanted.expand_as(got))
+
+
+def test_positions_of_text_are_those_of_generation_and_leave_the_model_as_it_was() -> None:
+    batch, model = ALL["qwen2_5_vl"].batch(), ALL["qwen2_5_vl"].build()
+    states = [dict(module.__dict__) for module in model.modules()]
+    positions = compat.positions_of_text(model, batch["input_ids"], batch)
+    assert positions is not None and positions.shape == (4, *batch["input_ids"].shape)
+    assert torch.equal(positions[0], torch.arange(positions.shape[-1]).expand_as(positions[0]))
+    assert torch.equal(positions[1:], completed(model, batch)["position_ids"])
+    assert [module.__dict__ for module in model.modules()] == states
+    assert compat.positions_of_text(nn.Linear(1, 1), batch["input_ids"], batch) is None

@@ -14,10 +14,11 @@ import pytest
 import torch
 from lower.split import SplitRun, even_plan, root_values, run_split
 from oracles.eager import Difference, Outcome, difference
-from oracles.one_process import IGNORE, accumulate
+from oracles.one_process import ADAMW, IGNORE, accumulate, train
 from torch import Tensor, fx, nn
 from zoo import ALL, Batch, samples
 
+import mmcompile as mm
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.nodes import token_loss
@@ -129,6 +130,19 @@ def test_two_captures_hold_for_all_compositions(name: str, attention: Attention)
         assert microbatch.num_tokens == sum(int((sample["labels"][:, 1:] != IGNORE).sum()) for sample in row)
     split = run_split(model, prepared[-1].programs, {**prepared[-1].values, **prepared[-1].sizes})
     assert _difference(model, split, rows[-1]).within(_PRECISION)
+
+
+def test_packed_rows_train_over_processes_as_samples_in_one() -> None:
+    """Each microbatch of a replica is packed for itself, those of the encoder as those of the language model."""
+    steps = [samples(ALL["qwen2_5_vl"], 6, seed=seed, media=(1, 1, 0), dtype=torch.float64) for seed in (1, 2)]
+    model, alone = ALL["qwen2_5_vl"].build(torch.float64), ALL["qwen2_5_vl"].build(torch.float64)
+    shown = steps[0][:3]
+    plan = mm.plan(model, packing=shown, num_microbatches=2, replicas={"language_model": 2})
+    with mm.parallelize(model, plan=plan, packing=shown, optimizer=ADAMW) as engine:
+        done = [engine.step(step) for step in steps]
+    expected = train(alone, steps, num_microbatches=2)
+    assert [metrics.num_tokens for metrics in done] == list(expected.num_tokens)
+    assert [metrics.loss for metrics in done] == pytest.approx(list(expected.losses), rel=_PRECISION)
 
 
 @pytest.mark.parametrize("name", ("llava", "gemma3"))

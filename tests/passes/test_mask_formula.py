@@ -89,6 +89,12 @@ def causal() -> Tensor:
     return key <= query
 
 
+def in_documents(positions: Tensor) -> Tensor:
+    """Pairs of one document; the next one begins wherever positions do not grow by one."""
+    number = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+    return queries(number) == keys(number)
+
+
 def learned(valid: Tensor, ids: Tensor) -> None:
     """Stands for the model's own trained bias."""
 
@@ -132,6 +138,14 @@ SPELLINGS: dict[str, tuple[Mask, tuple[Any, ...]]] = {
     "real documents": (
         lambda v, i: (queries(i) == keys(i)) & queries(i != -1) & keys(v.bool()),
         (True, True, False, False, None),
+    ),
+    "positions": (
+        lambda v, i: (keys(i) <= queries(i)) & in_documents(i) & keys(v.bool()),
+        (True, True, False, True, None),
+    ),
+    "positions in windows": (
+        lambda v, i: (keys(i) <= queries(i)) & (keys(i) > queries(i) - 2) & in_documents(i) & keys(v.bool()),
+        (True, True, False, True, 2),
     ),
     "chunks": (
         lambda v, i: causal() & (places()[0] // 4 == places()[1] // 4) & keys(v.bool()),
@@ -263,6 +277,16 @@ REASONS: dict[str, tuple[Mask, Options, str]] = {
         lambda v, i: queries(i) >= keys(i),
         {},
         r"ge \(aten.ge\) mixes queries and keys in a way that words cannot say",
+    ),
+    "positions of other documents": (
+        lambda v, i: (keys(i) <= queries(i)) | in_documents(i),
+        {},
+        "it compares position_ids of tokens of different documents",
+    ),
+    "chunks of positions": (
+        lambda v, i: (keys(i) // 2 == queries(i) // 2) & (keys(i) <= queries(i)) & in_documents(i),
+        {},
+        "it compares several ids of query and key",
     ),
     "other documents": (
         lambda v, i: queries(i) != keys(i),

@@ -63,7 +63,7 @@ def step_of(
 ) -> BalancedStep:
     """Hand-made costs, balanced, timed by a formula."""
     plan, costs = plan_of(replicas, num_microbatches), costs_of(num_samples)
-    choice = balanced(costs, step_grid(plan), name, pipelined)
+    choice = balanced(costs, step_grid(plan), BALANCERS[name], pipelined)
     return BalancedStep(
         plan="plan.json",
         data="a mix",
@@ -76,7 +76,7 @@ def step_of(
         components=components_of(plan, costs, choice.assignment),
         simulated_s=Change(before=choice.arrival_s, after=choice.step_s),
         assignment=choice.assignment,
-        balancers=tuple(tried(costs, step_grid(plan), pipelined)) if every else (),
+        balancers=tuple(tried(BALANCERS, costs, step_grid(plan), pipelined)) if every else (),
     )
 
 

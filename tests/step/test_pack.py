@@ -124,7 +124,7 @@ BAD: dict[str, tuple[list[dict[str, Value]], str]] = {
 def test_a_misfit_is_named(name: str) -> None:
     samples, message = BAD[name]
     with pytest.raises(BatchError, match=message):
-        PACKER.pack(samples, first=7)
+        PACKER.pack(samples, range(7, 7 + len(samples)))
 
 
 def test_a_model_without_positions_cannot_be_packed_for() -> None:

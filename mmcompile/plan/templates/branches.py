@@ -19,11 +19,14 @@ from mmcompile.plan.templates.sweep import Costs, Sweep, steps
 
 _SHARES = 12
 """Weights are multiples of 1/12."""
-_ROUNDS = 4
-"""Times that weights are moved."""
-_INTERVALS = 256
-"""Bounded for each weights, about."""
-_VISITS = 20_000
+_ROUNDS = 6
+"""Times that weights are tried."""
+_FIRST_STEP = 4
+"""Shares moved at a time; half as many each time that another path turns out longest."""
+_INTERVALS = 64
+"""Bounded for each weights, about; and so many more for each node count:"""
+_MORE_INTERVALS = 8
+_VISITS = 8_000
 """Stages that may be put down while listing the pipelines of a node count."""
 
 
@@ -44,42 +47,47 @@ class Found:
 
 def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, Found]:
     """Node count -> the best pipeline found; without those that have none, or none that was found to fit the memory."""
+    searches = _searches(line, node_counts)
     results: dict[int, Found] = {}
     for count in node_counts:
-        found = _best(line, count)
-        if found is not None:
-            results[count] = found
+        tried = [search for search in searches if count in search.counts]
+        if tried:
+            sharpest = max(tried, key=lambda search: search.bound(count))
+            for search in tried:
+                if count in search.found:
+                    sharpest.keep(count, search.found[count])
+            found = _listed(sharpest, count)
+            if found is not None:
+                results[count] = found
     return results
 
 
-def _best(line: Line, count: int) -> Found | None:
-    weights = _equal(line)
-    best: tuple[Piece, ...] | None = _counted(line, count, weights)
-    bound, sharpest = 0, None
-    for _ in range(_ROUNDS):
-        search = Search.of(line, _families(line, weights), [count], fitting=True)
-        if best is not None:
-            search.keep(count, best)
-        search.run(max_intervals=_INTERVALS)
-        best = search.found.get(count)
-        if sharpest is None or search.bound(count) > bound:
-            bound, sharpest = search.bound(count), search
-        if best is None or bound >= search.upper[count]:
-            break
-        moved = _moved(line, weights, best)
-        if moved == weights:
-            break
-        weights = moved
-    assert sharpest is not None
-    if best is not None:
-        sharpest.keep(count, best)
-    return _listed(sharpest, count)
+def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
+    """One for each weights tried; each for the node counts that were not settled before."""
+    weights, step, longest = _equal(line), _FIRST_STEP, -1
+    best = _counted(line, node_counts, weights)
+    searches: dict[tuple[int, ...], Search] = {}
+    left = list(node_counts)
+    while left and weights not in searches and len(searches) < _ROUNDS:
+        search = Search.of(line, _families(line, weights), left, fitting=True)
+        for count in set(left) & set(best):
+            search.keep(count, best[count])
+        search.run(max_intervals=_INTERVALS + _MORE_INTERVALS * len(left))
+        searches[weights] = search
+        best |= search.found
+        gaps = {count: 1 - search.bound(count) / int(search.upper[count]) for count in search.found}
+        left = [count for count, gap in gaps.items() if gap > 0]
+        if left:
+            lengths = _lengths(line, _bounding(search, max(left, key=gaps.__getitem__)))
+            before, longest = longest, lengths.index(max(lengths))
+            step = step if before in (-1, longest) else max(1, step // 2)
+            weights = _moved(weights, lengths, longest, step)
+    return list(searches.values())
 
 
-def _counted(line: Line, count: int, weights: tuple[int, ...]) -> tuple[Piece, ...] | None:
-    """A pipeline that fits the memory even if the stages of all later chains are between a stage and the loss."""
-    search = Search.of(line, _families(line, weights), [count], num_stages=most_stages(line, count))
-    return search.found.get(count)
+def _counted(line: Line, node_counts: Sequence[int], weights: tuple[int, ...]) -> dict[int, tuple[Piece, ...]]:
+    """Pipelines that fit the memory even if the stages of all later chains are between a stage and the loss."""
+    return Search.of(line, _families(line, weights), node_counts, num_stages=most_stages(line, max(node_counts))).found
 
 
 def most_stages(line: Line, num_nodes: int) -> int:
@@ -104,18 +112,29 @@ def _is_whole(line: Line, path: int) -> bool:
     return not any(line.begins[other, path] == line.starts[path] for other in range(path))
 
 
-def _moved(line: Line, weights: tuple[int, ...], pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """A share moved from the shortest path that has one to the longest."""
+def _bounding(search: Search, count: int) -> Sequence[Piece]:
+    """The pipeline whose weighted time is the bound, feasible or not: the path it is longest on needs more weight."""
+    interval = min(search.settled, key=lambda each: int(each.lower[count]))
+    sweep = min(search.sweeps([interval], count), key=lambda each: int(each.bounds[0, count]))
+    return sweep.pieces(0, count)
+
+
+def _lengths(line: Line, pieces: Sequence[Piece]) -> list[int]:
+    """What each path adds to T."""
     slowest = line.timing(pieces).slowest
-    lengths = [
+    return [
         sum(line.time(piece) + MICROBATCHES_A_STAGE * slowest for piece in pieces if line.on_path(path, piece))
-        for path in range(len(weights))
+        for path in range(len(line.names))
     ]
-    longest = max(range(len(weights)), key=lambda path: lengths[path])
-    shortest = min((path for path in range(len(weights)) if weights[path]), key=lambda path: lengths[path])
+
+
+def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: int) -> tuple[int, ...]:
+    """Shares moved from the shortest path that has some to the longest."""
     moved = list(weights)
-    moved[shortest] -= 1
-    moved[longest] += 1
+    shortest = min((path for path in range(len(weights)) if weights[path]), key=lengths.__getitem__)
+    taken = min(step, moved[shortest])
+    moved[shortest] -= taken
+    moved[longest] += taken
     return tuple(moved)
 
 
@@ -180,7 +199,7 @@ class _Listing:
         """(least cost from here on, stage, its cost, whether the slowest is then found), the least first."""
         line, sweep = self.sweep.shape.line, self.sweep
         ways: list[tuple[int, Piece, int, bool]] = []
-        node, device = divmod(devices, line.devices_per_node)
+        device = devices % line.devices_per_node
         for width, times in steps(line, first, int(sweep.high[0])):
             taken = devices - line.widths[width]
             if taken < 0 or (device or line.devices_per_node) < line.widths[width]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmcompile.errors import PlanError
-from mmcompile.plan.templates.layer_table import LayerTable
-from mmcompile.plan.templates.line import Line
+from mmcompile.plan.templates.layer_table import LayerTable, SharedLayers
 from mmcompile.plan.templates.mapping import fastest_templates
 from mmcompile.plan.templates.nodes import node_counts
 from mmcompile.plan.templates.template import Template
@@ -37,38 +36,36 @@ def generate(
     for least in range(1, num_nodes + 1):
         if fastest_templates(table, [least]):
             return fastest_templates(table, node_counts(num_nodes, least, fault_tolerance))
-    raise PlanError(f"no template: a replica fits in no number of nodes up to {num_nodes}: {_why(table, num_nodes)}")
+    raise PlanError(f"no template: a replica fits in no number of nodes up to {num_nodes}: {_why(table, 1, num_nodes)}")
 
 
 def _of_sizes(table: LayerTable, sizes: Sequence[int]) -> dict[int, Template]:
     found = fastest_templates(table, sizes)
     for size in sizes:
         if size not in found:
-            raise PlanError(f"no template of {size} nodes: {_why(table, size)}")
+            raise PlanError(f"no template of {size} nodes: {_why(table, size, size)}")
     return found
 
 
-def _why(table: LayerTable, num_nodes: int) -> str:
-    """What keeps all pipelines of so many nodes or fewer from fitting."""
-    line = Line.of(table)
+def _why(table: LayerTable, fewest: int, most: int) -> str:
+    """What keeps all pipelines of `fewest` to `most` nodes from fitting."""
     for chain in table.chains:
         for layer in range(chain.num_layers):
-            needed = min(
-                shared.parameter_bytes[layer] + shared.activation_bytes[layer] + shared.working_bytes
-                for shared in chain.shared
-            )
+            needed, devices = min((_layer_bytes(shared, layer), shared.devices) for shared in chain.shared)
             if table.memory_bytes is not None and needed > table.memory_bytes:
+                where = "a device that has" if devices == 1 else f"each of {devices} devices that have"
                 return (
-                    f"layer {layer} of {chain.name} needs {format_bytes(needed)} on each of {_most(table)} devices, which "
-                    f"have {format_bytes(table.memory_bytes)}; use recomputation, smaller microbatches or larger devices"
+                    f"layer {layer} of {chain.name} needs {format_bytes(needed)} on {where} "
+                    f"{format_bytes(table.memory_bytes)}; use recomputation, smaller microbatches or larger devices"
                 )
-    devices, chains = num_nodes * table.devices_per_node, len(table.chains)
+    devices, chains = most * table.devices_per_node, len(table.chains)
     if devices < chains:
         return f"{chains} chains need a device each, and there are {devices}; use more nodes, or colocate components"
-    if num_nodes * _fewest(table) > line.num_layers:
+    stages = -(-table.devices_per_node // table.devices[-1])
+    if fewest * stages > table.num_layers:
         return (
-            f"each node holds {_fewest(table)} stages or more, and {line.num_layers} layers make no more stages; "
-            "use fewer nodes in a pipeline, or let a stage have more devices"
+            f"a node holds {stages} stage{'s' * (stages > 1)} or more, and {table.num_layers} layers make no more than "
+            f"{table.num_layers}; use fewer nodes in a pipeline, or let a stage have more devices"
         )
     if table.memory_bytes is None:
         return (
@@ -82,10 +79,6 @@ def _why(table: LayerTable, num_nodes: int) -> str:
     )
 
 
-def _most(table: LayerTable) -> int:
-    return table.devices[-1]
-
-
-def _fewest(table: LayerTable) -> int:
-    """Stages that a node holds at least."""
-    return -(-table.devices_per_node // table.devices[-1])
+def _layer_bytes(shared: SharedLayers, layer: int) -> int:
+    """What a stage of this layer alone needs, next to the loss."""
+    return shared.parameter_bytes[layer] + shared.activation_bytes[layer] + shared.working_bytes

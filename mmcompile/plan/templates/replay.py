@@ -46,8 +46,6 @@ class ReplayConstants:
     """Redundant computation: every regrouping (as Bamboo's simulator assumes)."""
     redundancy_slowdown: float = 1.5
     """Redundant computation: a step takes this many times longer (as Bamboo's simulator assumes)."""
-    safety_interval_s: float = 3600.0
-    """Templates and redundant computation: between checkpoints, which only the loss of all holders of a layer needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +69,8 @@ class SystemReplay:
     """Of the seconds of a useful step; the rest computes redundantly."""
     lost_samples: float
     """Trained on, and their effect lost with the state: trained on again."""
+    save_interval_s: float
+    """Of training between checkpoints."""
     num_pauses: int
     """Times that training had to regroup or restart."""
 
@@ -172,6 +172,7 @@ class Run(ABC):
             spans=tuple(self._spans),
             useful_share=self.useful_share,
             lost_samples=self._lost_samples,
+            save_interval_s=self._save_interval_s,
             num_pauses=self._num_pauses,
         )
 
@@ -260,6 +261,6 @@ class Run(ABC):
 
 
 def save_interval_s(trace: Trace, save_s: float) -> float:
-    """Between checkpoints that are all there is after a loss: `sqrt(2 * save_s * mean time between losses)` (Young, 1974)."""
+    """Between checkpoints that every loss needs: `sqrt(2 * save_s * mean time between losses)` (Young, 1974)."""
     losses = sum(bool(change.removed) for change in trace.changes)
     return sqrt(2 * max(save_s, 1.0) * trace.duration_s / max(1, losses))

@@ -19,8 +19,8 @@ from mmcompile.plan.templates.trace import Trace
 
 CURVE_WINDOWS = 120
 """Points of a throughput curve."""
-_INTERVALS = (0.25, 0.5, 1.0, 2.0)
-"""Between the checkpoints of checkpoint and restart, as parts of what Young's rule gives."""
+_INTERVALS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Each system saves at the best interval of these, as parts of what Young's rule gives for the trace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,6 @@ class TraceReplay:
     num_removed: int
     fault_tolerance: int
     constants: ReplayConstants
-    save_interval_s: float
-    """Between the checkpoints of checkpoint and restart: the best of several, around what Young's rule gives for the trace."""
     systems: tuple[SystemReplay, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -48,6 +46,7 @@ class TraceReplay:
                     "samples": one.samples,
                     "samples_per_s": one.samples_per_s,
                     "lost_samples": one.lost_samples,
+                    "save_interval_s": one.save_interval_s,
                     "num_pauses": one.num_pauses,
                     "seconds": {spent.value: one.seconds(spent) for spent in Spent},
                     "curve": one.curve(CURVE_WINDOWS),
@@ -62,6 +61,8 @@ def replay_trace(
 ) -> TraceReplay:
     """Play a job over a trace in virtual time, with templates and with two baselines that use the same templates' times.
 
+    Each saves checkpoints at the interval that serves it best.
+
     Args:
         job: templates, batch and promise.
         trace: as read.
@@ -70,12 +71,11 @@ def replay_trace(
     """
     known = constants or ReplayConstants()
     ready = trace.delayed(known.creation_s)
-    templates = TemplateRun(job, microbatch_samples, known, known.safety_interval_s).play(ready)
-    redundant = RedundantRun(job, microbatch_samples, known, known.safety_interval_s).play(ready)
     usual_s = save_interval_s(trace, int(job.bytes_of.sum()) / known.store_bytes_per_s)
-    intervals = [factor * usual_s for factor in _INTERVALS]
-    restarts = [RestartRun(job, microbatch_samples, known, interval_s).play(ready) for interval_s in intervals]
-    best = max(range(len(restarts)), key=lambda index: restarts[index].samples)
+    best = []
+    for system in (TemplateRun, RestartRun, RedundantRun):
+        runs = [system(job, microbatch_samples, known, part * usual_s).play(ready) for part in _INTERVALS]
+        best.append(max(runs, key=lambda one: one.samples))
     return TraceReplay(
         trace=trace.name,
         duration_s=trace.duration_s,
@@ -84,8 +84,7 @@ def replay_trace(
         num_removed=trace.num_removed,
         fault_tolerance=job.fault_tolerance,
         constants=known,
-        save_interval_s=intervals[best],
-        systems=(templates, restarts[best], redundant),
+        systems=tuple(best),
     )
 
 

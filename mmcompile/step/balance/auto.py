@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, final
 
-import numpy as np
-
-from mmcompile.errors import ConfigError
 from mmcompile.step.assignment import Assignment, Grid, SampleCosts
-from mmcompile.step.balance.balancer import Balancer
+from mmcompile.step.balance.balancer import Balancer, of_slowest_stages
 from mmcompile.step.balance.baselines import Arrival, DistTrain, SortedRoundRobin
 from mmcompile.step.balance.bounds import imbalance, pipelined
 from mmcompile.step.balance.buckets import Joint
@@ -83,7 +80,7 @@ class Auto(Balancer):
         """
         arrival = Arrival().assign(costs, grid)
         trials = [Trial(name=Arrival.name, step_s=self.step_time(arrival, costs))]
-        seen = self._of_stages(costs)
+        seen = of_slowest_stages(costs, self.shares)
         over = imbalance(arrival, seen)
         if over < self.keep_below:
             reason = f"imbalance {max(over, 0.0):.1%} is below {self.keep_below:.0%}: arrival order is kept"
@@ -91,21 +88,11 @@ class Auto(Balancer):
         best, best_name, best_s = arrival, Arrival.name, trials[0].step_s
         for candidate in self.candidates:
             assignment = candidate.assign(seen, grid)
-            trials.append(Trial(name=candidate.name, step_s=self.step_time(assignment, costs)))
+            trials.append(Trial(name=candidate.title, step_s=self.step_time(assignment, costs)))
             if trials[-1].step_s < best_s:
-                best, best_name, best_s = assignment, candidate.name, trials[-1].step_s
+                best, best_name, best_s = assignment, candidate.title, trials[-1].step_s
         reason = f"imbalance {over:.1%}; {_compared(best_name, best_s, trials)}"
         return _choice(best_name, best, best_s, reason, trials)
-
-    def _of_stages(self, costs: SampleCosts) -> SampleCosts:
-        unknown = self.shares.keys() - set(costs.components)
-        if unknown:
-            raise ConfigError(
-                f"shares of {', '.join(sorted(unknown))}; the step has costs of {', '.join(costs.components)}"
-            )
-        if not self.shares:
-            return costs
-        return replace(costs, costs=costs.costs * np.array([[self.shares.get(name, 1.0)] for name in costs.components]))
 
 
 def _choice(name: str, assignment: Assignment, step_s: float, reason: str, trials: list[Trial]) -> Choice:

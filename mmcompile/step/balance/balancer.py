@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
 
 import numpy as np
 
@@ -28,6 +29,49 @@ class Balancer(ABC):
         Raises:
             ConfigError: the costs lack what this balancer needs, or nothing keeps to its limits.
         """
+
+    @property
+    def title(self) -> str:
+        """What it is called with these options; the registry's name where it has one."""
+        return self.name
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InSlowestStage(Balancer):
+    """A balancer that is shown what samples cost the slowest stage of each component: a pipeline is as fast as that."""
+
+    name: ClassVar[str] = "in-slowest-stage"
+
+    inner: Balancer
+    shares: Mapping[str, float]
+    """Component -> the part of its cost that its slowest stage has; 1 for those not given."""
+
+    def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        return self.inner.assign(of_slowest_stages(costs, self.shares), grid)
+
+    @property
+    def title(self) -> str:
+        return self.inner.title
+
+
+def of_slowest_stages(costs: SampleCosts, shares: Mapping[str, float]) -> SampleCosts:
+    """What samples cost the slowest stage of each component.
+
+    Args:
+        shares: as of `InSlowestStage`.
+
+    Raises:
+        ConfigError: a share of a component that the costs have not.
+    """
+    unknown = shares.keys() - set(costs.components)
+    if unknown:
+        raise ConfigError(
+            f"shares of {', '.join(sorted(unknown))}; the step has costs of {', '.join(costs.components)}"
+        )
+    if not shares:
+        return costs
+    return replace(costs, costs=costs.costs * np.array([[shares.get(name, 1.0)] for name in costs.components]))
 
 
 def check_grid(costs: SampleCosts, grid: Grid) -> None:

@@ -45,6 +45,10 @@ class Hierarchical(Balancer):
     """Use only as many as the heaviest sample's encoder work allows: K_eff (§4.5.1)."""
     resolution: int = RESOLUTION
 
+    @property
+    def title(self) -> str:
+        return self.name if self.defer is Defer.CRITICAL else f"{self.name}-{self.defer}"
+
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
         check_grid(costs, grid)
         encoder, language = costs.costs[:-1].sum(axis=0), costs.costs[-1]

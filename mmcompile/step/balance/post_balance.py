@@ -46,6 +46,10 @@ class PostBalance(Balancer):
     tolerance: float | None = None
     """Of the quadratic algorithm, in tokens."""
 
+    @property
+    def title(self) -> str:
+        return "-".join((self.name, *(a for a in self.algorithms if a is not Algorithm.SECONDS)))
+
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
         check_grid(costs, grid)
         algorithms = self._algorithms(costs)

@@ -13,22 +13,19 @@ from mmcompile.step.balance.hierarchical import Defer, Hierarchical
 from mmcompile.step.balance.node_local import NodeLocal
 from mmcompile.step.balance.post_balance import Algorithm, PostBalance
 
-BALANCERS: Mapping[str, Balancer] = {
-    Arrival.name: Arrival(),
-    SortedRoundRobin.name: SortedRoundRobin(),
-    DistTrain.name: DistTrain(),
-    Joint.name: Joint(),
-    Hierarchical.name: Hierarchical(),
-    f"{Hierarchical.name}-all": Hierarchical(defer=Defer.ALL),
-    PostBalance.name: PostBalance(),
-    **{
-        f"{PostBalance.name}-{algorithm}": PostBalance(algorithms=(algorithm,))
-        for algorithm in Algorithm
-        if algorithm is not Algorithm.SECONDS
-    },
-    NodeLocal.name: NodeLocal(),
-    Auto.name: Auto(),
-}
+_ALL: tuple[Balancer, ...] = (
+    Arrival(),
+    SortedRoundRobin(),
+    DistTrain(),
+    Joint(),
+    Hierarchical(),
+    Hierarchical(defer=Defer.ALL),
+    PostBalance(),
+    *(PostBalance(algorithms=(algorithm,)) for algorithm in Algorithm if algorithm is not Algorithm.SECONDS),
+    NodeLocal(),
+    Auto(),
+)
+BALANCERS: Mapping[str, Balancer] = {one.title: one for one in _ALL}
 """Name -> balancer with default options."""
 
 

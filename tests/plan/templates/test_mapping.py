@@ -66,7 +66,9 @@ def test_no_pipeline_of_small_branching_chains_is_faster(block: int) -> None:
         towers = rng.choice((1, 2))
         parts = (*(rng.randint(1, 4 - towers) for _ in range(towers)), rng.randint(1, 4))
         middle = rng.random() < 0.6
-        found += check_against_all(random_table(rng, parts, rng.choice((1, 2)), memory=rng.random() < 0.5, middle=middle))
+        found += check_against_all(
+            random_table(rng, parts, rng.choice((1, 2)), memory=rng.random() < 0.5, middle=middle)
+        )
     assert found >= 10
 
 
@@ -110,7 +112,7 @@ def test_stages_far_from_the_loss_get_fewer_layers_where_memory_is_scarce() -> N
     scarce = fastest_templates(equal_layers(9, saved=9), [3])[3]
     for depth, stage in enumerate(reversed(scarce.stages)):
         assert (stage.last - stage.first) * (10 + 9 * (depth + 1)) <= 100
-    assert [s.last - s.first for s in scarce.stages] == [2, 3, 4] or len(scarce.stages) == 3
+    assert [s.last - s.first for s in scarce.stages] == [2, 3, 4]
 
 
 def test_all_sizes_at_once_are_the_sizes_one_by_one() -> None:

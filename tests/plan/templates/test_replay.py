@@ -10,7 +10,7 @@ from template_jobs import even_job, timed_job, timed_template
 
 from mmcompile.plan.templates.baselines import RedundantRun, RestartRun, fastest_grid
 from mmcompile.plan.templates.job import Job
-from mmcompile.plan.templates.replay import ReplayConstants, Spent, SystemReplay
+from mmcompile.plan.templates.replay import ReplayConstants, Spent, SystemReplay, save_interval_s
 from mmcompile.plan.templates.systems import TemplateRun, replay_trace
 from mmcompile.plan.templates.trace import Change, Trace
 
@@ -22,8 +22,9 @@ KNOWN = ReplayConstants(
     store_bytes_per_s=240.0,
     rendezvous_s=30.0,
     redundancy_slowdown=1.5,
-    safety_interval_s=1e6,
 )
+
+NEVER = 1e6
 
 
 def job_of_pairs(fault_tolerance: int = 0) -> Job:
@@ -46,7 +47,7 @@ def spans(found: SystemReplay) -> list[tuple[float, float, Spent]]:
 
 def test_templates_repeat_the_step_that_was_cut_off() -> None:
     """Five nodes are a pair and a triple; 4 goes at 12 s, and 3 keeps two of the six layers that its new part needs."""
-    run = TemplateRun(job_of_pairs(), 10, KNOWN, KNOWN.safety_interval_s)
+    run = TemplateRun(job_of_pairs(), 10, KNOWN, NEVER)
     found = run.play(trace_of(40, (0, (0, 1, 2, 3, 4), ()), (12, (), (4,))))
     assert spans(found) == [
         (0, 8.5, Spent.USEFUL),  # 3 microbatches in the pair, 5 in the triple: max(1 + 3 * 2, 1 + 5 * 1.5)
@@ -61,7 +62,7 @@ def test_templates_repeat_the_step_that_was_cut_off() -> None:
 
 def test_templates_stop_and_come_back() -> None:
     """Below four nodes the state is saved and training stops; with four it starts from there."""
-    run = TemplateRun(job_of_pairs(fault_tolerance=1), 10, KNOWN, KNOWN.safety_interval_s)
+    run = TemplateRun(job_of_pairs(fault_tolerance=1), 10, KNOWN, NEVER)
     found = run.play(trace_of(100, (0, (0, 1, 2, 3), ()), (10, (), (3,)), (30, (4,), ())))
     assert spans(found)[:5] == [
         (0, 9, Spent.USEFUL),
@@ -75,7 +76,7 @@ def test_templates_stop_and_come_back() -> None:
 
 
 def test_templates_join_at_the_end_of_a_step() -> None:
-    run = TemplateRun(job_of_pairs(), 10, KNOWN, KNOWN.safety_interval_s)
+    run = TemplateRun(job_of_pairs(), 10, KNOWN, NEVER)
     found = run.play(trace_of(60, (0, (0, 1), ()), (20, (2, 3), ())))
     assert spans(found)[:4] == [
         (0, 17, Spent.USEFUL),
@@ -87,7 +88,7 @@ def test_templates_join_at_the_end_of_a_step() -> None:
 
 def test_lost_state_goes_back_to_the_last_checkpoint() -> None:
     """One pair, and one of it goes: everything since the start is trained again."""
-    run = TemplateRun(job_of_pairs(), 10, KNOWN, KNOWN.safety_interval_s)
+    run = TemplateRun(job_of_pairs(), 10, KNOWN, NEVER)
     found = run.play(trace_of(100, (0, (0, 1), ()), (40, (), (1,)), (50, (2,), ())))
     assert found.lost_samples == 160
     assert spans(found)[:4] == [
@@ -129,7 +130,7 @@ def test_restarting_takes_new_nodes_at_a_checkpoint() -> None:
 
 def test_redundant_computation_stands_in_for_one_neighbour() -> None:
     """A pair with a hole takes twice as long for a microbatch; when the other node goes too, its pipeline is given up."""
-    run = RedundantRun(job_of_pairs(), 10, KNOWN, KNOWN.safety_interval_s)
+    run = RedundantRun(job_of_pairs(), 10, KNOWN, NEVER)
     found = run.play(trace_of(200, (0, (0, 1, 2, 3), ()), (20, (), (1,)), (100, (), (0,))))
     whole, holed, alone = 1.5 * 9, 1.5 * (1 + 2 * 8), 1.5 * 17
     assert spans(found) == [
@@ -146,7 +147,7 @@ def test_redundant_computation_stands_in_for_one_neighbour() -> None:
 
 
 def test_redundant_computation_restarts_when_no_pipeline_is_left() -> None:
-    run = RedundantRun(job_of_pairs(), 10, KNOWN, KNOWN.safety_interval_s)
+    run = RedundantRun(job_of_pairs(), 10, KNOWN, NEVER)
     found = run.play(trace_of(100, (0, (0, 1), ()), (30, (), (1,)), (40, (2,), ()), (80, (), (0, 2))))
     assert found.lost_samples == 80
     assert spans(found)[-1] == (80, 100, Spent.STOPPED)
@@ -173,7 +174,7 @@ def test_the_books_balance(seed: int) -> None:
     fault_tolerance = rng.randint(0, 2)
     job = even_job(range(2, 7), fault_tolerance=fault_tolerance)
     trace = random_trace(rng)
-    constants = replace(ReplayConstants(), creation_s=rng.choice([0.0, 45.0]), safety_interval_s=200.0)
+    constants = replace(ReplayConstants(), creation_s=rng.choice([0.0, 45.0]))
     found = replay_trace(job, trace, microbatch_samples=4, constants=constants)
     for one in found.systems:
         assert one.spans[0].start_s == 0 and one.spans[-1].end_s == pytest.approx(trace.duration_s)
@@ -185,3 +186,8 @@ def test_the_books_balance(seed: int) -> None:
     if all(len(change.removed) <= fault_tolerance for change in trace.changes):
         assert found.systems[0].lost_samples == 0
     assert replay_trace(job, trace, microbatch_samples=4, constants=constants) == found
+
+
+def test_youngs_interval() -> None:
+    trace = trace_of(800, (0, (0, 1, 2, 3), ()), (10, (), (0,)), (20, (), (1, 2)))
+    assert save_interval_s(trace, 4.0) == (2 * 4 * 400) ** 0.5

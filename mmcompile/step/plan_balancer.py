@@ -1,0 +1,27 @@
+"""`plan_balancer`: a balancer for the steps of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mmcompile.plan.plan import Plan
+from mmcompile.step.balance.auto import Auto
+from mmcompile.step.balance.balancer import Balancer, InSlowestStage
+from mmcompile.step.balance.registry import balancer
+from mmcompile.step.simulated import StepShape, step_time
+
+
+def plan_balancer(plan: Plan, name: str) -> Balancer:
+    """The balancer of a name, for steps that run through the stages of a plan: `auto` simulates them, all mind the slowest.
+
+    Args:
+        name: of `mmcompile.step.balance.registry`.
+
+    Raises:
+        ConfigError: no such balancer.
+        PlanError: the plan has a tower that is predicted to take no time.
+    """
+    chosen, shape = balancer(name), StepShape.of(plan)
+    if isinstance(chosen, Auto):
+        return replace(chosen, step_time=step_time(shape), shares=shape.slowest)
+    return InSlowestStage(inner=chosen, shares=shape.slowest)
