@@ -391,7 +391,7 @@ class Engine:
 def _collate(
     pad: Mapping[str, int | float] | None, samples: Sequence[Sample], names: Sequence[int]
 ) -> dict[str, Value]:
-    return collate(samples, pad, names[0])
+    return collate(samples, pad, names)
 
 
 def _take_side(session: Session, setup: Setup) -> Leader | Follower:

@@ -22,7 +22,7 @@ _PAD: Mapping[str, int | float] = {"labels": IGNORED_LABEL}
 
 
 def collate(
-    samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None, first: int = 0
+    samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None, names: Sequence[int] | None = None
 ) -> dict[str, Value]:
     """Join per-conversation samples into one batch.
 
@@ -34,7 +34,7 @@ def collate(
             `attention_mask` [1, S], `labels` [1, S], `pixel_values` [images, ...] or [patches, D], `image_grid_thw`
             [images, 3], ... With `input_ids` [S], every 1-D tensor of that length gains the batch dim.
         pad: padding value by key. Defaults: labels -100, all others 0 (give `input_ids` the tokenizer's pad id).
-        first: what errors call the first sample.
+        names: what errors call the samples; by default 0, 1, ...
 
     Returns:
         The batch by key. A value that is no tensor is passed on, and must be equal in all samples that have it.
@@ -48,7 +48,11 @@ def collate(
     rows = _with_masks([with_batch_dim(sample) for sample in samples])
     keys = dict.fromkeys(key for row in rows for key in row)
     return {
-        key: join(key, [(i, row[key]) for i, row in enumerate(rows, first) if key in row], fill.get(key, 0))
+        key: join(
+            key,
+            [(i, row[key]) for i, row in zip(names or range(len(rows)), rows, strict=True) if key in row],
+            fill.get(key, 0),
+        )
         for key in keys
     }
 
