@@ -8,7 +8,7 @@ them: a document must take its values along, or they depend on what else is in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,11 @@ import torch
 from torch import fx
 
 from mmcompile.errors import PlanError
-from mmcompile.ir.compat import FakeTensor
 from mmcompile.ir.copy import copied
 from mmcompile.ir.graph import ModelGraph, info
-from mmcompile.ir.host import attribute
 from mmcompile.ir.nodes import merge_features, token_loss
 from mmcompile.passes.mask_claims import HIDDEN
+from mmcompile.passes.packed_values import PackedBatch, block, by_token, evaluated
 from mmcompile.passes.token_axis import Rule, TokenAxis, TokenFlow, argument, follow, shape
 from mmcompile.passes.token_rules import rule_of
 from mmcompile.passes.values import aten_ops, op_name
@@ -33,28 +32,6 @@ _PLACED = aten_ops("index_put masked_scatter")
 _PICKED = aten_ops("index")
 _SAME_ROWS = aten_ops("to _to_copy clone contiguous alias detach")
 _CONSEQUENCE = "train this model without packing"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedBatch:
-    """Every input of a graph for one row of documents."""
-
-    values: Mapping[str, Any]
-    """Placeholder -> tensor or size, those that the host computes included."""
-    order: tuple[int, ...]
-    """Documents in the order in which they stand in the row."""
-    lengths: tuple[int, ...]
-    """Tokens of document 0, 1, ..."""
-    kept: tuple[int, ...]
-    """Documents whose tokens are those of the batch that was captured."""
-
-    def document_of(self) -> torch.Tensor:
-        """The document of every token, [T]."""
-        return torch.cat([torch.full((self.lengths[number],), number) for number in self.order])
-
-    def rows_of(self, number: int) -> torch.Tensor:
-        """Where the tokens of a document stand in the row."""
-        return (self.document_of() == number).nonzero()[:, 0]
 
 
 def documents_meet(graph: ModelGraph, batch: PackedBatch, others: Sequence[PackedBatch]) -> str | None:
@@ -82,6 +59,8 @@ class _Work:
     """Whole values that meet tokens: (value, its form in the flow, where its tokens are)."""
     picked: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     """Rows picked from tokens -> where."""
+    blocks: set[fx.Node] = field(default_factory=set)
+    """Masks that keep documents apart."""
     known: list[dict[fx.Node, Any]] = field(init=False)
     """Values computed in each batch."""
 
@@ -184,6 +163,13 @@ class _Work:
             )
         if mask in flow.axes:
             flow.refuse(node, "its mask is made of activations")
+        if mask not in self.blocks:
+            self._check_blocks(flow, node, mask)
+            self.blocks.add(mask)
+        return axis
+
+    def _check_blocks(self, flow: TokenFlow, node: fx.Node, mask: fx.Node) -> None:
+        """The mask shows pairs of one document alone, and the same ones whatever else is in the row."""
         values = self._values(mask)
         if values is None:
             flow.refuse(node, f"its mask {mask.name} is made of activations")
@@ -191,12 +177,11 @@ class _Work:
             _check_mask(flow, node, value, batch)
         for value, batch in zip(values[1:], self.batches[1:], strict=True):
             for number in batch.kept:
-                one, other = _block(values[0], self.batches[0], number), _block(value, batch, number)
+                one, other = block(values[0], self.batches[0], number), block(value, batch, number)
                 if not torch.equal(one, other):
                     flow.refuse(
                         node, f"which pairs of a document its mask {mask.name} shows depends on the rest of the row"
                     )
-        return axis
 
     def _check_taken_along(self, value: fx.Node, axis: TokenAxis) -> None:
         """The values of a document's tokens are the same wherever it stands, and whatever stands beside it."""
@@ -206,7 +191,7 @@ class _Work:
         if values is None:
             raise PlanError(f"documents meet: {name} meets tokens and is made of activations; {_CONSEQUENCE}")
         first, *others = (
-            _by_token(found.movedim(axis.dim, 0), axis, self.flow, batch)
+            by_token(found.movedim(axis.dim, 0), axis, self.flow, batch)
             for found, batch in zip(values, self.batches, strict=True)
         )
         for other, batch in zip(others, self.batches[1:], strict=True):
@@ -220,7 +205,7 @@ class _Work:
     def _values(self, node: fx.Node) -> list[torch.Tensor] | None:
         """The value in each batch; None if activations are needed for it."""
         found = [
-            _evaluated(self.made, node, batch.values, known)
+            evaluated(self.made, node, batch.values, known)
             for batch, known in zip(self.batches, self.known, strict=True)
         ]
         return None if any(value is None for value in found) else found
@@ -244,12 +229,6 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def _block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
-    """What the tokens of a document see of each other."""
-    rows = batch.rows_of(number)
-    return mask.index_select(-1, rows).index_select(-2, rows)
-
-
 def _check_mask(flow: TokenFlow, node: fx.Node, mask: torch.Tensor, batch: PackedBatch) -> None:
     if mask.dim() < 2 or mask.shape[-1] != flow.tokens or mask.shape[-2] != flow.tokens:
         flow.refuse(
@@ -261,72 +240,6 @@ def _check_mask(flow: TokenFlow, node: fx.Node, mask: torch.Tensor, batch: Packe
     if others.any():
         query, key = others.nonzero()[0, -2:].tolist()
         flow.refuse(node, f"its mask shows token {key} to token {query} of another document")
-
-
-def _by_token(
-    value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, batch: PackedBatch
-) -> dict[tuple[int, int], torch.Tensor]:
-    """Values by (document, token of it); `value` has its tokens in dim 0."""
-    outer, kept = flow.number(axis.outer), flow.kept(axis)
-    tokens = value.reshape(outer, kept, axis.inner, *value.shape[1:]).movedim(1, 0)
-    found: dict[tuple[int, int], torch.Tensor] = {}
-    row = 0
-    for number in batch.order:
-        for place in range(batch.lengths[number]):
-            if 0 <= row - axis.front < kept:
-                found[number, place] = tokens[row - axis.front]
-            row += 1
-    return found
-
-
-def _evaluated(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: dict[fx.Node, Any]) -> Any:
-    """A value computed from integer inputs and the model's constants; None if it needs more.
-
-    A constant without values (of a model that is only a configuration) gets arbitrary ones: what is asked is whether a document
-    takes its values along, and not which they are.
-    """
-    needed: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        one = waiting.pop()
-        if one in known or one in needed:
-            continue
-        needed.add(one)
-        waiting += one.all_input_nodes
-    for one in graph.module.graph.nodes:
-        if one in needed:
-            value = _value(graph, one, inputs, known)
-            if value is None:
-                return None
-            known[one] = value
-    return known[node]
-
-
-def _value(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: Mapping[fx.Node, Any]) -> Any:
-    if node.op == "placeholder":
-        value = inputs[str(node.target)]
-        return None if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-    if node.op == "get_attr":
-        value = attribute(graph.module, str(node.target))
-        if isinstance(value, torch.nn.Parameter):
-            return None
-        if not isinstance(value, FakeTensor):
-            return value
-        size = tuple(value.shape)
-        return (
-            torch.linspace(0.1, 1.0, value.numel()).reshape(size).to(value.dtype) if value.is_floating_point() else None
-        )
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if random or _is_mutating(node):
-        return None
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
-    with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _is_mutating(node: fx.Node) -> bool:
-    """Whether a node changes a buffer in place."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _last_input(graph: fx.Graph) -> fx.Node:

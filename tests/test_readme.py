@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_tour_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     (tmp_path / "tour.py").write_text('if __name__ == "__main__":\n' + _indented("\n".join(blocks)))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -93,6 +93,8 @@ class StepPlanner:
         self._costs = costs or self._equal
         self._corrector = corrector
         self._measured: list[tuple[PlannedStep, np.ndarray]] = []
+        self._learning_s = 0.0
+        """What it took to learn from the last steps measured."""
         self._flows: dict[tuple[str, int], Flow] = {}
         self._stages: tuple[tuple[str, ...], ...] = tuple(
             tuple(dict.fromkeys(s.program_name for s in placement.stages if s.tower == tower)) for tower in self._towers
@@ -122,6 +124,8 @@ class StepPlanner:
                 raise
             planned = self._with(step, samples, arrival, known)
             assignment, reason = arrival, f"{Arrival.name}: {reason} would need what the model refuses ({error})"
+        if self._corrector is not None:
+            reason += f"; {self._corrector.report().summary}"
         plan, prepared = planned
         return PlannedStep(
             plan=plan,
@@ -144,6 +148,7 @@ class StepPlanner:
     def _learn(self) -> None:
         assert self._corrector is not None or not self._measured
         while self._measured and self._corrector is not None:
+            start = time.perf_counter()
             planned, seconds = self._measured.pop(0)
             measured = {
                 tower: np.full((count, self._grid.num_microbatches), np.nan)
@@ -153,7 +158,8 @@ class StepPlanner:
                 cell = measured[microbatch.tower]
                 place = microbatch.replica, microbatch.slot
                 cell[place] = taken + (0.0 if np.isnan(cell[place]) else cell[place])
-            self._corrector.observe(planned.assignment, planned.costs, measured, planned.seconds)
+            self._corrector.observe(planned.assignment, planned.costs, measured, self._learning_s)
+            self._learning_s = time.perf_counter() - start
 
     def _equal(self, samples: Sequence[Sample]) -> SampleCosts:
         return SampleCosts(components=self._towers, costs=np.ones((1, len(samples))))

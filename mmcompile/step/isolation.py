@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from mmcompile.errors import BatchError, CaptureError, ConfigError, PlanError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
-from mmcompile.passes.document_isolation import PackedBatch, documents_meet
+from mmcompile.passes.document_isolation import documents_meet
+from mmcompile.passes.packed_values import PackedBatch
 from mmcompile.plan.plan import Packing
 from mmcompile.step.collate import IGNORED_LABEL, Sample, Value
 from mmcompile.step.pack import Packer, token_dims
@@ -21,6 +22,8 @@ ISOLATED = "masks made from position_ids are block-diagonal, and nothing else mi
 
 def check_packing(model: nn.Module, samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None) -> Packing:
     """Say whether packing isolates, at the cost of one capture.
+
+    Encoders take media as they do in a padded batch: what mixes them there (batch normalization in training) mixes them here.
 
     Args:
         model: real, or only a configuration (a skeleton).

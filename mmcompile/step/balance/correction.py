@@ -107,8 +107,13 @@ class CorrectionReport:
     components: tuple[ComponentReport, ...]
     """Those that were measured."""
 
+    @property
+    def summary(self) -> str:
+        """On or off, and why."""
+        return f"correction {'on' if self.on else 'off'}: {self.reason}"
+
     def __str__(self) -> str:
-        lines = [f"correction {'on' if self.on else 'off'}: {self.reason}"]
+        lines = [self.summary]
         for component in self.components:
             factors = " ".join(f">={factor.above:.3g}: {factor.ratio:.2f}" for factor in component.factors)
             lines.append(f"  {component.name} x {component.scale:.3g}  {factors}")
