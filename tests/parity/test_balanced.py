@@ -21,6 +21,7 @@ from parity.balanced_steps import (
     SGD,
     STEPS,
     TWO_ENCODERS,
+    UNEVEN,
     Recorded,
     Scrambled,
     Shape,
@@ -46,8 +47,8 @@ from mmcompile.step.collate import collate
 
 LIMIT_S = 240.0
 LOSS_TOLERANCE = 1e-9
-GRADIENT_TOLERANCE = 1e-7
-"""Of each parameter's largest gradient."""
+GRADIENT_TOLERANCE = 1e-6
+"""Of each parameter's largest gradient. Some models compute norms in float32 whatever they are given."""
 PARAMETER_TOLERANCE = 1e-6
 """After AdamW, which turns the rounding of a small gradient into a larger step."""
 
@@ -111,9 +112,9 @@ SLOW = [
     Case(family="llava", encoders=(2,), language_model=2, balance=Scrambled.name, stages=3, microbatches=4),
     Case(encoders=(2,), language_model=2, balance=ALL_DEFERRED, freeze=Freeze.ENCODER_AND_LANGUAGE_MODEL),
     Case(encoders=(2, 3), language_model=2, balance=Scrambled.name, microbatches=3),
-    Case(encoders=(1, 2), language_model=2, balance="node-local"),
+    Case(encoders=(1, 2), language_model=2, balance="node-local", microbatches=1),
     Case(family="gemma3", encoders=(2,), language_model=1, balance=ALL_DEFERRED, stages=2),
-    Case(family="qwen2_audio", encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=3),
+    Case(family="qwen2_audio", encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=3, num_steps=3),
 ]
 CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW if case not in CORE)]
 
@@ -149,7 +150,13 @@ def _wanted(case: Case) -> Trained:
     return _in_one_process(case.family, len(case.encoders), case.num_steps, case.freeze)
 
 
-def _engine(case: Case, balance: str | Balancer, optimizer: Callable[..., torch.optim.Optimizer] = SGD) -> Engine:
+def _engine(
+    case: Case,
+    balance: str | Balancer,
+    optimizer: Callable[..., torch.optim.Optimizer] = SGD,
+    *,
+    correct: bool = False,
+) -> Engine:
     parts, model = PARTS[case.family], _model(case.family, case.freeze)
     chains = dict(zip(parts.encoders, case.encoders, strict=False))
     if case.projector_alone:
@@ -166,7 +173,7 @@ def _engine(case: Case, balance: str | Balancer, optimizer: Callable[..., torch.
         projector="alone" if case.projector_alone else None,
         placement=case.placement,
     )
-    return mm.parallelize(model, batch, plan, optimizer=optimizer, balance=balance, check_rows=True)
+    return mm.parallelize(model, batch, plan, optimizer=optimizer, balance=balance, check_rows=True, correct=correct)
 
 
 def _assert_same(got: Trained, wanted: Trained) -> None:
@@ -211,15 +218,15 @@ def test_balanced_steps_train_as_one_process_does(case: Case) -> None:
 
 
 def test_replicas_keep_equal_optimizer_states() -> None:
-    """AdamW, step after step, on parameters that two ranks hold."""
+    """AdamW, step after step, on parameters that two ranks hold; costs are corrected by what steps took."""
     case = Case(encoders=(2,), language_model=2, balance=ALL_DEFERRED)
     steps = [draw(case.family, shapes, seed) for seed, shapes in enumerate((MIXED, *STEPS[1:5], MIXED), 50)]
     wanted = in_one_process(_model(case.family, case.freeze), steps, ADAMW)
-    with _engine(case, case.balance, ADAMW) as engine:
+    with _engine(case, case.balance, ADAMW, correct=True) as engine:
         got = in_an_engine(engine, steps, learning_rate=None)
-    assert [step.loss for step in got.outcomes] == pytest.approx(
-        [step.loss for step in wanted.outcomes], rel=LOSS_TOLERANCE
-    )
+        assert "; correction on: saves" in engine.step(steps[0]).balance
+    losses, expected = ([outcome.loss for outcome in run.outcomes] for run in (got, wanted))
+    assert losses == pytest.approx(expected, rel=LOSS_TOLERANCE, abs=0)
     _assert_parameters(got.parameters, wanted.parameters)
 
 
@@ -227,6 +234,5 @@ def test_steps_say_who_balanced_them() -> None:
     case = Case(encoders=(1,), language_model=2, balance="auto")
     even = [Shape(text=20, images=1)] * 4
     with _engine(case, case.balance) as engine:
-        uneven = engine.step(draw(case.family, MIXED, 1)).balance
+        assert "less than arrival order" in engine.step(draw(case.family, UNEVEN, 1)).balance
         assert engine.step(draw(case.family, even, 1)).balance.startswith("arrival: imbalance 0.0% is below 5%")
-    assert "imbalance" in uneven

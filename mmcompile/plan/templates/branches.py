@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmcompile.plan.templates.intervals import Search
+from mmcompile.plan.templates.intervals import Found, Search
 from mmcompile.plan.templates.line import INFINITE, MICROBATCHES_A_STAGE, Line, Piece
 from mmcompile.plan.templates.sweep import Costs, Sweep, steps
 
@@ -28,21 +28,6 @@ _INTERVALS = 64
 _MORE_INTERVALS = 8
 _VISITS = 8_000
 """Stages that may be put down while listing the pipelines of a node count."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """The best pipeline known for a node count."""
-
-    pieces: tuple[Piece, ...]
-    total: int
-    """T in picoseconds."""
-    bound: int
-    """No pipeline has a smaller T; equal to `total` for an optimum."""
-
-    @property
-    def gap(self) -> float:
-        return 1 - self.bound / self.total if self.total else 0.0
 
 
 def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, Found]:
@@ -75,7 +60,7 @@ def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
         search.run(max_intervals=_INTERVALS + _MORE_INTERVALS * len(left))
         searches[weights] = search
         best |= search.found
-        gaps = {count: 1 - search.bound(count) / int(search.upper[count]) for count in search.found}
+        gaps = {count: search.result(count).gap for count in search.found}
         left = [count for count, gap in gaps.items() if gap > 0]
         if left:
             lengths = _lengths(line, _bounding(search, max(left, key=gaps.__getitem__)))
@@ -87,13 +72,7 @@ def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
 
 def _counted(line: Line, node_counts: Sequence[int], weights: tuple[int, ...]) -> dict[int, tuple[Piece, ...]]:
     """Pipelines that fit the memory even if the stages of all later chains are between a stage and the loss."""
-    return Search.of(line, _families(line, weights), node_counts, num_stages=most_stages(line, max(node_counts))).found
-
-
-def most_stages(line: Line, num_nodes: int) -> int:
-    """Stages that a pipeline can have where each holds a microbatch for every later one, and one."""
-    by_memory = int(line.deepest.max()) + 1
-    return min(line.num_layers, num_nodes * line.devices_per_node, by_memory)
+    return Search.of(line, _families(line, weights), node_counts, num_stages=line.most_stages(max(node_counts))).found
 
 
 def _families(line: Line, weights: tuple[int, ...]) -> list[Costs]:

@@ -35,6 +35,21 @@ class Interval:
     """[nodes + 1]: T of any pipeline with its slowest stage in the interval is at least this."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The best pipeline known for a node count."""
+
+    pieces: tuple[Piece, ...]
+    total: int
+    """T in picoseconds."""
+    bound: int
+    """No pipeline has a smaller T; equal to `total` for an optimum."""
+
+    @property
+    def gap(self) -> float:
+        return 1 - self.bound / self.total if self.total else 0.0
+
+
 @dataclass(kw_only=True)
 class Search:
     """Finds pipelines for `counts` nodes, and bounds on all others."""
@@ -122,6 +137,9 @@ class Search:
     def bound(self, count: int) -> int:
         """No pipeline of so many nodes has a smaller T; known once `run` has ended."""
         return min(int(self.upper[count]), *(int(each.lower[count]) for each in self.settled), INFINITE)
+
+    def result(self, count: int) -> Found:
+        return Found(pieces=self.found[count], total=int(self.upper[count]), bound=self.bound(count))
 
     def sweeps(self, intervals: Sequence[Interval], num_nodes: int) -> list[Sweep]:
         """Tables of so many nodes, one for each family."""

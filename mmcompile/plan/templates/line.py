@@ -118,6 +118,11 @@ class Line:
         on = np.arange(self.num_layers) >= self.begins[:, self.chain_of]
         return int((on * self.least).sum(axis=1).max())
 
+    def most_stages(self, num_nodes: int) -> int:
+        """Stages that a pipeline can have if each holds a microbatch for every later one, and one."""
+        by_memory = int(self.deepest.max()) + 1
+        return min(self.num_layers, num_nodes * self.devices_per_node, by_memory)
+
     def time(self, piece: Piece) -> int:
         """Forward and backward of one microbatch, in picoseconds."""
         return int(self.times[piece.width, piece.first, piece.last])

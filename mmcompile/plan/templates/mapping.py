@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmcompile.plan.templates.branches import Found, best_of_branches, most_stages
-from mmcompile.plan.templates.intervals import Search
+from mmcompile.plan.templates.branches import best_of_branches
+from mmcompile.plan.templates.intervals import Found, Search
 from mmcompile.plan.templates.layer_table import LayerTable
 from mmcompile.plan.templates.line import Line
 from mmcompile.plan.templates.sweep import Costs
@@ -40,14 +40,10 @@ def _best_of_chain(line: Line, node_counts: Sequence[int]) -> dict[int, Found]:
     families = [Costs(line=line, path=0, first=0, last=last, weights=(1, *(0,) * last))]
     simple = Search.of(line, families, node_counts)
     simple.run()
-    results = {count: _found(simple, count) for count, pieces in simple.found.items() if line.fits(pieces)}
+    results = {count: simple.result(count) for count, pieces in simple.found.items() if line.fits(pieces)}
     tight = [count for count in simple.found if count not in results]
     if tight:
-        counted = Search.of(line, families, tight, num_stages=most_stages(line, max(tight)))
+        counted = Search.of(line, families, tight, num_stages=line.most_stages(max(tight)))
         counted.run()
-        results |= {count: _found(counted, count) for count in counted.found}
+        results |= {count: counted.result(count) for count in counted.found}
     return dict(sorted(results.items()))
-
-
-def _found(search: Search, count: int) -> Found:
-    return Found(pieces=search.found[count], total=int(search.upper[count]), bound=search.bound(count))

@@ -147,15 +147,19 @@ class Sweep:
         behind[line.num_layers, :, 0, 0, 0] = 0
         limit = int(high.max())
         for first in reversed(range(line.num_layers)):
+            chain = int(line.chain_of[first])
             for width, times in steps(line, first, limit):
                 before, itself, after = costs.of(first, times, low, high)
                 depths = shape.depths(first, len(times), width)
-                shape.put(behind[first], _best(shape.rest(behind, first, len(times), width), after, depths), width)
-                shape.put(whole[first], _best(shape.rest(whole, first, len(times), width), before, depths), width)
+                rest_behind = shape.rest(behind, first, len(times), width)
+                if chain >= costs.first:
+                    shape.put(behind[first], _best(rest_behind, after, depths), width)
+                if chain <= costs.last:
+                    rest = shape.rest(whole, first, len(times), width)
+                    shape.put(whole[first], _best(rest, before, depths), width)
                 slowest = np.flatnonzero((itself < INFINITE).any(axis=1))
                 if len(slowest):
-                    rest = shape.rest(behind, first, len(times), width)[slowest]
-                    shape.put(whole[first], _best(rest, itself[slowest], depths[slowest]), width)
+                    shape.put(whole[first], _best(rest_behind[slowest], itself[slowest], depths[slowest]), width)
         return cls(shape=shape, costs=costs, low=low, high=high, whole=whole, behind=behind)
 
     @cached_property

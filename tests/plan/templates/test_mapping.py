@@ -145,24 +145,30 @@ def test_larger_pipelines_use_every_device_once_and_no_stage_spans_nodes(memory:
         assert 0.0 <= template.gap < 0.2
 
 
-def test_the_gap_of_large_branching_chains_is_true() -> None:
-    """Pipelines drawn at random are never faster than the bound."""
-    rng = random.Random(7)
-    table = random_table(rng, (7, 7, 9), 2, memory=False)
-    template = fastest_templates(table, [3])[3]
-    bound_s = template.iteration_s(num_microbatches(table, stages_of(table, template))) * (1 - template.gap)
-    for _, stages in zip(range(3000), pipelines(table, 3), strict=False):
-        time_s = iteration_s(table, stages)
-        assert time_s is not None
-        assert time_s >= bound_s - 1e-12
+@pytest.mark.parametrize("seed", range(4))
+def test_the_gap_of_larger_branching_chains_is_true(seed: int) -> None:
+    """Against thousands of pipelines of two towers and a language model: none is faster than the bound."""
+    table = random_table(random.Random(seed), (7, 7, 9), 2, memory=seed % 2 == 1, middle=seed > 1)
+    least_s = fastest_s(table, 3)
+    found = fastest_templates(table, [3])
+    assert (3 in found) == (least_s is not None)
+    if least_s is not None:
+        template = found[3]
+        own_s = iteration_s(table, stages_of(table, template))
+        assert own_s is not None
+        assert own_s * (1 - template.gap) <= least_s + 1e-12
+        assert template.gap < 0.2
 
 
 def test_layers_that_take_no_time_have_a_pipeline() -> None:
     free = SharedLayers(
         devices=1, forward_s=(0.0,) * 3, backward_s=(0.0,) * 3, parameter_bytes=(1,) * 3, activation_bytes=(0,) * 3
     )
-    table = LayerTable(chains=(ChainLayers(name="lm", shared=(free,)),), devices_per_node=1)
-    assert fastest_templates(table, [2])[2].iteration_s(8) == 0.0
+    lm = ChainLayers(name="lm", shared=(free,))
+    towers = tuple(ChainLayers(name=name, shared=(free,), feeds="lm") for name in ("vision", "audio"))
+    for chains in ((lm,), (*towers, lm)):
+        template = fastest_templates(LayerTable(chains=chains, devices_per_node=1), [3])[3]
+        assert (template.iteration_s(8), template.gap) == (0.0, 0.0)
 
 
 def test_no_counts_no_templates() -> None:
