@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help venv demo test test-all lint type format bench bench-planner bench-templates bench-sim bench-frozen bench-entrain \
-	bench-balance bench-step bench-chain bench-attention bench-cp bench-gpu coverage clean
+	bench-balance bench-step bench-ahead bench-chain bench-attention bench-cp bench-gpu coverage clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -68,6 +68,9 @@ bench-step: $(STAMP)  ## whole steps simulated on the settings of Entrain, OrchM
 	$(BIN)/python -P benchmarks/step_entrain.py
 	$(BIN)/python -P benchmarks/step_orchmllm.py
 	$(BIN)/python -P benchmarks/step_dflop.py
+
+bench-ahead: $(STAMP)  ## steps of 100 ms with planning made 30 ms slower; fails if they are more than 3% longer
+	$(BIN)/python -P benchmarks/ahead.py
 
 bench-chain: $(STAMP)  ## a text-only chain against torch's Schedule1F1B; fails below a ratio of 1.0
 	$(BIN)/python -P benchmarks/chain.py

@@ -98,8 +98,9 @@ class Search:
             upper=np.full(most + 1, INFINITE),
             fitting=fitting,
         )
-        for start in range(0, len(counts), _GUESSES):
-            at = np.searchsorted(search.guesses, least[counts[start : start + _GUESSES]]).tolist()
+        size = search._chunk()
+        for start in range(0, len(counts), size):
+            at = np.searchsorted(search.guesses, least[counts[start : start + size]]).tolist()
             search._bound([Interval(first=guess, last=guess, lower=search._simple(guess)) for guess in at])
         return search
 
@@ -145,8 +146,16 @@ class Search:
         """Tables of so many nodes, one for each family."""
         low = self.guesses[[each.first for each in intervals]]
         high = self.guesses[[each.last for each in intervals]]
-        shape = Shape(line=self.line, num_nodes=num_nodes, num_stages=self.num_stages)
+        shape = Shape(line=self.line, num_nodes=num_nodes, num_stages=self._most_stages(intervals))
         return [Sweep.of(shape, family, low, high) for family in self.families]
+
+    def _most_stages(self, intervals: Sequence[Interval]) -> int | None:
+        """Stages that a better pipeline may have: 3 times the slowest for each is less than T (`_simple`)."""
+        if self.num_stages is None or not self.line.is_chain:
+            return self.num_stages
+        upper = max(int(self.upper[self.counts[self.alive(each)]].max(initial=0)) for each in intervals)
+        slowest = max(1, int(self.guesses[min(each.first for each in intervals)]))
+        return max(1, min(self.num_stages, (upper - self.line.least_path) // (3 * slowest)))
 
     def _chunk(self) -> int:
         stages = 1 if self.num_stages is None else self.num_stages + 1

@@ -1,0 +1,265 @@
+"""`Coordinator`: sockets, files and a clock around `Generations`. One thread, one process."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from dataclasses import dataclass, field
+
+from mmcompile.runtime.control import secret
+from mmcompile.runtime.control.effects import Arm, Close, Effect, Emit, EventKind, Send, Timer, Write
+from mmcompile.runtime.control.errors import ProtocolError
+from mmcompile.runtime.control.events import EventLog
+from mmcompile.runtime.control.fail_points import fail_point
+from mmcompile.runtime.control.generations import Generations
+from mmcompile.runtime.control.log import Committed, Log
+from mmcompile.runtime.control.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Advice,
+    Challenge,
+    Drain,
+    Fault,
+    Finished,
+    Heartbeat,
+    Hello,
+    Lost,
+    Message,
+    Phase,
+    Proof,
+    Reached,
+    Reduced,
+    Refused,
+)
+from mmcompile.runtime.control.planner import Planner
+from mmcompile.runtime.control.stream import FRAME_BYTES, STRANGER_FRAME_BYTES, Stream
+from mmcompile.runtime.control.times import Times
+
+_MAX_STRANGERS = 64
+"""Connections that have not proved anything yet."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Peer:
+    stream: Stream
+    address: str
+    heard_s: float
+    nonce: str = field(default_factory=secret.make_nonce)
+    trusted: bool = False
+    node: str = ""
+    incarnation: str = ""
+
+
+class Coordinator:
+    """Serves agents until training ends.
+
+    Args:
+        listener: bound and listening. A supervisor keeps it open over restarts, so that agents can always connect.
+        store: host:port of the store, for workers.
+    """
+
+    def __init__(
+        self, listener: socket.socket, log: Log, events: EventLog, planner: Planner, *, key: bytes, store: str, times: Times
+    ) -> None:
+        self._listener = listener
+        self._log = log
+        self._events = events
+        self._key = key
+        self._times = times
+        self._generations = Generations(planner, log.history, store=store, max_attempts=times.max_attempts)
+        self._selector = selectors.DefaultSelector()
+        self._peers: set[_Peer] = set()
+        self._nodes: dict[str, _Peer] = {}
+        self._timers: list[tuple[float, Timer, int]] = []
+        self._seen_s = time.monotonic()
+
+    def run(self) -> bool:
+        """Serve until all nodes were released; returns whether training ended well."""
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._execute(self._generations.start())
+        # One that ended before it was restarted may still have agents to tell.
+        linger_s = time.monotonic() + (self._times.resume_s if self._generations.phase is Phase.ENDED else 0.0)
+        while self._generations.phase is not Phase.ENDED or self._peers or time.monotonic() < linger_s:
+            self._turn()
+        self._selector.close()
+        ended = self._generations.history.ended
+        assert ended is not None
+        return ended.success
+
+    def _turn(self) -> None:
+        for key, mask in self._selector.select(self._times.tick_s):
+            if key.data is None:
+                self._accept()
+            else:
+                self._serve(key.data, mask)
+        now_s = time.monotonic()
+        if now_s - self._seen_s > self._times.lease_s / 2:
+            # We did not look for a while: the silence is ours.
+            for peer in self._peers:
+                peer.heard_s = now_s
+        self._seen_s = now_s
+        self._check_leases(now_s)
+        self._check_timers(now_s)
+
+    def _accept(self) -> None:
+        try:
+            end, address = self._listener.accept()
+        except OSError:
+            return
+        where = f"{address[0]}:{address[1]}"
+        if sum(not peer.trusted for peer in self._peers) >= _MAX_STRANGERS:
+            self._refused(where, f"{_MAX_STRANGERS} connections are waiting already")
+            end.close()
+            return
+        peer = _Peer(stream=Stream(end, STRANGER_FRAME_BYTES), address=where, heard_s=time.monotonic())
+        self._peers.add(peer)
+        self._selector.register(peer.stream, selectors.EVENT_READ, peer)
+        self._tell(peer, Challenge(nonce=peer.nonce))
+
+    def _serve(self, peer: _Peer, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE:
+            self._flush(peer)
+        if not mask & selectors.EVENT_READ or peer not in self._peers:
+            return
+        try:
+            for message in peer.stream.read():
+                self._receive(peer, message)
+                if peer not in self._peers:
+                    return
+        except ProtocolError as error:
+            self._refused(peer.address, str(error))
+            self._drop(peer, f"{peer.node} broke the protocol: {error}")
+            return
+        if peer.stream.closed:
+            self._drop(peer, f"the connection of {peer.node} ended")
+
+    def _receive(self, peer: _Peer, message: Message) -> None:
+        if not peer.trusted:
+            self._examine(peer, message)
+            return
+        peer.heard_s = time.monotonic()
+        match message:
+            case Hello() if not peer.node:
+                self._welcome(peer, message)
+            case Heartbeat():
+                self._tell(peer, Heartbeat())
+            case Lost() if peer.node:
+                self._drop(peer, message.cause)
+            case Drain() if peer.node:
+                self._execute(self._generations.drain(peer.node))
+            case Reached() if peer.node:
+                self._execute(self._generations.reached(peer.node, message))
+            case Reduced() if peer.node:
+                self._execute(self._generations.reduced(peer.node, message))
+            case Fault() if peer.node:
+                self._execute(self._generations.fault(peer.node, message))
+            case Finished() if peer.node:
+                self._execute(self._generations.finished(peer.node, message))
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from an agent at this point")
+
+    def _examine(self, peer: _Peer, message: Message) -> None:
+        """Only who knows the secret is listened to."""
+        if not isinstance(message, Proof):
+            raise ProtocolError(f"{type(message).__name__} before the proof of the secret")
+        if message.version != PROTOCOL_VERSION:
+            reason = f"protocol {message.version}, the coordinator speaks {PROTOCOL_VERSION}: install one version everywhere"
+            self._turn_away(peer, Refused(reason=reason, advice=Advice.GIVE_UP))
+        elif not secret.proves(message.mac, self._key, "agent", peer.nonce, message.nonce):
+            self._turn_away(peer, Refused(reason="it does not know the secret of this job", advice=Advice.GIVE_UP))
+        else:
+            peer.trusted = True
+            peer.stream.limit_bytes = FRAME_BYTES
+            self._tell(peer, Accepted(mac=secret.prove(self._key, "coordinator", peer.nonce, message.nonce)))
+
+    def _welcome(self, peer: _Peer, hello: Hello) -> None:
+        if (refused := self._generations.refusal(hello)) is not None:
+            self._turn_away(peer, refused)
+            return
+        if (old := self._nodes.get(hello.node)) is not None:
+            # The same workers on a new connection: the old one is a half-open link.
+            self._forget(old)
+        peer.node, peer.incarnation = hello.node, hello.incarnation
+        self._nodes[hello.node] = peer
+        self._execute(self._generations.join(hello))
+
+    def _turn_away(self, peer: _Peer, refused: Refused) -> None:
+        self._refused(peer.address, refused.reason)
+        self._tell(peer, refused)
+        self._forget(peer)
+
+    def _execute(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Write():
+                    self._write(effect)
+                case Send() if effect.node in self._nodes:
+                    self._tell(self._nodes[effect.node], effect.message)
+                case Close() if effect.node in self._nodes:
+                    self._forget(self._nodes[effect.node])
+                case Arm():
+                    self._timers.append((time.monotonic() + self._seconds(effect.timer), effect.timer, effect.generation))
+                case Emit():
+                    self._events.add(effect)
+                case _:
+                    pass
+
+    def _write(self, write: Write) -> None:
+        step = write.record.step if isinstance(write.record, Committed) else None
+        name = type(write.record).__name__.lower()
+        fail_point(f"before-log-{name}", step=step)
+        self._log.append(write.record)
+        fail_point(f"after-log-{name}", step=step)
+
+    def _seconds(self, timer: Timer) -> float:
+        match timer:
+            case Timer.ATTEMPT:
+                return self._times.attempt_s
+            case Timer.FAULT:
+                return self._times.fault_grace_s
+            case Timer.RESUME:
+                return self._times.resume_s
+
+    def _check_leases(self, now_s: float) -> None:
+        for peer in [peer for peer in self._peers if now_s - peer.heard_s > self._times.lease_s]:
+            if not peer.node:
+                self._refused(peer.address, f"silent for {self._times.lease_s:.2f} s before it said who it is")
+            self._drop(peer, f"{peer.node} was silent for {self._times.lease_s:.2f} s")
+
+    def _check_timers(self, now_s: float) -> None:
+        due = [timer for timer in self._timers if timer[0] <= now_s]
+        self._timers = [timer for timer in self._timers if timer[0] > now_s]
+        for _, timer, generation in due:
+            self._execute(self._generations.expired(timer, generation))
+
+    def _tell(self, peer: _Peer, message: Message) -> None:
+        peer.stream.send(message)
+        self._watch(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        peer.stream.flush()
+        self._watch(peer)
+
+    def _watch(self, peer: _Peer) -> None:
+        """Hear when the socket can take what waits. A broken one is found by the next read."""
+        write = selectors.EVENT_WRITE if peer.stream.has_unsent else 0
+        self._selector.modify(peer.stream, selectors.EVENT_READ | write, peer)
+
+    def _drop(self, peer: _Peer, cause: str) -> None:
+        """End a connection and count its node as lost."""
+        self._forget(peer)
+        if peer.node:
+            self._execute(self._generations.leave(peer.node, peer.incarnation, cause))
+
+    def _forget(self, peer: _Peer) -> None:
+        self._peers.discard(peer)
+        self._selector.unregister(peer.stream)
+        peer.stream.close()
+        if self._nodes.get(peer.node) is peer:
+            del self._nodes[peer.node]
+
+    def _refused(self, address: str, reason: str) -> None:
+        generation = self._generations.history.generation
+        self._events.add(Emit(kind=EventKind.REFUSED, generation=generation, node=address, cause=reason))

@@ -1,0 +1,102 @@
+"""Named places where tests make a process fail at an exact moment.
+
+The variable MMCOMPILE_FAIL holds a JSON list of `Strike`. Where it is not set, a fail point costs a look at the environment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from mmcompile.errors import ConfigError
+
+VARIABLE = "MMCOMPILE_FAIL"
+
+
+class Action(StrEnum):
+    """What happens to the process."""
+
+    KILL = "kill"
+    STOP = "stop"
+    TERM = "term"
+    EXIT = "exit"
+    SEGFAULT = "segfault"
+    EXCEPTION = "exception"
+    GIL = "gil"
+    """It never lets go of the interpreter again."""
+    SLEEP = "sleep"
+    """It is slow once: five seconds, or `seconds`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strike:
+    """One fault. What is None fits all."""
+
+    point: str
+    action: Action
+    rank: int | None = None
+    step: int | None = None
+    generation: int | None = None
+    marker: str | None = None
+    """Path of a file. The fault strikes only if it can create it: once, over all processes."""
+    seconds: float = 5.0
+
+
+class InjectedFault(Exception):
+    """The exception of a fail point."""
+
+
+def fail_point(point: str, *, rank: int | None = None, step: int | None = None, generation: int | None = None) -> None:
+    """Fail here if a test asked for it."""
+    if text := os.environ.get(VARIABLE):
+        for strike in _strikes(text):
+            wanted = (strike.rank, strike.step, strike.generation)
+            fits = all(want is None or want == have for want, have in zip(wanted, (rank, step, generation), strict=True))
+            if strike.point == point and fits and _first(strike.marker):
+                _act(strike)
+
+
+@functools.lru_cache(maxsize=8)
+def _strikes(text: str) -> tuple[Strike, ...]:
+    try:
+        return msgspec.json.decode(text, type=tuple[Strike, ...])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{VARIABLE} must be a JSON list of faults: {error}") from error
+
+
+def _first(marker: str | None) -> bool:
+    if marker is None:
+        return True
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _act(strike: Strike) -> None:
+    match strike.action:
+        case Action.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case Action.STOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case Action.TERM:
+            os.kill(os.getpid(), signal.SIGTERM)
+        case Action.EXIT:
+            os._exit(7)
+        case Action.SEGFAULT:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case Action.EXCEPTION:
+            raise InjectedFault(f"fault injected at {strike.point}")
+        case Action.GIL:
+            # PyDLL calls keep the interpreter locked, so no thread of this process runs meanwhile.
+            ctypes.PyDLL(None).sleep(1000)
+        case Action.SLEEP:
+            time.sleep(strike.seconds)

@@ -1,0 +1,450 @@
+"""`Generations`: the coordinator's decisions, without sockets, files or clock.
+
+Every input returns what must be done, in order. What must survive a crash is a `Write` ahead of the messages that depend on
+it, so a coordinator that is killed between two effects and starts again from its log only repeats messages.
+
+Rules:
+    - A generation number is used once. Members of generation g do nothing more in it once they hear of g + 1.
+    - A step is committed when every worker of the active generation has reported it, and only in order.
+    - A lost member ends the generation in any phase; a node that joins or must go waits for the end of a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container
+
+from mmcompile.runtime.control.effects import Arm, Close, Effect, Emit, EventKind, Send, Timer, Write
+from mmcompile.runtime.control.log import Activated, Committed, Ended, History, Member, Prepared, Record, RolledBack
+from mmcompile.runtime.control.messages import (
+    Advance,
+    Advice,
+    Commit,
+    Fault,
+    Finished,
+    Hello,
+    Message,
+    Phase,
+    Prepare,
+    Reached,
+    Reduced,
+    Refused,
+    Release,
+    Suspend,
+)
+from mmcompile.runtime.control.planner import Change, Decision, Planned, Planner, StateLost, Stop, Wait
+
+_NEXT = {Phase.PREPARE: Phase.RENDEZVOUS, Phase.RENDEZVOUS: Phase.READY, Phase.READY: Phase.ACTIVE}
+_DONE = {Phase.PREPARE: EventKind.PREPARED, Phase.RENDEZVOUS: EventKind.RENDEZVOUS, Phase.READY: EventKind.READY}
+_ALIVE = "all members are alive"
+
+
+class Generations:
+    """Membership, generations and commits.
+
+    Args:
+        planner: asked what to do with a membership.
+        history: of the log, empty at the first start.
+        store: host:port, passed on to workers.
+        max_attempts: generations in a row without a commit before training stops.
+    """
+
+    def __init__(self, planner: Planner, history: History, *, store: str, max_attempts: int) -> None:
+        self._planner = planner
+        self._store = store
+        self._max_attempts = max_attempts
+        self.history = history
+        self.phase = Phase.WAITING
+        self.members: tuple[Member, ...] = ()
+        """Of the generation that is active or in preparation."""
+        self._connected: dict[str, Member] = {}
+        self._draining: set[str] = set()
+        self._dead: set[str] = set()
+        """Incarnations that were given up; they must not come back."""
+        self._reached: set[tuple[str, int]] = set()
+        self._reduced: dict[tuple[str, int], Reduced] = {}
+        self._finished: set[tuple[str, int]] = set()
+        self._prepare: dict[str, Prepare] = {}
+        self._attempts = 0
+        self._interrupted = False
+        self._effects: list[Effect] = []
+
+    def start(self) -> list[Effect]:
+        """First of all inputs: go on from the history."""
+        active = self.history.active
+        if self.history.ended is not None:
+            self.phase = Phase.ENDED
+        elif active is not None:
+            self.phase, self.members = Phase.RESUMING, active.members
+            self._emit(EventKind.RESTARTED)
+            self._arm(Timer.RESUME)
+        return self._flush()
+
+    def refusal(self, hello: Hello) -> Refused | None:
+        """Why a node may not join as it is."""
+        known = self._connected.get(hello.node)
+        if known is not None and known.incarnation != hello.incarnation:
+            reason = f"a node named {hello.node} is connected already; if it is this one, its old connection ends soon"
+            return Refused(reason=reason, advice=Advice.RETRY)
+        if hello.incarnation in self._dead or (hello.generation > 0 and not self._remembers(hello)):
+            reason = f"{hello.node} was given up after generation {hello.generation}; its workers hold old state"
+            return Refused(reason=reason, advice=Advice.RESTART)
+        return None
+
+    def join(self, hello: Hello) -> list[Effect]:
+        """A node that `refusal` lets in connected: a new one, or a member that lost its connection."""
+        member = Member(node=hello.node, incarnation=hello.incarnation, num_workers=hello.num_workers)
+        back = member in self.members
+        self._connected[hello.node] = member
+        if self.phase is Phase.ENDED:
+            self._release(hello.node)
+        elif back and self.phase is not Phase.RESUMING:
+            self._resend(member)
+        elif not back:
+            self._emit(EventKind.JOINED, node=hello.node)
+        if self.phase is Phase.RESUMING:
+            self._resume(give_up=False)
+        elif self.phase is Phase.WAITING:
+            self._reconfigure(f"{hello.node} joined", None)
+        return self._flush()
+
+    def leave(self, node: str, incarnation: str, cause: str) -> list[Effect]:
+        """A node is lost: its connection ended, its lease lapsed, or its agent says that its workers are dead."""
+        member = self._connected.get(node)
+        if member is not None and member.incarnation == incarnation:
+            self._lose(member, cause)
+        return self._flush()
+
+    def drain(self, node: str) -> list[Effect]:
+        """A node will be taken away: go on without it after this step."""
+        if node in self._connected and node not in self._draining and self.phase is not Phase.ENDED:
+            self._emit(EventKind.DRAINING, node=node)
+            self._draining.add(node)
+            if self._connected[node] not in self.members:
+                self._release(node)
+        return self._flush()
+
+    def reached(self, node: str, message: Reached) -> list[Effect]:
+        """A worker completed a phase."""
+        if message.generation == self.history.generation and message.phase is self.phase and self.phase in _NEXT:
+            self._reached.add((node, message.worker))
+            if self._complete(self._reached):
+                self._advance()
+        return self._flush()
+
+    def reduced(self, node: str, message: Reduced) -> list[Effect]:
+        """A worker has the final gradients of a step."""
+        if message.step <= self.history.committed:
+            self._send(node, Commit(step=message.step))
+        elif self._counts(message) and message.step == self.history.committed + 1:
+            self._reduced[node, message.worker] = message
+            if self._complete(self._reduced.keys()):
+                self._commit()
+        return self._flush()
+
+    def finished(self, node: str, message: Finished) -> list[Effect]:
+        """A worker has done its last step."""
+        if self._counts(message) and message.step == self.history.committed:
+            self._finished.add((node, message.worker))
+            if self._complete(self._finished):
+                self._end(f"all {self.history.committed} steps are done", success=True)
+        return self._flush()
+
+    def fault(self, node: str, message: Fault) -> list[Effect]:
+        """A worker lost a link to another worker. The loss of a member usually explains it soon."""
+        if message.generation == self.history.generation and self.phase in (*_NEXT, Phase.ACTIVE):
+            self._emit(EventKind.FAULT, node=node, cause=message.error)
+            self._arm(Timer.FAULT)
+        return self._flush()
+
+    def expired(self, timer: Timer, generation: int) -> list[Effect]:
+        """A time is over."""
+        current = generation == self.history.generation
+        if timer is Timer.RESUME and self.phase is Phase.RESUMING:
+            self._resume(give_up=True)
+        elif timer is Timer.FAULT and current and self.phase in (*_NEXT, Phase.ACTIVE):
+            self._interrupted |= self.phase is Phase.ACTIVE
+            self._reconfigure(f"a link between workers broke in generation {generation} and {_ALIVE}", None)
+        elif timer is Timer.ATTEMPT and current and self.phase in _NEXT:
+            self._give_up_silent()
+        return self._flush()
+
+    def _remembers(self, hello: Hello) -> bool:
+        """True if its workers hold the state of the last committed step."""
+        known = (*self.members, *(self.history.active.members if self.history.active is not None else ()))
+        return any((member.node, member.incarnation) == (hello.node, hello.incarnation) for member in known)
+
+    def _counts(self, message: Reduced | Finished) -> bool:
+        return self.phase is Phase.ACTIVE and message.generation == self.history.generation
+
+    def _complete(self, workers: Container[tuple[str, int]]) -> bool:
+        return all(
+            (member.node, worker) in workers for member in self.members for worker in range(member.num_workers)
+        )
+
+    def _lose(self, member: Member, cause: str) -> None:
+        del self._connected[member.node]
+        self._draining.discard(member.node)
+        self._dead.add(member.incarnation)
+        if self.phase is Phase.RESUMING:
+            self._resume(give_up=False)
+        elif self.phase is not Phase.ENDED and (member in self.members or self.phase is Phase.WAITING):
+            self._interrupted |= self.phase is Phase.ACTIVE
+            self._reconfigure(cause, member.node)
+
+    def _give_up_silent(self) -> None:
+        """Lose the members that hold up a generation in preparation."""
+        silent = [
+            member
+            for member in self.members
+            if any((member.node, worker) not in self._reached for worker in range(member.num_workers))
+        ]
+        for member in silent:
+            if self._connected.get(member.node) == member:
+                cause = f"{member.node} did not finish phase {self.phase} of generation {self.history.generation} in time"
+                self._send(member.node, Refused(reason=cause, advice=Advice.RESTART))
+                self._effects.append(Close(node=member.node))
+                del self._connected[member.node]
+                self._draining.discard(member.node)
+                self._dead.add(member.incarnation)
+        self._reconfigure(f"{', '.join(member.node for member in silent)} held up phase {self.phase}", None)
+
+    def _resume(self, *, give_up: bool) -> None:
+        """After a restart: go on as before if all are back; without the missing if they are given up."""
+        back = [member for member in self.members if self._connected.get(member.node) == member]
+        missing = [
+            member.node for member in self.members if member not in back and member.incarnation not in self._dead
+        ]
+        if missing and not give_up:
+            return
+        active = self.history.active
+        assert active is not None
+        if len(back) == len(self.members) and active.generation == self.history.generation:
+            self.phase = Phase.ACTIVE
+            self._emit(EventKind.RESUMED)
+            for member in self.members:
+                self._resend(member)
+            return
+        self._interrupted = True
+        gone = [member.node for member in self.members if member not in back]
+        cause = f"{', '.join(gone)} did not come back" if gone else "a generation was in preparation"
+        self._reconfigure(f"the coordinator was restarted; {cause}", None)
+
+    def _resend(self, member: Member) -> None:
+        """Repeat what a member may have missed."""
+        node, generation = member.node, self.history.generation
+        if self.history.committed:
+            self._send(node, Commit(step=self.history.committed))
+        if node in self._prepare:
+            self._send(node, self._prepare[node])
+        for phase in (Phase.RENDEZVOUS, Phase.READY, Phase.ACTIVE):
+            if self.phase in (*_NEXT, Phase.ACTIVE) and list(Phase).index(phase) <= list(Phase).index(self.phase):
+                self._send(node, Advance(generation=generation, phase=phase))
+
+    def _reconfigure(self, cause: str, node: str | None) -> None:
+        """Make the next generation of all nodes that are connected and stay."""
+        if self.phase is not Phase.WAITING:
+            self._emit(EventKind.DETECTED, node=node, cause=cause)
+        if self._attempts >= self._max_attempts:
+            self._end(f"{self._attempts} generations in a row without a committed step; the last: {cause}", success=False)
+            return
+        members = self._candidates(draining=False)
+        decision = self._ask(members)
+        if isinstance(decision, StateLost) and self._draining:
+            # A node that must go still holds what nobody else does: it hands it over first.
+            members = self._candidates(draining=True)
+            decision = self._ask(members)
+        match decision:
+            case Stop():
+                self._end(decision.reason, success=False)
+            case Wait():
+                self._wait(decision.reason)
+            case StateLost():
+                self._roll_back(members, decision, cause)
+            case Planned():
+                self._begin(members, decision.payload, cause)
+
+    def _candidates(self, *, draining: bool) -> tuple[Member, ...]:
+        """Those that hold state first, in their old order, so that ranks change little."""
+        order = {member: index for index, member in enumerate(self._previous())}
+        stay = [member for member in self._connected.values() if draining or member.node not in self._draining]
+        return tuple(sorted(stay, key=lambda member: order.get(member, len(order))))
+
+    def _previous(self) -> tuple[Member, ...]:
+        return self.history.active.members if self.history.active is not None else ()
+
+    def _ask(self, members: tuple[Member, ...]) -> Decision:
+        previous, active = self._previous(), self.history.active
+        return self._planner.plan(
+            Change(
+                members=tuple(member.node for member in members),
+                num_workers=tuple(member.num_workers for member in members),
+                lost=tuple(member.node for member in previous if self._connected.get(member.node) != member),
+                joined=tuple(member.node for member in members if member not in previous),
+                draining=tuple(sorted(self._draining)),
+                previous=tuple(member.node for member in previous),
+                previous_payload=active.payload if active is not None else None,
+                committed=self.history.committed,
+            )
+        )
+
+    def _roll_back(self, members: tuple[Member, ...], lost: StateLost, cause: str) -> None:
+        names = ", ".join(lost.layers)
+        if lost.checkpoint_step is None:
+            reason = f"no node holds {names} after step {self.history.committed} ({cause}), and there is no checkpoint"
+            self._end(reason, success=False)
+            return
+        self._write(RolledBack(step=lost.checkpoint_step, cursor=lost.cursor))
+        self._emit(EventKind.ROLLED_BACK, step=lost.checkpoint_step, cause=f"no node holds {names}")
+        self._begin(members, lost.payload, cause)
+
+    def _begin(self, members: tuple[Member, ...], payload: str, cause: str) -> None:
+        """Send a new generation to its members, and those that are left out to wait."""
+        left = [member for member in self.members if self._connected.get(member.node) == member and member not in members]
+        had_state = self.history.active is not None
+        self._write(Prepared(generation=self.history.generation + 1))
+        self._attempts += 1
+        self.phase, self.members = Phase.PREPARE, members
+        self._clear()
+        self._prepare = self._prepares(members, payload, cause)
+        self._emit(EventKind.PREPARE, cause=cause)
+        for node, message in self._prepare.items():
+            self._send(node, message)
+        for member in left:
+            self._send(member.node, Suspend(generation=self.history.generation, reason="the node must go"))
+        if had_state:
+            # The first start may take as long as it takes: programs are compiled and weights are read.
+            self._arm(Timer.ATTEMPT)
+
+    def _prepares(self, members: tuple[Member, ...], payload: str, cause: str) -> dict[str, Prepare]:
+        previous, messages, rank = self._previous(), dict[str, Prepare](), 0
+        for member in members:
+            messages[member.node] = Prepare(
+                generation=self.history.generation,
+                first_rank=rank,
+                world_size=sum(other.num_workers for other in members),
+                nodes=tuple(other.node for other in members),
+                joined=tuple(other.node for other in members if other not in previous),
+                committed=self.history.committed,
+                cursor=self.history.cursor,
+                payload=payload,
+                store=self._store,
+                cause=cause,
+            )
+            rank += member.num_workers
+        return messages
+
+    def _wait(self, reason: str) -> None:
+        """Nothing can run: let go of the generation and wait for nodes."""
+        self._emit(EventKind.WAITING, cause=reason)
+        if self.phase is not Phase.WAITING:
+            for node in self._connected:
+                self._send(node, Suspend(generation=self.history.generation, reason=reason))
+        self.phase, self.members = Phase.WAITING, ()
+        self._clear()
+        self._release_drained()
+
+    def _advance(self) -> None:
+        self._emit(_DONE[self.phase])
+        self.phase = _NEXT[self.phase]
+        self._reached.clear()
+        if self.phase is Phase.ACTIVE:
+            self._activate()
+        for member in self.members:
+            self._send(member.node, Advance(generation=self.history.generation, phase=self.phase))
+        if self.phase is Phase.ACTIVE:
+            self._release_drained()
+
+    def _activate(self) -> None:
+        payload = next(iter(self._prepare.values())).payload
+        self._write(Activated(generation=self.history.generation, members=self.members, payload=payload))
+        self._emit(EventKind.ACTIVE)
+        if self._interrupted:
+            self._emit(EventKind.REPLAYED, step=self.history.committed + 1)
+        self._interrupted = False
+
+    def _commit(self) -> None:
+        reports = [self._reduced[member.node, worker] for member in self.members for worker in range(member.num_workers)]
+        counts = Counter(number for report in reports for number in report.microbatches)
+        if twice := sorted(number for number, count in counts.items() if count > 1):
+            self._end(f"microbatches {twice} of step {reports[0].step} were trained twice: a bug of the plan", success=False)
+            return
+        step, ids = reports[0].step, tuple(sorted(counts))
+        cursor = next((report.cursor for report in reports if report.cursor is not None), None)
+        self._write(Committed(generation=self.history.generation, step=step, microbatches=ids, cursor=cursor))
+        self._emit(EventKind.COMMITTED, step=step, microbatches=ids)
+        self._reduced.clear()
+        self._attempts = 0
+        for member in self.members:
+            self._send(member.node, Commit(step=step))
+        self._change_between_steps()
+
+    def _change_between_steps(self) -> None:
+        """Let nodes in that wait, and nodes out that must go."""
+        joining = [node for node, member in self._connected.items() if member not in self.members]
+        leaving = sorted(self._draining)
+        if joining or leaving:
+            causes = [f"{', '.join(nodes)} {verb}" for nodes, verb in ((joining, "joined"), (leaving, "must go")) if nodes]
+            self._reconfigure("; ".join(causes), None)
+
+    def _end(self, reason: str, *, success: bool) -> None:
+        self._write(Ended(reason=reason, success=success))
+        self._emit(EventKind.ENDED, cause=reason)
+        self.phase = Phase.ENDED
+        for node in list(self._connected):
+            self._release(node)
+
+    def _release_drained(self) -> None:
+        for node in sorted(self._draining):
+            if self._connected[node] not in self.members:
+                self._release(node)
+
+    def _release(self, node: str) -> None:
+        """Let a node go for good."""
+        ended = self.history.ended
+        reason, success = (ended.reason, ended.success) if ended is not None else ("the node was asked to go", True)
+        self._emit(EventKind.RELEASED, node=node)
+        self._send(node, Release(reason=reason, success=success))
+        self._effects.append(Close(node=node))
+        self._dead.add(self._connected.pop(node).incarnation)
+        self._draining.discard(node)
+
+    def _clear(self) -> None:
+        self._reached.clear()
+        self._reduced.clear()
+        self._finished.clear()
+        self._prepare = {}
+
+    def _send(self, node: str, message: Message) -> None:
+        self._effects.append(Send(node=node, message=message))
+
+    def _write(self, record: Record) -> None:
+        self.history = self.history.after(record)
+        self._effects.append(Write(record=record))
+
+    def _arm(self, timer: Timer) -> None:
+        self._effects.append(Arm(timer=timer, generation=self.history.generation))
+
+    def _emit(
+        self,
+        kind: EventKind,
+        *,
+        node: str | None = None,
+        step: int | None = None,
+        cause: str | None = None,
+        microbatches: tuple[int, ...] | None = None,
+    ) -> None:
+        self._effects.append(
+            Emit(
+                kind=kind,
+                generation=self.history.generation,
+                node=node,
+                step=step,
+                cause=cause,
+                microbatches=microbatches,
+            )
+        )
+
+    def _flush(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects

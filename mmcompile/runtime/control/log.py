@@ -1,0 +1,261 @@
+"""`Log`: what the coordinator must not forget, written ahead of every message that depends on it.
+
+A text file, one record a line: eight hexadecimal digits (CRC-32 of the rest), a blank, JSON. A crash can cut off the last
+line; it was then never acted upon, and is dropped. Damage anywhere else is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from mmcompile.errors import ConfigError
+
+_COMPACT_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A node with one set of workers."""
+
+    node: str
+    incarnation: str
+    num_workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A generation number was given out; it is never given out again."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activated:
+    """All members of a generation are ready."""
+
+    generation: int
+    members: tuple[Member, ...]
+    payload: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Committed:
+    """A step is done, whatever happens next."""
+
+    generation: int
+    step: int
+    microbatches: tuple[int, ...]
+    cursor: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolledBack:
+    """State was lost, and training goes on from a checkpoint."""
+
+    step: int
+    cursor: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """Training is over."""
+
+    reason: str
+    success: bool
+
+
+Record: TypeAlias = Prepared | Activated | Committed | RolledBack | Ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """The sum of all records."""
+
+    generation: int = 0
+    """Last number given out."""
+    active: Activated | None = None
+    """Last generation that was active: its members hold the state of step `committed`."""
+    committed: int = 0
+    cursor: str | None = None
+    ended: Ended | None = None
+
+    def after(self, record: Record) -> History:
+        """The history with one more record."""
+        match record:
+            case Prepared():
+                assert record.generation > self.generation, f"{record} after generation {self.generation}"
+                return replace(self, generation=record.generation)
+            case Activated():
+                assert record.generation == self.generation, f"{record} while {self.generation} is the last prepared"
+                return replace(self, active=record)
+            case Committed():
+                assert record.step == self.committed + 1, f"{record} after step {self.committed}"
+                return replace(self, committed=record.step, cursor=record.cursor)
+            case RolledBack():
+                # Nobody holds the state of that step: all load the checkpoint.
+                return replace(self, committed=record.step, cursor=record.cursor, active=None)
+            case Ended():
+                return replace(self, ended=record)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    """A record as it is written. `history` starts a compacted file."""
+
+    prepared: Prepared | None = None
+    activated: Activated | None = None
+    committed: Committed | None = None
+    rolled_back: RolledBack | None = None
+    ended: Ended | None = None
+    history: History | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Log:
+    """An open log. `append` returns once the record is on disk.
+
+    Only one process can have it open.
+    """
+
+    history: History
+    _file: int
+
+    @classmethod
+    def open(cls, path: Path, *, compact_bytes: int = _COMPACT_BYTES) -> Log:
+        """Read a log, or begin one.
+
+        Raises:
+            ConfigError: another coordinator has it open, it cannot be written, or a line before the last is damaged.
+        """
+        file = _open_locked(path)
+        try:
+            data = path.read_bytes()
+            history, good = _read(data, path)
+            os.ftruncate(file, good)
+            if good > compact_bytes:
+                _compact(path, history)
+                fresh = _open_locked(path)
+                os.close(file)
+                file = fresh
+            return cls(history=history, _file=file)
+        except BaseException:
+            os.close(file)
+            raise
+
+    def append(self, record: Record) -> None:
+        """Write a record and wait until it would survive a power failure.
+
+        Raises:
+            OSError: the disk is full or gone; nothing may be done that depends on the record.
+        """
+        self.history = self.history.after(record)
+        _write(self._file, _encode(_line_of(record)))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _line_of(record: Record) -> _Line:
+    match record:
+        case Prepared():
+            return _Line(prepared=record)
+        case Activated():
+            return _Line(activated=record)
+        case Committed():
+            return _Line(committed=record)
+        case RolledBack():
+            return _Line(rolled_back=record)
+        case Ended():
+            return _Line(ended=record)
+
+
+def _encode(line: _Line) -> bytes:
+    values = {name: value for name in _Line.__slots__ if (value := getattr(line, name)) is not None}
+    body = msgspec.json.encode(values)
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def _decode(text: bytes) -> _Line | None:
+    """A line's record; None if it is damaged."""
+    head, blank, body = text[:8], text[8:9], text[9:]
+    with contextlib.suppress(ValueError, msgspec.DecodeError):
+        if blank == b" " and int(head, 16) == zlib.crc32(body):
+            return msgspec.json.decode(body, type=_Line)
+    return None
+
+
+def _read(data: bytes, path: Path) -> tuple[History, int]:
+    """The history in a log and the bytes of it that are whole."""
+    history, good = History(), 0
+    while good < len(data):
+        end = data.find(b"\n", good)
+        line = _decode(data[good:end]) if end >= 0 else None
+        if line is None:
+            if 0 <= end < len(data) - 1:
+                raise ConfigError(
+                    f"{path} is damaged at byte {good} of {len(data)}, and not in its last line: restore it from a copy, "
+                    "or move it away to start from the last checkpoint"
+                )
+            break
+        history = _add(history, line)
+        good = end + 1
+    return history, good
+
+
+def _add(history: History, line: _Line) -> History:
+    if line.history is not None:
+        return line.history
+    for record in (line.prepared, line.activated, line.committed, line.rolled_back, line.ended):
+        if record is not None:
+            return history.after(record)
+    return history
+
+
+def _compact(path: Path, history: History) -> None:
+    """Replace a log by one line, in a way that leaves the old or the new one whatever happens."""
+    other = path.with_name(path.name + ".new")
+    file = os.open(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        _write(file, _encode(_Line(history=history)))
+    finally:
+        os.close(file)
+    other.replace(path)
+    _sync_folder(path.parent)
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+    os.fdatasync(file)
+
+
+def _open_locked(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot write the coordinator's log {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise ConfigError(f"{path} is in use by another coordinator: end it first, or choose another log") from error
+    _sync_folder(path.parent)
+    return file
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new name in a folder survives a power failure only once the folder is written."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,76 @@
+"""Child processes by fork: they start in milliseconds since all modules are loaded, and end with their parent.
+
+The parent must have no other threads that hold locks, and must not have used a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Collection
+
+_PR_SET_PDEATHSIG = 1
+_STANDARD = 3
+
+
+def fork_process(function: Callable[[], int], *, keep: Collection[int]) -> int:
+    """Start a process that runs `function` and exits with what it returns; 1 if it raises.
+
+    It leads a session of its own, is killed when the process that started it ends, reads nothing from the terminal, and
+    has no open files but standard output and error and those in `keep`.
+
+    Returns:
+        its process id.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        _settle(parent, keep)
+        code = function()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # No destructors: those of gloo wait for peers that may be gone.
+        os._exit(code)
+
+
+def kill_group(pid: int) -> None:
+    """Kill a process made by `fork_process` and its children; gone already is fine."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        # Before the child has made its session there is no such group.
+        os.kill(pid, signal.SIGKILL)
+
+
+def describe_exit(status: int) -> str:
+    """A status of `waitpid` in words."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"died with signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+
+
+def _settle(parent: int, keep: Collection[int]) -> None:
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) >= _STANDARD and int(name) not in keep:
+            with contextlib.suppress(OSError):
+                os.close(int(name))

@@ -1,0 +1,105 @@
+"""`Stream`: messages over a non-blocking socket, each as four bytes of length and JSON text."""
+
+from __future__ import annotations
+
+import socket
+
+from mmcompile.runtime.control.errors import ProtocolError
+from mmcompile.runtime.control.messages import Message, decode, encode
+
+_HEAD = 4
+FRAME_BYTES = 16 * 2**20
+"""Longest message; a plan for a thousand stages is far below it."""
+STRANGER_FRAME_BYTES = 4096
+"""Longest message of a peer that has not proved that it knows the secret."""
+_READ_BYTES = 2**16
+_BACKLOG_BYTES = 4 * FRAME_BYTES
+"""What may wait for a peer that does not read."""
+
+
+class Stream:
+    """One end of a link. Neither `read` nor `send` waits; call `flush` when the socket can be written.
+
+    Args:
+        end: a connected stream socket; it is made non-blocking and closed by `close`.
+        limit_bytes: longest message that is accepted.
+    """
+
+    def __init__(self, end: socket.socket, limit_bytes: int) -> None:
+        end.setblocking(False)
+        if end.family in (socket.AF_INET, socket.AF_INET6):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._end = end
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self.limit_bytes = limit_bytes
+        self.closed = False
+        """The peer closed the link, or it broke."""
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._end.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._outgoing) and not self.closed
+
+    def read(self) -> list[Message]:
+        """Messages that have arrived in full.
+
+        Raises:
+            ProtocolError: one is too long or malformed; those before it are lost too, since the link must be closed.
+        """
+        self._fill()
+        messages: list[Message] = []
+        while len(self._incoming) >= _HEAD:
+            length = int.from_bytes(self._incoming[:_HEAD], "big")
+            if length > self.limit_bytes:
+                raise ProtocolError(f"a message of {length} bytes, the limit is {self.limit_bytes}")
+            if len(self._incoming) < _HEAD + length:
+                break
+            data = bytes(self._incoming[_HEAD : _HEAD + length])
+            del self._incoming[: _HEAD + length]
+            messages.append(decode(data))
+        return messages
+
+    def send(self, message: Message) -> None:
+        """Send now what the socket takes, the rest by `flush`."""
+        data = encode(message)
+        assert len(data) <= FRAME_BYTES, f"{type(message).__name__} of {len(data)} bytes"
+        self._outgoing += len(data).to_bytes(_HEAD, "big") + data
+        if len(self._outgoing) > _BACKLOG_BYTES:
+            self.closed = True
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits."""
+        while self.has_unsent:
+            try:
+                sent = self._end.send(self._outgoing)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.closed = True
+                return
+            del self._outgoing[:sent]
+
+    def close(self) -> None:
+        """Close the socket. Safe to call twice."""
+        self.closed = True
+        self._end.close()
+
+    def _fill(self) -> None:
+        """Read what is there, but not so much that one peer can fill the memory."""
+        while not self.closed and len(self._incoming) <= _HEAD + self.limit_bytes:
+            try:
+                data = self._end.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.closed = True
+            self._incoming += data
+            if len(data) < _READ_BYTES:
+                return
