@@ -40,7 +40,7 @@ _MAX_STRANGERS = 64
 """Connections that have not proved anything yet."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class _Peer:
     stream: Stream
     address: str
@@ -49,6 +49,8 @@ class _Peer:
     trusted: bool = False
     node: str = ""
     incarnation: str = ""
+    leaving: bool = False
+    """All was said; only the other side's end of file is waited for."""
 
 
 class Coordinator:
@@ -60,7 +62,15 @@ class Coordinator:
     """
 
     def __init__(
-        self, listener: socket.socket, log: Log, events: EventLog, planner: Planner, *, key: bytes, store: str, times: Times
+        self,
+        listener: socket.socket,
+        log: Log,
+        events: EventLog,
+        planner: Planner,
+        *,
+        key: bytes,
+        store: str,
+        times: Times,
     ) -> None:
         self._listener = listener
         self._log = log
@@ -100,6 +110,8 @@ class Coordinator:
             for peer in self._peers:
                 peer.heard_s = now_s
         self._seen_s = now_s
+        for peer in [peer for peer in self._peers if peer.stream.closed]:
+            self._drop(peer, f"{peer.node} does not read what it is sent")
         self._check_leases(now_s)
         self._check_timers(now_s)
 
@@ -125,7 +137,8 @@ class Coordinator:
             return
         try:
             for message in peer.stream.read():
-                self._receive(peer, message)
+                if not peer.leaving:
+                    self._receive(peer, message)
                 if peer not in self._peers:
                     return
         except ProtocolError as error:
@@ -165,7 +178,9 @@ class Coordinator:
         if not isinstance(message, Proof):
             raise ProtocolError(f"{type(message).__name__} before the proof of the secret")
         if message.version != PROTOCOL_VERSION:
-            reason = f"protocol {message.version}, the coordinator speaks {PROTOCOL_VERSION}: install one version everywhere"
+            reason = (
+                f"protocol {message.version}, the coordinator speaks {PROTOCOL_VERSION}: install one version everywhere"
+            )
             self._turn_away(peer, Refused(reason=reason, advice=Advice.GIVE_UP))
         elif not secret.proves(message.mac, self._key, "agent", peer.nonce, message.nonce):
             self._turn_away(peer, Refused(reason="it does not know the secret of this job", advice=Advice.GIVE_UP))
@@ -188,7 +203,7 @@ class Coordinator:
     def _turn_away(self, peer: _Peer, refused: Refused) -> None:
         self._refused(peer.address, refused.reason)
         self._tell(peer, refused)
-        self._forget(peer)
+        self._part(peer)
 
     def _execute(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -198,9 +213,11 @@ class Coordinator:
                 case Send() if effect.node in self._nodes:
                     self._tell(self._nodes[effect.node], effect.message)
                 case Close() if effect.node in self._nodes:
-                    self._forget(self._nodes[effect.node])
+                    self._part(self._nodes[effect.node])
                 case Arm():
-                    self._timers.append((time.monotonic() + self._seconds(effect.timer), effect.timer, effect.generation))
+                    self._timers.append(
+                        (time.monotonic() + self._seconds(effect.timer), effect.timer, effect.generation)
+                    )
                 case Emit():
                     self._events.add(effect)
                 case _:
@@ -224,7 +241,7 @@ class Coordinator:
 
     def _check_leases(self, now_s: float) -> None:
         for peer in [peer for peer in self._peers if now_s - peer.heard_s > self._times.lease_s]:
-            if not peer.node:
+            if not peer.trusted:
                 self._refused(peer.address, f"silent for {self._times.lease_s:.2f} s before it said who it is")
             self._drop(peer, f"{peer.node} was silent for {self._times.lease_s:.2f} s")
 
@@ -240,7 +257,16 @@ class Coordinator:
 
     def _flush(self, peer: _Peer) -> None:
         peer.stream.flush()
+        if peer.leaving and not peer.stream.has_unsent:
+            peer.stream.finish()
         self._watch(peer)
+
+    def _part(self, peer: _Peer) -> None:
+        """End a connection once the peer has read what was sent to it: closing now could throw that away."""
+        if self._nodes.get(peer.node) is peer:
+            del self._nodes[peer.node]
+        peer.node, peer.leaving, peer.heard_s = "", True, time.monotonic()
+        self._flush(peer)
 
     def _watch(self, peer: _Peer) -> None:
         """Hear when the socket can take what waits. A broken one is found by the next read."""
@@ -249,11 +275,14 @@ class Coordinator:
 
     def _drop(self, peer: _Peer, cause: str) -> None:
         """End a connection and count its node as lost."""
+        node = peer.node
         self._forget(peer)
-        if peer.node:
-            self._execute(self._generations.leave(peer.node, peer.incarnation, cause))
+        if node:
+            self._execute(self._generations.leave(node, peer.incarnation, cause))
 
     def _forget(self, peer: _Peer) -> None:
+        if peer not in self._peers:
+            return
         self._peers.discard(peer)
         self._selector.unregister(peer.stream)
         peer.stream.close()

@@ -58,7 +58,9 @@ def fail_point(point: str, *, rank: int | None = None, step: int | None = None, 
     if text := os.environ.get(VARIABLE):
         for strike in _strikes(text):
             wanted = (strike.rank, strike.step, strike.generation)
-            fits = all(want is None or want == have for want, have in zip(wanted, (rank, step, generation), strict=True))
+            fits = all(
+                want is None or want == have for want, have in zip(wanted, (rank, step, generation), strict=True)
+            )
             if strike.point == point and fits and _first(strike.marker):
                 _act(strike)
 

@@ -178,9 +178,7 @@ class Generations:
         return self.phase is Phase.ACTIVE and message.generation == self.history.generation
 
     def _complete(self, workers: Container[tuple[str, int]]) -> bool:
-        return all(
-            (member.node, worker) in workers for member in self.members for worker in range(member.num_workers)
-        )
+        return all((member.node, worker) in workers for member in self.members for worker in range(member.num_workers))
 
     def _lose(self, member: Member, cause: str) -> None:
         del self._connected[member.node]
@@ -201,7 +199,9 @@ class Generations:
         ]
         for member in silent:
             if self._connected.get(member.node) == member:
-                cause = f"{member.node} did not finish phase {self.phase} of generation {self.history.generation} in time"
+                cause = (
+                    f"{member.node} did not finish phase {self.phase} of generation {self.history.generation} in time"
+                )
                 self._send(member.node, Refused(reason=cause, advice=Advice.RESTART))
                 self._effects.append(Close(node=member.node))
                 del self._connected[member.node]
@@ -246,7 +246,9 @@ class Generations:
         if self.phase is not Phase.WAITING:
             self._emit(EventKind.DETECTED, node=node, cause=cause)
         if self._attempts >= self._max_attempts:
-            self._end(f"{self._attempts} generations in a row without a committed step; the last: {cause}", success=False)
+            self._end(
+                f"{self._attempts} generations in a row without a committed step; the last: {cause}", success=False
+            )
             return
         members = self._candidates(draining=False)
         decision = self._ask(members)
@@ -300,7 +302,9 @@ class Generations:
 
     def _begin(self, members: tuple[Member, ...], payload: str, cause: str) -> None:
         """Send a new generation to its members, and those that are left out to wait."""
-        left = [member for member in self.members if self._connected.get(member.node) == member and member not in members]
+        left = [
+            member for member in self.members if self._connected.get(member.node) == member and member not in members
+        ]
         had_state = self.history.active is not None
         self._write(Prepared(generation=self.history.generation + 1))
         self._attempts += 1
@@ -325,6 +329,7 @@ class Generations:
                 world_size=sum(other.num_workers for other in members),
                 nodes=tuple(other.node for other in members),
                 joined=tuple(other.node for other in members if other not in previous),
+                active=self.history.active.generation if self.history.active is not None else 0,
                 committed=self.history.committed,
                 cursor=self.history.cursor,
                 payload=payload,
@@ -364,10 +369,14 @@ class Generations:
         self._interrupted = False
 
     def _commit(self) -> None:
-        reports = [self._reduced[member.node, worker] for member in self.members for worker in range(member.num_workers)]
+        reports = [
+            self._reduced[member.node, worker] for member in self.members for worker in range(member.num_workers)
+        ]
         counts = Counter(number for report in reports for number in report.microbatches)
         if twice := sorted(number for number, count in counts.items() if count > 1):
-            self._end(f"microbatches {twice} of step {reports[0].step} were trained twice: a bug of the plan", success=False)
+            self._end(
+                f"microbatches {twice} of step {reports[0].step} were trained twice: a bug of the plan", success=False
+            )
             return
         step, ids = reports[0].step, tuple(sorted(counts))
         cursor = next((report.cursor for report in reports if report.cursor is not None), None)
@@ -384,7 +393,9 @@ class Generations:
         joining = [node for node, member in self._connected.items() if member not in self.members]
         leaving = sorted(self._draining)
         if joining or leaving:
-            causes = [f"{', '.join(nodes)} {verb}" for nodes, verb in ((joining, "joined"), (leaving, "must go")) if nodes]
+            causes = [
+                f"{', '.join(nodes)} {verb}" for nodes, verb in ((joining, "joined"), (leaving, "must go")) if nodes
+            ]
             self._reconfigure("; ".join(causes), None)
 
     def _end(self, reason: str, *, success: bool) -> None:

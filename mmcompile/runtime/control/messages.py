@@ -170,6 +170,8 @@ class Prepare:
     """Members in order of ranks."""
     joined: tuple[str, ...]
     """Members that hold no state yet."""
+    active: int
+    """Last generation that became active, 0 if none: what its members hold is the state of step `committed`."""
     committed: int
     """Steps that are done; the next one is number `committed + 1`."""
     cursor: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from mmcompile.runtime.control.errors import ProtocolError
@@ -83,6 +84,11 @@ class Stream:
                 self.closed = True
                 return
             del self._outgoing[:sent]
+
+    def finish(self) -> None:
+        """Tell the peer that nothing more will come. It can still be read from."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the socket. Safe to call twice."""

@@ -1,0 +1,313 @@
+"""`Agent`: starts, watches and ends the workers of one node, and speaks for them to the coordinator.
+
+One thread, one process. A worker that dies, hangs or fails takes the others of its node with it: they are killed before the
+coordinator hears of it, so nothing of a lost node can act any more. The agent can then come back with new workers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from mmcompile.runtime.control.coordinator_link import CoordinatorLink
+from mmcompile.runtime.control.membership import Membership, serve
+from mmcompile.runtime.control.messages import (
+    Advance,
+    Advice,
+    Drain,
+    Failed,
+    Fault,
+    Finished,
+    Heartbeat,
+    Hello,
+    Idle,
+    Lost,
+    Message,
+    Phase,
+    Prepare,
+    Reached,
+    Reduced,
+    Refused,
+    Release,
+)
+from mmcompile.runtime.control.processes import describe_exit, fork_process, kill_group
+from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
+from mmcompile.runtime.control.times import Times
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentOrder:
+    """What an agent is started with."""
+
+    node: str
+    """Unique in the job."""
+    num_workers: int
+    host: str
+    """Of the coordinator."""
+    port: int
+    key: bytes
+    """The secret of the job."""
+    times: Times = field(default_factory=Times)
+    max_restarts: int = 3
+    """Times that new workers are started after the node's were lost."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Worker:
+    index: int
+    pid: int
+    end: int
+    """File that can be read once the process has ended."""
+    stream: Stream
+    heard_s: float
+    idle: bool = False
+    asked: Message | None = None
+    """What it waits for an answer to; said again to a coordinator that was restarted."""
+    error: str = ""
+    status: int | None = None
+
+
+class Agent:
+    """Runs the workers of a node until they are released or given up.
+
+    Args:
+        work: what a worker does; it runs in a process of its own, forked from this one.
+    """
+
+    def __init__(self, order: AgentOrder, work: Callable[[Membership], None]) -> None:
+        self._order = order
+        self._times = order.times
+        self._work = work
+        self._selector = selectors.DefaultSelector()
+        self._link = CoordinatorLink(order.host, order.port, order.key, order.times, self._selector)
+        self._workers: list[_Worker] = []
+        self._incarnation = ""
+        self._generation = 0
+        self._restarts = 0
+        self._drain_asked = False
+        self._draining = False
+        self._released: Release | None = None
+        self._end_s = 0.0
+        self._code: int | None = None
+        self._seen_s = time.monotonic()
+
+    def run(self) -> int:
+        """Serve until the end; returns 0 if training ended well or the node was asked to go."""
+        wake, wakened = socket.socketpair()
+        for end in (wake, wakened):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno())
+        signal.signal(signal.SIGTERM, lambda number, frame: self._ask_to_drain())
+        self._selector.register(wakened, selectors.EVENT_READ, wakened)
+        try:
+            self._start()
+            while self._code is None:
+                self._turn()
+        finally:
+            self._kill()
+            self._link.close()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._selector.close()
+            wake.close()
+            wakened.close()
+        return self._code
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._times.tick_s):
+            if isinstance(key.data, _Worker) and key.data in self._workers:
+                self._hear(key.data)
+            elif isinstance(key.data, socket.socket):
+                key.data.recv(4096)
+        if self._drain_asked:
+            self._drain()
+        now_s = time.monotonic()
+        if now_s - self._seen_s > self._times.lease_s / 2:
+            # We did not look for a while: the silence is ours.
+            for worker in self._workers:
+                worker.heard_s = now_s
+        self._seen_s = now_s
+        self._find_dead()
+        self._find_silent(now_s)
+        if self._released is not None:
+            self._end(now_s)
+        elif self._code is None:
+            self._talk()
+
+    def _start(self) -> None:
+        self._incarnation, self._generation = secrets.token_hex(8), 0
+        for index in range(self._order.num_workers):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                run = partial(serve, theirs.fileno(), index, self._times, self._work)
+                pid = fork_process(run, keep=(theirs.fileno(),))
+            worker = _Worker(
+                index=index,
+                pid=pid,
+                end=os.pidfd_open(pid),
+                stream=Stream(ours, FRAME_BYTES),
+                heard_s=time.monotonic(),
+            )
+            self._workers.append(worker)
+            self._selector.register(worker.stream, selectors.EVENT_READ, worker)
+            self._selector.register(worker.end, selectors.EVENT_READ, worker)
+
+    def _hear(self, worker: _Worker) -> None:
+        """Take what a worker says."""
+        worker.stream.flush()
+        for message in worker.stream.read():
+            worker.heard_s = time.monotonic()
+            match message:
+                case Heartbeat():
+                    pass
+                case Idle():
+                    worker.idle = True
+                case Drain():
+                    self._drain()
+                case Failed():
+                    worker.error = message.error
+                case Reached() | Reduced() | Fault() | Finished():
+                    worker.asked = message
+                    self._link.send(message)
+                case _:
+                    raise AssertionError(f"{type(message).__name__} from a worker")
+        if worker.stream.closed and worker.stream.fileno() in self._selector.get_map():
+            self._selector.unregister(worker.stream)
+
+    def _find_dead(self) -> None:
+        dead = [worker for worker in self._workers if worker.status is None and _ended(worker)]
+        for worker in dead:
+            self._hear(worker)
+            self._selector.unregister(worker.end)
+        if dead and self._released is None:
+            first = min(dead, key=lambda worker: not worker.error)
+            assert first.status is not None
+            how = f"failed: {first.error}" if first.error else describe_exit(first.status)
+            self._lose(f"worker {first.index} of {self._order.node} {how}")
+
+    def _find_silent(self, now_s: float) -> None:
+        """A process that is stopped, or keeps the interpreter locked, says nothing."""
+        for worker in self._workers:
+            if worker.status is None and now_s - worker.heard_s > self._times.lease_s:
+                self._lose(f"worker {worker.index} of {self._order.node} was silent for {self._times.lease_s:.2f} s")
+                return
+
+    def _lose(self, cause: str) -> None:
+        """Kill what is left of the workers, say so, and begin again."""
+        print(f"mmcompile: {cause}", file=sys.stderr, flush=True)
+        self._kill()
+        self._link.send(Lost(cause=cause))
+        self._link.close()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._restarts += 1
+        if self._restarts > self._order.max_restarts or self._draining:
+            self._code = 1
+        else:
+            self._start()
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            for file in (worker.stream, worker.end):
+                if file in self._selector.get_map():
+                    self._selector.unregister(file)
+            kill_group(worker.pid)
+            if worker.status is None:
+                _, worker.status = os.waitpid(worker.pid, 0)
+            os.close(worker.end)
+            worker.stream.close()
+        self._workers = []
+
+    def _talk(self) -> None:
+        """Keep in touch with the coordinator."""
+        if not all(worker.idle for worker in self._workers):
+            return
+        if self._link.connect():
+            self._link.send(self._hello())
+            if self._draining:
+                self._link.send(Drain())
+            for worker in self._workers:
+                if worker.asked is not None:
+                    self._link.send(worker.asked)
+        for message in self._link.read():
+            self._obey(message)
+            if self._code is not None or self._released is not None:
+                return
+        if (reason := self._link.lost) is not None:
+            self._give_up(reason)
+
+    def _hello(self) -> Hello:
+        return Hello(
+            node=self._order.node,
+            incarnation=self._incarnation,
+            num_workers=self._order.num_workers,
+            generation=self._generation,
+        )
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case Refused(advice=Advice.GIVE_UP):
+                self._give_up(f"the coordinator refused {self._order.node}: {message.reason}")
+            case Refused(advice=Advice.RESTART):
+                print(f"mmcompile: {message.reason}", file=sys.stderr, flush=True)
+                self._kill()
+                self._link.close()
+                self._restart()
+            case Refused():
+                self._link.close(retry_s=self._times.heartbeat_s)
+            case Release():
+                self._released, self._end_s = message, time.monotonic() + self._times.lease_s
+                self._link.close()
+                self._pass_on(message)
+            case _:
+                if isinstance(message, Advance) and message.phase is Phase.ACTIVE:
+                    self._generation = message.generation
+                self._pass_on(message)
+
+    def _pass_on(self, message: Message) -> None:
+        for worker in self._workers:
+            sent = message
+            if isinstance(message, Prepare):
+                sent = _for_worker(message, worker.index)
+            worker.stream.send(sent)
+
+    def _ask_to_drain(self) -> None:
+        """Handle the signal, which may have interrupted a message half sent."""
+        self._drain_asked = True
+
+    def _drain(self) -> None:
+        """Notice that the node will be taken away."""
+        if not self._draining:
+            self._draining = True
+            self._link.send(Drain())
+            self._pass_on(Drain())
+
+    def _end(self, now_s: float) -> None:
+        """After the release: give workers a while to exit."""
+        assert self._released is not None
+        if now_s > self._end_s or all(worker.status is not None for worker in self._workers):
+            self._code = 0 if self._released.success else 1
+
+    def _give_up(self, reason: str) -> None:
+        print(f"mmcompile: {self._order.node} ends its workers: {reason}", file=sys.stderr, flush=True)
+        self._code = 1
+
+
+def _ended(worker: _Worker) -> bool:
+    pid, status = os.waitpid(worker.pid, os.WNOHANG)
+    if pid:
+        worker.status = status
+    return bool(pid)
+
+
+def _for_worker(prepare: Prepare, index: int) -> Prepare:
+    return replace(prepare, first_rank=prepare.first_rank + index)

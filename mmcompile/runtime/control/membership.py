@@ -1,0 +1,295 @@
+"""`Membership`: a worker's view of the control plane, for its main thread.
+
+    while True:
+        generation = membership.wait_generation()      # leave the last one before calling this
+        try:
+            connect groups on a store under generation.prefix;  membership.connected()
+            copy the state that is missing;                     membership.ready()
+            for each step after generation.committed:
+                forward, backward, reduce;                      membership.reduced(step, ids)
+                apply the gradients
+            membership.finish()
+            break
+        except Superseded:
+            pass
+
+What fails between workers while the membership changes is reported by `fault`, which raises Superseded once it is explained.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from mmcompile.runtime.control.errors import Released, Superseded
+from mmcompile.runtime.control.messages import (
+    Advance,
+    Commit,
+    Drain,
+    Failed,
+    Fault,
+    Finished,
+    Heartbeat,
+    Idle,
+    Message,
+    Phase,
+    Prepare,
+    Reached,
+    Reduced,
+    Release,
+    Suspend,
+)
+from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
+from mmcompile.runtime.control.times import Times
+
+_TRACEBACK_LINES = 30
+_ORDER = list(Phase)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """What a worker is to do until further notice."""
+
+    number: int
+    """Never used before; also not by a coordinator that was restarted."""
+    rank: int
+    world_size: int
+    nodes: tuple[str, ...]
+    """Members in order of ranks."""
+    joined: tuple[str, ...]
+    """Members that hold no state, this worker's node among them if it holds none that counts."""
+    active: int
+    """Last generation that became active, 0 if none. It can be one that this worker left while it waited in `ready`:
+    the state it had in place then counts, not the one before."""
+    committed: int
+    """Steps that are done; the next one is `committed + 1`."""
+    cursor: str | None
+    """Of the last committed step."""
+    payload: str
+    """JSON text of the planner."""
+    store: str
+    """host:port."""
+    cause: str
+
+    @property
+    def prefix(self) -> str:
+        """Of keys in the store; nobody else ever uses it."""
+        return f"generation/{self.number}"
+
+
+class Membership:
+    """Made by the agent in each of its workers. Methods are for the main thread; one daemon thread listens.
+
+    Attributes:
+        superseded: the generation is over. A plain attribute, to be looked at in every loop that waits.
+        draining: the node will be taken away soon.
+    """
+
+    def __init__(self, end: socket.socket, index: int, times: Times) -> None:
+        self.superseded = False
+        self.draining = False
+        self.index = index
+        """Within the node."""
+        self._times = times
+        self._stream = Stream(end, FRAME_BYTES)
+        self._changed = threading.Condition()
+        self._prepare: Prepare | None = None
+        self._generation = 0
+        self._phase = Phase.WAITING
+        self._committed = 0
+        self._released: Release | None = None
+        self._idle = False
+        self._drain_asked = False
+        threading.Thread(target=self._listen, name="mmcompile-membership", daemon=True).start()
+
+    @property
+    def committed(self) -> int:
+        """Number of the last committed step."""
+        return self._committed
+
+    def check(self) -> None:
+        """Raise Superseded if the generation is over, Released if all is."""
+        if self.superseded:
+            with self._changed:
+                self._raise()
+
+    def wait_generation(self) -> Generation:
+        """Wait for the next generation and until all its members have left theirs.
+
+        The worker must have left its generation: nothing of it may be running or be used afterwards.
+
+        Raises:
+            Released: training ended, or the node is let go.
+        """
+        if not self._idle:
+            self._idle = True
+            self._send(Idle())
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._released is not None or self._is_newer())
+                if self._released is not None:
+                    raise Released(self._released.reason)
+                assert self._prepare is not None
+                prepare, self.superseded = self._prepare, False
+                self._generation = prepare.generation
+            try:
+                self._reach(Phase.PREPARE)
+            except Superseded:
+                continue
+            return _generation(prepare)
+
+    def connected(self) -> None:
+        """All groups of this worker are connected: wait until those of all are. Raises Superseded."""
+        self._reach(Phase.RENDEZVOUS)
+
+    def ready(self) -> None:
+        """All state of this worker is in place: wait until the generation is active. Raises Superseded.
+
+        Only now may state be dropped that this generation does not need.
+        """
+        self._reach(Phase.READY)
+
+    def reduced(self, step: int, microbatches: Collection[int], *, cursor: str | None = None) -> None:
+        """The gradients of a step are final here: wait until they are everywhere, and the step is committed.
+
+        After this returns, apply them, without talking to other workers: they do the same, whatever happens.
+
+        Args:
+            step: `committed + 1`.
+            microbatches: ids that this worker answers for; each id of the step is named by exactly one worker.
+            cursor: JSON text of what a later run needs to go on after this step; from one worker.
+
+        Raises:
+            Superseded: the step was not committed. Throw the gradients away.
+        """
+        ids = tuple(microbatches)
+        self._ask(
+            Reduced(generation=self._generation, step=step, worker=self.index, microbatches=ids, cursor=cursor),
+            lambda: self._committed >= step,
+        )
+
+    def finish(self) -> None:
+        """All steps are done here: wait until they are everywhere. Raises Superseded."""
+        message = Finished(generation=self._generation, step=self._committed, worker=self.index)
+        self._ask(message, lambda: self._released is not None and self._released.success)
+
+    def fault(self, error: str) -> None:
+        """A message to or from another worker failed: wait until the coordinator says why, and raise Superseded."""
+        self._ask(Fault(generation=self._generation, worker=self.index, error=error), lambda: False)
+
+    def fail(self, error: str) -> None:
+        """Say why this worker is about to exit."""
+        self._send(Failed(error=error))
+
+    def drain(self) -> None:
+        """Ask that the node be let go after this step. May be called by a signal handler."""
+        # Sent by the other thread: the signal may have interrupted a message half sent.
+        self._drain_asked = True
+
+    def _reach(self, phase: Phase) -> None:
+        wanted = _ORDER.index(phase) + 1
+        message = Reached(generation=self._generation, phase=phase, worker=self.index)
+        self._ask(message, lambda: not self.superseded and _ORDER.index(self._phase) >= wanted)
+
+    def _ask(self, message: Message, answered: Callable[[], bool]) -> None:
+        """Send a message and wait for its answer. The answer counts even if the generation ended right after it."""
+        self.check()
+        self._send(message)
+        with self._changed:
+            self._changed.wait_for(lambda: answered() or self.superseded)
+            if not answered():
+                self._raise()
+
+    def _raise(self) -> None:
+        if self._released is not None:
+            raise Released(self._released.reason)
+        raise Superseded(f"generation {self._generation} is over")
+
+    def _is_newer(self) -> bool:
+        return self._prepare is not None and self._prepare.generation > self._generation
+
+    def _send(self, message: Message) -> None:
+        with self._changed:
+            self._stream.send(message)
+
+    def _listen(self) -> None:
+        said_s = 0.0
+        while not self._stream.closed:
+            write = [self._stream] if self._stream.has_unsent else []
+            select.select([self._stream], write, [], self._times.heartbeat_s / 2)
+            with self._changed:
+                self._stream.flush()
+                for message in self._stream.read():
+                    self._take(message)
+                if self._drain_asked and not self.draining:
+                    self.draining = True
+                    self._stream.send(Drain())
+                if time.monotonic() - said_s >= self._times.heartbeat_s:
+                    said_s = time.monotonic()
+                    self._stream.send(Heartbeat())
+                self._changed.notify_all()
+        # The agent is gone, and with it whoever could tell us what to do.
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Prepare():
+                if message.generation > (self._prepare.generation if self._prepare is not None else 0):
+                    self._prepare, self._phase = message, Phase.PREPARE
+                    # Also an answer to `reduced`: what was committed before. After lost state it can be less.
+                    self._committed = message.committed
+                    self.superseded = True
+            case Advance():
+                current = self._prepare is not None and message.generation == self._prepare.generation
+                if current and _ORDER.index(message.phase) > _ORDER.index(self._phase):
+                    self._phase = message.phase
+            case Commit():
+                self._committed = max(self._committed, message.step)
+            case Suspend():
+                self._phase = Phase.WAITING
+                self.superseded = True
+            case Release():
+                self._released = message
+                self.superseded = True
+            case Drain():
+                self.draining = True
+            case _:
+                raise AssertionError(f"{type(message).__name__} from an agent")
+
+
+def serve(file: int, index: int, times: Times, work: Callable[[Membership], None]) -> int:
+    """Main function of a worker process; returns its exit code."""
+    membership = Membership(socket.socket(fileno=file), index, times)
+    signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
+    try:
+        work(membership)
+    except Released:
+        return 0
+    except BaseException as error:
+        lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
+        membership.fail("\n".join([f"{type(error).__name__}: {error}", *lines]))
+        return 1
+    return 0
+
+
+def _generation(prepare: Prepare) -> Generation:
+    return Generation(
+        number=prepare.generation,
+        rank=prepare.first_rank,
+        world_size=prepare.world_size,
+        nodes=prepare.nodes,
+        joined=prepare.joined,
+        active=prepare.active,
+        committed=prepare.committed,
+        cursor=prepare.cursor,
+        payload=prepare.payload,
+        store=prepare.store,
+        cause=prepare.cause,
+    )
