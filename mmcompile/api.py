@@ -39,7 +39,8 @@ from mmcompile.plan.placement import Placement, check_runnable
 from mmcompile.plan.plan import Attention, Fingerprint, Packing, Plan, ScheduleKind, check_fingerprint
 from mmcompile.plan.search.settings import Placing
 from mmcompile.plan.search.strategies import AUTO
-from mmcompile.planning import Wanted, make_plan
+from mmcompile.planning import Wanted, check_agrees, make_plan
+from mmcompile.runtime.balance_process import AsideBalancer, Recipe
 from mmcompile.runtime.engine import Engine
 from mmcompile.step.balance.auto import Auto
 from mmcompile.step.balance.balancer import Balancer
@@ -47,7 +48,7 @@ from mmcompile.step.balance.correction import Correction, Corrector
 from mmcompile.step.collate import Sample, Value
 from mmcompile.step.isolation import check_packing
 from mmcompile.step.pack import Packer
-from mmcompile.step.plan_balancer import plan_balancer
+from mmcompile.step.plan_balancer import balancer_of_json, plan_balancer
 from mmcompile.step.sample_costs import costs_of_samples
 from mmcompile.step.simulated import StepShape, step_time
 
@@ -323,7 +324,7 @@ def parallelize(
     """
     if plan is not None:
         check_runnable(plan)
-        _check_agrees(plan, attention, context_parallel, replicas, packing)
+        check_agrees(plan, attention, context_parallel, replicas, packing)
     subject = _subject(model, batch, packing)
     model, batch, captured = subject.model, subject.batch, subject.capture()
     wanted = Wanted(
@@ -344,41 +345,22 @@ def parallelize(
         options.setdefault("pad", _padding(model))
     else:
         options["collate"] = Packer.of(model, _padding(model)).pack
-    chosen = plan_balancer(plan, balance) if isinstance(balance, str) else balance
+    decides = plan_balancer(plan, balance) if isinstance(balance, str) else balance
     return Engine(
         Placement.of(plan),
         patterns,
         model=model,
-        balancer=chosen,
+        balancer=AsideBalancer(decides, _recipe(plan, balance)) if isinstance(balance, str) else decides,
         costs=functools.partial(costs_of_samples, plan),
-        corrector=Corrector(chosen, Correction(step_time=step_time(StepShape.of(plan)))) if correct else None,
+        corrector=Corrector(decides, Correction(step_time=step_time(StepShape.of(plan)))) if correct else None,
         **options,
     )
 
 
-def _check_agrees(
-    plan: Plan,
-    attention: Attention | None,
-    context_parallel: int | None,
-    replicas: int | Mapping[str, int] | None,
-    packing: Sequence[Sample] | None,
-) -> None:
-    """Refuse options that a plan has decided otherwise. Raises ConfigError."""
-    if attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
-        raise ConfigError(
-            f"the plan has attention {plan.attention!r} and context_parallel {plan.context_parallel}, asked were "
-            f"{attention!r} and {context_parallel}: a plan decides these; leave them out, or make another plan"
-        )
-    if replicas is not None:
-        raise ConfigError(
-            f"replicas={replicas} has no effect together with a plan: the plan decides it; drop one of the two"
-        )
-    if (plan.packing is None) != (packing is None):
-        said = "does not pack samples" if plan.packing is None else "packs samples"
-        raise ConfigError(
-            f"the plan {said}, and packing was {'not ' if packing is None else ''}given: give packing (two samples or more) both "
-            "to plan and to parallelize, or to none"
-        )
+def _recipe(plan: Plan, name: str) -> Recipe:
+    """How another process makes the balancer of a name, for steps of a plan."""
+    function = balancer_of_json
+    return Recipe(module=function.__module__, function=function.__name__, arguments=(plan.to_json(), name))
 
 
 def _padding(model: nn.Module) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, decided_stages
 from mmcompile.plan.geometry import geometries
-from mmcompile.plan.plan import Fingerprint, Packing, Plan, ScheduleKind
+from mmcompile.plan.plan import Attention, Fingerprint, Packing, Plan, ScheduleKind
 from mmcompile.plan.search.infeasible import explain
 from mmcompile.plan.search.outcome import plan_of
 from mmcompile.plan.search.projector_only import fresh
@@ -36,6 +36,7 @@ from mmcompile.plan.search.strategies import AUTO
 from mmcompile.plan.shared_tokens import SharedTokens
 from mmcompile.plan.workload import Workload
 from mmcompile.runtime.timer import processor_name
+from mmcompile.step.collate import Sample
 
 DEFAULT_MICROBATCHES = 4
 SOLVER_SECONDS = 5.0
@@ -97,6 +98,31 @@ class Wanted:
             placements=space.placements if self.placement is None else (self.placement,),
             recomputes=space.recomputes if self.recompute is None else (self.recompute,),
             microbatches=space.microbatches if self.num_microbatches is None else (self.num_microbatches,),
+        )
+
+
+def check_agrees(
+    plan: Plan,
+    attention: Attention | None,
+    context_parallel: int | None,
+    replicas: int | Mapping[str, int] | None,
+    packing: Sequence[Sample] | None,
+) -> None:
+    """Refuse options that a plan has decided otherwise. Raises ConfigError."""
+    if attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
+        raise ConfigError(
+            f"the plan has attention {plan.attention!r} and context_parallel {plan.context_parallel}, asked were "
+            f"{attention!r} and {context_parallel}: a plan decides these; leave them out, or make another plan"
+        )
+    if replicas is not None:
+        raise ConfigError(
+            f"replicas={replicas} has no effect together with a plan: the plan decides it; drop one of the two"
+        )
+    if (plan.packing is None) != (packing is None):
+        said = "does not pack samples" if plan.packing is None else "packs samples"
+        raise ConfigError(
+            f"the plan {said}, and packing was {'not ' if packing is None else ''}given: give packing (two samples or more) both "
+            "to plan and to parallelize, or to none"
         )
 
 

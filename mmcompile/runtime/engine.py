@@ -25,6 +25,7 @@ from mmcompile.errors import ConfigError, EngineError
 from mmcompile.plan.placement import Placement
 from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import checkpoint
+from mmcompile.runtime.balance_process import AsideBalancer
 from mmcompile.runtime.checkpoint import Checkpoint, TrainerState
 from mmcompile.runtime.commands import Close, Done, Refuse, Setup, Step
 from mmcompile.runtime.follower import Follower
@@ -63,7 +64,8 @@ class Engine:
         model: the user's module, for `save` and `state_dict`; None if there is only a source.
         pad: padding value by key of a sample (`{"input_ids": tokenizer.pad_token_id}`).
         collate: joins samples to a microbatch in another way; `pad` has no effect then, and must be left out.
-        balancer: decides which replica computes which sample, and in which microbatch; arrival order by default.
+        balancer: decides which replica computes which sample, and in which microbatch; arrival order by default. An
+            `AsideBalancer` does so in a process of its own during `train`.
         costs: of samples, for the balancer; needed where encoders are towers of their own.
         corrector: learns from measured times what samples cost. Steps then depend on the machine, not on their samples alone.
         check_rows: send with every row between towers the sample it is of, and check it: slower, for debugging.
@@ -109,11 +111,12 @@ class Engine:
             raise ConfigError("pad has no effect together with collate, which joins samples: leave one of them out")
         self._source = source
         self._user = UserModel(module=model, source=source)
+        self._balancer = balancer or Arrival()
         self._planner = StepPlanner(
             placement,
             source,
             collate=collate or functools.partial(_collate, pad),
-            balancer=balancer or Arrival(),
+            balancer=self._balancer,
             costs=costs,
             corrector=corrector,
         )
@@ -187,6 +190,8 @@ class Engine:
             return
         leader = self._leader
         batches = iter(batches)
+        if isinstance(self._balancer, AsideBalancer):
+            self._balancer.start()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-planner") as ahead:
             upcoming = ahead.submit(self._plan_next, batches, self._num_steps + 1)
             while True:
@@ -266,6 +271,8 @@ class Engine:
 
     def close(self) -> None:
         """End all ranks. Safe to call twice; also called at exit."""
+        if isinstance(self._balancer, AsideBalancer):
+            self._balancer.close()
         farewell = None if self._leader is None else functools.partial(self._leader.tell, Close())
         self._session.close(farewell)
 

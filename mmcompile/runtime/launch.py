@@ -117,7 +117,7 @@ class Workers:
         with theirs:
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mmcompile.runtime.worker", msgspec.json.encode(order).decode()],
-                env=_environment(),
+                env=worker_environment(),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), board),
                 # A session of its own: Ctrl-C in the terminal reaches rank 0 only, which then ends the workers.
@@ -165,7 +165,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """Ours, with one thread a worker, and with this package importable though `-P` leaves out the current folder."""
     home = str(Path(__file__).parents[2])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -19,7 +19,6 @@ from mmcompile.runtime.flows import flow_of
 from mmcompile.runtime.source import PatternSource
 from mmcompile.runtime.stages import root_names
 from mmcompile.step.assignment import ABSENT, Assignment, Grid, SampleCosts
-from mmcompile.step.balance.auto import Auto
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.baselines import Arrival
 from mmcompile.step.balance.correction import Corrector
@@ -165,11 +164,7 @@ class StepPlanner:
         return SampleCosts(components=self._towers, costs=np.ones((1, len(samples))))
 
     def _assign(self, costs: SampleCosts) -> tuple[Assignment, str]:
-        if isinstance(self._balancer, Auto):
-            choice = self._balancer.choose(costs, self._grid)
-            assignment, reason = choice.assignment, f"{choice.name}: {choice.reason}"
-        else:
-            assignment, reason = self._balancer.assign(costs, self._grid), self._balancer.title
+        assignment, reason = self._balancer.explained(costs, self._grid)
         assignment.check(costs)
         return assignment, reason
 

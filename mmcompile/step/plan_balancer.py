@@ -25,3 +25,8 @@ def plan_balancer(plan: Plan, name: str) -> Balancer:
     if isinstance(chosen, Auto):
         return replace(chosen, step_time=step_time(shape), shares=shape.slowest)
     return InSlowestStage(inner=chosen, shares=shape.slowest)
+
+
+def balancer_of_json(plan: str, name: str) -> Balancer:
+    """`plan_balancer` of a plan as JSON, for other processes."""
+    return plan_balancer(Plan.from_json(plan), name)

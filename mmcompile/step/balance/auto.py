@@ -72,6 +72,10 @@ class Auto(Balancer):
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
         return self.choose(costs, grid).assignment
 
+    def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
+        choice = self.choose(costs, grid)
+        return choice.assignment, f"{choice.name}: {choice.reason}"
+
     def choose(self, costs: SampleCosts, grid: Grid) -> Choice:
         """Like `assign`, with all trials and the reason.
 

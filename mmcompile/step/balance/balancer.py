@@ -30,6 +30,10 @@ class Balancer(ABC):
             ConfigError: the costs lack what this balancer needs, or nothing keeps to its limits.
         """
 
+    def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
+        """Like `assign`, with what a user is told of it."""
+        return self.assign(costs, grid), self.title
+
     @property
     def title(self) -> str:
         """What it is called with these options; the registry's name where it has one."""
