@@ -34,6 +34,7 @@ from mmcompile.runtime.control.membership import Generation, Membership
 from mmcompile.runtime.control.planner import Change, Decision, Planned, StateLost, Stop, Wait
 from mmcompile.runtime.control.store import StoreLink
 from mmcompile.runtime.control.times import Times
+from mmcompile.runtime.runner import Runner
 
 MICROBATCHES = 8
 _CONNECT_S = 4.0
@@ -66,7 +67,7 @@ class Job:
     deadline_s: float = 6.0
     max_restarts: int = 0
     step_s: float = 0.0
-    timeout_s: float = 60.0
+    timeout_s: float = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +155,13 @@ class CountWorker:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         with self.links():
             store = self.stores.of(generation)
-            return dist.ProcessGroupGloo(store, generation.rank, generation.world_size, options)
+            make = partial(dist.ProcessGroupGloo, store, generation.rank, generation.world_size, options)
+            runner = Runner()
+            try:
+                # It waits for all members; one of them may be lost just now.
+                return runner.call(make, self.membership.check)
+            finally:
+                runner.end(0.0)
 
     def copy(self, group: dist.ProcessGroupGloo, generation: Generation) -> None:
         """Give the sum to those that joined: all others hold the same."""

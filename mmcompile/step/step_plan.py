@@ -82,7 +82,7 @@ class RowExchange:
     into: tuple[Range, ...]
     """Of the value read, in the same order; the same number of rows in all."""
     samples: tuple[int, ...]
-    """Whose rows they are: one for each range."""
+    """Whose rows they are, one for each range; the first of them where the rows of a whole microbatch travel as one."""
     gradient: bool
 
 

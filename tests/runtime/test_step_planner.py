@@ -88,7 +88,8 @@ def test_every_sample_is_computed_once_and_its_rows_arrive_once(name: str, chose
             ranges = sorted(r for e in into if e.target_name == value for r in e.into)
             rows = next(link.shape[0] for link in target.links if link.name == value)
             assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])] and ranges[-1][1] == rows
-        assert sorted({s for e in into for s in e.samples}) == [s for s in target.samples if s in with_media]
+        sent = {s for e in into for s in plan.microbatches[e.source].samples}
+        assert sent.issuperset(s for s in target.samples if s in with_media)
 
 
 def test_a_lag_is_a_microbatch_of_its_own() -> None:

@@ -138,21 +138,19 @@ class Generations:
             self._send(node, Commit(step=message.step))
         elif self._counts(message) and message.step == self.history.committed + 1:
             self._reduced[node, message.worker] = message
-            if self._complete(self._reduced.keys()):
-                self._commit()
+            self._commit_if_complete()
         return self._flush()
 
     def finished(self, node: str, message: Finished) -> list[Effect]:
         """A worker has done its last step."""
         if self._counts(message) and message.step == self.history.committed:
             self._finished.add((node, message.worker))
-            if self._complete(self._finished):
-                self._end(f"all {self.history.committed} steps are done", success=True)
+            self._finish_if_complete()
         return self._flush()
 
     def fault(self, node: str, message: Fault) -> list[Effect]:
         """A worker lost a link to another worker. The loss of a member usually explains it soon."""
-        if message.generation == self.history.generation and self.phase in (*_NEXT, Phase.ACTIVE):
+        if message.generation == self.history.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
             self._emit(EventKind.FAULT, node=node, cause=message.error)
             self._arm(Timer.FAULT)
         return self._flush()
@@ -175,7 +173,10 @@ class Generations:
         return any((member.node, member.incarnation) == (hello.node, hello.incarnation) for member in known)
 
     def _counts(self, message: Reduced | Finished) -> bool:
-        return self.phase is Phase.ACTIVE and message.generation == self.history.generation
+        """True for what is said in the active generation, also while its members come back to a restarted coordinator."""
+        active = self.history.active
+        known = active is not None and active.generation == self.history.generation == message.generation
+        return known and self.phase in (Phase.ACTIVE, Phase.RESUMING)
 
     def _complete(self, workers: Container[tuple[str, int]]) -> bool:
         return all((member.node, worker) in workers for member in self.members for worker in range(member.num_workers))
@@ -224,6 +225,8 @@ class Generations:
             self._emit(EventKind.RESUMED)
             for member in self.members:
                 self._resend(member)
+            self._finish_if_complete()
+            self._commit_if_complete()
             return
         self._interrupted = True
         gone = [member.node for member in self.members if member not in back]
@@ -368,7 +371,13 @@ class Generations:
             self._emit(EventKind.REPLAYED, step=self.history.committed + 1)
         self._interrupted = False
 
-    def _commit(self) -> None:
+    def _finish_if_complete(self) -> None:
+        if self.phase is Phase.ACTIVE and self._complete(self._finished):
+            self._end(f"all {self.history.committed} steps are done", success=True)
+
+    def _commit_if_complete(self) -> None:
+        if self.phase is not Phase.ACTIVE or not self._complete(self._reduced):
+            return
         reports = [
             self._reduced[member.node, worker] for member in self.members for worker in range(member.num_workers)
         ]
