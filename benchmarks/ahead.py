@@ -1,10 +1,11 @@
 """Is the step plan off the critical path? Steps of about 100 ms, with planning as fast as it is and made 30 ms slower.
 
-A small LLaVA trains in two processes, encoder and language model, through `Engine.train`. Rounds of a few steps alternate: one
-plans as usual, the next with a balancer that takes 30 ms longer before it decides, asleep (as if it waited for something) or
-computing. The first step of a round, whose plan nothing hides, does not count. Prints the median step of each kind and the ratio
-of slow to usual; beside them, what the same 30 ms cost where steps are planned one at a time, by `Engine.step`. Exits with 1 if
-the sleeping planner makes steps more than 3% longer.
+A small LLaVA trains in two processes, encoder and language model, through `Engine.train`, its balancer in a process of its own.
+Rounds of a few steps alternate: one plans as usual, the next with a balancer that takes 30 ms longer before it decides, asleep
+(as if it waited for something) or computing. The first step of a round, whose plan nothing hides, does not count. Prints the
+median step of each kind and the ratio of slow to usual; beside them, what the same 30 ms cost where steps are planned one at a
+time, by `Engine.step`. Exits with 1 if sleeping makes steps more than 3% longer, or computing more than 10%: where the ranks keep
+all cores busy, as two do here, whatever else computes takes from them.
 
     python -P benchmarks/ahead.py [--rounds 12] [--steps 10]
 """
@@ -16,22 +17,22 @@ import functools
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Self, final
 
 import torch
 import transformers
 from torch import nn
 
 import mmcompile as mm
+from mmcompile.runtime.balance_process import AsideBalancer, Recipe
 from mmcompile.runtime.engine import Engine
 from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.auto import Auto
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.collate import Sample, collate
 
-LIMIT = 1.03
 SLOWER_S = 0.030
 NUM_SAMPLES = 9
 NUM_MICROBATCHES = 3
@@ -67,29 +68,60 @@ class Extra(StrEnum):
     COMPUTE = "30 ms computing"
 
 
-@dataclass(kw_only=True, slots=True)
-class Switch:
-    """Set between rounds, read by the planner's thread."""
-
-    extra: Extra = Extra.NOTHING
+LIMITS = {Extra.SLEEP: 1.03, Extra.COMPUTE: 1.10}
+"""Largest ratio to usual steps."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slowed(Balancer):
-    """`auto`, after what the switch says."""
+    """`auto`, after 30 ms of something."""
 
     name: ClassVar[str] = "slowed"
 
-    switch: Switch = field(default_factory=Switch)
+    extra: Extra
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
         end = time.perf_counter() + SLOWER_S
-        if self.switch.extra is Extra.SLEEP:
+        if self.extra is Extra.SLEEP:
             time.sleep(SLOWER_S)
-        while self.switch.extra is Extra.COMPUTE and time.perf_counter() < end:
+        while self.extra is Extra.COMPUTE and time.perf_counter() < end:
             sum(range(1000))
         return Auto().assign(costs, grid)
+
+
+def slowed(extra: str) -> Balancer:
+    """For the balancer's process."""
+    return Slowed(extra=Extra(extra))
+
+
+class Switched(Balancer):
+    """One of several balancers, each in a process of its own, as the engine has one for `auto`; changed between rounds."""
+
+    name: ClassVar[str] = "switched"
+
+    def __init__(self) -> None:
+        self.extra = Extra.NOTHING
+        self._each = {
+            extra: AsideBalancer(
+                Slowed(extra=extra), Recipe(module="benchmarks.ahead", function="slowed", arguments=(extra.value,))
+            )
+            for extra in Extra
+        }
+
+    def __enter__(self) -> Self:
+        for one in self._each.values():
+            one.start()
+        while not all(one.is_up for one in self._each.values()):
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for one in self._each.values():
+            one.close()
+
+    def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        return self._each[self.extra].assign(costs, grid)
 
 
 def llava() -> nn.Module:
@@ -126,7 +158,7 @@ class Round:
     waited_s: tuple[float, ...]
 
 
-def ahead(engine: Engine, switch: Switch, extra: Extra, data: list[list[Sample]]) -> Round:
+def ahead(engine: Engine, switch: Switched, extra: Extra, data: list[list[Sample]]) -> Round:
     """Train on the data, planning ahead."""
     switch.extra = extra
     steps = list(engine.train(data))[1:]
@@ -137,7 +169,7 @@ def ahead(engine: Engine, switch: Switch, extra: Extra, data: list[list[Sample]]
     )
 
 
-def one_at_a_time(engine: Engine, switch: Switch, extra: Extra, data: list[list[Sample]]) -> list[float]:
+def one_at_a_time(engine: Engine, switch: Switched, extra: Extra, data: list[list[Sample]]) -> list[float]:
     """Train on the data, each step planned when it is asked for."""
     switch.extra = extra
     return [engine.step(samples).seconds for samples in data][1:]
@@ -149,8 +181,8 @@ def alternate(rounds: int) -> Iterator[Extra]:
         yield from list(Extra)[:: 1 if number % 2 == 0 else -1]
 
 
-def report(found: dict[Extra, list[Round]], single: dict[Extra, list[float]]) -> float:
-    """Print the table; return the ratio of steps with the sleeping planner to usual ones."""
+def report(found: dict[Extra, list[Round]], single: dict[Extra, list[float]]) -> bool:
+    """Print the table; whether slower planning makes steps longer than it may."""
     usual = median(round.step_s for round in found[Extra.NOTHING])
     print(f"{'planning':16s} {'step ms':>8s} {'planning ms':>12s} {'waited ms':>10s} {'ratio':>7s}   one at a time ms")
     ratios: dict[Extra, float] = {}
@@ -160,13 +192,16 @@ def report(found: dict[Extra, list[Round]], single: dict[Extra, list[float]]) ->
         ratios[extra] = step_s / usual
         print(f"{extra:16s} {step_s * 1e3:8.1f} {planning_s * 1e3:12.1f} {waited_s * 1e3:10.2f} {ratios[extra]:7.3f}"
               f"   {statistics.median(single[extra]) * 1e3:8.1f}")  # fmt: skip
-    pairs = [
-        statistics.median(slow.step_s) / statistics.median(fast.step_s)
-        for slow, fast in zip(found[Extra.SLEEP], found[Extra.NOTHING], strict=True)
-    ]
-    print(f"30 ms asleep over as it is, median of {len(pairs)} pairs of rounds: {statistics.median(pairs):.3f} "
-          f"(from {min(pairs):.3f} to {max(pairs):.3f})")  # fmt: skip
-    return statistics.median(pairs)
+    missed = False
+    for extra, limit in LIMITS.items():
+        pairs = [
+            statistics.median(slow.step_s) / statistics.median(fast.step_s)
+            for slow, fast in zip(found[extra], found[Extra.NOTHING], strict=True)
+        ]
+        missed |= statistics.median(pairs) > limit
+        print(f"{extra} over as it is, median of {len(pairs)} pairs of rounds: {statistics.median(pairs):.3f} "
+              f"(from {min(pairs):.3f} to {max(pairs):.3f})")  # fmt: skip
+    return missed
 
 
 def median(values: Iterator[tuple[float, ...]]) -> float:
@@ -180,24 +215,26 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    switch = Switch()
     data = [step_samples(seed) for seed in range(options.steps + 1)]
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
-    with mm.parallelize(
-        llava(),
-        collate(data[0][:2]),
-        num_microbatches=NUM_MICROBATCHES,
-        stages={"vision_tower": 1, "language_model": 1},
-        balance=Slowed(switch=switch),
-        optimizer=optimizer,
-    ) as engine:
+    with (
+        Switched() as switch,
+        mm.parallelize(
+            llava(),
+            collate(data[0][:2]),
+            num_microbatches=NUM_MICROBATCHES,
+            stages={"vision_tower": 1, "language_model": 1},
+            balance=switch,
+            optimizer=optimizer,
+        ) as engine,
+    ):
         for _ in range(2):
             ahead(engine, switch, Extra.NOTHING, data)
         found: dict[Extra, list[Round]] = {extra: [] for extra in Extra}
         for extra in alternate(options.rounds):
             found[extra].append(ahead(engine, switch, extra, data))
         single = {extra: one_at_a_time(engine, switch, extra, data) for extra in Extra}
-    raise SystemExit(int(report(found, single) > LIMIT))
+    raise SystemExit(int(report(found, single)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,8 +32,9 @@ from mmcompile.runtime.control.errors import Superseded
 from mmcompile.runtime.control.fail_points import VARIABLE, Strike, fail_point
 from mmcompile.runtime.control.local import LocalCluster
 from mmcompile.runtime.control.membership import Generation, Membership
+from mmcompile.runtime.control.messages import PROTOCOL_VERSION, Hello, Message, Proof, encode
 from mmcompile.runtime.control.planner import Change, Decision, Planned, StateLost, Stop, Wait
-from mmcompile.runtime.control.store import StoreLink
+from mmcompile.runtime.control.store import open_store
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.runner import Runner
 
@@ -103,11 +105,10 @@ class CountWorker:
         torch.set_num_threads(1)
         self.membership = membership
         self.job = job
-        self.stores = StoreLink(_CONNECT_S)
         self.sum = torch.zeros(1, dtype=torch.int64)
         self.step = 0
         """Last that is in the sum."""
-        self.graveyard: list[object] = []
+        self.graveyard: list[tuple[dist.Work, object, object]] = []
         """Groups left behind with work in them: dropping one would wait for its peers."""
         self.usage: list[tuple[int, int]] = []
 
@@ -125,7 +126,7 @@ class CountWorker:
         rank, size = generation.rank, generation.world_size
         fail_point("prepared", rank=rank, generation=generation.number)
         group = self.connect(generation)
-        self.graveyard.append(group)
+        self.graveyard = [pair for pair in self.graveyard if not pair[0].is_completed()]
         self.membership.connected()
         fail_point("connected", rank=rank, generation=generation.number)
         self.copy(group, generation)
@@ -139,6 +140,7 @@ class CountWorker:
             gradient = torch.tensor([sum(map(value, mine))], dtype=torch.int64)
             fail_point("before-reduce", rank=rank, step=step)
             self.all_reduce(group, gradient)
+            self.graveyard.clear()
             fail_point("after-reduce", rank=rank, step=step)
             self.membership.reduced(step, mine, cursor=json.dumps({"step": step}) if rank == 0 else None)
             fail_point("after-commit", rank=rank, step=step)
@@ -154,7 +156,7 @@ class CountWorker:
         options._threads = 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         with self.links():
-            store = self.stores.of(generation)
+            store = open_store(generation, _CONNECT_S)
             make = partial(dist.ProcessGroupGloo, store, generation.rank, generation.world_size, options)
             runner = Runner()
             try:
@@ -181,12 +183,11 @@ class CountWorker:
     def all_reduce(self, group: dist.ProcessGroupGloo, tensor: torch.Tensor) -> None:
         with self.links():
             work = group.allreduce([tensor])
-            self.graveyard.append((work, tensor))
+            self.graveyard.append((work, group, tensor))
             while not work.is_completed():
                 self.membership.check()
                 time.sleep(0.002)
             work.wait()
-        self.graveyard.pop()
 
     @contextlib.contextmanager
     def links(self) -> Iterator[None]:
@@ -242,6 +243,32 @@ def _await_event(path: Path, text: str, timeout_s: float) -> None:
         time.sleep(0.005)
 
 
+def strangers(port: int) -> None:
+    """Connect in every wrong way."""
+
+    def say(data: bytes, *, answer: bool) -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as end:
+            end.sendall(data)
+            while answer and end.recv(65536):
+                pass
+
+    def frame(message: Message) -> bytes:
+        data = encode(message)
+        return len(data).to_bytes(4, "big") + data
+
+    say(frame(Proof(nonce="1", mac="f" * 64)), answer=True)
+    say(frame(Proof(nonce="1", mac="f" * 64, version=PROTOCOL_VERSION + 1)), answer=True)
+    say(frame(Hello(node="b", incarnation="x", num_workers=1, generation=0)), answer=True)
+    say((2**31).to_bytes(4, "big") + b"x" * 100, answer=True)
+    say((5000).to_bytes(4, "big") + b"x" * 5000, answer=True)
+    say((5).to_bytes(4, "big") + b"{nope", answer=True)
+    say((20).to_bytes(4, "big") + b'{"kind":"A","body":1', answer=True)
+    say(b"GET / HTTP/1.1\r\n\r\n", answer=True)
+    say(b"", answer=False)
+    deep = b"[" * 4000
+    say(len(deep).to_bytes(4, "big") + deep, answer=True)
+
+
 def children(pid: int) -> list[int]:
     """Its child processes, oldest first."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -259,6 +286,8 @@ def _act(cluster: LocalCluster, act: Act) -> None:
             os.kill(children(cluster.supervisor)[-1], signal.SIGKILL)
         case "kill_store":
             os.kill(children(cluster.supervisor)[0], signal.SIGKILL)
+        case "strangers":
+            strangers(cluster.port)
         case "stop" | "cont":
             for pid in children(cluster.agents[act.node]):
                 os.kill(pid, signal.SIGSTOP if act.do == "stop" else signal.SIGCONT)

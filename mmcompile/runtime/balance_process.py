@@ -27,7 +27,7 @@ from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.balancer import Balancer
 
 _NICE = 10
-"""Ranks on the same cores come first."""
+_WORKER = "mmcompile.runtime.balance_worker"
 _LENGTH_BYTES = 8
 _END_S = 1.0
 
@@ -124,7 +124,7 @@ class AsideBalancer(Balancer):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno())],
                 env=worker_environment(),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -179,9 +179,9 @@ class AsideBalancer(Balancer):
         return msgspec.msgpack.decode(data, type=_Answer)
 
 
-def _serve(line: socket.socket) -> None:
+def serve(line: socket.socket) -> None:
     """Answer questions until the other side is gone."""
-    os.nice(_NICE)
+    _yield_cores()
     data = _receive(line)
     if data is None:
         return
@@ -189,6 +189,14 @@ def _serve(line: socket.socket) -> None:
     _send(line, msgspec.msgpack.encode(_Answer()))
     while (data := _receive(line)) is not None:
         _send(line, msgspec.msgpack.encode(_answer(balancer, msgspec.msgpack.decode(data, type=_Question))))
+
+
+def _yield_cores() -> None:
+    """Ranks on the same cores come first: a plan has a whole step's time to be made."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(_NICE)
 
 
 def _answer(balancer: Balancer, question: _Question) -> _Answer:
@@ -221,8 +229,3 @@ def _exactly(line: socket.socket, count: int) -> bytes | None:
             return None
         parts += data
     return bytes(parts)
-
-
-if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as own:
-        _serve(own)

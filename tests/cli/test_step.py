@@ -12,9 +12,9 @@ import pytest
 from cli_run import CONFIGS, Run
 
 from mmcompile.plan.plan import Plan
+from mmcompile.plan.towers import towers
 from mmcompile.step.assignment import Assignment
 from mmcompile.step.balance.registry import BALANCERS
-from mmcompile.plan.towers import towers
 
 DATA = "synthetic:chartqa:64"
 

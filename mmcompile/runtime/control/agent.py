@@ -204,16 +204,20 @@ class Agent:
         """Kill what is left of the workers, say so, and begin again."""
         print(f"mmcompile: {cause}", file=sys.stderr, flush=True)
         self._kill()
-        self._link.send(Lost(cause=cause))
+        self._link.send(Lost(cause=cause, returns=self._may_restart))
         self._link.close()
         self._restart()
 
+    @property
+    def _may_restart(self) -> bool:
+        return self._restarts < self._order.max_restarts and not self._draining
+
     def _restart(self) -> None:
-        self._restarts += 1
-        if self._restarts > self._order.max_restarts or self._draining:
+        if not self._may_restart:
             self._code = 1
-        else:
-            self._start()
+            return
+        self._restarts += 1
+        self._start()
 
     def _kill(self) -> None:
         for worker in self._workers:

@@ -83,20 +83,27 @@ class Coordinator:
         self._nodes: dict[str, _Peer] = {}
         self._timers: list[tuple[float, Timer, int]] = []
         self._seen_s = time.monotonic()
+        self._linger_s = 0.0
 
     def run(self) -> bool:
         """Serve until all nodes were released; returns whether training ended well."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._events.complete(self._generations.history.last)
         self._execute(self._generations.start())
-        # One that ended before it was restarted may still have agents to tell.
-        linger_s = time.monotonic() + (self._times.resume_s if self._generations.phase is Phase.ENDED else 0.0)
-        while self._generations.phase is not Phase.ENDED or self._peers or time.monotonic() < linger_s:
+        if self._generations.phase is Phase.ENDED:
+            # It died with this left to tell.
+            self._linger()
+        while self._generations.phase is not Phase.ENDED or self._peers or time.monotonic() < self._linger_s:
             self._turn()
         self._selector.close()
         ended = self._generations.history.ended
         assert ended is not None
         return ended.success
+
+    def _linger(self) -> None:
+        """Should training end soon, wait for nodes that come back, to tell them."""
+        self._linger_s = time.monotonic() + self._times.resume_s
 
     def _turn(self) -> None:
         for key, mask in self._selector.select(self._times.tick_s):
@@ -159,6 +166,8 @@ class Coordinator:
             case Heartbeat():
                 self._tell(peer, Heartbeat())
             case Lost() if peer.node:
+                if message.returns:
+                    self._linger()
                 self._drop(peer, message.cause)
             case Drain() if peer.node:
                 self._execute(self._generations.drain(peer.node))
@@ -241,8 +250,11 @@ class Coordinator:
 
     def _check_leases(self, now_s: float) -> None:
         for peer in [peer for peer in self._peers if now_s - peer.heard_s > self._times.lease_s]:
+            if peer not in self._peers:
+                continue
             if not peer.trusted:
                 self._refused(peer.address, f"silent for {self._times.lease_s:.2f} s before it said who it is")
+            self._linger()
             self._drop(peer, f"{peer.node} was silent for {self._times.lease_s:.2f} s")
 
     def _check_timers(self, now_s: float) -> None:

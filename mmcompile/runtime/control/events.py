@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from mmcompile.runtime.control.effects import Emit, EventKind
+from mmcompile.runtime.control.log import Committed
 
 _CAUSE_LENGTH = 2000
 
@@ -35,7 +36,18 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        # A crash can have cut off the last line.
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+
+    def complete(self, last: Committed | None) -> None:
+        """Add the last committed step if the coordinator died before it did."""
+        steps = [event.step for event in read_events(self._path) if event.kind is EventKind.COMMITTED]
+        if last is not None and steps[-1:] != [last.step]:
+            kind, generation = EventKind.COMMITTED, last.generation
+            self.add(Emit(kind=kind, generation=generation, step=last.step, microbatches=last.microbatches))
 
     def add(self, emit: Emit) -> None:
         """Write an event with the time now."""

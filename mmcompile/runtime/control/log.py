@@ -85,6 +85,8 @@ class History:
     """Last generation that was active: its members hold the state of step `committed`."""
     committed: int = 0
     cursor: str | None = None
+    last: Committed | None = None
+    """The last step that was committed."""
     ended: Ended | None = None
 
     def after(self, record: Record) -> History:
@@ -98,10 +100,10 @@ class History:
                 return replace(self, active=record)
             case Committed():
                 assert record.step == self.committed + 1, f"{record} after step {self.committed}"
-                return replace(self, committed=record.step, cursor=record.cursor)
+                return replace(self, committed=record.step, cursor=record.cursor, last=record)
             case RolledBack():
                 # Nobody holds the state of that step: all load the checkpoint.
-                return replace(self, committed=record.step, cursor=record.cursor, active=None)
+                return replace(self, committed=record.step, cursor=record.cursor, active=None, last=None)
             case Ended():
                 return replace(self, ended=record)
 

@@ -156,6 +156,8 @@ class Lost:
     """Agent: its workers are dead; sent after they were killed, so nothing of them can act any more."""
 
     cause: str
+    returns: bool
+    """It starts new ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

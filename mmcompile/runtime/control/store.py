@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from mmcompile.runtime.control.membership import Generation
+
+_GENERATION = re.compile(r"\bgeneration/(\d+)/")
+"""As `Generation.prefix`, in a key."""
 
 
 def serve_store(host: str, port: int, report: int | None) -> int:
@@ -29,38 +33,26 @@ def serve_store(host: str, port: int, report: int | None) -> int:
         signal.pause()
 
 
-class StoreLink:
-    """A worker's connection to the store. It is kept over generations, so groups left behind cost no further ones."""
+def open_store(generation: Generation, timeout_s: float) -> dist.PrefixStore:
+    """The store as this generation sees it, over a connection of its own.
 
-    def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: longest wait for a key, and for the store itself."""
-        self._timeout = timedelta(seconds=timeout_s)
-        self._client: dist.TCPStore | None = None
+    A thread left behind in an older generation may hold that one's connection until its wait ends.
 
-    def of(self, generation: Generation) -> dist.Store:
-        """The store as this generation sees it.
+    Args:
+        timeout_s: longest wait for a key, and for the store itself.
 
-        Raises:
-            dist.DistError: the store cannot be reached.
-        """
-        if self._client is None or not _answers(self._client):
-            host, port = generation.store.rsplit(":", 1)
-            self._client = dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout)
-        return dist.PrefixStore(generation.prefix, self._client)
-
-    def forget(self, before: int) -> None:
-        """Delete the keys of generations below `before`. One worker does this once a generation is active."""
-        assert self._client is not None
-        for key in self._client.list_keys():
-            number = key.removeprefix("/").removeprefix("generation/").partition("/")[0]
-            if number.isdigit() and int(number) < before:
-                self._client.delete_key(key)
+    Raises:
+        dist.DistError: the store cannot be reached.
+    """
+    host, port = generation.store.rsplit(":", 1)
+    client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    return dist.PrefixStore(generation.prefix, client)
 
 
-def _answers(client: dist.TCPStore) -> bool:
-    """False if the store was restarted since."""
-    try:
-        client.check(["generation"])
-    except dist.DistError:
-        return False
-    return True
+def forget_before(store: dist.PrefixStore, number: int) -> None:
+    """Delete the keys of generations below `number`. One worker does this once a generation is active."""
+    client = store.underlying_store
+    for key in client.list_keys():
+        found = _GENERATION.search(key)
+        if found is not None and int(found[1]) < number:
+            client.delete_key(key)

@@ -1,0 +1,204 @@
+"""Real processes that fail at exact moments: every step is committed once, and the sum is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from control_jobs import MICROBATCHES, Act, Job, Jobs, value
+
+from mmcompile.runtime.control.effects import EventKind
+from mmcompile.runtime.control.events import Event, read_events, recoveries
+from mmcompile.runtime.control.fail_points import Action, Strike
+from mmcompile.runtime.control.log import Log
+
+THREE = {"a": 1, "b": 1, "c": 1}
+FOUR = {**THREE, "d": 1}
+SLOW_S = 0.02
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    runner = Jobs()
+    yield runner
+    runner.close()
+
+
+def strike(folder: Path, point: str, action: str, *, rank: int | None = None, **where: int) -> Strike:
+    """A fault that strikes once."""
+    marker = str(folder / f"struck-{point}-{rank}")
+    return Strike(point=point, action=Action(action), rank=rank, marker=marker, **where)
+
+
+def check(jobs: Jobs, job: Job, *, survivors: int) -> list[Event]:
+    """Run a job and check everything that holds for all; returns its events."""
+    answer = jobs.run(job)
+    folder = Path(job.folder)
+    events = list(read_events(folder / "events.jsonl"))
+    assert answer["success"], events[-3:]
+    committed = [event for event in events if event.kind is EventKind.COMMITTED]
+    assert [event.step for event in committed] == list(range(1, job.num_steps + 1))
+    ids = [number for event in committed for number in event.microbatches or ()]
+    assert sorted(ids) == list(range(MICROBATCHES * job.num_steps))
+    started = [event.generation for event in events if event.kind is EventKind.PREPARE]
+    assert started == sorted(set(started))
+    results = [json.loads(path.read_text()) for path in folder.glob("result-*")]
+    assert len(results) >= survivors
+    assert {result["sum"] for result in results} == {sum(map(value, ids))}
+    log = Log.open(folder / "coordinator.log")
+    log.close()
+    assert log.history.committed == job.num_steps
+    assert log.history.cursor == json.dumps({"step": job.num_steps})
+    return events
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("point", ["before-step", "after-reduce", "after-commit"])
+def test_killed_in_a_step(jobs: Jobs, tmp_path: Path, point: str, rank: int) -> None:
+    job = Job(folder=str(tmp_path), nodes=THREE, strikes=(strike(tmp_path, point, "kill", rank=rank, step=4),))
+    (recovery,) = recoveries(check(jobs, job, survivors=2))
+    assert "SIGKILL" in recovery.cause
+    assert recovery.num_attempts == 1
+    assert recovery.total_s < 2.0
+
+
+@pytest.mark.parametrize("point", ["prepared", "connected", "copied", "active"])
+def test_killed_while_the_first_generation_is_made(jobs: Jobs, tmp_path: Path, point: str) -> None:
+    strikes = (strike(tmp_path, point, "kill", rank=1, generation=1),)
+    check(jobs, Job(folder=str(tmp_path), nodes=THREE, strikes=strikes, max_restarts=1), survivors=2)
+
+
+@pytest.mark.parametrize("point", ["superseded", "prepared", "connected", "copied", "active"])
+def test_killed_while_another_failure_is_recovered(jobs: Jobs, tmp_path: Path, point: str) -> None:
+    second = 1 if point == "superseded" else 2
+    strikes = (
+        strike(tmp_path, "before-reduce", "kill", rank=3, step=4),
+        strike(tmp_path, point, "kill", rank=1, generation=second),
+    )
+    found = recoveries(check(jobs, Job(folder=str(tmp_path), nodes=FOUR, strikes=strikes), survivors=2))
+    assert sum(recovery.num_attempts for recovery in found) in (1, 2)
+    assert sum(recovery.total_s for recovery in found) < 2.0, "a wait reached its timeout"
+
+
+def test_two_killed_at_once(jobs: Jobs, tmp_path: Path) -> None:
+    strikes = tuple(strike(tmp_path, "before-reduce", "kill", rank=rank, step=4) for rank in (0, 2))
+    check(jobs, Job(folder=str(tmp_path), nodes=FOUR, strikes=strikes), survivors=2)
+
+
+@pytest.mark.parametrize(
+    ("action", "cause"),
+    [
+        ("exit", "ended with exit code 7"),
+        ("segfault", "SIGSEGV"),
+        ("exception", "InjectedFault: fault injected at before-reduce"),
+        ("stop", "was silent for"),
+        ("gil", "was silent for"),
+    ],
+)
+def test_other_ways_to_fail(jobs: Jobs, tmp_path: Path, action: str, cause: str) -> None:
+    job = Job(folder=str(tmp_path), nodes=THREE, strikes=(strike(tmp_path, "before-reduce", action, rank=1, step=4),))
+    (recovery,) = recoveries(check(jobs, job, survivors=2))
+    assert cause in recovery.cause
+
+
+def test_a_slow_worker_is_no_failure(jobs: Jobs, tmp_path: Path) -> None:
+    slow = replace(strike(tmp_path, "before-reduce", "sleep", rank=1, step=4), seconds=2.0)
+    events = check(jobs, Job(folder=str(tmp_path), nodes=THREE, strikes=(slow,)), survivors=3)
+    assert not [event for event in events if event.kind is EventKind.DETECTED]
+
+
+@pytest.mark.parametrize("how", ["worker", "agent"])
+def test_a_node_with_notice_leaves_after_its_step(jobs: Jobs, tmp_path: Path, how: str) -> None:
+    job = Job(folder=str(tmp_path), nodes=THREE, num_steps=20, step_s=SLOW_S)
+    if how == "worker":
+        job = replace(job, strikes=(strike(tmp_path, "before-reduce", "term", rank=1, step=4),))
+    else:
+        job = replace(job, acts=(Act(after='"step":4', do="drain", node="b"),))
+    events = check(jobs, job, survivors=2)
+    assert not [event for event in events if event.kind is EventKind.REPLAYED]
+    assert "must go" in recoveries(events)[0].cause
+
+
+def test_workers_of_a_node_die_together(jobs: Jobs, tmp_path: Path) -> None:
+    strikes = (strike(tmp_path, "before-reduce", "kill", rank=1, step=4),)
+    check(jobs, Job(folder=str(tmp_path), nodes={"a": 2, "b": 2}, strikes=strikes), survivors=2)
+
+
+def test_a_killed_node_comes_back(jobs: Jobs, tmp_path: Path) -> None:
+    strikes = (strike(tmp_path, "before-reduce", "kill", rank=0, step=4),)
+    job = Job(folder=str(tmp_path), nodes=THREE, strikes=strikes, max_restarts=1, num_steps=20, step_s=SLOW_S)
+    assert len(recoveries(check(jobs, job, survivors=3))) == 2
+
+
+def test_a_node_joins(jobs: Jobs, tmp_path: Path) -> None:
+    acts = (Act(after='"step":3', do="add", node="z"),)
+    job = Job(folder=str(tmp_path), nodes={"a": 1, "b": 1}, acts=acts, num_steps=20, step_s=SLOW_S)
+    events = check(jobs, job, survivors=3)
+    assert not [event for event in events if event.kind is EventKind.REPLAYED]
+
+
+def test_an_agent_takes_its_workers_with_it(jobs: Jobs, tmp_path: Path) -> None:
+    acts = (Act(after='"step":3', do="kill_agent", node="b"),)
+    check(jobs, Job(folder=str(tmp_path), nodes=THREE, acts=acts, num_steps=20, step_s=SLOW_S), survivors=2)
+
+
+def test_a_stopped_node_that_wakes_up_is_kept_out(jobs: Jobs, tmp_path: Path) -> None:
+    acts = (Act(after='"step":3', do="stop_node", node="b"), Act(after="replayed", do="cont_node", node="b"))
+    job = Job(folder=str(tmp_path), nodes=THREE, acts=acts, num_steps=60, step_s=SLOW_S, max_restarts=1)
+    events = check(jobs, job, survivors=3)
+    assert [event.cause for event in events if event.kind is EventKind.REFUSED and "given up" in (event.cause or "")]
+
+
+@pytest.mark.parametrize("record", ["prepared", "activated", "committed", "ended"])
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_coordinator_killed_around_a_record(jobs: Jobs, tmp_path: Path, record: str, side: str) -> None:
+    step = {"step": 4} if record == "committed" else {}
+    strikes = (strike(tmp_path, f"{side}-log-{record}", "kill", **step),)
+    events = check(jobs, Job(folder=str(tmp_path), nodes=THREE, strikes=strikes), survivors=3)
+    if record == "committed":
+        assert not [event for event in events if event.kind is EventKind.DETECTED], (
+            "it resumes without a new generation"
+        )
+
+
+def test_coordinator_and_a_node_killed(jobs: Jobs, tmp_path: Path) -> None:
+    acts = (Act(after='"step":3', do="kill_coordinator"), Act(after="restarted", do="kill_agent", node="c"))
+    check(jobs, Job(folder=str(tmp_path), nodes=THREE, acts=acts, num_steps=30, step_s=SLOW_S), survivors=2)
+
+
+def test_store_killed(jobs: Jobs, tmp_path: Path) -> None:
+    acts = (Act(after='"step":3', do="kill_store"), Act(after='"step":6', do="kill_agent", node="b"))
+    check(jobs, Job(folder=str(tmp_path), nodes=THREE, acts=acts, num_steps=20, step_s=SLOW_S), survivors=2)
+
+
+def test_strangers_are_refused_and_training_goes_on(jobs: Jobs, tmp_path: Path) -> None:
+    acts = (Act(after='"step":3', do="strangers"),)
+    job = Job(folder=str(tmp_path), nodes=THREE, acts=acts, num_steps=20, step_s=SLOW_S)
+    events = check(jobs, job, survivors=3)
+    assert not [event for event in events if event.kind is EventKind.DETECTED]
+    reasons = "\n".join(event.cause or "" for event in events if event.kind is EventKind.REFUSED)
+    for text in (
+        "does not know the secret",
+        "protocol 2, the coordinator speaks 1",
+        "Hello before the proof",
+        "a message of 2147483648 bytes",
+        "a message of 5000 bytes, the limit is 4096",
+        "malformed message",
+    ):
+        assert text in reasons, reasons
+
+
+def test_fifty_recoveries_cost_nothing_that_stays(jobs: Jobs, tmp_path: Path) -> None:
+    strikes = (Strike(point="after-reduce", action=Action.EXIT, rank=2),)
+    job = Job(folder=str(tmp_path), nodes=THREE, strikes=strikes, max_restarts=25, num_steps=120, step_s=0.03)
+    events = check(jobs, job, survivors=2)
+    assert sum(event.kind is EventKind.ACTIVE for event in events) >= 50
+    for path in tmp_path.glob("result-*"):
+        usage = json.loads(path.read_text())["usage"]
+        if len(usage) >= 50:
+            files, threads = zip(*usage[5:], strict=True)
+            assert max(files) <= min(files) + 1, files
+            assert max(threads) <= min(threads) + 1, threads
