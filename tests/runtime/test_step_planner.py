@@ -74,7 +74,9 @@ def _members(plan: StepPlan, tower: str) -> list[int]:
     return sorted(sample for m in plan.microbatches if m.tower == tower for sample in m.samples)
 
 
-@pytest.mark.parametrize(("name", "chosen"), [("llava", Dealt()), ("qwen2_5_vl", balancer("joint"))])
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("llava", Dealt()), pytest.param("qwen2_5_vl", balancer("joint"), marks=pytest.mark.slow)]
+)
 def test_every_sample_is_computed_once_and_its_rows_arrive_once(name: str, chosen: Balancer) -> None:
     drawn = _family(name)[-1]
     plan = _planner(name, chosen).plan(1, drawn).plan
