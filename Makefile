@@ -25,11 +25,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a small LLaVA on scanned digits in a pipeline of local processes; writes demo_out/
 	$(BIN)/python -P examples/digits_llava.py --out demo_out
 
+# Two files of tests at a time; tests of one file stay together, and share what they set up.
+PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
+
 test: $(STAMP)  ## the tests that take minutes
-	$(BIN)/pytest -q
+	$(PYTEST)
 
 test-all: $(STAMP)  ## the slow tests as well
-	$(BIN)/pytest -q -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .
