@@ -50,6 +50,8 @@ class Act:
     do: str
     """add | drain | stop | cont | kill_agent | kill_coordinator | stop_node | cont_node"""
     node: str = ""
+    pause_s: float = 0.0
+    """Between the line and the act."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,7 @@ class Job:
     """Nodes that must be there at the start; 0: all of `nodes`."""
     deadline_s: float = 6.0
     max_restarts: int = 0
+    max_attempts: int = 8
     step_s: float = 0.0
     timeout_s: float = 20.0
 
@@ -167,7 +170,7 @@ class CountWorker:
 
     def copy(self, group: dist.ProcessGroupGloo, generation: Generation) -> None:
         """Give the sum to those that joined: all others hold the same."""
-        mine = generation.nodes and not self.is_new(generation)
+        mine = os.environ["COUNT_NODE"] not in generation.joined
         assert not mine or self.step == generation.committed, f"holds {self.step}, committed {generation.committed}"
         holders = torch.tensor([int(mine)], dtype=torch.int64)
         part = self.sum * int(mine)
@@ -176,9 +179,6 @@ class CountWorker:
         if not mine:
             self.sum = part // max(1, int(holders))
             self.step = generation.committed
-
-    def is_new(self, generation: Generation) -> bool:
-        return os.environ["COUNT_NODE"] in generation.joined
 
     def all_reduce(self, group: dist.ProcessGroupGloo, tensor: torch.Tensor) -> None:
         with self.links():
@@ -221,7 +221,7 @@ def run_job(job: Job) -> dict[str, object]:
         folder=Path(job.folder),
         planner=CountPlanner(least=job.least, start=job.start or len(job.nodes)),
         work=partial(_work, job),
-        times=Times(recovery_deadline_s=job.deadline_s),
+        times=Times(recovery_deadline_s=job.deadline_s, max_attempts=job.max_attempts),
         max_restarts=job.max_restarts,
     )
     start_s = time.monotonic()
@@ -230,6 +230,7 @@ def run_job(job: Job) -> dict[str, object]:
             cluster.add(node, num_workers=num_workers)
         for act in job.acts:
             _await_event(Path(job.folder, "events.jsonl"), act.after, job.timeout_s)
+            time.sleep(act.pause_s)
             _act(cluster, act)
         success = cluster.wait(job.timeout_s)
     return {"success": success, "seconds": time.monotonic() - start_s}
@@ -258,7 +259,7 @@ def strangers(port: int) -> None:
 
     say(frame(Proof(nonce="1", mac="f" * 64)), answer=True)
     say(frame(Proof(nonce="1", mac="f" * 64, version=PROTOCOL_VERSION + 1)), answer=True)
-    say(frame(Hello(node="b", incarnation="x", num_workers=1, generation=0)), answer=True)
+    say(frame(Hello(node="b", incarnation="x", num_workers=1, generation=0, committed=0)), answer=True)
     say((2**31).to_bytes(4, "big") + b"x" * 100, answer=True)
     say((5000).to_bytes(4, "big") + b"x" * 5000, answer=True)
     say((5).to_bytes(4, "big") + b"{nope", answer=True)
@@ -284,6 +285,9 @@ def _act(cluster: LocalCluster, act: Act) -> None:
             os.kill(cluster.agents[act.node], signal.SIGKILL)
         case "kill_coordinator":
             os.kill(children(cluster.supervisor)[-1], signal.SIGKILL)
+        case "stop_coordinator" | "cont_coordinator":
+            sign = signal.SIGSTOP if act.do == "stop_coordinator" else signal.SIGCONT
+            os.kill(children(cluster.supervisor)[-1], sign)
         case "kill_store":
             os.kill(children(cluster.supervisor)[0], signal.SIGKILL)
         case "strangers":

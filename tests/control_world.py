@@ -57,18 +57,22 @@ class Node:
     active: int = 0
     """Last generation it saw active."""
     applied: int = 0
+    known: int = 0
+    """Last step it heard to be committed."""
     target: int = 0
     """Step its state will be at once the generation is ready."""
     asked: Message | None = None
 
     def hello(self) -> Hello:
-        return Hello(node=self.name, incarnation=self.name, num_workers=1, generation=self.active)
+        return Hello(node=self.name, incarnation=self.name, num_workers=1, generation=self.active, committed=self.known)
 
     def ask(self, message: Message) -> None:
         self.asked = message
         self.outbox.append(message)
 
     def take(self, message: Message, num_steps: int) -> None:
+        if isinstance(message, Commit | Prepare):
+            self.known = message.step if isinstance(message, Commit) else message.committed
         match message:
             case Prepare() if message.generation > self.generation:
                 if isinstance(self.asked, Reduced) and self.asked.step <= message.committed:
@@ -277,7 +281,7 @@ def sorted_state(generations: Generations) -> list[tuple[str, str]]:
     return [
         (name, repr(sorted(value, key=repr)) if isinstance(value, set) else repr(value))
         for name, value in sorted(vars(generations).items())
-        if name not in ("_planner",)
+        if name not in ("_planner", "_out")
     ]
 
 

@@ -22,6 +22,7 @@ from mmcompile.runtime.control.membership import Membership, serve
 from mmcompile.runtime.control.messages import (
     Advance,
     Advice,
+    Commit,
     Drain,
     Failed,
     Fault,
@@ -91,6 +92,7 @@ class Agent:
         self._workers: list[_Worker] = []
         self._incarnation = ""
         self._generation = 0
+        self._committed = 0
         self._restarts = 0
         self._drain_asked = False
         self._draining = False
@@ -143,7 +145,7 @@ class Agent:
             self._talk()
 
     def _start(self) -> None:
-        self._incarnation, self._generation = secrets.token_hex(8), 0
+        self._incarnation, self._generation, self._committed = secrets.token_hex(8), 0, 0
         for index in range(self._order.num_workers):
             ours, theirs = socket.socketpair()
             with theirs:
@@ -255,6 +257,7 @@ class Agent:
             incarnation=self._incarnation,
             num_workers=self._order.num_workers,
             generation=self._generation,
+            committed=self._committed,
         )
 
     def _obey(self, message: Message) -> None:
@@ -273,9 +276,20 @@ class Agent:
                 self._link.close()
                 self._pass_on(message)
             case _:
-                if isinstance(message, Advance) and message.phase is Phase.ACTIVE:
-                    self._generation = message.generation
+                self._note(message)
                 self._pass_on(message)
+
+    def _note(self, message: Message) -> None:
+        """Remember where the workers are, for a coordinator that was restarted."""
+        match message:
+            case Advance(phase=Phase.ACTIVE):
+                self._generation = message.generation
+            case Commit():
+                self._committed = message.step
+            case Prepare():
+                self._committed = message.committed
+            case _:
+                pass
 
     def _pass_on(self, message: Message) -> None:
         for worker in self._workers:

@@ -84,6 +84,10 @@ class Coordinator:
         self._timers: list[tuple[float, Timer, int]] = []
         self._seen_s = time.monotonic()
         self._linger_s = 0.0
+        self._excused_s = 0.0
+        """Until then, nodes that took us for dead may come back on a new connection."""
+        self._away: dict[str, tuple[str, str]] = {}
+        """Node -> incarnation and cause, of those that are waited for."""
 
     def run(self) -> bool:
         """Serve until all nodes were released; returns whether training ended well."""
@@ -106,21 +110,30 @@ class Coordinator:
         self._linger_s = time.monotonic() + self._times.resume_s
 
     def _turn(self) -> None:
-        for key, mask in self._selector.select(self._times.tick_s):
+        ready = self._selector.select(self._times.tick_s)
+        now_s = time.monotonic()
+        if now_s - self._seen_s > self._times.lease_s / 2:
+            self._excuse(now_s)
+        self._seen_s = now_s
+        for key, mask in ready:
             if key.data is None:
                 self._accept()
             else:
                 self._serve(key.data, mask)
-        now_s = time.monotonic()
-        if now_s - self._seen_s > self._times.lease_s / 2:
-            # We did not look for a while: the silence is ours.
-            for peer in self._peers:
-                peer.heard_s = now_s
-        self._seen_s = now_s
         for peer in [peer for peer in self._peers if peer.stream.closed]:
             self._drop(peer, f"{peer.node} does not read what it is sent")
         self._check_leases(now_s)
         self._check_timers(now_s)
+        if self._away and now_s > self._excused_s:
+            for node, (incarnation, cause) in self._away.items():
+                self._execute(self._generations.leave(node, incarnation, cause))
+            self._away.clear()
+
+    def _excuse(self, now_s: float) -> None:
+        """We did not look for a while (a slow disk, a process that was stopped), so silence and hasty leave are our fault."""
+        self._excused_s = now_s + self._times.resume_s
+        for peer in self._peers:
+            peer.heard_s = now_s
 
     def _accept(self) -> None:
         try:
@@ -205,6 +218,7 @@ class Coordinator:
         if (old := self._nodes.get(hello.node)) is not None:
             # The same workers on a new connection: the old one is a half-open link.
             self._forget(old)
+        self._away.pop(hello.node, None)
         peer.node, peer.incarnation = hello.node, hello.incarnation
         self._nodes[hello.node] = peer
         self._execute(self._generations.join(hello))
@@ -287,9 +301,11 @@ class Coordinator:
 
     def _drop(self, peer: _Peer, cause: str) -> None:
         """End a connection and count its node as lost."""
-        node = peer.node
+        node, ended = peer.node, peer.stream.closed
         self._forget(peer)
-        if node:
+        if node and ended and time.monotonic() < self._excused_s:
+            self._away[node] = (peer.incarnation, cause)
+        elif node:
             self._execute(self._generations.leave(node, peer.incarnation, cause))
 
     def _forget(self, peer: _Peer) -> None:

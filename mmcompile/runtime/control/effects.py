@@ -92,3 +92,41 @@ class Emit:
 
 
 Effect: TypeAlias = Write | Send | Close | Arm | Emit
+
+
+class Effects:
+    """Effects in the order they are wanted."""
+
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+
+    def take(self) -> list[Effect]:
+        """All since the last time."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def write(self, record: Record) -> None:
+        self._effects.append(Write(record=record))
+
+    def send(self, node: str, message: Message) -> None:
+        self._effects.append(Send(node=node, message=message))
+
+    def close(self, node: str) -> None:
+        self._effects.append(Close(node=node))
+
+    def arm(self, generation: int, timer: Timer) -> None:
+        self._effects.append(Arm(timer=timer, generation=generation))
+
+    def emit(
+        self,
+        generation: int,
+        kind: EventKind,
+        *,
+        node: str | None = None,
+        step: int | None = None,
+        cause: str | None = None,
+        microbatches: tuple[int, ...] | None = None,
+    ) -> None:
+        self._effects.append(
+            Emit(kind=kind, generation=generation, node=node, step=step, cause=cause, microbatches=microbatches)
+        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from mmcompile.errors import EngineError
-
 
 class ProtocolError(Exception):
     """The other side of a link sent something it must not send; the link is closed."""
@@ -15,7 +13,3 @@ class Superseded(Exception):
 
 class Released(Exception):
     """Training ended, or the node was let go: the worker may exit."""
-
-
-class ControlLost(EngineError):
-    """The coordinator or the agent is gone and did not come back."""

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container
 
-from mmcompile.runtime.control.effects import Arm, Close, Effect, Emit, EventKind, Send, Timer, Write
+from mmcompile.errors import MMCompileError
+from mmcompile.runtime.control.composition import change_of, holders, in_order, prepares_of, refusal_of
+from mmcompile.runtime.control.effects import Effect, Effects, EventKind, Timer
 from mmcompile.runtime.control.log import Activated, Committed, Ended, History, Member, Prepared, Record, RolledBack
 from mmcompile.runtime.control.messages import (
     Advance,
@@ -23,7 +25,6 @@ from mmcompile.runtime.control.messages import (
     Fault,
     Finished,
     Hello,
-    Message,
     Phase,
     Prepare,
     Reached,
@@ -32,7 +33,7 @@ from mmcompile.runtime.control.messages import (
     Release,
     Suspend,
 )
-from mmcompile.runtime.control.planner import Change, Decision, Planned, Planner, StateLost, Stop, Wait
+from mmcompile.runtime.control.planner import Decision, Planned, Planner, StateLost, Stop, Wait
 
 _NEXT = {Phase.PREPARE: Phase.RENDEZVOUS, Phase.RENDEZVOUS: Phase.READY, Phase.READY: Phase.ACTIVE}
 _DONE = {Phase.PREPARE: EventKind.PREPARED, Phase.RENDEZVOUS: EventKind.RENDEZVOUS, Phase.READY: EventKind.READY}
@@ -67,7 +68,12 @@ class Generations:
         self._prepare: dict[str, Prepare] = {}
         self._attempts = 0
         self._interrupted = False
-        self._effects: list[Effect] = []
+        self._out = Effects()
+
+    @property
+    def generation(self) -> int:
+        """Last number given out."""
+        return self.history.generation
 
     def start(self) -> list[Effect]:
         """First of all inputs: go on from the history."""
@@ -76,20 +82,13 @@ class Generations:
             self.phase = Phase.ENDED
         elif active is not None:
             self.phase, self.members = Phase.RESUMING, active.members
-            self._emit(EventKind.RESTARTED)
-            self._arm(Timer.RESUME)
-        return self._flush()
+            self._out.emit(self.generation, EventKind.RESTARTED)
+            self._out.arm(self.generation, Timer.RESUME)
+        return self._out.take()
 
     def refusal(self, hello: Hello) -> Refused | None:
         """Why a node may not join as it is."""
-        known = self._connected.get(hello.node)
-        if known is not None and known.incarnation != hello.incarnation:
-            reason = f"a node named {hello.node} is connected already; if it is this one, its old connection ends soon"
-            return Refused(reason=reason, advice=Advice.RETRY)
-        if hello.incarnation in self._dead or (hello.generation > 0 and not self._remembers(hello)):
-            reason = f"{hello.node} was given up after generation {hello.generation}; its workers hold old state"
-            return Refused(reason=reason, advice=Advice.RESTART)
-        return None
+        return refusal_of(hello, self._connected, self._dead, (*self.members, *holders(self.history)), self.history)
 
     def join(self, hello: Hello) -> list[Effect]:
         """A node that `refusal` lets in connected: a new one, or a member that lost its connection."""
@@ -101,63 +100,63 @@ class Generations:
         elif back and self.phase is not Phase.RESUMING:
             self._resend(member)
         elif not back:
-            self._emit(EventKind.JOINED, node=hello.node)
+            self._out.emit(self.generation, EventKind.JOINED, node=hello.node)
         if self.phase is Phase.RESUMING:
             self._resume(give_up=False)
         elif self.phase is Phase.WAITING:
             self._reconfigure(f"{hello.node} joined", None)
-        return self._flush()
+        return self._out.take()
 
     def leave(self, node: str, incarnation: str, cause: str) -> list[Effect]:
         """A node is lost: its connection ended, its lease lapsed, or its agent says that its workers are dead."""
         member = self._connected.get(node)
         if member is not None and member.incarnation == incarnation:
             self._lose(member, cause)
-        return self._flush()
+        return self._out.take()
 
     def drain(self, node: str) -> list[Effect]:
         """A node will be taken away: go on without it after this step."""
         if node in self._connected and node not in self._draining and self.phase is not Phase.ENDED:
-            self._emit(EventKind.DRAINING, node=node)
+            self._out.emit(self.generation, EventKind.DRAINING, node=node)
             self._draining.add(node)
             if self._connected[node] not in self.members:
                 self._release(node)
-        return self._flush()
+        return self._out.take()
 
     def reached(self, node: str, message: Reached) -> list[Effect]:
         """A worker completed a phase."""
-        if message.generation == self.history.generation and message.phase is self.phase and self.phase in _NEXT:
+        if message.generation == self.generation and message.phase is self.phase and self.phase in _NEXT:
             self._reached.add((node, message.worker))
             if self._complete(self._reached):
                 self._advance()
-        return self._flush()
+        return self._out.take()
 
     def reduced(self, node: str, message: Reduced) -> list[Effect]:
         """A worker has the final gradients of a step."""
         if message.step <= self.history.committed:
-            self._send(node, Commit(step=message.step))
+            self._out.send(node, Commit(step=message.step))
         elif self._counts(message) and message.step == self.history.committed + 1:
             self._reduced[node, message.worker] = message
             self._commit_if_complete()
-        return self._flush()
+        return self._out.take()
 
     def finished(self, node: str, message: Finished) -> list[Effect]:
         """A worker has done its last step."""
         if self._counts(message) and message.step == self.history.committed:
             self._finished.add((node, message.worker))
             self._finish_if_complete()
-        return self._flush()
+        return self._out.take()
 
     def fault(self, node: str, message: Fault) -> list[Effect]:
         """A worker lost a link to another worker. The loss of a member usually explains it soon."""
-        if message.generation == self.history.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
-            self._emit(EventKind.FAULT, node=node, cause=message.error)
-            self._arm(Timer.FAULT)
-        return self._flush()
+        if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
+            self._out.emit(self.generation, EventKind.FAULT, node=node, cause=message.error)
+            self._out.arm(self.generation, Timer.FAULT)
+        return self._out.take()
 
     def expired(self, timer: Timer, generation: int) -> list[Effect]:
         """A time is over."""
-        current = generation == self.history.generation
+        current = generation == self.generation
         if timer is Timer.RESUME and self.phase is Phase.RESUMING:
             self._resume(give_up=True)
         elif timer is Timer.FAULT and current and self.phase in (*_NEXT, Phase.ACTIVE):
@@ -165,21 +164,19 @@ class Generations:
             self._reconfigure(f"a link between workers broke in generation {generation} and {_ALIVE}", None)
         elif timer is Timer.ATTEMPT and current and self.phase in _NEXT:
             self._give_up_silent()
-        return self._flush()
-
-    def _remembers(self, hello: Hello) -> bool:
-        """True if its workers hold the state of the last committed step."""
-        known = (*self.members, *(self.history.active.members if self.history.active is not None else ()))
-        return any((member.node, member.incarnation) == (hello.node, hello.incarnation) for member in known)
+        return self._out.take()
 
     def _counts(self, message: Reduced | Finished) -> bool:
         """True for what is said in the active generation, also while its members come back to a restarted coordinator."""
         active = self.history.active
-        known = active is not None and active.generation == self.history.generation == message.generation
+        known = active is not None and active.generation == self.generation == message.generation
         return known and self.phase in (Phase.ACTIVE, Phase.RESUMING)
 
     def _complete(self, workers: Container[tuple[str, int]]) -> bool:
-        return all((member.node, worker) in workers for member in self.members for worker in range(member.num_workers))
+        return all(self._answered(member, workers) for member in self.members)
+
+    def _answered(self, member: Member, workers: Container[tuple[str, int]]) -> bool:
+        return all((member.node, worker) in workers for worker in range(member.num_workers))
 
     def _lose(self, member: Member, cause: str) -> None:
         del self._connected[member.node]
@@ -193,18 +190,12 @@ class Generations:
 
     def _give_up_silent(self) -> None:
         """Lose the members that hold up a generation in preparation."""
-        silent = [
-            member
-            for member in self.members
-            if any((member.node, worker) not in self._reached for worker in range(member.num_workers))
-        ]
+        silent = [member for member in self.members if not self._answered(member, self._reached)]
         for member in silent:
             if self._connected.get(member.node) == member:
-                cause = (
-                    f"{member.node} did not finish phase {self.phase} of generation {self.history.generation} in time"
-                )
-                self._send(member.node, Refused(reason=cause, advice=Advice.RESTART))
-                self._effects.append(Close(node=member.node))
+                cause = f"{member.node} did not finish phase {self.phase} of generation {self.generation} in time"
+                self._out.send(member.node, Refused(reason=cause, advice=Advice.RESTART))
+                self._out.close(member.node)
                 del self._connected[member.node]
                 self._draining.discard(member.node)
                 self._dead.add(member.incarnation)
@@ -213,16 +204,19 @@ class Generations:
     def _resume(self, *, give_up: bool) -> None:
         """After a restart: go on as before if all are back; without the missing if they are given up."""
         back = [member for member in self.members if self._connected.get(member.node) == member]
+        # A node with new workers shows that the old ones are gone.
         missing = [
-            member.node for member in self.members if member not in back and member.incarnation not in self._dead
+            member.node
+            for member in self.members
+            if member.node not in self._connected and member.incarnation not in self._dead
         ]
         if missing and not give_up:
             return
         active = self.history.active
         assert active is not None
-        if len(back) == len(self.members) and active.generation == self.history.generation:
+        if len(back) == len(self.members) and active.generation == self.generation:
             self.phase = Phase.ACTIVE
-            self._emit(EventKind.RESUMED)
+            self._out.emit(self.generation, EventKind.RESUMED)
             for member in self.members:
                 self._resend(member)
             self._finish_if_complete()
@@ -235,19 +229,19 @@ class Generations:
 
     def _resend(self, member: Member) -> None:
         """Repeat what a member may have missed."""
-        node, generation = member.node, self.history.generation
+        node, generation = member.node, self.generation
         if self.history.committed:
-            self._send(node, Commit(step=self.history.committed))
+            self._out.send(node, Commit(step=self.history.committed))
         if node in self._prepare:
-            self._send(node, self._prepare[node])
+            self._out.send(node, self._prepare[node])
         for phase in (Phase.RENDEZVOUS, Phase.READY, Phase.ACTIVE):
             if self.phase in (*_NEXT, Phase.ACTIVE) and list(Phase).index(phase) <= list(Phase).index(self.phase):
-                self._send(node, Advance(generation=generation, phase=phase))
+                self._out.send(node, Advance(generation=generation, phase=phase))
 
     def _reconfigure(self, cause: str, node: str | None) -> None:
         """Make the next generation of all nodes that are connected and stay."""
         if self.phase is not Phase.WAITING:
-            self._emit(EventKind.DETECTED, node=node, cause=cause)
+            self._out.emit(self.generation, EventKind.DETECTED, node=node, cause=cause)
         if self._attempts >= self._max_attempts:
             self._end(
                 f"{self._attempts} generations in a row without a committed step; the last: {cause}", success=False
@@ -270,28 +264,16 @@ class Generations:
                 self._begin(members, decision.payload, cause)
 
     def _candidates(self, *, draining: bool) -> tuple[Member, ...]:
-        """Those that hold state first, in their old order, so that ranks change little."""
-        order = {member: index for index, member in enumerate(self._previous())}
+        """Nodes for the next generation; `draining`: those that must go as well."""
         stay = [member for member in self._connected.values() if draining or member.node not in self._draining]
-        return tuple(sorted(stay, key=lambda member: order.get(member, len(order))))
-
-    def _previous(self) -> tuple[Member, ...]:
-        return self.history.active.members if self.history.active is not None else ()
+        return in_order(stay, self.history)
 
     def _ask(self, members: tuple[Member, ...]) -> Decision:
-        previous, active = self._previous(), self.history.active
-        return self._planner.plan(
-            Change(
-                members=tuple(member.node for member in members),
-                num_workers=tuple(member.num_workers for member in members),
-                lost=tuple(member.node for member in previous if self._connected.get(member.node) != member),
-                joined=tuple(member.node for member in members if member not in previous),
-                draining=tuple(sorted(self._draining)),
-                previous=tuple(member.node for member in previous),
-                previous_payload=active.payload if active is not None else None,
-                committed=self.history.committed,
-            )
-        )
+        change = change_of(members, self._connected, self._draining, self.history)
+        try:
+            return self._planner.plan(change)
+        except MMCompileError as error:
+            return Stop(reason=f"no plan for {', '.join(change.members) or 'no nodes'}: {error}")
 
     def _roll_back(self, members: tuple[Member, ...], lost: StateLost, cause: str) -> None:
         names = ", ".join(lost.layers)
@@ -300,7 +282,9 @@ class Generations:
             self._end(reason, success=False)
             return
         self._write(RolledBack(step=lost.checkpoint_step, cursor=lost.cursor))
-        self._emit(EventKind.ROLLED_BACK, step=lost.checkpoint_step, cause=f"no node holds {names}")
+        self._out.emit(
+            self.generation, EventKind.ROLLED_BACK, step=lost.checkpoint_step, cause=f"no node holds {names}"
+        )
         self._begin(members, lost.payload, cause)
 
     def _begin(self, members: tuple[Member, ...], payload: str, cause: str) -> None:
@@ -309,66 +293,47 @@ class Generations:
             member for member in self.members if self._connected.get(member.node) == member and member not in members
         ]
         had_state = self.history.active is not None
-        self._write(Prepared(generation=self.history.generation + 1))
+        self._write(Prepared(generation=self.generation + 1))
         self._attempts += 1
         self.phase, self.members = Phase.PREPARE, members
         self._clear()
-        self._prepare = self._prepares(members, payload, cause)
-        self._emit(EventKind.PREPARE, cause=cause)
+        self._prepare = prepares_of(members, payload, history=self.history, store=self._store, cause=cause)
+        self._out.emit(self.generation, EventKind.PREPARE, cause=cause)
         for node, message in self._prepare.items():
-            self._send(node, message)
+            self._out.send(node, message)
         for member in left:
-            self._send(member.node, Suspend(generation=self.history.generation, reason="the node must go"))
+            self._out.send(member.node, Suspend(generation=self.generation, reason="the node must go"))
         if had_state:
             # The first start may take as long as it takes: programs are compiled and weights are read.
-            self._arm(Timer.ATTEMPT)
-
-    def _prepares(self, members: tuple[Member, ...], payload: str, cause: str) -> dict[str, Prepare]:
-        previous, messages, rank = self._previous(), dict[str, Prepare](), 0
-        for member in members:
-            messages[member.node] = Prepare(
-                generation=self.history.generation,
-                first_rank=rank,
-                world_size=sum(other.num_workers for other in members),
-                nodes=tuple(other.node for other in members),
-                joined=tuple(other.node for other in members if other not in previous),
-                active=self.history.active.generation if self.history.active is not None else 0,
-                committed=self.history.committed,
-                cursor=self.history.cursor,
-                payload=payload,
-                store=self._store,
-                cause=cause,
-            )
-            rank += member.num_workers
-        return messages
+            self._out.arm(self.generation, Timer.ATTEMPT)
 
     def _wait(self, reason: str) -> None:
         """Nothing can run: let go of the generation and wait for nodes."""
-        self._emit(EventKind.WAITING, cause=reason)
+        self._out.emit(self.generation, EventKind.WAITING, cause=reason)
         if self.phase is not Phase.WAITING:
             for node in self._connected:
-                self._send(node, Suspend(generation=self.history.generation, reason=reason))
+                self._out.send(node, Suspend(generation=self.generation, reason=reason))
         self.phase, self.members = Phase.WAITING, ()
         self._clear()
         self._release_drained()
 
     def _advance(self) -> None:
-        self._emit(_DONE[self.phase])
+        self._out.emit(self.generation, _DONE[self.phase])
         self.phase = _NEXT[self.phase]
         self._reached.clear()
         if self.phase is Phase.ACTIVE:
             self._activate()
         for member in self.members:
-            self._send(member.node, Advance(generation=self.history.generation, phase=self.phase))
+            self._out.send(member.node, Advance(generation=self.generation, phase=self.phase))
         if self.phase is Phase.ACTIVE:
             self._release_drained()
 
     def _activate(self) -> None:
         payload = next(iter(self._prepare.values())).payload
-        self._write(Activated(generation=self.history.generation, members=self.members, payload=payload))
-        self._emit(EventKind.ACTIVE)
+        self._write(Activated(generation=self.generation, members=self.members, payload=payload))
+        self._out.emit(self.generation, EventKind.ACTIVE)
         if self._interrupted:
-            self._emit(EventKind.REPLAYED, step=self.history.committed + 1)
+            self._out.emit(self.generation, EventKind.REPLAYED, step=self.history.committed + 1)
         self._interrupted = False
 
     def _finish_if_complete(self) -> None:
@@ -389,12 +354,12 @@ class Generations:
             return
         step, ids = reports[0].step, tuple(sorted(counts))
         cursor = next((report.cursor for report in reports if report.cursor is not None), None)
-        self._write(Committed(generation=self.history.generation, step=step, microbatches=ids, cursor=cursor))
-        self._emit(EventKind.COMMITTED, step=step, microbatches=ids)
+        self._write(Committed(generation=self.generation, step=step, microbatches=ids, cursor=cursor))
+        self._out.emit(self.generation, EventKind.COMMITTED, step=step, microbatches=ids)
         self._reduced.clear()
         self._attempts = 0
         for member in self.members:
-            self._send(member.node, Commit(step=step))
+            self._out.send(member.node, Commit(step=step))
         self._change_between_steps()
 
     def _change_between_steps(self) -> None:
@@ -409,7 +374,7 @@ class Generations:
 
     def _end(self, reason: str, *, success: bool) -> None:
         self._write(Ended(reason=reason, success=success))
-        self._emit(EventKind.ENDED, cause=reason)
+        self._out.emit(self.generation, EventKind.ENDED, cause=reason)
         self.phase = Phase.ENDED
         for node in list(self._connected):
             self._release(node)
@@ -423,48 +388,18 @@ class Generations:
         """Let a node go for good."""
         ended = self.history.ended
         reason, success = (ended.reason, ended.success) if ended is not None else ("the node was asked to go", True)
-        self._emit(EventKind.RELEASED, node=node)
-        self._send(node, Release(reason=reason, success=success))
-        self._effects.append(Close(node=node))
+        self._out.emit(self.generation, EventKind.RELEASED, node=node)
+        self._out.send(node, Release(reason=reason, success=success))
+        self._out.close(node)
         self._dead.add(self._connected.pop(node).incarnation)
         self._draining.discard(node)
+
+    def _write(self, record: Record) -> None:
+        self.history = self.history.after(record)
+        self._out.write(record)
 
     def _clear(self) -> None:
         self._reached.clear()
         self._reduced.clear()
         self._finished.clear()
         self._prepare = {}
-
-    def _send(self, node: str, message: Message) -> None:
-        self._effects.append(Send(node=node, message=message))
-
-    def _write(self, record: Record) -> None:
-        self.history = self.history.after(record)
-        self._effects.append(Write(record=record))
-
-    def _arm(self, timer: Timer) -> None:
-        self._effects.append(Arm(timer=timer, generation=self.history.generation))
-
-    def _emit(
-        self,
-        kind: EventKind,
-        *,
-        node: str | None = None,
-        step: int | None = None,
-        cause: str | None = None,
-        microbatches: tuple[int, ...] | None = None,
-    ) -> None:
-        self._effects.append(
-            Emit(
-                kind=kind,
-                generation=self.history.generation,
-                node=node,
-                step=step,
-                cause=cause,
-                microbatches=microbatches,
-            )
-        )
-
-    def _flush(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
-        return effects

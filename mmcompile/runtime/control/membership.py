@@ -92,12 +92,14 @@ class Membership:
         draining: the node will be taken away soon.
     """
 
-    def __init__(self, end: socket.socket, index: int, times: Times) -> None:
+    def __init__(self, end: socket.socket, index: int, times: Times, lost: Callable[[], None]) -> None:
+        """`lost`: called by the other thread when the agent is gone."""
         self.superseded = False
         self.draining = False
         self.index = index
         """Within the node."""
         self._times = times
+        self._lost = lost
         self._stream = Stream(end, FRAME_BYTES)
         self._changed = threading.Condition()
         self._prepare: Prepare | None = None
@@ -235,8 +237,7 @@ class Membership:
                     said_s = time.monotonic()
                     self._stream.send(Heartbeat())
                 self._changed.notify_all()
-        # The agent is gone, and with it whoever could tell us what to do.
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        self._lost()
 
     def _take(self, message: Message) -> None:
         match message:
@@ -266,7 +267,7 @@ class Membership:
 
 def serve(file: int, index: int, times: Times, work: Callable[[Membership], None]) -> int:
     """Main function of a worker process; returns its exit code."""
-    membership = Membership(socket.socket(fileno=file), index, times)
+    membership = Membership(socket.socket(fileno=file), index, times, _end_at_once)
     signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
     try:
         work(membership)
@@ -277,6 +278,11 @@ def serve(file: int, index: int, times: Times, work: Callable[[Membership], None
         membership.fail("\n".join([f"{type(error).__name__}: {error}", *lines]))
         return 1
     return 0
+
+
+def _end_at_once() -> None:
+    """Without its agent a worker cannot learn what to do, and its children must not stay behind."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _generation(prepare: Prepare) -> Generation:

@@ -86,6 +86,8 @@ class Hello:
     num_workers: int
     generation: int
     """Last generation these workers were active in; 0 if none."""
+    committed: int
+    """Last step they know to be committed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ class Change:
     """A membership that needs a plan."""
 
     members: tuple[str, ...]
-    """Nodes in the order of their ranks: those that stay as they were, then those that joined."""
+    """Nodes in the order of their ranks: those that stay as they were, then those that joined. Empty if none is left."""
     num_workers: tuple[int, ...]
     """Of each member."""
     lost: tuple[str, ...]
@@ -67,6 +67,10 @@ Decision: TypeAlias = Planned | Wait | Stop | StateLost
 
 
 class Planner(Protocol):
-    """Chooses what each member does. It must answer in milliseconds: everybody waits for it."""
+    """Chooses what each member does. It must answer in milliseconds: everybody waits for it.
+
+    The answer may depend on the question only, since a coordinator that was restarted asks again. An MMCompileError ends
+    training with its text.
+    """
 
     def plan(self, change: Change) -> Decision: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,19 +19,20 @@ _GENERATION = re.compile(r"\bgeneration/(\d+)/")
 """As `Generation.prefix`, in a key."""
 
 
-def serve_store(host: str, port: int, report: int | None) -> int:
+def serve_store(listener: socket.socket) -> int:
     """Main function of the store's process: serve until killed.
 
     Args:
-        port: 0 for one that is free.
-        report: file the port is written to once it can be used.
+        listener: bound and listening. Left to itself, the store would listen at all addresses of the machine.
     """
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    if report is not None:
-        os.write(report, f"{store.port}\n".encode())
-        os.close(report)
+    host, port = listener.getsockname()[:2]
+    # It becomes the store's own.
+    file = os.dup(listener.fileno())
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
     while True:
         signal.pause()
+        # Only signals come by here; the store serves from threads of its own.
+        assert store.port == port
 
 
 def open_store(generation: Generation, timeout_s: float) -> dist.PrefixStore:

@@ -1,7 +1,6 @@
 """`supervise`: keeps a coordinator and a store running on one machine.
 
-It holds the coordinator's listening socket and starts the coordinator again when it dies: agents that connect meanwhile wait
-in the socket's queue. The store is started again on its old port.
+It holds the listening sockets of both and starts again the one that dies: who connects meanwhile waits in the socket's queue.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class SupervisorOrder:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket for the coordinator; port 0 takes one that is free.
+    """A listening socket; port 0 takes one that is free.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -60,9 +59,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(
-            f"the coordinator cannot listen at {host}:{port}: {error.strerror}; choose another port"
-        ) from error
+        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port") from error
 
 
 def supervise(order: SupervisorOrder, listener: socket.socket, planner: Planner) -> int:
@@ -79,12 +76,13 @@ class _Supervisor:
         self._order = order
         self._listener = listener
         self._planner = planner
+        self._store_listener = listen(order.host, order.store_port)
+        self._store = f"{order.host}:{self._store_listener.getsockname()[1]}"
         self._starts_s: dict[str, list[float]] = {"coordinator": [], "store": []}
-        self._store_port = order.store_port
 
     def run(self) -> int:
-        store = self._start_store()
-        coordinator = self._start("coordinator", self._coordinate, {self._listener.fileno()})
+        store = self._start("store", self._serve_store, self._store_listener)
+        coordinator = self._start("coordinator", self._coordinate, self._listener)
         try:
             while True:
                 pid, status = os.wait()
@@ -92,9 +90,9 @@ class _Supervisor:
                     code = os.waitstatus_to_exitcode(status)
                     if code in (0, _FAILED):
                         return code
-                    coordinator = self._again("coordinator", status, self._coordinate, {self._listener.fileno()})
+                    coordinator = self._again("coordinator", status, self._coordinate, self._listener)
                 elif pid == store:
-                    store = self._again("store", status, self._serve_store, ())
+                    store = self._again("store", status, self._serve_store, self._store_listener)
                 if coordinator == 0 or store == 0:
                     return 1
         finally:
@@ -102,20 +100,8 @@ class _Supervisor:
                 if pid:
                     kill_group(pid)
 
-    def _start_store(self) -> int:
-        reader, writer = os.pipe()
-        store = self._start("store", lambda: serve_store(self._order.host, self._store_port, writer), {writer})
-        os.close(writer)
-        with os.fdopen(reader) as report:
-            text = report.readline()
-        if not text:
-            kill_group(store)
-            raise ConfigError(f"the store cannot listen at {self._order.host}:{self._store_port}; choose another port")
-        self._store_port = int(text)
-        return store
-
     def _serve_store(self) -> int:
-        return serve_store(self._order.host, self._store_port, None)
+        return serve_store(self._store_listener)
 
     def _coordinate(self) -> int:
         order = self._order
@@ -125,16 +111,16 @@ class _Supervisor:
             EventLog(order.events),
             self._planner,
             key=order.key,
-            store=f"{order.host}:{self._store_port}",
+            store=self._store,
             times=order.times,
         )
         return 0 if coordinator.run() else _FAILED
 
-    def _start(self, name: str, function: Callable[[], int], keep: set[int] | tuple[()]) -> int:
+    def _start(self, name: str, function: Callable[[], int], listener: socket.socket) -> int:
         self._starts_s[name].append(time.monotonic())
-        return fork_process(function, keep=keep)
+        return fork_process(function, keep=(listener.fileno(),))
 
-    def _again(self, name: str, status: int, function: Callable[[], int], keep: set[int] | tuple[()]) -> int:
+    def _again(self, name: str, status: int, function: Callable[[], int], listener: socket.socket) -> int:
         """Start a process again; 0 if it dies too often."""
         print(f"mmcompile: the {name} {describe_exit(status)}; starting it again", file=sys.stderr, flush=True)
         starts_s = self._starts_s[name][-_FAST_RESTARTS:]
@@ -144,7 +130,7 @@ class _Supervisor:
                 file=sys.stderr,
             )
             return 0
-        return self._start(name, function, keep)
+        return self._start(name, function, listener)
 
 
 _FAILED = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from mmcompile.runtime.control.log import Log
 THREE = {"a": 1, "b": 1, "c": 1}
 FOUR = {**THREE, "d": 1}
 SLOW_S = 0.02
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def check(jobs: Jobs, job: Job, *, survivors: int) -> list[Event]:
     answer = jobs.run(job)
     folder = Path(job.folder)
     events = list(read_events(folder / "events.jsonl"))
-    assert answer["success"], events[-3:]
+    assert answer["success"], [event for event in events if event.cause][-3:]
     committed = [event for event in events if event.kind is EventKind.COMMITTED]
     assert [event.step for event in committed] == list(range(1, job.num_steps + 1))
     ids = [number for event in committed for number in event.microbatches or ()]
@@ -65,7 +67,9 @@ def test_killed_in_a_step(jobs: Jobs, tmp_path: Path, point: str, rank: int) -> 
     assert recovery.total_s < 2.0
 
 
-@pytest.mark.parametrize("point", ["prepared", "connected", "copied", "active"])
+@pytest.mark.parametrize(
+    "point", ["prepared", pytest.param("connected", marks=SLOW), pytest.param("copied", marks=SLOW), "active"]
+)
 def test_killed_while_the_first_generation_is_made(jobs: Jobs, tmp_path: Path, point: str) -> None:
     strikes = (strike(tmp_path, point, "kill", rank=1, generation=1),)
     check(jobs, Job(folder=str(tmp_path), nodes=THREE, strikes=strikes, max_restarts=1), survivors=2)
@@ -169,6 +173,16 @@ def test_coordinator_and_a_node_killed(jobs: Jobs, tmp_path: Path) -> None:
     check(jobs, Job(folder=str(tmp_path), nodes=THREE, acts=acts, num_steps=30, step_s=SLOW_S), survivors=2)
 
 
+def test_coordinator_stopped_for_longer_than_the_lease(jobs: Jobs, tmp_path: Path) -> None:
+    acts = (
+        Act(after='"step":3', do="stop_coordinator"),
+        Act(after='"step":3', do="cont_coordinator", pause_s=2.5),
+    )
+    job = Job(folder=str(tmp_path), nodes=THREE, acts=acts, num_steps=20, step_s=SLOW_S)
+    events = check(jobs, job, survivors=3)
+    assert not [event for event in events if event.kind is EventKind.DETECTED], "nobody was lost"
+
+
 def test_store_killed(jobs: Jobs, tmp_path: Path) -> None:
     acts = (Act(after='"step":3', do="kill_store"), Act(after='"step":6', do="kill_agent", node="b"))
     check(jobs, Job(folder=str(tmp_path), nodes=THREE, acts=acts, num_steps=20, step_s=SLOW_S), survivors=2)
@@ -196,9 +210,55 @@ def test_fifty_recoveries_cost_nothing_that_stays(jobs: Jobs, tmp_path: Path) ->
     job = Job(folder=str(tmp_path), nodes=THREE, strikes=strikes, max_restarts=25, num_steps=120, step_s=0.03)
     events = check(jobs, job, survivors=2)
     assert sum(event.kind is EventKind.ACTIVE for event in events) >= 50
+    survivors = 0
     for path in tmp_path.glob("result-*"):
         usage = json.loads(path.read_text())["usage"]
         if len(usage) >= 50:
-            files, threads = zip(*usage[5:], strict=True)
-            assert max(files) <= min(files) + 1, files
-            assert max(threads) <= min(threads) + 1, threads
+            survivors += 1
+            files, threads = zip(*usage, strict=True)
+            for counts in (files, threads):
+                assert max(counts[-10:]) <= max(counts[:10]), counts
+    assert survivors == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_random_faults(jobs: Jobs, tmp_path: Path, seed: int) -> None:
+    """Many faults anywhere, of workers, agents and the coordinator; two nodes stay out of it."""
+    draw = random.Random(seed)
+    points = (
+        "superseded",
+        "prepared",
+        "connected",
+        "copied",
+        "active",
+        "before-reduce",
+        "after-reduce",
+        "after-commit",
+    )
+    kinds = ("kill", "kill", "exit", "exception", "stop", "gil")
+    strikes = [
+        replace(
+            strike(tmp_path, draw.choice(points), draw.choice(kinds), rank=draw.randrange(2, 6)),
+            marker=str(tmp_path / f"struck-{number}"),
+            generation=None,
+            step=None,
+        )
+        for number in range(12)
+    ]
+    records = ("prepared", "activated", "committed")
+    strikes += [
+        strike(tmp_path, f"{draw.choice(('before', 'after'))}-log-{draw.choice(records)}", "kill") for _ in range(2)
+    ]
+    nodes = dict.fromkeys("abcdef", 1)
+    job = Job(
+        folder=str(tmp_path),
+        nodes=nodes,
+        strikes=tuple(strikes),
+        num_steps=60,
+        step_s=SLOW_S,
+        max_restarts=20,
+        max_attempts=40,
+        timeout_s=60,
+    )
+    check(jobs, job, survivors=2)
