@@ -57,19 +57,6 @@ def collate(
     }
 
 
-def split_microbatches(num_samples: int, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Contiguous, near-equal groups of sample positions; the first ones are larger by one.
-
-    With fewer samples than microbatches there are as many microbatches as samples.
-    """
-    if num_samples < 1:
-        raise BatchError("a step needs at least one sample, got an empty list")
-    count = min(num_samples, num_microbatches)
-    size, larger = divmod(num_samples, count)
-    bounds = [i * size + min(i, larger) for i in range(count + 1)]
-    return tuple(tuple(range(first, last)) for first, last in zip(bounds, bounds[1:], strict=False))
-
-
 def check_labels(samples: Sequence[Sample]) -> None:
     """Refuse a step without a single label to learn from.
 

