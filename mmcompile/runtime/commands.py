@@ -14,6 +14,11 @@ from mmcompile.runtime.optimizer import OptimizerSpec
 from mmcompile.step.step_plan import PROTOCOL_VERSION, StepPlan
 
 
+Reduction: TypeAlias = Literal["fast", "fp64", "fixed"]
+"""How gradients of microbatches are added up: as torch does, in order of ranks; in float64; or in whole numbers, whose sum does
+not depend on the order, so that it is the same whichever ranks computed the microbatches."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
     """First command: what stays the same for the life of an engine."""
@@ -25,6 +30,7 @@ class Setup:
     compiled: bool
     check_rows: bool = False
     """Check that rows between towers are those of the samples they were sent for."""
+    reduction: Reduction = "fast"
     version: int = PROTOCOL_VERSION
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,6 +66,7 @@ class Executor:
         *,
         seed: int,
         trace: bool,
+        check: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -73,6 +74,7 @@ class Executor:
             board: told before every action.
             seed: of the random numbers in forwards, with step, microbatch and stage.
             trace: keep the time of every action.
+            check: called before every action; what it raises ends the step.
         """
         self._plan = plan
         self._seed = seed
@@ -82,6 +84,7 @@ class Executor:
         self._rank = groups.rank
         self._generator = _generator(groups.device)
         self._trace = trace
+        self._check = check
         self._backward = [frozenset(microbatch.flow.backward) for microbatch in plan.microbatches]
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._losses: list[tuple[Tensor, Tensor | int, float]] = []
@@ -98,6 +101,7 @@ class Executor:
         result = StepResult(loss=torch.zeros((), dtype=torch.float64), seconds=seconds)
         before = self._generator.get_state()
         for action in actions:
+            self._check()
             self._board.write(self._rank, self._plan.step, action.stage, _KINDS[action.kind], action.microbatch)
             start = time.perf_counter()
             if action.kind.is_send:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -37,19 +37,49 @@ _SCHEDULES = 4
 """Schedules kept: that of the step that runs, those planned ahead, and one to use again where steps are alike."""
 
 
-class Rank:
-    """The stages, tensors and optimizer of one rank. Rank 0 has one too."""
+@dataclass(kw_only=True, slots=True)
+class RankState:
+    """What a rank holds of the model. It outlives the rank where stages move between ranks."""
 
-    def __init__(self, groups: Groups, setup: Setup, board: StatusBoard) -> None:
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: RankOptimizer
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+
+class Rank:
+    """The stages, tensors and optimizer of one rank. Rank 0 has one too.
+
+    Args:
+        state: from a rank before this one; None to start with nothing.
+        check: called before every action of a step; what it raises ends the step.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        setup: Setup,
+        board: StatusBoard,
+        *,
+        state: RankState | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         if groups.device.type == "cuda":
             torch.cuda.set_device(groups.device)
         self.groups = groups
         shared = {stage.group for stage in setup.stages if groups.rank in stage.group}
         assert len(shared) <= 1, f"rank {groups.rank} shares tokens in several groups: {sorted(shared)}"
         self._shards = groups.shards(shared.pop()) if shared else None
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.buffers: dict[str, Tensor] = {}
-        self.optimizer = RankOptimizer(setup.optimizer)
+        self.state = state or RankState(optimizer=RankOptimizer(setup.optimizer))
+        self.parameters, self.buffers, self.optimizer = (
+            self.state.parameters,
+            self.state.buffers,
+            self.state.optimizer,
+        )
+        self._check = check
         self._setup = setup
         self._board = board
         self._patterns: dict[tuple[str, str], dict[int, LoadedStage]] = {}
@@ -98,7 +128,13 @@ class Rank:
         self.optimizer.load_state(_under("state/", tensors))
 
     def step(self, command: Step, roots: RootValues | None = None) -> Tensor:
-        """Run this rank's part of a step.
+        """Run this rank's part of a step: `compute`, then `apply`."""
+        totals = self.compute(command, roots)
+        self.apply(totals)
+        return totals
+
+    def compute(self, command: Step, roots: RootValues | None = None) -> Tensor:
+        """Forwards, backwards, and the sums of gradients over ranks. Parameters are as before.
 
         Returns:
             float64 [3 + ranks + microbatches], the same on all ranks: loss, valid tokens, squared gradient norm (0 without
@@ -107,18 +143,26 @@ class Rank:
         plan = command.plan
         self.optimizer.hyper = command.hyper
         result = self._execute(command, roots)
-        trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        trainable = self.state.trainable
         gradients.sum_shared(self.groups, trainable, self._shared(plan))
         totals = self._totals(result, trainable)
         if plan.num_tokens and int(totals[1]) != plan.num_tokens:
             raise VerifyError(
                 f"step {plan.step} was planned with {plan.num_tokens} valid tokens, its loss stages counted {int(totals[1])}"
             )
-        if self._setup.clip_norm is not None:
-            gradients.scale(trainable.values(), math.sqrt(float(totals[2])), self._setup.clip_norm)
-        self.optimizer.step()
         self.last = plan, totals
         return totals
+
+    def apply(self, totals: Tensor) -> None:
+        """Clip gradients and update parameters, without a word to other ranks.
+
+        Args:
+            totals: from `compute`.
+        """
+        if self._setup.clip_norm is not None:
+            norm = math.sqrt(float(totals[2]))
+            gradients.scale(self.state.trainable.values(), norm, self._setup.clip_norm)
+        self.optimizer.step()
 
     def events(self) -> list[Event]:
         """Measured actions of the last step, if it was traced."""
@@ -150,12 +194,23 @@ class Rank:
         plan = command.plan
         if self._shards is not None:
             register_group(GROUP, self._shards)
-        actions = self.schedule(plan).ranks[self.groups.rank]
+        ranks = self.schedule(plan).ranks
+        # Ranks after the last one with a stage have no list.
+        actions = ranks[self.groups.rank] if self.groups.rank < len(ranks) else ()
         loaded = [self._loaded(microbatch) for microbatch in plan.microbatches]
         mail = Mail(self.groups, plan, self._setup.stages, loaded, actions, self._setup.check_rows)
         if roots is not None:
             mail.send_roots(*roots)
-        executor = Executor(plan, loaded, mail, self._board, self.groups, seed=command.seed, trace=command.trace)
+        executor = Executor(
+            plan,
+            loaded,
+            mail,
+            self._board,
+            self.groups,
+            seed=command.seed,
+            trace=command.trace,
+            check=self._check,
+        )
         result = executor.run(actions)
         wall = time.time() - time.perf_counter()
         self._events = [self._event(action, start + wall, end + wall) for action, start, end in result.events]
