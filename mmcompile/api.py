@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from torch import nn
 
 from mmcompile.costmodel.calibration import Calibration
@@ -20,23 +16,17 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import Recompute
 from mmcompile.data.readers import read_stats
 from mmcompile.data.stats import DatasetStats
-from mmcompile.errors import ConfigError, PlanError
-from mmcompile.ir.capture import Capture
-from mmcompile.ir.capture import capture as _capture
+from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
-from mmcompile.ir.sample_inputs import example_batch
-from mmcompile.ir.skeleton import skeleton
 from mmcompile.lower.attention import AttentionChoice, with_attention
 from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import StageProgram
 from mmcompile.lower.stages import lower
-from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.passes.pipeline import Pipeline
 from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, parse_constraint
 from mmcompile.plan.placement import Placement, check_runnable
-from mmcompile.plan.plan import Attention, Fingerprint, Packing, Plan, ScheduleKind, check_fingerprint
+from mmcompile.plan.plan import Attention, Plan, ScheduleKind, check_fingerprint
 from mmcompile.plan.search.settings import Placing
 from mmcompile.plan.search.strategies import AUTO
 from mmcompile.planning import Wanted, check_agrees, make_plan
@@ -46,11 +36,11 @@ from mmcompile.step.balance.auto import Auto
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.correction import Correction, Corrector
 from mmcompile.step.collate import Sample, Value
-from mmcompile.step.isolation import check_packing
 from mmcompile.step.pack import Packer
 from mmcompile.step.plan_balancer import balancer_of_json, plan_balancer
 from mmcompile.step.sample_costs import costs_of_samples
 from mmcompile.step.simulated import StepShape, step_time
+from mmcompile.subject import built, captured_step, fingerprint_of, padding, subject_of
 
 PROJECTOR_MODULES = frozenset({"merger", "deepstack_merger_list", "connector", "aligner", "language_projection"})
 """Modules that are projectors by another name: `freeze(model, "projector")` trains them too."""
@@ -72,7 +62,7 @@ def capture(
         BatchError: the model refuses the batch.
         CaptureError: the model cannot be captured; the message has the reasons.
     """
-    return _captured(*_built(model, batch), dynamic).graph
+    return captured_step(*built(model, batch), dynamic).graph
 
 
 def freeze(model: nn.Module, train: str | Sequence[str]) -> None:
@@ -135,6 +125,7 @@ def plan(
     constraints: Sequence[Constraint | str] = (),
     calibration: Calibration | str | Path | None = None,
     solver_seconds: float | None = None,
+    fault_tolerance: int | None = None,
     on_phase: Callable[[str, float], None] | None = None,
 ) -> Plan:
     """Find where every layer runs.
@@ -171,15 +162,18 @@ def plan(
         constraints: values or texts (`mmcompile.plan.constraints`): layers together or apart, on a stage, memory caps.
         calibration: measured times of layers, or the file they are in (`mmcompile profile`).
         solver_seconds: time for Z3 to prove the cuts; 5 with constraints, else only on demand.
-        on_phase: told the seconds of each phase: `"capture"`, `"cost"`, `"search"`, `"proof"`, `"links"`.
+        fault_tolerance: nodes that may fail at once without losing a layer. The plan then has a pipeline template for every
+            number of nodes that failures may leave (`Plan.resilience`), and says which numbers of nodes can be used in full.
+        on_phase: told the seconds of each phase: `"capture"`, `"cost"`, `"search"`, `"proof"`, `"templates"`, `"links"`.
 
     Raises:
         BatchError, CaptureError: from the capture.
         PlanError: nothing fits (the message has the nearest requests that do), a constraint conflicts, or `stages` asks for what
-            does not exist; the model's tokens cannot be shared, or packed documents would see each other.
+            does not exist; the model's tokens cannot be shared, or packed documents would see each other; the cluster or the
+            step is too small for one more replica than nodes that may fail.
         ConfigError: options that conflict or have no effect; a calibration for another machine.
     """
-    subject = _subject(model, batch, packing)
+    subject = subject_of(model, batch, packing)
     wanted = Wanted(
         cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
         num_microbatches=num_microbatches,
@@ -199,6 +193,7 @@ def plan(
         constraints=tuple(parse_constraint(own) if isinstance(own, str) else own for own in constraints),
         calibration=calibration if isinstance(calibration, Calibration | None) else Calibration.load(calibration),
         solver_seconds=solver_seconds,
+        fault_tolerance=fault_tolerance,
     )
     wanted.check()
     on_phase = on_phase or (lambda name, seconds: None)
@@ -227,45 +222,6 @@ def _attention(attention: Attention | None, context_parallel: int | None) -> Att
     )
 
 
-def _built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tuple[nn.Module, Mapping[str, Any]]:
-    """The model, built without weights where a path was given, and a batch for it."""
-    module = model if isinstance(model, nn.Module) else skeleton(model)
-    return module, example_batch(module) if batch is None else batch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Subject:
-    """A model and one microbatch of it."""
-
-    model: nn.Module
-    batch: Mapping[str, Any]
-    packing: Packing | None = None
-    num_samples: int | None = None
-    """In the batch, where its shapes do not say."""
-
-    def capture(self) -> Capture:
-        captured = _captured(self.model, self.batch)
-        if self.num_samples is None:
-            return captured
-        return replace(captured, graph=replace(captured.graph, num_samples=self.num_samples))
-
-
-def _subject(
-    model: nn.Module | str | Path, batch: Mapping[str, Any] | None, packing: Sequence[Sample] | None
-) -> _Subject:
-    """Raises ConfigError for a batch beside samples to pack, PlanError where packed documents would see each other."""
-    if packing is None:
-        module, batch = _built(model, batch)
-        return _Subject(model=module, batch=batch)
-    if batch is not None:
-        raise ConfigError("batch has no effect beside packing, whose samples make the microbatch; drop one of the two")
-    module = model if isinstance(model, nn.Module) else skeleton(model)
-    found = check_packing(module, packing, _padding(module))
-    if not found.isolates:
-        raise PlanError(f"samples of {type(module).__name__} cannot be packed: {found.reason}; plan without packing")
-    return _Subject(model=module, batch=pack(module, packing), packing=found, num_samples=len(packing))
-
-
 def pack(model: nn.Module, samples: Sequence[Sample]) -> dict[str, Value]:
     """Samples as one batch of one row: documents one after the other, each with positions of its own, without padding.
 
@@ -273,12 +229,12 @@ def pack(model: nn.Module, samples: Sequence[Sample]) -> dict[str, Value]:
         BatchError: samples that do not go together, or have no tokens.
         PlanError: the model takes no positions.
     """
-    return Packer.of(model, _padding(model)).pack(samples)
+    return Packer.of(model, padding(model)).pack(samples)
 
 
 def stage_programs(model: nn.Module, batch: Mapping[str, Any], plan: Plan) -> Mapping[str, StageProgram]:
     """The programs that the stages of a plan run for batches like `batch`, by stage name."""
-    captured = _captured(model, batch)
+    captured = captured_step(model, batch)
     check_fingerprint(plan, fingerprint_of(captured.graph))
     return lower(with_attention(captured, AttentionChoice.of(plan)), plan).programs
 
@@ -325,7 +281,7 @@ def parallelize(
     if plan is not None:
         check_runnable(plan)
         check_agrees(plan, attention, context_parallel, replicas, packing)
-    subject = _subject(model, batch, packing)
+    subject = subject_of(model, batch, packing)
     model, batch, captured = subject.model, subject.batch, subject.capture()
     wanted = Wanted(
         cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
@@ -342,9 +298,9 @@ def parallelize(
     check_fingerprint(plan, fingerprint_of(captured.graph))
     patterns = Patterns(model, plan, captured, batch, on_capture)
     if packing is None:
-        options.setdefault("pad", _padding(model))
+        options.setdefault("pad", padding(model))
     else:
-        options["collate"] = Packer.of(model, _padding(model)).pack
+        options["collate"] = Packer.of(model, padding(model)).pack
     decides = plan_balancer(plan, balance) if isinstance(balance, str) else balance
     return Engine(
         Placement.of(plan),
@@ -361,28 +317,3 @@ def _recipe(plan: Plan, name: str) -> Recipe:
     """How another process makes the balancer of a name, for steps of a plan."""
     function = balancer_of_json
     return Recipe(module=function.__module__, function=function.__name__, arguments=(plan.to_json(), name))
-
-
-def _padding(model: nn.Module) -> dict[str, int]:
-    """What `input_ids` are padded with: the pad token of the model's text config, if it names one."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    pad = getattr(text, "pad_token_id", None)
-    return {} if pad is None else {"input_ids": int(pad)}
-
-
-def _captured(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, Any] | None = None) -> Capture:
-    captured = _capture(model, batch, dynamic=dynamic)
-    Pipeline(passes=(GradientFlow(),)).run(captured.graph)
-    return captured
-
-
-def fingerprint_of(graph: ModelGraph) -> Fingerprint:
-    """What a plan for this graph belongs to."""
-    text = "\n".join(f"{p.name} {p.shape} {p.dtype} {p.trainable}" for p in graph.parameters)
-    return Fingerprint(
-        model=graph.name,
-        parameters=hashlib.sha256(text.encode()).hexdigest(),
-        torch=torch.__version__.split("+")[0],
-        transformers=version("transformers"),
-    )

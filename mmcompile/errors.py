@@ -18,6 +18,10 @@ class BatchError(MMCompileError):
     """A sample or batch does not fit the model: a missing key, a wrong number of placeholders, no labels."""
 
 
+class DataError(MMCompileError):
+    """A dataset is too small, failed, or cannot be read on from where a cursor says."""
+
+
 class PlanError(MMCompileError):
     """No plan exists for what was asked, or a plan does not belong to this model."""
 

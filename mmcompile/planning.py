@@ -34,6 +34,7 @@ from mmcompile.plan.search.search import problem_of, searched
 from mmcompile.plan.search.settings import Placing, SearchSpace
 from mmcompile.plan.search.strategies import AUTO
 from mmcompile.plan.shared_tokens import SharedTokens
+from mmcompile.plan.templates.plan_resilience import notes_of, plan_resilience
 from mmcompile.plan.workload import Workload
 from mmcompile.runtime.timer import processor_name
 from mmcompile.step.collate import Sample
@@ -67,12 +68,18 @@ class Wanted:
     constraints: tuple[Constraint, ...] = ()
     calibration: Calibration | None = None
     solver_seconds: float | None = None
+    fault_tolerance: int | None = None
+    """Nodes that may fail at once; None for a plan without templates."""
 
     def check(self) -> None:
         """Refuse what conflicts or has no effect. Raises ConfigError."""
         for name, number in self.replicas.items() if isinstance(self.replicas, Mapping) else (("", self.replicas),):
             if number is not None and number < 1:
                 raise ConfigError(f"replicas of {name or 'the language model'} are {number}; give 1 or more")
+        if self.fault_tolerance is not None and self.fault_tolerance < 0:
+            raise ConfigError(
+                f"fault_tolerance is {self.fault_tolerance}; give the number of nodes that may fail at once, 0 or more"
+            )
         if self.global_batch is not None:
             return
         if self.stats is not None:
@@ -142,7 +149,7 @@ def make_plan(
     Args:
         captured: annotated by gradient-flow.
         batch: what it was captured on, completed.
-        on_phase: told the seconds of `"cost"`, `"search"`, `"proof"` where there is one, and `"links"`.
+        on_phase: told the seconds of `"cost"`, `"search"`, `"proof"` and `"templates"` where there are any, and `"links"`.
 
     Raises:
         PlanError, ConfigError: as `mmcompile.plan`.
@@ -190,6 +197,12 @@ def make_plan(
         outcome = constrained(search, wanted.constraints, budget_s=wanted.solver_seconds or SOLVER_SECONDS)
         best, notes = outcome.best, outcome.notes
         clock.done("proof")
+    resilience = None
+    if wanted.fault_tolerance is not None:
+        resilience = plan_resilience(problem, best.candidate, wanted.fault_tolerance)
+        decided = bool(wanted.constraints or wanted.stages)
+        notes = (*notes, *notes_of(resilience, best.candidate, constrained=decided))
+        clock.done("templates")
     found = plan_of(search, best, strategy=wanted.strategy)
     cp = found.context_parallel
     choice = replace(
@@ -204,6 +217,7 @@ def make_plan(
         head_stride=choice.head_stride,
         notes=(*found.notes, *notes, *([str(wanted.packing)] if wanted.packing else [])),
         packing=wanted.packing,
+        resilience=resilience,
         sample_rates=sample_rates(best.candidate, geometries(graph, table.loads, batch, packed=packed), pricing),
     )
     found = _linked(captured, found, choice)

@@ -1,7 +1,8 @@
-"""Gradients summed by real processes, one a rank, and what each then holds."""
+"""Gradients summed by real processes, one a rank, as backwards run; and what each then holds."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from mmcompile.runtime.gradients import Shared, sum_shared
+from mmcompile.runtime.commands import Reduction
+from mmcompile.runtime.gradients import GradientSums, Shared
 from mmcompile.runtime.groups import Groups
 
 BUCKET_BYTES = 2**17
@@ -20,15 +22,27 @@ Gradients = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Who shares what, and each rank's own gradients, by parameter."""
+    """Who shares what, and each rank's own backwards."""
 
+    reduction: Reduction
     shared: tuple[Shared, ...]
-    gradients: tuple[Gradients, ...]
+    held: tuple[tuple[str, ...], ...]
+    """Per rank, its parameters."""
+    backwards: tuple[tuple[Gradients, ...], ...]
+    """Per rank and backward, in the order in which they run: what it gives to the parameters that it touches."""
     values: Mapping[str, Tensor]
     """Of the parameters."""
 
 
-def summed(cases: Sequence[Case], num_ranks: int, folder: Path) -> list[list[Gradients]]:
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a rank holds after a step."""
+
+    gradients: Gradients
+    faults: Mapping[str, float]
+
+
+def summed(cases: Sequence[Case], num_ranks: int, folder: Path) -> list[list[Held]]:
     """Sum all cases in one set of processes; per case, what each rank holds then."""
     torch.save(list(cases), folder / "cases")
     spawn(_rank, args=(num_ranks, folder), nprocs=num_ranks)
@@ -36,18 +50,27 @@ def summed(cases: Sequence[Case], num_ranks: int, folder: Path) -> list[list[Gra
     return [[mine[index] for mine in by_rank] for index in range(len(cases))]
 
 
+def run_case(groups: Groups, case: Case) -> Held:
+    """This rank's part: backwards through real autograd, then the sums."""
+    parameters = {name: nn.Parameter(case.values[name]) for name in case.held[groups.rank]}
+    backwards = case.backwards[groups.rank]
+    counts = Counter(name for given in backwards for name in given)
+    sums = GradientSums(groups, parameters, case.shared, counts, reduction=case.reduction, bucket_bytes=BUCKET_BYTES)
+    for given in backwards:
+        for name, gradient in given.items():
+            if gradient is not None:
+                # A copy, since autograd may keep what it is given, and add to it.
+                parameters[name].view_as(parameters[name]).backward(gradient.clone())
+        sums.ran(given)
+    faults = sums.finish()
+    return Held(gradients={name: parameter.grad for name, parameter in parameters.items()}, faults=faults)
+
+
 def _rank(rank: int, num_ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), num_ranks)  # pyright: ignore[reportPrivateImportUsage]
     groups = Groups.connect(store, rank, num_ranks, torch.device("cpu"), local=True)
     cases: list[Case] = torch.load(folder / "cases", weights_only=False)
-    found: list[Gradients] = []
-    for case in cases:
-        parameters = {name: nn.Parameter(case.values[name]) for name in case.gradients[rank]}
-        for name, gradient in case.gradients[rank].items():
-            parameters[name].grad = None if gradient is None else gradient.clone()
-        sum_shared(groups, parameters, case.shared, bucket_bytes=BUCKET_BYTES)
-        found.append({name: parameter.grad for name, parameter in parameters.items()})
-    torch.save(found, folder / f"gradients_{rank}")
+    torch.save([run_case(groups, case) for case in cases], folder / f"gradients_{rank}")
     # All have what they need once rank 0 heard of all.
     groups.all_reduce(torch.zeros(1))

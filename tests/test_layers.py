@@ -23,8 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mmcompile.plan", "mmcompile.step"),
     ("mmcompile.lower",),
     ("mmcompile.runtime",),
-    ("mmcompile.planning", "mmcompile.profile"),
-    ("mmcompile.report", "mmcompile.api", "mmcompile", "mmcompile.cli"),
+    ("mmcompile.subject", "mmcompile.planning", "mmcompile.profile"),
+    ("mmcompile.report", "mmcompile.api", "mmcompile.fault_tolerant", "mmcompile", "mmcompile.cli"),
 )
 
 

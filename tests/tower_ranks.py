@@ -17,7 +17,8 @@ from torch.multiprocessing.spawn import spawn
 
 from mmcompile.plan.plan import ScheduleKind
 from mmcompile.plan.simulator.schedule import Schedule, schedule_units
-from mmcompile.runtime.executor import Executor
+from mmcompile.runtime.executor import Executor, num_backwards
+from mmcompile.runtime.gradients import GradientSums
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.links import Mail
 from mmcompile.runtime.stages import LoadedStage, Stages
@@ -87,9 +88,12 @@ def share_of(job: TowerJob, groups: Groups) -> TowerShare:
     if groups.rank == 0:
         mail.send_roots(job.step.values, job.step.reads())
     board = StatusBoard.private(groups.world_size)
-    result = Executor(job.step.plan, loaded, mail, board, groups, seed=3, trace=False, check=lambda: None).run(actions)
+    sums = GradientSums(groups, held, (), num_backwards(job.step.plan, loaded))
+    executor = Executor(job.step.plan, loaded, mail, board, groups, sums, seed=3, trace=False, check=lambda: None)
+    result = executor.run(actions)
+    sums.finish()
     return TowerShare(
-        loss=float(result.loss),
+        loss=float(result.losses.sum()),
         num_tokens=result.num_tokens,
         gradients={name: parameter.grad for name, parameter in held.items() if parameter.grad is not None},
         seconds=result.seconds,

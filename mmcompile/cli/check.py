@@ -8,7 +8,6 @@ from typing import Annotated
 import msgspec
 import typer
 
-from mmcompile import api
 from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.options import (
     AudiosOption,
@@ -32,6 +31,7 @@ from mmcompile.plan.plan import Plan, check_fingerprint
 from mmcompile.report.check import Checked
 from mmcompile.report.check import check as checked
 from mmcompile.report.study import study
+from mmcompile.subject import fingerprint_of
 
 
 def check(
@@ -78,7 +78,7 @@ def _checked(
     with busy("capturing"):
         studied = study(subject.model, subject.batch, stats)
     if plan is not None:
-        check_fingerprint(plan, api.fingerprint_of(studied.graph))
+        check_fingerprint(plan, fingerprint_of(studied.graph))
         return checked(studied, plan)
     wanted = Wanted(global_batch=global_batch, stats=stats if global_batch else None)
     try:

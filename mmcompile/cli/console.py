@@ -30,7 +30,9 @@ def print_plan(plan: Plan) -> None:
         print_text(str(plan))
         return
     text = Text(str(plan))
-    text.highlight_regex(r"(?m)^(predicted|bottlenecks|cuts|rejected|notes|links|shared)(?= )", "bold cyan")
+    text.highlight_regex(
+        r"(?m)^(predicted|bottlenecks|resilience|templates|cuts|rejected|notes|links|shared)(?= )", "bold cyan"
+    )
     text.highlight_regex(r"(?m)^stage .*$|\A.*$", "bold")
     text.highlight_regex(r"(?m)(?<= )(slowest|fullest|idle)(?=: )", "yellow")
     Console(highlight=False, soft_wrap=True).print(text)

@@ -29,6 +29,7 @@ from mmcompile.plan.plan import Plan, check_fingerprint
 from mmcompile.report.explain import Explanation
 from mmcompile.report.explain import explain as explained
 from mmcompile.report.layer_work import layer_shares, layer_work
+from mmcompile.subject import fingerprint_of
 
 
 def explain(
@@ -78,7 +79,7 @@ def explain(
 def _with_model(plan: Plan, what: str, subject: Subject) -> Explanation:
     with busy("capturing"):
         graph = api.capture(subject.model, subject.batch)
-    check_fingerprint(plan, api.fingerprint_of(graph))
+    check_fingerprint(plan, fingerprint_of(graph))
     table, dtype = Cost().run(graph), graph.main_dtype
     shares, work = layer_shares(plan, table, dtype), layer_work(graph, table, plan.cluster, dtype)
     return explained(plan, what, shares, work)

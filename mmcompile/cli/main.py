@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from mmcompile.cli.check import check
 from mmcompile.cli.console import ERRORS, print_json, silence_libraries
+from mmcompile.cli.coordinate import coordinate
 from mmcompile.cli.diff import diff
 from mmcompile.cli.explain import explain
 from mmcompile.cli.plan import plan
@@ -29,6 +30,7 @@ EXAMPLES = {
         "mmcompile plan examples/configs/llava-1.5-7b.json --cluster 2x8xA100-80G --train projector",
         "mmcompile plan examples/configs/llava-tiny.json --stages language_model=2 --microbatches 4 -o plan.json",
         "mmcompile plan examples.digits_llava:build_model --json",
+        "mmcompile plan examples/configs/llava-tiny.json --cluster 6x1xcpu --fault-tolerance 1 -o spot.json",
     ),
     "stats": (
         "mmcompile stats synthetic:cocoqa:64 -o stats.json",
@@ -51,6 +53,7 @@ EXAMPLES = {
         "mmcompile simulate --plan plan.json --schedule all",
         "mmcompile simulate --plan plan.json --microbatches 16 --emit png -o step.png",
         "mmcompile simulate examples/configs/llava-tiny.json --plan plan.json --stats stats.json",
+        "mmcompile simulate --plan spot.json --trace examples/traces/spot.csv --emit png -o spot.png",
     ),
     "step": (
         "mmcompile plan examples/configs/llava-tiny.json --cluster 1x4xH100 --stats stats.json --global-batch 32 --replicas 2 "
@@ -69,10 +72,17 @@ EXAMPLES = {
     "train": (
         "mmcompile train examples.digits_llava:build_model --data examples.digits_llava:build_samples "
         "--stages language_model=2 --train projector --train language_model --steps 20 --lr 3e-3 --out runs/digits",
+        "mmcompile train examples.digits_llava:build_model --data examples.digits_llava:build_samples "
+        "--fault-tolerance 1 --nodes 4 --train projector --train language_model --steps 20",
+    ),
+    "coordinate": (
+        "mmcompile coordinate spot.json --out /shared/run1 --listen 10.0.0.1:29400 --secret ~/.run1",
+        "mmcompile train MODEL --plan spot.json --data DATA --out /shared/run1 --coordinator 10.0.0.1:29400 --node $(hostname) "
+        "--secret ~/.run1",
     ),
     "trace": ("mmcompile trace runs/digits",),
 }
-"""Shown by `--help`; they run as they stand in a checkout, in this order."""
+"""Shown by `--help`; they run as they stand in a checkout, in this order, but for `coordinate`, which needs several machines."""
 
 
 def _wrapped(command: str) -> str:
@@ -89,7 +99,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-for _command in (plan, check, show, explain, diff, simulate, step, stages, stats, profile, train, trace):
+for _command in (plan, check, show, explain, diff, simulate, step, stages, stats, profile, train, coordinate, trace):
     _lines = "\n\n".join(_wrapped(command) for command in EXAMPLES[_command.__name__])
     app.command(epilog=f"[bold]Examples[/bold]\n\n{_lines}")(_command)
 

@@ -31,6 +31,14 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class ReductionChoice(StrEnum):
+    """How gradients of microbatches are added up."""
+
+    FAST = "fast"
+    FP64 = "fp64"
+    FIXED = "fixed"
+
+
 class AttentionChoice(StrEnum):
     """How the language model attends."""
 
@@ -203,6 +211,15 @@ SolverSecondsOption = Annotated[
         min=0.1,
         help="Let an exact solver prove or beat the cuts, for so long at most.",
         show_default="5 with --constrain, else not asked",
+    ),
+]
+FaultToleranceOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="F",
+        help="Nodes that may fail at once. The plan gets a pipeline template for every number of nodes that failures may leave.",
+        show_default="no templates",
     ),
 ]
 PlanOption = Annotated[Path, typer.Option("--plan", metavar="PLAN", help="A plan file.", show_default=False)]

@@ -19,6 +19,7 @@ from mmcompile.cli.options import (
     ConstrainOption,
     ContextParallelOption,
     DtypeOption,
+    FaultToleranceOption,
     GlobalBatchOption,
     ImageSizeOption,
     ImagesOption,
@@ -67,6 +68,7 @@ def plan(
     constrain: ConstrainOption = None,
     calibration: CalibrationOption = None,
     solver_seconds: SolverSecondsOption = None,
+    fault_tolerance: FaultToleranceOption = None,
     batch_size: BatchSizeOption = 2,
     text_tokens: TextTokensOption = DEFAULT_TEXT_TOKENS,
     images: ImagesOption = 1,
@@ -78,7 +80,8 @@ def plan(
 ) -> None:
     """Plan the training of MODEL on a cluster: stages, devices, predicted times and memory, and why so.
 
-    No weights are needed and none are read, so real sizes are planned on a laptop.
+    No weights are needed and none are read, so real sizes are planned on a laptop. With --fault-tolerance the plan also says what
+    runs when nodes are lost or come back; `mmcompile simulate --trace` plays that over a trace of spot instances.
     """
     searched = Searched(
         global_batch=global_batch,
@@ -100,6 +103,7 @@ def plan(
             attention=attention,
             context_parallel=context_parallel,
             microbatches=microbatches,
+            fault_tolerance=fault_tolerance,
         )
     )
     example = Example(

@@ -94,6 +94,7 @@ class Wanted:
     constraints: tuple[Constraint, ...] = ()
     calibration: Calibration | None = field(default=None, repr=False)
     solver_seconds: float | None = None
+    fault_tolerance: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +195,7 @@ def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, 
             constraints=wanted.constraints,
             calibration=wanted.calibration,
             solver_seconds=wanted.solver_seconds,
+            fault_tolerance=wanted.fault_tolerance,
             on_phase=seconds.__setitem__,
         )
 

@@ -1,4 +1,4 @@
-"""`mmcompile simulate`: a step of a plan, played by the simulator."""
+"""`mmcompile simulate`: a step of a plan, played by the simulator; or a run with its templates over a trace of nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Annotated, get_args
 
 import typer
 
-from mmcompile import api
 from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.options import (
     MODEL_HELP,
@@ -25,7 +24,7 @@ from mmcompile.cli.options import (
     TrainOption,
 )
 from mmcompile.cli.planning import Example, load_subject, read_dataset
-from mmcompile.errors import ConfigError
+from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
 from mmcompile.plan.plan import Plan, ScheduleKind, check_fingerprint
 from mmcompile.report.perfetto import write_chrome_trace
@@ -34,6 +33,8 @@ from mmcompile.report.sample_loads import chain_loads
 from mmcompile.report.simulation import compare, summarize, timeline_text
 from mmcompile.report.study import study
 from mmcompile.report.timeline import draw_timeline
+from mmcompile.report.trace_replay import draw_trace, remarks, replay_resilience, trace_text
+from mmcompile.subject import fingerprint_of
 
 
 class Order(StrEnum):
@@ -54,7 +55,29 @@ class Emit(StrEnum):
     CHROME = "chrome"
 
 
+class Unit(StrEnum):
+    """Of the times of a trace."""
+
+    HOURS = "hours"
+    SECONDS = "seconds"
+
+
+_OF_A_STEP = {
+    "model": "MODEL",
+    "train": "--train",
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in (
+            *("schedule", "microbatches", "stats", "batch_size"),
+            *("text_tokens", "images", "image_size", "audios", "dtype"),
+        )
+    },
+}
+"""Parameters that say something about a step, as they are typed."""
+
+
 def simulate(
+    context: typer.Context,
     plan: PlanOption,
     model: Annotated[
         str | None,
@@ -74,9 +97,27 @@ def simulate(
             show_default="equal microbatches",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the samples drawn.")] = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Play training over a trace of nodes that come and go, in place of a step; the plan needs templates (plan "
+            "--fault-tolerance). Lines are MILLISECONDS, add|remove, NODE or YYYY-MM-DD, HH:MM:SS, COUNT or TIME, COUNT.",
+            show_default=False,
+        ),
+    ] = None,
+    trace_unit: Annotated[
+        Unit | None, typer.Option(help="Of TIME, which only traces of TIME, COUNT need.", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the samples drawn; of the nodes lost where a trace has counts only.")
+    ] = 0,
     emit: Annotated[
-        Emit, typer.Option(help="Figures and a timeline in characters, a picture, or a trace for Chrome and Perfetto.")
+        Emit,
+        typer.Option(
+            help="Figures and a timeline in characters; a picture (of a trace: throughput over time); or a trace for Chrome and "
+            "Perfetto."
+        ),
     ] = Emit.TEXT,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File for the picture or trace.", show_default=False)
@@ -90,9 +131,17 @@ def simulate(
     dtype: DtypeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Simulate a step of a plan: iteration, idle time by cause, memory of each rank."""
+    """Simulate a step of a plan: iteration, idle time by cause, memory of each rank.
+
+    With --trace: how much of the time is useful over a trace of spot instances, with the plan's templates, with checkpoints and
+    restarts, and with redundant computation; and the constants that this rests on.
+    """
     _check(model, stats, emit, output, schedule)
+    _check_trace(context, trace, trace_unit, emit)
     loaded = Plan.load(plan)
+    if trace is not None:
+        _replay_trace(loaded, plan, trace, trace_unit, seed, output, json)
+        return
     count = microbatches or loaded.num_microbatches
     loads: Mapping[str, Sequence[float]] | None = None
     if model is not None and stats is not None:
@@ -103,7 +152,7 @@ def simulate(
         dataset = read_dataset(stats)
         with busy("capturing"):
             studied = study(subject.model, subject.batch, dataset)
-        check_fingerprint(loaded, api.fingerprint_of(studied.graph))
+        check_fingerprint(loaded, fingerprint_of(studied.graph))
         loads = chain_loads(loaded, studied, count, seed)
     kinds = get_args(ScheduleKind) if schedule is Order.ALL else (schedule.value if schedule else loaded.schedule,)
     steps = [replay(loaded, schedule=kind, num_microbatches=count, loads=loads) for kind in kinds]
@@ -120,6 +169,44 @@ def _check(model: str | None, stats: str | None, emit: Emit, output: Path | None
         raise ConfigError(f"{what}; text goes to standard output")
     if schedule is Order.ALL and emit is not Emit.TEXT:
         raise ConfigError(f"--schedule all compares figures; name one schedule for --emit {emit.value}")
+
+
+def _check_trace(context: typer.Context, trace: Path | None, unit: Unit | None, emit: Emit) -> None:
+    if trace is None:
+        if unit is not None:
+            raise ConfigError("--trace-unit has no effect without --trace; drop it, or give the trace")
+        return
+    for name, typed in _OF_A_STEP.items():
+        source = context.get_parameter_source(name)
+        # By name, for typer may bring a click of its own.
+        if source is not None and source.name != "DEFAULT":
+            raise ConfigError(
+                f"{typed} has no effect together with --trace: steps take what the plan's templates predict; drop one of the two"
+            )
+    if emit is Emit.CHROME:
+        raise ConfigError("--emit chrome shows a step, and --trace plays a whole run; use --emit png or text")
+
+
+def _replay_trace(
+    plan: Plan, source: Path, trace: Path, unit: Unit | None, seed: int, output: Path | None, json: bool
+) -> None:
+    resilience = plan.resilience
+    if resilience is None:
+        raise PlanError(
+            f"{source} has no templates, so nothing runs when nodes are lost; make it anew with "
+            "`mmcompile plan --fault-tolerance F`"
+        )
+    with busy(f"playing {trace}"):
+        found = replay_resilience(resilience, trace, unit=None if unit is None else unit.value, seed=seed)
+    notes = remarks(found, resilience)
+    if output is not None:
+        draw_trace(output, found)
+    if json:
+        print_json(found.to_json() | {"notes": notes} | _written(output))
+        return
+    print_text("\n".join([trace_text(found), *(f"note: {note}" for note in notes)]))
+    if output is not None:
+        print_text(f"\nwritten to {output}")
 
 
 def _show(steps: Sequence[Replay], emit: Emit, output: Path | None, json: bool) -> None:

@@ -23,10 +23,12 @@ from mmcompile.cli.options import (
     AttentionOption,
     ContextParallelOption,
     DtypeOption,
+    FaultToleranceOption,
     JsonOption,
     ModelArgument,
     Projector,
     ProjectorOption,
+    ReductionChoice,
     ReplicasOption,
     StagesOption,
     TrainOption,
@@ -34,6 +36,8 @@ from mmcompile.cli.options import (
     parse_stages,
 )
 from mmcompile.cli.planning import Subject, Wanted, make_plan, refuse_with_plan, set_trainable
+from mmcompile.cli.train_elastic import RUN, ElasticOptions, node_at, refuse_elastic, train_elastic
+from mmcompile.costmodel.hardware import LOCAL_NAME
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.plan.plan import Plan
@@ -41,6 +45,7 @@ from mmcompile.planning import DEFAULT_MICROBATCHES
 from mmcompile.report.run_folder import PLAN, write_events, write_programs
 from mmcompile.runtime.engine import Engine, StepMetrics
 from mmcompile.step.balance.auto import Auto
+from mmcompile.step.balance.baselines import Arrival
 from mmcompile.step.balance.registry import BALANCERS, balancer
 from mmcompile.step.collate import Sample, collate
 
@@ -71,14 +76,44 @@ def train(
         typer.Option(min=1, help="Microbatches of each replica in a step.", show_default="the plan's, else 4"),
     ] = None,
     balance: Annotated[
-        str, typer.Option(metavar="NAME", help=f"Who computes which sample: {', '.join(BALANCERS)}.")
-    ] = Auto.name,
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Who computes which sample: {', '.join(BALANCERS)}.",
+            show_default="auto; arrival with templates",
+        ),
+    ] = None,
     correct: Annotated[
         bool, typer.Option("--correct", help="Learn from measured times what samples cost; steps then depend on them.")
     ] = False,
     pack: Annotated[
         bool, typer.Option("--pack", help="Pack the texts of a microbatch into one row instead of padding them.")
     ] = False,
+    fault_tolerance: FaultToleranceOption = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Nodes to play on this machine, each a process; needs --fault-tolerance.", show_default=False
+        ),
+    ] = None,
+    reduction: Annotated[
+        ReductionChoice,
+        typer.Option(help="How gradients add up; with 'fixed', lost nodes do not change a bit of the result."),
+    ] = ReductionChoice.FAST,
+    save_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps between checkpoints, in a run with templates.", show_default="the end only"),
+    ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Be one node of a run that `mmcompile coordinate` serves.", show_default=False
+        ),
+    ] = None,
+    node: Annotated[str | None, typer.Option(help="Name of this node, with --coordinator.", show_default=False)] = None,
+    secret: Annotated[
+        Path | None, typer.Option(help="File with the secret of the run, with --coordinator.", show_default=False)
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 16,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 1e-4,
@@ -105,6 +140,8 @@ def train(
     """Train MODEL on DATA, one process a stage, with AdamW.
 
     Starts its processes on this machine; under torchrun (--no-python mmcompile train ...) it uses the launched ones.
+
+    With --fault-tolerance, or a plan made with it, nodes may die, and training goes on with those that are left.
     """
     wanted = Wanted(
         stages=parse_stages(stages),
@@ -120,22 +157,62 @@ def train(
             attention=attention,
             context_parallel=context_parallel,
             replicas=wanted.replicas,
+            fault_tolerance=None if fault_tolerance is None else str(fault_tolerance),
+            nodes=nodes,
         )
-    balancer(balance)  # a wrong name is told before anything is read
+    if (fault_tolerance is None) != (nodes is None):
+        raise ConfigError(
+            "--fault-tolerance and --nodes go together: how many nodes there are, and how many may fail at once"
+        )
+    if balance is not None:
+        balancer(balance)  # a wrong name is told before anything is read
     samples = load_samples(data)
     torch.manual_seed(seed)
     with busy(f"loading {model}"):
         loaded = load_model(model, Weights.RANDOM if random_weights else Weights.STORED, dtype)
         set_trainable(loaded.model, train)
-    made, subject = _planned(loaded.model, samples, batch_size, plan, replace(wanted, microbatches=microbatches), pack)
+    wanted = replace(wanted, microbatches=microbatches, fault_tolerance=fault_tolerance)
+    made, subject = _planned(loaded.model, samples, batch_size, plan, wanted, pack, nodes)
     leading = int(os.environ.get("RANK", "0")) == 0
     if out is not None and leading:
         write_atomic(out / PLAN, made.to_json())
         write_programs(out, api.stage_programs(loaded.model, subject.batch, made))
+    if made.resilience is not None:
+        refuse_elastic(correct=correct, pack=pack, resume=resume is not None)
+        options = ElasticOptions(
+            steps=steps,
+            batch_size=batch_size,
+            lr=lr,
+            clip_norm=clip_norm,
+            seed=seed,
+            compile=compile,
+            reduction=reduction.value,
+            balance=balance or Arrival.name,
+            save_every=save_every,
+            save=save,
+            folder=None if out is None else out / RUN,
+            at=node_at(coordinator, node, secret),
+        )
+        done = train_elastic(loaded.model, made, subject, samples, options)
+        if done:
+            _report(_summed(done), out, save, json, traced=False)
+        return
+    for name, value in (("save-every", save_every), ("coordinator", coordinator), ("node", node), ("secret", secret)):
+        if value is not None:
+            raise ConfigError(f"--{name} has no effect without templates: plan with --fault-tolerance, or drop it")
     optimizer = functools.partial(torch.optim.AdamW, lr=lr)
-    options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "compile": compile}
-    options |= {"packing": subject.packing} if pack else {"batch": subject.batch}
-    with api.parallelize(loaded.model, plan=made, balance=balance, correct=correct, **options) as engine:
+    given: dict[str, Any] = {"packing": subject.packing} if pack else {"batch": subject.batch}
+    with api.parallelize(
+        loaded.model,
+        plan=made,
+        balance=balance or Auto.name,
+        correct=correct,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        compile=compile,
+        reduction=reduction.value,
+        **given,
+    ) as engine:
         if resume is not None:
             engine.load(resume)
             if engine.num_steps >= steps:
@@ -150,7 +227,13 @@ def train(
 
 
 def _planned(
-    model: nn.Module, samples: Sequence[Sample], batch_size: int, path: Path | None, wanted: Wanted, pack: bool
+    model: nn.Module,
+    samples: Sequence[Sample],
+    batch_size: int,
+    path: Path | None,
+    wanted: Wanted,
+    pack: bool,
+    nodes: int | None,
 ) -> tuple[Plan, Subject]:
     """The plan, and what it is for."""
     stored = None if path is None else Plan.load(path)
@@ -161,7 +244,8 @@ def _planned(
     packing = chosen if pack else None
     batch = api.pack(model, chosen) if pack else collate(chosen)
     subject = Subject(model=model, batch=batch, packing=packing)
-    made = stored or make_plan(subject, "local", replace(wanted, microbatches=count))
+    cluster = "local" if nodes is None else f"{nodes}x1x{LOCAL_NAME}"
+    made = stored or make_plan(subject, cluster, replace(wanted, microbatches=count))
     if batch_size < made.num_microbatches * made.chains[-1].dp:
         raise ConfigError(
             f"--batch-size {batch_size} is less than the {made.num_microbatches} microbatches of a step, in each of "
@@ -187,8 +271,12 @@ def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int,
         for metrics in engine.train(loaded, trace={steps} if traced else ()):
             done.append(metrics)
             progress.update(task, advance=1, loss=metrics.loss, rate=_rate(metrics))
+    return _summed(done)
+
+
+def _summed(done: Sequence[StepMetrics]) -> _Result:
     return _Result(
-        steps=steps,
+        steps=done[-1].step,
         loss=done[-1].loss,
         tokens=sum(metrics.num_tokens for metrics in done),
         samples=sum(metrics.num_samples for metrics in done),
@@ -203,7 +291,7 @@ def _rate(metrics: StepMetrics) -> str:
     return f"{metrics.num_samples / metrics.seconds:,.0f} samples/s"
 
 
-def _report(result: _Result, out: Path | None, save: Path | None, json: bool) -> None:
+def _report(result: _Result, out: Path | None, save: Path | None, json: bool, *, traced: bool = True) -> None:
     if json:
         folders = {"out": None if out is None else str(out), "checkpoint": None if save is None else str(save)}
         figures = {name: getattr(result, name) for name in ("steps", "loss", "tokens", "samples", "seconds")}
@@ -211,6 +299,6 @@ def _report(result: _Result, out: Path | None, save: Path | None, json: bool) ->
         return
     print_text(f"{result.steps} steps, {result.samples} samples in {result.seconds:.1f} s; last loss {result.loss:.4f}")
     if out is not None:
-        print_text(f"run folder {out}; `mmcompile trace {out}` draws its last step")
+        print_text(f"run folder {out}" + (f"; `mmcompile trace {out}` draws its last step" if traced else ""))
     if save is not None:
         print_text(f"checkpoint {save}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 from collections.abc import Mapping
 
@@ -29,13 +30,36 @@ def load_stage(program: StageProgram, tensors: Mapping[str, Tensor], device: tor
     Raises:
         VerifyError: the source does not compile, defines no `Stage(StageModule)`, or a tensor is missing.
     """
+    parameters, buffers = held_tensors(program, tensors)
+    return _stage_class(program)(parameters, buffers, program.constants, device)
+
+
+def held_tensors(
+    program: StageProgram, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """The parameters and buffers of a program, as `load_stage` takes them.
+
+    Raises:
+        VerifyError: one is missing.
+    """
     wanted = [spec.name for spec in program.parameters] + list(program.buffers)
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise VerifyError(f"stage {program.stage} of pattern {program.pattern} reads {missing}, which were not given")
     parameters = {spec.name: _parameter(tensors[spec.name], spec.trainable) for spec in program.parameters}
-    buffers = {name: tensors[name] for name in program.buffers}
-    return _stage_class(program)(parameters, buffers, program.constants, device)
+    return parameters, {name: tensors[name] for name in program.buffers}
+
+
+def execute(source: str, filename: str, **names: object) -> dict[str, object]:
+    """The namespace of a source, which sees torch, `StageModule` and the names given.
+
+    Tracebacks and `inspect` show the source under `filename`.
+    """
+    # No modification time: linecache then never drops the entry.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, object] = {"__name__": "mmcompile_stage", "torch": torch, "StageModule": StageModule, **names}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace
 
 
 def _parameter(tensor: Tensor, trainable: bool) -> nn.Parameter:
@@ -45,16 +69,16 @@ def _parameter(tensor: Tensor, trainable: bool) -> nn.Parameter:
 
 
 def _stage_class(program: StageProgram) -> type[StageModule]:
-    filename = f"<stage {program.stage} of pattern {program.pattern}>"
-    lines = program.source.splitlines(keepends=True)
-    # No modification time: linecache then never drops the entry, so tracebacks and `inspect` show the source.
-    linecache.cache[filename] = (len(program.source), None, lines, filename)
-    namespace: dict[str, object] = {"__name__": "mmcompile_stage", "torch": torch, "StageModule": StageModule}
     try:
-        exec(compile(program.source, filename, "exec"), namespace)
+        return _executed_class(program.source, program.stage, program.pattern)
     except SyntaxError as error:
         raise VerifyError(f"the source of stage {program.stage} does not compile: {error}") from error
-    stage = namespace.get("Stage")
-    if not (isinstance(stage, type) and issubclass(stage, StageModule)):
-        raise VerifyError(f"the source of stage {program.stage} defines no class Stage(StageModule)")
-    return stage
+
+
+@functools.cache
+def _executed_class(source: str, stage: str, pattern: str) -> type[StageModule]:
+    """Once a process, however often the stage is loaded: by every replica, and anew where stages move between ranks."""
+    found = execute(source, f"<stage {stage} of pattern {pattern}>").get("Stage")
+    if not (isinstance(found, type) and issubclass(found, StageModule)):
+        raise VerifyError(f"the source of stage {stage} defines no class Stage(StageModule)")
+    return found

@@ -132,6 +132,10 @@ class Patterns:
         named = dict(self._model.named_parameters(remove_duplicate=False))
         return {**named, **dict(self._model.named_buffers(remove_duplicate=False))}
 
+    def captured(self) -> tuple[PatternPrograms, ...]:
+        """Programs of all patterns so far."""
+        return tuple(pattern.programs for family in self._families.values() for pattern in family.patterns)
+
     def prepare(self, batch: Mapping[str, Any]) -> PreparedMicrobatch:
         """Match a batch with a pattern, capturing one if none holds.
 

@@ -22,6 +22,7 @@ from mmcompile.files import write_atomic
 from mmcompile.ir.graph import TensorSpec
 from mmcompile.plan.sizes import Geometry
 from mmcompile.plan.table import format_plan
+from mmcompile.plan.templates.resilience import Resilience
 
 PLAN_VERSION = 3
 
@@ -246,6 +247,8 @@ class Plan:
     """One for each component, chain by chain; () for a plan that prices no samples."""
     packing: Packing | None = None
     """Whether samples may be packed into rows; None where it was not asked for."""
+    resilience: Resilience | None = None
+    """Pipelines for the day nodes die; None where no fault tolerance was asked for."""
     version: int = PLAN_VERSION
 
     @property
@@ -287,8 +290,8 @@ class Plan:
             where: named in errors, the file for example.
 
         Raises:
-            PlanError: not JSON (with the position), another version, or a missing, unknown or ill-typed field (with
-            its path).
+            PlanError: not JSON (with the position), another version, a missing, unknown or ill-typed field (with its path), or
+            templates that do not run the plan's layers.
         """
         try:
             raw = msgspec.json.decode(text)
@@ -307,6 +310,10 @@ class Plan:
             )
         if not plan.stages:
             raise PlanError(f"{where} is no plan: it has no stages; {_REMAKE}")
+        try:
+            _check_templates(plan)
+        except PlanError as error:
+            raise PlanError(f"{where} is no plan: {error}; {_REMAKE}") from None
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -339,6 +346,17 @@ def check_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
                 f"the plan does not belong to this model: its {item.name} is {got}, the model at hand has {wanted}; "
                 f"{_REMAKE}"
             )
+
+
+def _check_templates(plan: Plan) -> None:
+    """Raise PlanError where templates are not of the plan's chains, or do not fit together."""
+    if plan.resilience is None:
+        return
+    layers = {chain.name: sum(len(stage.layer_names) for stage in chain.stages) for chain in plan.chains}
+    known = {name: len(sizes) for name, sizes in plan.resilience.layer_bytes.items()}
+    if known != layers:
+        raise PlanError(f"its templates are for chains of {known} layers, and the plan has {layers}")
+    _ = plan.resilience.job, plan.resilience.cover  # they check what they are made of
 
 
 def _unknown(raw: object, known: object, path: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """A plan as plain text of at most forty lines, whatever its size.
 
-Header, chains as boxes, stages, prediction and bottlenecks come first; cuts, rejected alternatives, notes, links and shared
-values share what is left, and count what does not fit.
+Header, chains as boxes, stages, prediction, bottlenecks and what node failures leave come first; templates, cuts, rejected
+alternatives, notes, links and shared values share the rest, and count what does not fit.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def format_plan(plan: Plan) -> str:
     head = [*_header(plan), "", *_boxes(plan), "", *stage_table(plan.chains, _MAX_STAGE_ROWS), ""]
     head += _labelled("predicted", _prediction(plan))
     head += _labelled("bottlenecks", [str(one) for one in bottlenecks(plan)])
+    if plan.resilience is not None:
+        head += _labelled("resilience", [plan.resilience.promise])
     room = MAX_LINES - len(head)
     return "\n".join(line.rstrip() for line in [*head, *_rest(plan, room)])
 
@@ -152,7 +154,9 @@ def _bubble(chain: str, shares: Mapping[Cause, float]) -> str:
 
 def _rest(plan: Plan, room: int) -> list[str]:
     """The sections that shrink, each with at least one line, those that a reader misses most first."""
+    resilience = plan.resilience
     sections = {
+        "templates": [] if resilience is None else resilience.rows(len(resilience.templates)),
         "cuts": _cuts(plan.cuts),
         "rejected": [f"{one.what}: {one.reason}" for one in plan.rejected],
         "notes": list(plan.notes),
@@ -163,7 +167,10 @@ def _rest(plan: Plan, room: int) -> list[str]:
     given = _deal(wanted, room)
     lines: list[str] = []
     for name, count in given.items():
-        lines += _labelled(name, _first(sections[name], count))
+        shown = _first(sections[name], count)
+        if name == "templates" and resilience is not None:
+            shown = resilience.rows(count)
+        lines += _labelled(name, shown)
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What differs between two plans: settings, layout of each chain, layers that moved, times and memory."""
+"""What differs between two plans: settings, layout of each chain, layers that moved, times and memory, templates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Literal
 
 from mmcompile.plan.bottlenecks import rank_loads
 from mmcompile.plan.plan import Chain, Plan, Stage
+from mmcompile.plan.templates.resilience import figures
+from mmcompile.plan.templates.template import Template
 from mmcompile.units import format_bytes, format_seconds
 
 Unit = Literal["s", "bytes", "share", ""]
@@ -88,10 +90,12 @@ class PlanDiff:
     moved: tuple[Moved, ...]
     stages: tuple[StageChange, ...]
     """Of stages that both plans have."""
+    templates: tuple[Setting, ...] = ()
+    """Fault tolerance, nodes that can be used, and the templates by node count."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.settings or self.layout or self.figures or self.moved or self.stages)
+        return not (self.settings or self.layout or self.figures or self.moved or self.stages or self.templates)
 
     def __str__(self) -> str:
         if self.is_empty:
@@ -102,6 +106,7 @@ class PlanDiff:
             "figures": self.figures,
             "moved": self.moved,
             "stages": self.stages,
+            "templates": self.templates,
         }
         return "\n".join(line for name, rows in sections.items() for line in _section(name, rows))
 
@@ -114,6 +119,7 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
         figures=tuple(_differing(_figures(before), _figures(after))),
         moved=tuple(_moved(before, after)),
         stages=tuple(_stages(before, after)),
+        templates=tuple(_templates(before, after)),
     )
 
 
@@ -196,6 +202,40 @@ def _stage_figures(stage: Stage) -> dict[str, tuple[float, Unit]]:
         "backward": (predicted.backward_s, "s"),
         "memory": (predicted.total_bytes, "bytes"),
     }
+
+
+def _templates(before: Plan, after: Plan) -> Iterator[Setting]:
+    yield from _changed(_promise(before), _promise(after))
+    one, two = _by_size(before), _by_size(after)
+    for size in sorted(one.keys() | two.keys()):
+        name = f"{size} node{'s' * (size > 1)}"
+        yield from _changed({name: _words(one.get(size), two.get(size))}, {name: _words(two.get(size), one.get(size))})
+
+
+def _promise(plan: Plan) -> dict[str, str]:
+    if plan.resilience is None:
+        return {}
+    return {
+        "fault tolerance": str(plan.resilience.fault_tolerance),
+        "nodes": str(plan.resilience.cover),
+        "microbatches of all pipelines": str(plan.resilience.num_microbatches),
+        "state to copy": format_bytes(sum(map(sum, plan.resilience.layer_bytes.values()))),
+    }
+
+
+def _by_size(plan: Plan) -> dict[int, Template]:
+    return {} if plan.resilience is None else {template.num_nodes: template for template in plan.resilience.templates}
+
+
+def _words(template: Template | None, other: Template | None) -> str:
+    """A template as its difference from another shows: its figures, or the first stage that differs where those are the same."""
+    if template is None:
+        return "-"
+    if other is None or figures(template) != figures(other):
+        return figures(template)
+    pairs = zip(template.stages, other.stages, strict=True)
+    stage = next((str(own) for own, others in pairs if str(own) != str(others)), "")
+    return f"{figures(template)}: {stage}" if stage else figures(template)
 
 
 def _moved(before: Plan, after: Plan) -> Iterator[Moved]:

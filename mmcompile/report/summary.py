@@ -7,12 +7,19 @@ from typing import Any
 import msgspec
 
 from mmcompile.plan.plan import Plan, Stage
+from mmcompile.plan.templates.resilience import Resilience
+from mmcompile.plan.templates.template import Template
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
     """`components`, `stages`, `links`, `predicted`, `rejected`, and what the plan was made for. Times [s], sizes [bytes].
 
-    `templates` is empty: a plan has one layout, for one set of nodes.
+    `templates` has one object for each number of nodes that a pipeline is planned for, fewest nodes first: `nodes`; `stages`,
+    each with `chain`, `first` and `last` (layers of the chain, the last excluded), `devices` (numbered node by node from 0) and
+    `seconds` of a microbatch, forward and backward; `slowest_s` of these; `fill_s`, so that b microbatches take
+    `fill_s + b * slowest_s`; `gap`, the part by which a faster pipeline may exist, 0 for an optimum. It is empty for a plan made
+    without fault tolerance; then `fault_tolerance` (nodes that may fail at once) and `cover` (which numbers of nodes can be used
+    in full, in words) are null.
     """
     chains = [(chain, stage) for chain in plan.chains for stage in chain.stages]
     return {
@@ -41,10 +48,30 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             for link in plan.links
         ],
         "predicted": msgspec.to_builtins(plan.predicted),
-        "templates": [],
+        **_resilience(plan.resilience),
         "rejected": msgspec.to_builtins(plan.rejected),
         "notes": list(plan.notes),
         "cuts": msgspec.to_builtins(plan.cuts),
+    }
+
+
+def _resilience(resilience: Resilience | None) -> dict[str, Any]:
+    if resilience is None:
+        return {"fault_tolerance": None, "cover": None, "templates": []}
+    return {
+        "fault_tolerance": resilience.fault_tolerance,
+        "cover": str(resilience.cover),
+        "templates": [_template(template) for template in resilience.templates],
+    }
+
+
+def _template(template: Template) -> dict[str, Any]:
+    return {
+        "nodes": template.num_nodes,
+        "stages": msgspec.to_builtins(template.stages),
+        "slowest_s": template.slowest_s,
+        "fill_s": template.fill_s,
+        "gap": template.gap,
     }
 
 

@@ -12,6 +12,7 @@ from mmcompile.files import write_atomic
 from mmcompile.plan.stage_rows import columns
 from mmcompile.plan.templates.job import Job
 from mmcompile.plan.templates.replay import ReplayConstants, Spent
+from mmcompile.plan.templates.resilience import Resilience
 from mmcompile.plan.templates.systems import CURVE_WINDOWS, TraceReplay, replay_trace
 from mmcompile.plan.templates.trace import TimeUnit, read_trace
 from mmcompile.report.palette import colours
@@ -50,6 +51,30 @@ def simulate_trace(
     """
     trace = read_trace(path, unit=unit, seed=seed)
     return replay_trace(job, trace, microbatch_samples=microbatch_samples, constants=constants)
+
+
+def replay_resilience(
+    resilience: Resilience, path: str | os.PathLike[str], *, unit: TimeUnit | None = None, seed: int = 0
+) -> TraceReplay:
+    """`simulate_trace` of a plan's templates."""
+    samples = resilience.microbatch_samples
+    return simulate_trace(resilience.job, path, microbatch_samples=samples, unit=unit, seed=seed)
+
+
+def remarks(found: TraceReplay, resilience: Resilience) -> tuple[str, ...]:
+    """What a reader should know of a trace that has other numbers of nodes than a plan was made for."""
+    needed, planned = resilience.cover.least_nodes, resilience.num_nodes
+    if found.max_nodes < needed:
+        return (
+            f"templates never start: they need {needed} nodes, and the trace has at most {found.max_nodes}; plan with a smaller "
+            "fault tolerance, or a trace of more nodes",
+        )
+    if found.max_nodes > planned:
+        return (
+            f"the plan is for {planned} nodes and has no templates of more than {resilience.sizes[-1]}; plan for "
+            f"{found.max_nodes} nodes to use larger ones",
+        )
+    return ()
 
 
 def trace_text(found: TraceReplay) -> str:

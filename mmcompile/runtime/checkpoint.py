@@ -37,6 +37,8 @@ class TrainerState:
     optimizer: OptimizerSpec
     hyper: dict[str, Any]
     seed: int
+    cursor: str | None = None
+    """Of the data, for a run that reads it by itself."""
     version: int = CHECKPOINT_VERSION
     files: tuple[str, ...] = ()
     """Everything this checkpoint wrote; other files in the folder are the user's and are kept."""
@@ -70,7 +72,9 @@ def write(folder: Path, checkpoint: Checkpoint, model: nn.Module | None, state_d
     fresh = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(fresh, ignore_errors=True)
+        # Only one process writes to a folder at a time: others' are left over from processes that were killed.
+        for left in target.parent.glob(f"{target.name}.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
         fresh.mkdir()
         _fill(fresh, checkpoint, model, state_dict)
         _keep_foreign(target, fresh)
@@ -89,10 +93,34 @@ def read(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: there is no complete checkpoint, or another version wrote it.
     """
-    target = folder.expanduser().resolve()
-    place = next((p for p in (target, _previous(target)) if (p / _STATE).is_file()), None)
+    place = _place(folder)
     if place is None:
         raise CheckpointError(f"no checkpoint at {folder}: wanted a folder with {_STATE}, as engine.save() writes it")
+    trainer = _trainer(place)
+    try:
+        tensors = load_file(place / _TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(place, error) from error
+    return Checkpoint(trainer=trainer, weights=_under("weight/", tensors), optimizer=_under("state/", tensors))
+
+
+def saved(folder: Path) -> TrainerState | None:
+    """What a checkpoint says of itself, without its tensors; None if there is none.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    place = _place(folder)
+    return None if place is None else _trainer(place)
+
+
+def _place(folder: Path) -> Path | None:
+    """Where the last whole checkpoint is."""
+    target = folder.expanduser().resolve()
+    return next((p for p in (target, _previous(target)) if (p / _STATE).is_file()), None)
+
+
+def _trainer(place: Path) -> TrainerState:
     try:
         raw = (place / _STATE).read_bytes()
         version = msgspec.json.decode(raw, type=_Version).version
@@ -100,11 +128,13 @@ def read(folder: Path) -> Checkpoint:
             raise CheckpointError(
                 f"{place / _STATE} has version {version}; this mmcompile reads version {CHECKPOINT_VERSION}"
             )
-        trainer = msgspec.json.decode(raw, type=TrainerState)
-        tensors = load_file(place / _TENSORS)
-    except (OSError, SafetensorError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"the checkpoint at {place} is damaged: {error}; load an older one") from error
-    return Checkpoint(trainer=trainer, weights=_under("weight/", tensors), optimizer=_under("state/", tensors))
+        return msgspec.json.decode(raw, type=TrainerState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise _damaged(place, error) from error
+
+
+def _damaged(place: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"the checkpoint at {place} is damaged: {error}; load an older one")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,9 @@ from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.optimizer import OptimizerSpec
 from mmcompile.step.step_plan import PROTOCOL_VERSION, StepPlan
 
-
 Reduction: TypeAlias = Literal["fast", "fp64", "fixed"]
 """How gradients of microbatches are added up: as torch does, in order of ranks; in float64; or in whole numbers, whose sum does
-not depend on the order, so that it is the same whichever ranks computed the microbatches."""
+not depend on the order, so that it is the same whichever ranks computed the microbatches (`mmcompile.runtime.arithmetic`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +40,7 @@ class Install:
     pattern: str
     tower: str
     holders: dict[str, tuple[int, ...]]
-    """Trainable parameter -> placed stages that hold it, for those on several ranks, over all installed so far."""
+    """Trainable parameter -> placed stages that hold it, over all installed so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +51,7 @@ class Step:
     hyper: dict[str, Any]
     """The optimizer's settings for this step, learning rate included."""
     seed: int
-    """With step, microbatch and stage, it keys the random numbers of a forward."""
+    """With step, stage, and first sample of the microbatch, it keys the random numbers of a forward."""
     trace: bool
 
 

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,10 +28,10 @@ from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import checkpoint
 from mmcompile.runtime.balance_process import AsideBalancer
 from mmcompile.runtime.checkpoint import Checkpoint, TrainerState
-from mmcompile.runtime.commands import Close, Done, Refuse, Setup, Step
+from mmcompile.runtime.commands import Close, Done, Reduction, Refuse, Setup, Step
 from mmcompile.runtime.follower import Follower
 from mmcompile.runtime.leader import Leader
-from mmcompile.runtime.metrics import StepMetrics
+from mmcompile.runtime.metrics import StepMetrics, StepTotals
 from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory, scheduler_after
 from mmcompile.runtime.session import Session, open_session
 from mmcompile.runtime.source import PatternSource
@@ -55,8 +56,8 @@ class Engine:
     After an EngineError the engine is over: all ranks were stopped. A BatchError, ConfigError or CheckpointError leaves it
     as it was.
 
-    Random numbers in a stage (dropout) depend on the seed given to `torch.manual_seed` before, the step, the microbatch and
-    the stage, not on the rank.
+    Random numbers in a stage (dropout) depend on the seed given to `torch.manual_seed` before, the step, the first sample of the
+    microbatch and the stage, not on the rank or replica.
 
     Args:
         placement: the stages of a plan by rank (rank 0 is this process), and the number of microbatches of a step.
@@ -72,6 +73,10 @@ class Engine:
         optimizer: a torch.optim class, or a functools.partial of one with keyword arguments.
         scheduler: makes a learning-rate scheduler for an optimizer; stepped after each step.
         clip_norm: largest global gradient norm, if clipped.
+        reduction: how gradients of microbatches are added up. "fast" as torch does, in the parameter's dtype. "fp64" in float64,
+            rounded once; 8 bytes of memory an element while a step runs. "fixed" in whole numbers, rounded once; 16 bytes. With
+            "fixed", losses, gradients and parameters have the same bits however the same microbatches are spread over replicas;
+            gradients of 2^23 or more, infinite ones and NaN are an EngineError. Precision: `mmcompile.runtime.arithmetic`.
         compile: run stages through torch.compile(backend="inductor").
         device: "cpu" or "cuda"; None takes cuda where every rank gets one.
 
@@ -95,9 +100,12 @@ class Engine:
         optimizer: Callable[..., torch.optim.Optimizer] = DEFAULT_OPTIMIZER,
         scheduler: SchedulerFactory | None = None,
         clip_norm: float | None = None,
+        reduction: Reduction = "fast",
         compile: bool = False,
         device: str | None = None,
     ) -> None:
+        if reduction not in get_args(Reduction):
+            raise ConfigError(f"reduction is {reduction!r}; wanted one of {', '.join(get_args(Reduction))}")
         spec = OptimizerSpec.of(optimizer)
         setup = Setup(
             stages=placement.stages,
@@ -106,6 +114,7 @@ class Engine:
             clip_norm=clip_norm,
             compiled=compile,
             check_rows=check_rows,
+            reduction=reduction,
         )
         if collate is not None and pad is not None:
             raise ConfigError("pad has no effect together with collate, which joins samples: leave one of them out")
@@ -310,10 +319,10 @@ class Engine:
         if self._scheduler is not None:
             self._scheduler.step()
         metrics = self._metrics(totals, planned.plan, start)
-        self._planner.observe(planned, totals[3 + len(metrics.busy_s) :].numpy())
+        self._planner.observe(planned, np.array(totals.microbatch_s))
         return replace(metrics, balance=planned.balance, planning_s=planned.seconds, waited_s=waited_s)
 
-    def _run(self, leader: Leader, command: Step, planned: PlannedStep) -> Tensor:
+    def _run(self, leader: Leader, command: Step, planned: PlannedStep) -> StepTotals:
         """Install new patterns, run the step, collect its events."""
         microbatches = list(zip(planned.plan.microbatches, planned.prepared, strict=True))
         for microbatch, prepared in microbatches:
@@ -346,15 +355,15 @@ class Engine:
         self._num_steps = plan.step
         return self._metrics(totals, plan, start)
 
-    def _metrics(self, totals: Tensor, plan: StepPlan, start: float) -> StepMetrics:
+    def _metrics(self, totals: StepTotals, plan: StepPlan, start: float) -> StepMetrics:
         return StepMetrics(
             step=self._num_steps,
-            loss=float(totals[0]),
-            num_tokens=int(totals[1]),
+            loss=totals.loss,
+            num_tokens=totals.num_tokens,
             num_samples=plan.num_samples,
             seconds=time.perf_counter() - start,
-            grad_norm=None if self._setup.clip_norm is None else math.sqrt(float(totals[2])),
-            busy_s=tuple(totals[3 : len(totals) - len(plan.microbatches)].tolist()),
+            grad_norm=None if totals.squared_norm is None else math.sqrt(totals.squared_norm),
+            busy_s=totals.busy_s,
         )
 
     def _take_part(self, *calls: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmcompile.kernels.bitfield_attention.cp_channel import ExchangeLost
 from mmcompile.plan.simulator.schedule import Action, ActionKind
+from mmcompile.runtime.gradients import GradientSums
 from mmcompile.runtime.groups import Groups, PeerLost
 from mmcompile.runtime.links import Mail
 from mmcompile.runtime.stages import InputSlot, LoadedStage, OutputSlot, Stages
@@ -25,8 +27,8 @@ _KINDS = {kind: position for position, kind in enumerate(ActionKind)}
 class StepResult:
     """What one rank has to say about a step."""
 
-    loss: Tensor
-    """Weighted loss of the microbatches whose loss stage is here; float64 scalar on the CPU."""
+    losses: Tensor
+    """float64 [microbatches of the step], on the CPU: weighted losses, 0 for those whose loss stage is elsewhere."""
     num_tokens: int = 0
     """Valid tokens its loss stage counted."""
     seconds: Tensor
@@ -51,10 +53,7 @@ class _Saved:
 
 
 class Executor:
-    """Runs the actions of one step on one rank.
-
-    Gradients add up in the parameters' `.grad`; results and inputs of a microbatch are freed after its backward.
-    """
+    """Runs the actions of one step on one rank. Results and inputs of a microbatch are freed after its backward."""
 
     def __init__(
         self,
@@ -63,6 +62,7 @@ class Executor:
         mail: Mail,
         board: StatusBoard,
         groups: Groups,
+        sums: GradientSums,
         *,
         seed: int,
         trace: bool,
@@ -72,7 +72,9 @@ class Executor:
         Args:
             loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
             board: told before every action.
-            seed: of the random numbers in forwards, with step, microbatch and stage.
+            sums: told after every backward; it takes the gradients that the backward left in `.grad`.
+            seed: of the random numbers in forwards, with step, stage, and the first sample of the microbatch, which is the same
+                wherever, and among whatever others, the microbatch is computed.
             trace: keep the time of every action.
             check: called before every action; what it raises ends the step.
         """
@@ -81,13 +83,15 @@ class Executor:
         self._loaded = loaded
         self._mail = mail
         self._board = board
+        self._sums = sums
         self._rank = groups.rank
         self._generator = _generator(groups.device)
         self._trace = trace
         self._check = check
         self._backward = [frozenset(microbatch.flow.backward) for microbatch in plan.microbatches]
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._losses: list[tuple[Tensor, Tensor | int, float]] = []
+        self._losses: list[tuple[int, Tensor, Tensor | int]] = []
+        """Microbatch, loss and valid tokens."""
 
     def run(self, actions: Sequence[Action]) -> StepResult:
         """Execute the action list to its end. Raises PeerLost if another rank is gone."""
@@ -98,7 +102,7 @@ class Executor:
 
     def _run(self, actions: Sequence[Action]) -> StepResult:
         seconds = torch.zeros(len(self._plan.microbatches), dtype=torch.float64)
-        result = StepResult(loss=torch.zeros((), dtype=torch.float64), seconds=seconds)
+        result = StepResult(losses=torch.zeros_like(seconds), seconds=seconds)
         before = self._generator.get_state()
         for action in actions:
             self._check()
@@ -117,8 +121,8 @@ class Executor:
         # On rank 0 the generator is the user's.
         self._generator.set_state(before)
         self._board.write(self._rank, self._plan.step, IDLE, 0, 0)
-        for loss, tokens, weight in self._losses:
-            result.loss += loss.double().cpu() * weight
+        for microbatch, loss, tokens in self._losses:
+            result.losses[microbatch] += loss.double().cpu() * self._plan.microbatches[microbatch].loss_weight
             result.num_tokens += int(tokens)
         return result
 
@@ -135,7 +139,8 @@ class Executor:
     def _run_forward(self, stage: LoadedStage, microbatch: int, backward: bool) -> None:
         leaves: list[tuple[InputSlot, Tensor]] = []
         arguments = self._arguments(stage, microbatch, leaves if backward else None)
-        self._generator.manual_seed(_key(self._seed, self._plan.step, microbatch, stage.first))
+        first = min(self._plan.microbatches[microbatch].samples)
+        self._generator.manual_seed(_key(self._seed, self._plan.step, first, stage.key))
         with torch.set_grad_enabled(backward):
             results = stage.run(*arguments)
         edges: list[tuple[OutputSlot, GradientEdge | None]] = []
@@ -173,7 +178,7 @@ class Executor:
         if stage.loss is None or weight == 0:
             return None
         loss = results[stage.loss]
-        self._losses.append((loss.detach(), 0 if stage.tokens is None else results[stage.tokens], weight))
+        self._losses.append((microbatch, loss.detach(), 0 if stage.tokens is None else results[stage.tokens]))
         return (get_gradient_edge(loss), torch.full_like(loss, weight)) if loss.requires_grad else None
 
     def _run_backward(self, stage: LoadedStage, microbatch: int) -> None:
@@ -193,6 +198,22 @@ class Executor:
         for slot, leaf in saved.leaves:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             self._mail.put_gradient(microbatch, stage.index, slot, gradient)
+        self._sums.ran(stage.trainable)
+
+
+def num_backwards(plan: StepPlan, loaded: Sequence[Stages]) -> Counter[str]:
+    """How many backwards of a step touch each trainable parameter, by name.
+
+    Args:
+        loaded: per microbatch, this rank's stages of its tower and replica.
+    """
+    return Counter(
+        name
+        for microbatch, stages in zip(plan.microbatches, loaded, strict=True)
+        for stage in stages.values()
+        if stage.name in microbatch.flow.backward
+        for name in stage.trainable
+    )
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -1,27 +1,26 @@
-"""Gradients between the last backward and the optimizer: summed over the ranks that hold a parameter, the norm clipped."""
+"""Gradients of a step: summed over microbatches and over the ranks that hold a parameter, while backwards still run; clipped."""
 
 # pyright: reportPrivateImportUsage=false
 # torch re-exports the functions its optimizers are built on without saying so.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mmcompile.runtime.groups import Groups, Lane, Work, wait
+from mmcompile.errors import EngineError
+from mmcompile.runtime.arithmetic import arithmetic_of
+from mmcompile.runtime.commands import Reduction
+from mmcompile.runtime.gradient_bucket import Bucket, split_into_buckets
+from mmcompile.runtime.groups import Groups
+from mmcompile.runtime.tags import gradient_tags
 
-_TAG = 2**31 - 2
-"""Above the tags of links, below that of control messages."""
 BUCKET_BYTES = 64 * 2**20
-"""What travels at once, unless one parameter is larger."""
-_PART_BYTES = 16 * 1024
-"""Below this, splitting a sum over more owners costs more in messages than it saves."""
-_ALIGN = 64
-"""Elements."""
+"""Of the parameters whose gradients travel at once, unless one is larger."""
 _EPSILON = 1e-6
 """Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
 
@@ -37,133 +36,131 @@ class Shared:
     """Those that may have a gradient in this step, ascending: they ran a backward of a stage with these parameters."""
 
 
-def sum_shared(
-    groups: Groups,
-    parameters: Mapping[str, nn.Parameter],
-    shared: Iterable[Shared],
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> None:
-    """Give every rank that holds a parameter the sum of all its owners' gradients, the same bits to each.
+@final
+class GradientSums:
+    """The sums of one step: every rank that holds a parameter gets the same bits in `.grad`.
 
-    Gradients travel in flat buckets. Each owner adds up one part of a bucket in order of ranks and sends it to the others,
-    so no rank carries more than its share. Half precision is added in float32 and rounded once. A gradient of None counts
-    as zero; None on all owners stays None. Parameters that no rank gives anything for cost nothing.
+    Parameters with the same owners and givers are summed in buckets (`Bucket`). A bucket starts as soon as the last backward
+    that touches its parameters has run here, and travels while other backwards run; what must be waited for is left to `finish`.
+    Ranks need not start buckets in one order: each has tags of its own, nobody waits before `finish`, and all that is waited
+    for there is started before by ranks that wait for none of it. NCCL has no tags; there, all start in `finish`, in one order.
 
-    Args:
-        parameters: trainable parameters of this rank, by original name.
-        shared: the same on all ranks; each parameter once.
-        bucket_bytes: the same on all ranks.
+    A gradient of None counts as zero; None on all owners stays None. Parameters that no rank gives anything for cost nothing.
+
+    **Memory**, beside parameters and optimizer state. "fast": `.grad`, as torch; for parameters on several ranks a bucket takes
+    the place of `.grad` once it starts, and this rank's part of it is received from each other giver. "fp64" and "fixed" keep
+    8 and 16 bytes an element in place of `.grad` from a parameter's first backward on, and receive as much; they become `.grad`
+    when the bucket is done: at once for parameters on one rank. `.grad` itself then lives only inside one backward.
     """
-    # In one order on all ranks, since an exchange blocks.
-    for item in sorted(shared, key=lambda item: (item.owners, item.givers)):
-        if item.givers and groups.rank in item.owners:
-            for bucket in _buckets([parameters[name] for name in sorted(item.names)], bucket_bytes):
-                _sum(groups, bucket, item)
+
+    def __init__(
+        self,
+        groups: Groups,
+        parameters: Mapping[str, nn.Parameter],
+        shared: Sequence[Shared],
+        backwards: Mapping[str, int],
+        *,
+        reduction: Reduction = "fast",
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """
+        Args:
+            parameters: trainable parameters of this rank, by original name.
+            shared: the same on all ranks; each parameter once, those on one rank not at all.
+            backwards: how many of this rank's backwards touch a parameter in this step, by name; 0 if absent.
+            bucket_bytes: the same on all ranks.
+
+        Raises:
+            EngineError: more buckets, or backwards of a parameter, than can be numbered.
+        """
+        self._arithmetic = arithmetic_of(reduction)
+        self._early = groups.device.type != "cuda"
+        self._left = {name: backwards.get(name, 0) for name in parameters}
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[str, Bucket] = {}
+        self._open: dict[Bucket, int] = {}
+        """Backwards to come, of buckets that are not started. Buckets are in one order on all ranks."""
+        ordered = sorted(shared, key=lambda item: (item.owners, item.givers))
+        for place, item in enumerate(ordered):
+            self._check_terms(item.names, len(item.owners))
+            if item.givers and groups.rank in item.owners:
+                held = {name: parameters[name] for name in item.names}
+                for number, part in enumerate(split_into_buckets(held, bucket_bytes)):
+                    tags = gradient_tags(place, len(ordered), number)
+                    self._open_bucket(Bucket(groups, self._arithmetic, part, item.owners, item.givers, tags), part)
+        if self._arithmetic.moves:
+            elsewhere = {name for item in shared for name in item.names}
+            alone = {name: p for name, p in parameters.items() if self._left[name] and name not in elsewhere}
+            self._check_terms(alone, 1)
+            for part in split_into_buckets(alone, bucket_bytes):
+                self._open_bucket(Bucket(groups, self._arithmetic, part, (groups.rank,), (groups.rank,), (0, 0)), part)
+        for bucket in [bucket for bucket, left in self._open.items() if not left]:
+            self._last_has_run(bucket)
+
+    def ran(self, names: Iterable[str]) -> None:
+        """A backward has run that touches these parameters."""
+        for name in names:
+            assert self._left[name], f"a backward touched {name} after the last one announced"
+            self._left[name] -= 1
+            if (bucket := self._bucket_of.get(name)) is None:
+                continue
+            if self._arithmetic.moves:
+                bucket.enter(name)
+            self._open[bucket] -= 1
+            if not self._open[bucket]:
+                self._last_has_run(bucket)
+
+    def finish(self) -> dict[str, float]:
+        """Wait for all sums, and leave them in `.grad`.
+
+        Returns:
+            Parameters with a gradient that the reduction cannot add (infinite, NaN, or too large), and the largest one that was
+            met here. Their sums mean nothing, on any rank.
+        """
+        assert not any(self._left.values()), f"backwards are missing: {self._left}"
+        for bucket in self._open:
+            bucket.start()
+        for bucket in self._buckets:
+            if not bucket.is_local:
+                bucket.add()
+        for bucket in self._buckets:
+            if not bucket.is_local:
+                bucket.give()
+        return {name: size for bucket in self._buckets for name, size in bucket.faults().items()}
+
+    def _check_terms(self, names: Iterable[str], num_owners: int) -> None:
+        for name in names:
+            num_terms = self._left.get(name, 0) * num_owners
+            if num_terms > self._arithmetic.max_terms:
+                raise EngineError(
+                    f"{name} has gradients of up to {num_terms:,} backwards in a step; this reduction adds at most "
+                    f"{int(self._arithmetic.max_terms):,}: use fewer microbatches a step, or reduction='fp64'"
+                )
+
+    def _open_bucket(self, bucket: Bucket, parameters: Iterable[str]) -> None:
+        self._buckets.append(bucket)
+        self._bucket_of |= dict.fromkeys(parameters, bucket)
+        self._open[bucket] = sum(self._left[name] for name in parameters)
+
+    def _last_has_run(self, bucket: Bucket) -> None:
+        if bucket.is_local:
+            bucket.add()
+            bucket.give()
+        elif self._early:
+            bucket.start()
+        else:
+            return
+        del self._open[bucket]
 
 
-def _buckets(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype, as many as fit."""
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    for same in by_dtype.values():
-        bucket: list[nn.Parameter] = []
-        num_bytes = 0
-        for parameter in same:
-            if bucket and num_bytes + parameter.nbytes > limit_bytes:
-                yield bucket
-                bucket, num_bytes = [], 0
-            bucket.append(parameter)
-            num_bytes += parameter.nbytes
-        yield bucket
-
-
-def _sum(groups: Groups, parameters: Sequence[nn.Parameter], shared: Shared) -> None:
-    flat = _flat(parameters)
-    parts = _parts(len(flat), flat.element_size(), shared.owners)
-    own = flat[parts[groups.rank]]
-    received = {rank: torch.empty_like(own) for rank in shared.givers if rank != groups.rank}
-    works: list[Work] = []
-    # Posted in one order on all ranks: NCCL joins two ranks at their first message, and both must be there.
-    for source, target in _pairs(shared.givers, shared.owners):
-        if groups.rank == source:
-            works += _send(groups, flat[parts[target]], source, target)
-        elif groups.rank == target:
-            works += _receive(groups, received[source], source, target)
-    for work in works:
-        wait(work)
-    own.copy_(_in_order([own if rank == groups.rank else received[rank] for rank in shared.givers]))
-    works = []
-    for source, target in _pairs(shared.owners, shared.owners):
-        if groups.rank == source:
-            works += _send(groups, own, source, target)
-        elif groups.rank == target:
-            works += _receive(groups, flat[parts[source]], source, target)
-    for work in works:
-        wait(work)
-    _give(parameters, flat)
-
-
-def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """All gradients, then one element a parameter that says whether there is one."""
-    sizes = [parameter.numel() for parameter in parameters]
-    flat = torch.zeros(sum(sizes) + len(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-    *places, flags = flat.split([*sizes, len(sizes)])
-    for index, (parameter, place) in enumerate(zip(parameters, places, strict=True)):
-        if parameter.grad is not None:
-            place.copy_(parameter.grad.flatten())
-            flags[index] = 1
-    return flat
-
-
-def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Inverse of `_flat`; gradients are views."""
-    sizes = [parameter.numel() for parameter in parameters]
-    *places, flags = flat.split([*sizes, len(sizes)])
-    for parameter, place, flag in zip(parameters, places, flags.tolist(), strict=True):
-        parameter.grad = place.view_as(parameter) if flag > 0 else None
-
-
-def _parts(length: int, element_bytes: int, owners: Sequence[int]) -> dict[int, slice]:
-    """What each owner adds up: contiguous, in order, none too small to be worth it; the last ones may be empty."""
-    least = max(_PART_BYTES // element_bytes, math.ceil(length / len(owners)))
-    size = math.ceil(least / _ALIGN) * _ALIGN
-    return {
-        rank: slice(min(index * size, length), min((index + 1) * size, length)) for index, rank in enumerate(owners)
-    }
-
-
-def _pairs(sources: Iterable[int], targets: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return ((source, target) for source in sources for target in targets if source != target)
-
-
-def _send(groups: Groups, tensor: Tensor, source: int, target: int) -> list[Work]:
-    return [groups.send(tensor, _lane(source, target), _TAG)] if len(tensor) else []
-
-
-def _receive(groups: Groups, tensor: Tensor, source: int, target: int) -> list[Work]:
-    return [groups.receive(tensor, _lane(source, target), _TAG)] if len(tensor) else []
-
-
-def _lane(source: int, target: int) -> Lane:
-    return Lane(source=source, target=target, name="gradients")
-
-
-def _in_order(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
-    return total
-
-
-def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Sum of squares of all gradients, in float64."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+def squared_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
+    """Sum of squares of each gradient that there is, by name; of norms in the parameter's precision, squared in float64."""
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     if not gradients:
-        return 0.0
-    norms = torch._foreach_norm(gradients)
-    return float(torch.stack([norm.double().cpu() for norm in norms]).square().sum())
+        return {}
+    norms = torch._foreach_norm(list(gradients.values()))
+    squares = torch.stack([norm.double().cpu() for norm in norms]).square()
+    return dict(zip(gradients, squares.tolist(), strict=True))
 
 
 def scale(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:

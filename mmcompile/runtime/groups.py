@@ -5,7 +5,7 @@ torch.distributed is left alone, and two engines can live in one process one aft
 
 gloo on torch 2.13 offers no way to wait for a message for a while and then go on waiting: a `wait` that times out closes
 the pair, `is_completed` stays false, and an abort from another thread releases nobody. So waits block, and what ends
-them is the end of the process on the other side (`launch` sees to that).
+them is the end of the process on the other side (`launch` sees to that), or a `Fence`.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -13,6 +13,7 @@ them is the end of the process on the other side (`launch` sees to that).
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,6 +24,12 @@ from torch import Tensor
 
 _NEVER = timedelta(days=7)
 """Rank 0 may think for hours between two steps; a dead peer is noticed by other means."""
+
+_INTERRUPT_TAG = 2**31 - 4
+"""Of messages that nobody sends."""
+_MOMENT = timedelta(milliseconds=1)
+
+_NO_MORE = "the groups are closed: this rank left them"
 
 _STAR_TAG = 2**31 - 3
 """Above the tags of links, below those of gradients and of control messages."""
@@ -41,8 +48,18 @@ class Work(Protocol):
 class Backend(Protocol):
     """A process group made directly on a store (`ProcessGroupGloo`, `ProcessGroupNCCL`)."""
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
-    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any: ...
+
+
+class _Closed:
+    """What is left of a group that was closed."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
+        raise RuntimeError(_NO_MORE)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
+        raise RuntimeError(_NO_MORE)
 
 
 def wait(work: Work) -> None:
@@ -81,14 +98,59 @@ class Groups:
     control: Backend
     local: bool
     """All ranks are on this machine."""
+    closed: bool = False
+    waiting: bool = False
+    """A thread waits for a message on gloo; once the groups are closed it does nothing more than raise PeerLost."""
     _lanes: dict[Lane, Backend] = field(default_factory=dict)
     _shards: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
-    def connect(cls, store: dist.Store, rank: int, world_size: int, device: torch.device, *, local: bool) -> Groups:
-        """Meet all other ranks. `local`: all ranks are on this machine, so only its loopback address is used."""
-        control = _gloo(dist.PrefixStore("control", store), rank, world_size, local)
+    def connect(
+        cls,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        *,
+        local: bool,
+        timeout_s: float | None = None,
+    ) -> Groups:
+        """Meet all other ranks.
+
+        Args:
+            local: all ranks are on this machine, so only its loopback address is used.
+            timeout_s: how long to wait for a rank that does not come; None: for ever. Messages may take as long as they like.
+
+        Raises:
+            RuntimeError: a rank did not come, or went away meanwhile.
+        """
+        timeout = _NEVER if timeout_s is None else timedelta(seconds=timeout_s)
+        control = _gloo(dist.PrefixStore("control", store), rank, world_size, local, timeout)
         return cls(store=store, rank=rank, world_size=world_size, device=device, control=control, local=local)
+
+    def close(self) -> None:
+        """Give back the connections and threads of gloo; takes about 10 ms a group, in which other threads run.
+
+        Whoever waits for a message, sends or receives afterwards gets PeerLost. A thread that waits now keeps its group until
+        its wait ends (cut a `Fence` first), as does a message that nobody waited for, for as long as it is referred to. The
+        store is the caller's. Safe to call twice.
+        """
+        self.closed = True
+        self.control = _Closed()
+        self._lanes.clear()
+        self._shards.clear()
+
+    def interrupt(self) -> None:
+        """Let go of every thread that waits for a message on gloo, with PeerLost, on any system; any thread may call this.
+
+        gloo ends all connections of a group when one wait runs out of time, one after the other: up to 10 ms a rank. Where a
+        `Fence` works, it is faster.
+        """
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                # Without a connection to this rank, one to the next will do.
+                with contextlib.suppress(RuntimeError):
+                    self.control.recv([torch.empty(1)], rank, _INTERRUPT_TAG).wait(_MOMENT)
 
     def shards(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of the ranks that share a stage, for collectives on the device; all of them must ask for it.
@@ -96,6 +158,8 @@ class Groups:
         Args:
             ranks: of the shards in order; this rank is one of them.
         """
+        if self.closed:
+            raise PeerLost(_NO_MORE)
         if ranks not in self._shards:
             store = dist.PrefixStore(f"shards/{'-'.join(map(str, ranks))}", self.store)
             index = ranks.index(self.rank)
@@ -104,7 +168,7 @@ class Groups:
                 options._timeout = _NEVER
                 self._shards[ranks] = dist.ProcessGroupNCCL(store, index, len(ranks), options)
             else:
-                self._shards[ranks] = _gloo(store, index, len(ranks), self.local)
+                self._shards[ranks] = _gloo(store, index, len(ranks), self.local, _NEVER)
         return self._shards[ranks]
 
     def send(self, tensor: Tensor, lane: Lane, tag: int) -> Work:
@@ -122,14 +186,14 @@ class Groups:
     def send_control(self, tensor: Tensor, rank: int, tag: int) -> Work:
         """Start to send a CPU tensor to a rank."""
         try:
-            return self.control.send([tensor], rank, tag)
+            return _Message(self.control.send([tensor], rank, tag), self)
         except RuntimeError as error:
             raise PeerLost(str(error)) from error
 
     def receive_control(self, tensor: Tensor, rank: int, tag: int) -> Work:
         """Start to receive a CPU tensor from a rank."""
         try:
-            return self.control.recv([tensor], rank, tag)
+            return _Message(self.control.recv([tensor], rank, tag), self)
         except RuntimeError as error:
             raise PeerLost(str(error)) from error
 
@@ -162,6 +226,8 @@ class Groups:
             wait(answer)
 
     def _pair(self, lane: Lane) -> Backend:
+        if self.closed:
+            raise PeerLost(_NO_MORE)
         if lane not in self._lanes:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _NEVER
@@ -170,9 +236,32 @@ class Groups:
         return self._lanes[lane]
 
 
-def _gloo(store: dist.Store, rank: int, world_size: int, local: bool) -> Any:
+class _Message:
+    """A message on gloo. Its wait lasts as long as it takes, whatever timeout its group was made with."""
+
+    __slots__ = ("_groups", "_work")
+
+    def __init__(self, work: Any, groups: Groups) -> None:
+        self._work = work
+        self._groups = groups
+
+    def wait(self) -> bool:
+        groups = self._groups
+        # Closing looks the other way round, closed first: a wait it sees can only end in the error below.
+        groups.waiting = True
+        try:
+            if not groups.closed:
+                self._work.wait(_NEVER)
+        finally:
+            groups.waiting = False
+        if groups.closed:
+            raise RuntimeError(_NO_MORE)
+        return True
+
+
+def _gloo(store: dist.Store, rank: int, world_size: int, local: bool, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = _NEVER
+    options._timeout = timeout
     options._threads = 2
     create = dist.ProcessGroupGloo.create_device if local else dist.ProcessGroupGloo.create_default_device
     options._devices = [create(hostname="127.0.0.1") if local else create()]

@@ -13,6 +13,7 @@ from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import wire
 from mmcompile.runtime.commands import Command, Events, Gather, Install, Load, Setup, Step, announce
 from mmcompile.runtime.groups import Groups
+from mmcompile.runtime.metrics import StepTotals
 from mmcompile.runtime.rank import Rank, RootValues
 from mmcompile.runtime.stages import root_names
 from mmcompile.runtime.status import StatusBoard
@@ -57,7 +58,7 @@ class Leader:
         trained = self._trained({name for names in lacking.values() for name in names})
         self._note(programs.pattern, tower, placed)
         announce(
-            self._groups, command := Install(pattern=programs.pattern, tower=tower, holders=self._held_by_several())
+            self._groups, command := Install(pattern=programs.pattern, tower=tower, holders=self._trainable_holders())
         )
         for rank in range(self._groups.world_size):
             mine = by_rank.get(rank, ())
@@ -68,7 +69,7 @@ class Leader:
                 wire.send_bytes(self._groups, rank, wire.encode([replace(program, constants={}) for program in mine]))
                 wire.send_tensors(self._groups, rank, tensors)
 
-    def step(self, command: Step, roots: RootValues) -> Tensor:
+    def step(self, command: Step, roots: RootValues) -> StepTotals:
         """Run a step; returns what `Rank.step` returns."""
         announce(self._groups, command)
         return self.rank.step(command, roots)
@@ -173,11 +174,9 @@ class Leader:
                     self._trainable.add(spec.name)
                 self.aliases |= dict.fromkeys(spec.aliases, spec.name)
 
-    def _held_by_several(self) -> dict[str, tuple[int, ...]]:
+    def _trainable_holders(self) -> dict[str, tuple[int, ...]]:
         return {
-            name: tuple(sorted(stages))
-            for name, stages in sorted(self._holders.items())
-            if name in self._trainable and len(self._ranks(name)) > 1
+            name: tuple(sorted(stages)) for name, stages in sorted(self._holders.items()) if name in self._trainable
         }
 
 

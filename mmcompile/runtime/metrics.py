@@ -1,8 +1,24 @@
-"""`StepMetrics`: what one step did."""
+"""What one step did: `StepTotals` as all ranks know it, `StepMetrics` as the user sees it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTotals:
+    """What all ranks have to say about a step, together. Loss, tokens and norm do not depend on who computed what."""
+
+    loss: float
+    """Sum of the weighted losses of all microbatches."""
+    num_tokens: int
+    """Valid tokens that loss stages counted."""
+    squared_norm: float | None
+    """Of all gradients, before clipping; None without clipping."""
+    busy_s: tuple[float, ...]
+    """Per rank, the time in forwards and backwards."""
+    microbatch_s: tuple[float, ...]
+    """Per microbatch of the step plan, the time of all ranks that took part in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,6 +79,18 @@ class RankOptimizer:
         self._names[name] = parameter
         self._group["params"].append(parameter)
 
+    def remove(self, names: Iterable[str]) -> None:
+        """Let go of parameters and their state; the others are left as they are."""
+        gone = {id(parameter): parameter for parameter in (self._names.pop(name) for name in names)}
+        self._group["params"][:] = [one for one in self._group["params"] if id(one) not in gone]
+        for parameter in gone.values():
+            self.optimizer.state.pop(parameter, None)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop the state of parameters, as if they were never updated."""
+        for name in names:
+            self.optimizer.state.pop(self._names[name], None)
+
     def step(self) -> None:
         """Update, then drop the gradients. Parameters without a gradient are left alone, as torch does."""
         self.optimizer.step()
@@ -123,7 +135,7 @@ class RankOptimizer:
             key, name = path.split("/", 1)
             parameter = self._names[name]
             # Step counters stay on the CPU, as torch keeps them, unless a fused or capturable optimizer wants them near.
-            near = value.dim() > 0 or bool(self._group.get("fused")) or bool(self._group.get("capturable"))
+            near = key != "step" or bool(self._group.get("fused")) or bool(self._group.get("capturable"))
             self.optimizer.state[parameter][key] = value.to(parameter.device if near else "cpu", copy=True)
 
     @property

@@ -19,14 +19,17 @@ from mmcompile.plan.plan import ScheduleKind
 from mmcompile.plan.simulator.schedule import Action, CrossEdge, Schedule, Unit, schedule_units
 from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import gradients
+from mmcompile.runtime.arithmetic import arithmetic_of
 from mmcompile.runtime.commands import Install, Setup, Step
-from mmcompile.runtime.executor import Executor, StepResult
-from mmcompile.runtime.gradients import Shared
+from mmcompile.runtime.executor import Executor, StepResult, num_backwards
+from mmcompile.runtime.gradients import GradientSums, Shared
 from mmcompile.runtime.groups import Groups
-from mmcompile.runtime.links import Mail, Stages
+from mmcompile.runtime.links import Mail
+from mmcompile.runtime.metrics import StepTotals
 from mmcompile.runtime.optimizer import RankOptimizer
-from mmcompile.runtime.stages import LoadedStage
+from mmcompile.runtime.stages import LoadedStage, Stages
 from mmcompile.runtime.status import StatusBoard
+from mmcompile.runtime.totals import OwnTotals, add_up
 from mmcompile.runtime.units import num_slots, units_of
 from mmcompile.step.step_plan import MicrobatchPlan, StepPlan
 
@@ -70,9 +73,12 @@ class Rank:
         if groups.device.type == "cuda":
             torch.cuda.set_device(groups.device)
         self.groups = groups
-        shared = {stage.group for stage in setup.stages if groups.rank in stage.group}
-        assert len(shared) <= 1, f"rank {groups.rank} shares tokens in several groups: {sorted(shared)}"
-        self._shards = groups.shards(shared.pop()) if shared else None
+        found = {stage.group for stage in setup.stages if groups.rank in stage.group}
+        assert len(found) <= 1, f"rank {groups.rank} shares tokens in several groups: {sorted(found)}"
+        shards = found.pop() if found else ()
+        self._shards = groups.shards(shards) if shards else None
+        self._shard = shards.index(groups.rank) if shards else 0
+        self._num_shards = max(1, *(len(stage.group) for stage in setup.stages))
         self.state = state or RankState(optimizer=RankOptimizer(setup.optimizer))
         self.parameters, self.buffers, self.optimizer = (
             self.state.parameters,
@@ -86,12 +92,15 @@ class Rank:
         """By pattern and tower, this rank's stages by index."""
         self._held: dict[tuple[int, ...], list[str]] = {}
         """Trainable parameters on several ranks, by the placed stages that hold them."""
-        self._counted_elsewhere: set[str] = set()
+        self._names: tuple[str, ...] = ()
+        """All trainable parameters of the model so far, sorted."""
+        self._answers_for: set[str] = set()
+        """Those whose gradient this rank counts in the norm."""
         self._ordered = functools.lru_cache(maxsize=_SCHEDULES)(
             functools.partial(_ordered, setup.stages, setup.schedule)
         )
         self._events: list[Event] = []
-        self.last: tuple[StepPlan, Tensor] | None = None
+        self.last: tuple[StepPlan, StepTotals] | None = None
         """The last step, and what it returned."""
 
     def install(self, command: Install, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor]) -> None:
@@ -127,41 +136,46 @@ class Rank:
         self.optimizer.optimizer.state.clear()
         self.optimizer.load_state(_under("state/", tensors))
 
-    def step(self, command: Step, roots: RootValues | None = None) -> Tensor:
+    def step(self, command: Step, roots: RootValues | None = None) -> StepTotals:
         """Run this rank's part of a step: `compute`, then `apply`."""
         totals = self.compute(command, roots)
         self.apply(totals)
         return totals
 
-    def compute(self, command: Step, roots: RootValues | None = None) -> Tensor:
+    def compute(self, command: Step, roots: RootValues | None = None) -> StepTotals:
         """Forwards, backwards, and the sums of gradients over ranks. Parameters are as before.
 
-        Returns:
-            float64 [3 + ranks + microbatches], the same on all ranks: loss, valid tokens, squared gradient norm (0 without
-            clipping), each rank's busy seconds, and the seconds of each microbatch, over all ranks that took part in it.
+        Raises:
+            EngineError: there are gradients that the reduction cannot add; on all ranks.
         """
         plan = command.plan
         self.optimizer.hyper = command.hyper
-        result = self._execute(command, roots)
-        trainable = self.state.trainable
-        gradients.sum_shared(self.groups, trainable, self._shared(plan))
-        totals = self._totals(result, trainable)
-        if plan.num_tokens and int(totals[1]) != plan.num_tokens:
+        loaded = [self._loaded(microbatch) for microbatch in plan.microbatches]
+        sums = GradientSums(
+            self.groups,
+            self.state.trainable,
+            self._shared(plan),
+            num_backwards(plan, loaded),
+            reduction=self._setup.reduction,
+        )
+        result = self._execute(command, roots, loaded, sums)
+        totals = self._totals(plan, result, sums.finish())
+        if plan.num_tokens and totals.num_tokens != plan.num_tokens:
             raise VerifyError(
-                f"step {plan.step} was planned with {plan.num_tokens} valid tokens, its loss stages counted {int(totals[1])}"
+                f"step {plan.step} was planned with {plan.num_tokens} valid tokens, its loss stages counted {totals.num_tokens}"
             )
         self.last = plan, totals
         return totals
 
-    def apply(self, totals: Tensor) -> None:
+    def apply(self, totals: StepTotals) -> None:
         """Clip gradients and update parameters, without a word to other ranks.
 
         Args:
             totals: from `compute`.
         """
         if self._setup.clip_norm is not None:
-            norm = math.sqrt(float(totals[2]))
-            gradients.scale(self.state.trainable.values(), norm, self._setup.clip_norm)
+            assert totals.squared_norm is not None, "a norm that is clipped was not asked for"
+            gradients.scale(self.state.trainable.values(), math.sqrt(totals.squared_norm), self._setup.clip_norm)
         self.optimizer.step()
 
     def events(self) -> list[Event]:
@@ -190,14 +204,15 @@ class Rank:
             if placed.ranks[0] == self.groups.rank and (placed.tower, placed.program_name) == (tower, stage):
                 yield index
 
-    def _execute(self, command: Step, roots: RootValues | None) -> StepResult:
+    def _execute(
+        self, command: Step, roots: RootValues | None, loaded: Sequence[Stages], sums: GradientSums
+    ) -> StepResult:
         plan = command.plan
         if self._shards is not None:
             register_group(GROUP, self._shards)
         ranks = self.schedule(plan).ranks
         # Ranks after the last one with a stage have no list.
         actions = ranks[self.groups.rank] if self.groups.rank < len(ranks) else ()
-        loaded = [self._loaded(microbatch) for microbatch in plan.microbatches]
         mail = Mail(self.groups, plan, self._setup.stages, loaded, actions, self._setup.check_rows)
         if roots is not None:
             mail.send_roots(*roots)
@@ -207,6 +222,7 @@ class Rank:
             mail,
             self._board,
             self.groups,
+            sums,
             seed=command.seed,
             trace=command.trace,
             check=self._check,
@@ -229,11 +245,14 @@ class Rank:
 
     def _hold(self, holders: Mapping[str, tuple[int, ...]]) -> None:
         self._held = {}
+        self._names = tuple(sorted(holders))
+        self._answers_for = set()
         for name, stages in holders.items():
-            self._held.setdefault(stages, []).append(name)
-        self._counted_elsewhere = {
-            name for name, stages in holders.items() if self._owners(stages)[0] != self.groups.rank
-        }
+            owners = self._owners(stages)
+            if len(owners) > 1:
+                self._held.setdefault(stages, []).append(name)
+            if min(owners) == self.groups.rank:
+                self._answers_for.add(name)
 
     def _owners(self, stages: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({self._setup.stages[index].ranks[0] for index in stages}))
@@ -258,19 +277,21 @@ class Rank:
             end_s=end_s,
         )
 
-    def _totals(self, result: StepResult, trainable: Mapping[str, nn.Parameter]) -> Tensor:
-        ranks = self.groups.world_size
-        totals = torch.zeros(3 + ranks + len(result.seconds), dtype=torch.float64)
-        totals[0] = result.loss
-        totals[1] = result.num_tokens
+    def _totals(self, plan: StepPlan, result: StepResult, faults: Mapping[str, float]) -> StepTotals:
+        losses = torch.zeros(len(plan.microbatches), self._num_shards, dtype=torch.float64)
+        losses[:, self._shard] = result.losses
+        norms: dict[str, float] | None = None
         if self._setup.clip_norm is not None:
-            totals[2] = gradients.squared_norm(
-                p for name, p in trainable.items() if name not in self._counted_elsewhere
-            )
-        totals[3 + self.groups.rank] = result.busy_s
-        totals[3 + ranks :] = result.seconds
-        self.groups.all_reduce(totals)
-        return totals
+            norms = gradients.squared_norms({name: self.parameters[name] for name in sorted(self._answers_for)})
+        limit = arithmetic_of(self._setup.reduction).limit
+        own = OwnTotals(
+            losses=losses,
+            num_tokens=result.num_tokens,
+            seconds=result.seconds,
+            squared_norms=norms,
+            faults=faults if limit < math.inf else None,
+        )
+        return add_up(self.groups, plan, own, names=self._names, limit=limit)
 
 
 def _ordered(

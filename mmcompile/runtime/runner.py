@@ -39,7 +39,12 @@ class Runner:
         while not call.done.wait(_POLL_S):
             check()
         if call.error is not None:
-            raise call.error
+            error, call.error = call.error, None
+            try:
+                raise error
+            finally:
+                # Its traceback refers to this frame: a cycle would keep what the function worked on.
+                del error
         return call.result[0]
 
     def end(self, timeout_s: float) -> None:

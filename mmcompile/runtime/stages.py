@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmcompile.errors import VerifyError
+from mmcompile.lower.compiled import CompiledStage
 from mmcompile.lower.load import load_stage
 from mmcompile.lower.program import Port, StageProgram
 from mmcompile.plan.placement import PlacedStage
@@ -54,14 +55,16 @@ class LoadedStage:
 
     index: int
     """Of the placed stage."""
-    first: int
-    """Index of the placed stage of its first replica. Random numbers are keyed by it: replicas do not change them."""
+    key: int
+    """Of its random numbers: the place of its program among those of all stages. Replicas do not change it."""
     name: str
     """What programs call it."""
     run: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[InputSlot, ...]
     outputs: tuple[OutputSlot, ...]
     roots: frozenset[str]
+    trainable: tuple[str, ...]
+    """Parameters whose gradient a backward may make, by original name."""
     loss: int | None
     """Position of the loss among the results, if this is the loss stage."""
     tokens: int | None
@@ -87,12 +90,13 @@ class LoadedStage:
         Args:
             stages: all placed stages.
             placed: index of the one that is to run the program; the program may belong to several replicas.
+            compiled: run it by compiled code, which is made at the first call, once for all stages that differ in names only.
 
         Raises:
             VerifyError: the program is of another stage, or names a peer that is nowhere.
         """
         tower = _tower(program, stages, placed)
-        module = load_stage(program, tensors, device)
+        load = CompiledStage.load if compiled else load_stage
         inputs = tuple(_input(port, tower) for port in program.inputs)
         outputs = tuple(_output(port, at, tower) for at, port in enumerate(program.outputs) if port.peers)
         into = [
@@ -101,12 +105,13 @@ class LoadedStage:
         out = [(consumer, slot.name, slot.gradient) for slot in outputs for consumer in slot.consumers]
         return cls(
             index=placed,
-            first=_first(stages, placed),
+            key=_key(stages, placed),
             name=program.stage,
-            run=torch.compile(module, backend="inductor", dynamic=None) if compiled else module,
+            run=load(program, tensors, device),
             inputs=inputs,
             outputs=outputs,
             roots=root_names(program),
+            trainable=tuple(spec.name for spec in program.parameters if spec.trainable),
             loss=_position(program, "loss_sum"),
             tokens=_position(program, "num_tokens"),
             from_peer=_by_peer((peer, name) for peer, name, _ in into),
@@ -130,9 +135,9 @@ def _position(program: StageProgram, name: str) -> int | None:
     return names.index(name) if program.is_loss and name in names else None
 
 
-def _first(stages: Sequence[PlacedStage], placed: int) -> int:
-    here = stages[placed]
-    return next(at for at, s in enumerate(stages) if (s.program_name, s.tower) == (here.program_name, here.tower))
+def _key(stages: Sequence[PlacedStage], placed: int) -> int:
+    programs = dict.fromkeys((stage.tower, stage.program_name) for stage in stages)
+    return list(programs).index((stages[placed].tower, stages[placed].program_name))
 
 
 def _tower(program: StageProgram, stages: Sequence[PlacedStage], placed: int) -> dict[str, int]:

@@ -10,8 +10,10 @@ from mmcompile.plan.placement import PlacedStage
 from mmcompile.runtime.rows import Edge
 from mmcompile.step.step_plan import StepPlan
 
-_MAX_TAG = 2**31 - 16
-"""Above are those of control messages and of tied parameters."""
+_FIRST_GRADIENT = 2**30
+"""Those of links and batch inputs are below."""
+_END_GRADIENT = 2**31 - 16
+"""Above are those of control messages."""
 IDS = 1
 """Added to the tag of rows for the message that says whose they are."""
 
@@ -36,9 +38,9 @@ class Tags:
         numbers = 1 + max((m.number for m in plan.microbatches), default=0)
         self.end = numbers * self._num_values * self._num_stages**2 * 4
         """Past the last one."""
-        if self.end + len(plan.microbatches) > _MAX_TAG:
+        if self.end + len(plan.microbatches) > _FIRST_GRADIENT:
             raise EngineError(
-                f"step {plan.step} has too many messages to number below {_MAX_TAG}: {numbers} microbatches and lags x "
+                f"step {plan.step} has too many messages to number below {_FIRST_GRADIENT}: {numbers} microbatches and lags x "
                 f"{self._num_values} values x {self._num_stages} stages of a rank squared; use fewer microbatches a step"
             )
 
@@ -46,3 +48,23 @@ class Tags:
         """Tag of a value on an edge; the one after it is free."""
         stages = self._place[edge.producer] * self._num_stages + self._place[edge.consumer]
         return (((number * self._num_values + place) * self._num_stages**2 + stages) * 2 + int(backward)) * 2
+
+
+def gradient_tags(place: int, num_places: int, bucket: int) -> tuple[int, int]:
+    """Tags of both phases of a bucket of gradients.
+
+    Args:
+        place: of its parameters' owners among the `num_places` sets of owners that all ranks know of.
+        bucket: its number among those of the set, which only the owners know.
+
+    Raises:
+        EngineError: there are more buckets than tags.
+    """
+    room = (_END_GRADIENT - _FIRST_GRADIENT) // (2 * num_places)
+    if bucket >= room:
+        raise EngineError(
+            f"gradients of one set of ranks travel in more than {room} buckets, of {num_places} sets: there are no more tags; "
+            "use larger buckets"
+        )
+    first = _FIRST_GRADIENT + 2 * (place * room + bucket)
+    return first, first + 1

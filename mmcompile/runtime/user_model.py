@@ -35,11 +35,17 @@ class UserModel:
 
     def trainable(self, complete: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters that train, each under one name; also those no step has reached yet."""
-        names: dict[int, str] = {}
-        for name, tensor in self.source.parameters().items():
-            if tensor.requires_grad:
-                names.setdefault(id(tensor), name)
-        return {name: complete[name] for name in names.values()}
+        tied = self.tied()
+        parameters = self.source.parameters()
+        return {name: complete[name] for name, t in parameters.items() if t.requires_grad and name not in tied}
+
+    def tied(self) -> dict[str, str]:
+        """Further name of a parameter -> its first one, under which `trainable` has it."""
+        first: dict[int, str] = {}
+        parameters = self.source.parameters()
+        for name, tensor in parameters.items():
+            first.setdefault(id(tensor), name)
+        return {name: first[id(tensor)] for name, tensor in parameters.items() if first[id(tensor)] != name}
 
     @torch.no_grad()
     def put(self, weights: Mapping[str, Tensor]) -> None:

@@ -14,7 +14,6 @@ from oracles.one_process import IGNORE, token_loss_sum
 from torch import Tensor, nn
 from zoo import ALL
 
-from mmcompile.api import fingerprint_of
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ModelGraph
@@ -26,6 +25,7 @@ from mmcompile.lower.stages import links
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.plan.plan import Chain, Plan, Prediction, Segment, Stage, StagePrediction
+from mmcompile.subject import fingerprint_of
 
 _NOTHING_PREDICTED = StagePrediction(
     forward_s=0.0,

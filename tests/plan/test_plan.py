@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from template_jobs import even_template
 from toy_plan import FINGERPRINT, vision_language
 
 from mmcompile.costmodel.cluster import Cluster
@@ -15,6 +16,8 @@ from mmcompile.errors import OutputError, PlanError, StalePlanError
 from mmcompile.ir.graph import TensorSpec
 from mmcompile.plan.plan import Link, Plan, SharedValue, check_fingerprint
 from mmcompile.plan.search.search import search
+from mmcompile.plan.templates.resilience import Resilience
+from mmcompile.plan.templates.template import Template, TemplateStage
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,57 @@ def test_json_and_files_round_trip(plan: Plan, tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
     # Plain JSON, made to be read.
     assert json.loads(path.read_text())["chains"][0]["stages"][0]["name"] == "vision.0"
+
+
+def whole_template(num_nodes: int) -> Template:
+    """Both chains, the encoder beside the first layers of the language model."""
+    text = even_template(num_nodes, 8)
+    tower = TemplateStage(chain="vision", first=0, last=7, devices=(0,), seconds=1.0)
+    return replace(text, stages=(tower, *text.stages))
+
+
+def with_templates(plan: Plan) -> Plan:
+    return replace(
+        plan,
+        resilience=Resilience(
+            fault_tolerance=1,
+            templates=tuple(whole_template(size) for size in (1, 2)),
+            num_nodes=4,
+            devices_per_node=1,
+            num_microbatches=8,
+            layer_bytes={"vision": (0,) * 6 + (30,), "language_model": (100,) * 8},
+        ),
+    )
+
+
+def test_templates_round_trip(plan: Plan) -> None:
+    assert Plan.from_json(with_templates(plan).to_json()) == with_templates(plan) != plan
+    older = json.loads(plan.to_json())
+    assert older.pop("resilience") is None
+    assert Plan.from_json(json.dumps(older)) == plan, "written before plans had templates"
+
+
+def test_templates_that_do_not_fit_are_refused_with_their_place(plan: Plan) -> None:
+    whole = with_templates(plan)
+    stage = ("resilience", "templates", 1, "stages", 0)
+    cases = [
+        (edited(whole, *stage, "speed", value=1), "has an unknown field $.resilience.templates[1].stages[0].speed"),
+        (edited(whole, "resilience", "colour", value=1), "has an unknown field $.resilience.colour; remove it"),
+        (edited(whole, *stage, "first", value="0"), "at `$.resilience.templates[1].stages[0].first`"),
+        (edited(whole, "resilience", "layer_bytes", value=[1]), "at `$.resilience.layer_bytes`"),
+        (edited(whole, *stage, "last", value=6), "the template for 2 nodes"),
+        (edited(whole, "resilience", "templates", value=[]), "is no plan: templates are for [] nodes"),
+        (edited(whole, "resilience", "num_nodes", value=1), "is no plan: a fault tolerance of 1 needs 2 replicas"),
+        (
+            edited(whole, "resilience", "layer_bytes", value={"language_model": [1] * 8}),
+            "its templates are for chains of {'language_model': 8} layers, and the plan has {'vision': 7, 'language_model': 8}",
+        ),
+        (edited(whole, "resilience", value={}), "missing required field `fault_tolerance` - at `$.resilience`"),
+    ]
+    for content, message in cases:
+        with pytest.raises(PlanError) as caught:
+            Plan.from_json(content)
+        assert message in str(caught.value)
 
 
 def edited(plan: Plan, *path: str | int, value: object) -> str:

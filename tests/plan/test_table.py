@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 from hand_plan import Part, hand_plan
+from template_jobs import even_template
 
 from mmcompile.plan.plan import BubbleShare, Plan, Rejected, StagePrediction
 from mmcompile.plan.stage_rows import folded, rank_ranges
+from mmcompile.plan.templates.resilience import Resilience
 
 Golden = Callable[[str, str], None]
 
@@ -91,6 +93,42 @@ def test_forty_lines_whatever_the_size() -> None:
     assert any(re.search(r"\(and \d+ more\)$", line) for line in lines)
     assert sum("alike: hidden" in line for line in lines) >= 1, "links along a chain are one line"
     assert not [line for line in lines if line != line.rstrip()]
+
+
+def with_templates(plan: Plan, num_sizes: int) -> Plan:
+    return replace(
+        plan,
+        resilience=Resilience(
+            fault_tolerance=1,
+            templates=tuple(even_template(size, 64) for size in range(2, 2 + num_sizes)),
+            num_nodes=3 + num_sizes,
+            devices_per_node=1,
+            num_microbatches=64,
+            layer_bytes={"language_model": (100,) * 64},
+        ),
+    )
+
+
+def labels(text: str) -> set[str]:
+    return {line.split()[0] for line in text.splitlines() if line and line[0].isalpha()}
+
+
+def test_templates_of_a_small_plan_are_all_shown(golden: Golden) -> None:
+    plan = hand_plan((VISION, replace(TEXT, layers=8, stages=2, tp=1)), num_microbatches=8)
+    golden("templates.txt", str(with_templates(plan, 3)))
+    assert not labels(str(plan)) & {"resilience", "templates"}
+
+
+@pytest.mark.parametrize("num_sizes", [1, 2, 60])
+def test_templates_share_the_forty_lines(num_sizes: int) -> None:
+    text = str(with_templates(crowded(), num_sizes))
+    assert len(text.splitlines()) <= 40
+    assert {"resilience", "templates", "cuts", "rejected", "notes", "links", "shared"} <= labels(text)
+    most = 3 + num_sizes
+    counts = f"any 4..{most} nodes" if num_sizes > 1 else "4 nodes"
+    assert f"\nresilience   fault tolerance 1: {counts} can be used in full; below 4 training stops\n" in text
+    if num_sizes == 60:
+        assert f"{most - 2} nodes: 61 stages" in text or "2..61 nodes (60 sizes): 2..61 stages" in text
 
 
 @pytest.mark.parametrize("count", [10, 30])

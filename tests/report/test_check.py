@@ -24,6 +24,7 @@ from mmcompile.report.explain import explain
 from mmcompile.report.layer_work import layer_shares, layer_work
 from mmcompile.report.sample_loads import chain_loads
 from mmcompile.report.study import Study, study
+from mmcompile.subject import fingerprint_of
 
 TEXT_TOKENS = 32
 
@@ -69,7 +70,7 @@ def plan_of(known: Study, memory_bytes: int = 80 * 10**9, in_flight: int = 2) ->
         in_flight=in_flight,
     )
     return Plan(
-        fingerprint=api.fingerprint_of(known.graph),
+        fingerprint=fingerprint_of(known.graph),
         cluster=cluster,
         chains=tuple(
             Chain(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 from hand_plan import Part, hand_plan
+from template_jobs import even_template
 
 from mmcompile.plan.plan import Plan
+from mmcompile.plan.templates.resilience import Resilience
 from mmcompile.report.diff import diff_plans
 
 VISION = Part(name="vision_tower", layers=6, stages=1, trains=False)
@@ -64,3 +67,65 @@ def test_long_lists_are_counted() -> None:
         diff_plans(hand_plan((replace(TEXT, stages=1, layers=40),)), hand_plan((replace(TEXT, stages=40, layers=40),)))
     )
     assert "and 27 more" in text
+
+
+def resilience(sizes: range, fault_tolerance: int = 1) -> Resilience:
+    return Resilience(
+        fault_tolerance=fault_tolerance,
+        templates=tuple(even_template(size, 12) for size in sizes),
+        num_nodes=8,
+        devices_per_node=1,
+        num_microbatches=32,
+        layer_bytes={"language_model": (1 << 20,) * 12},
+    )
+
+
+def templates(before: Resilience | None, after: Resilience | None) -> list[str]:
+    """What differs between plans that have nothing else different."""
+    plan = hand_plan((VISION, TEXT))
+    found = diff_plans(replace(plan, resilience=before), replace(plan, resilience=after))
+    assert found == replace(diff_plans(plan, plan), templates=found.templates)
+    assert found.is_empty == (before == after)
+    return [str(one) for one in found.templates]
+
+
+def test_templates_that_differ_are_told_in_words() -> None:
+    one = resilience(range(2, 7))
+    assert templates(one, one) == []
+    two = templates(one, resilience(range(2, 5), fault_tolerance=2))
+    assert two == [
+        "fault tolerance: 1 -> 2",
+        "nodes: any 4..8 nodes can be used in full; below 4 training stops -> any 6..8 nodes can be used in full; below 6 "
+        "training stops",
+        "5 nodes: 5 stages of 1 device, slowest 3.00 s, 9.00 s to fill -> -",
+        "6 nodes: 6 stages of 1 device, slowest 2.00 s, 10.0 s to fill -> -",
+    ]
+
+
+def test_a_plan_that_gets_templates() -> None:
+    text = templates(None, resilience(range(2, 4)))
+    assert text[:2] == [
+        "fault tolerance: - -> 1",
+        "nodes: - -> any 4..8 nodes can be used in full; below 4 training stops",
+    ]
+    assert "state to copy: - -> 12.0 MiB" in text
+    assert text[-1] == "3 nodes: - -> 3 stages of 1 device, slowest 4.00 s, 8.00 s to fill"
+
+
+def test_templates_of_equal_figures_differ_by_their_first_other_stage() -> None:
+    one = resilience(range(3, 4))
+    (template,) = one.templates
+    first, second, third = template.stages
+    moved = replace(template, stages=(replace(first, last=3), replace(second, first=3), third))
+    (text,) = templates(one, replace(one, templates=(moved,)))
+    figures = "3 stages of 1 device, slowest 4.00 s, 8.00 s to fill"
+    assert text == f"3 nodes: {figures}: language_model[0:4]@0 -> {figures}: language_model[0:3]@0"
+
+
+def test_a_difference_too_small_to_tell_is_none() -> None:
+    one = resilience(range(3, 4))
+    (template,) = one.templates
+    assert template.fill_s == pytest.approx(8)
+    plan = hand_plan((VISION, TEXT))
+    other = replace(one, templates=(replace(template, fill_s=template.fill_s + 1e-9),))
+    assert diff_plans(replace(plan, resilience=one), replace(plan, resilience=other)).is_empty

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from template_jobs import even_job
 
+from mmcompile.plan.templates.job import Job
 from mmcompile.plan.templates.replay import SystemReplay
+from mmcompile.plan.templates.resilience import Resilience
 from mmcompile.plan.templates.systems import TraceReplay
-from mmcompile.report.trace_replay import draw_trace, simulate_trace, trace_text
+from mmcompile.report.trace_replay import draw_trace, remarks, replay_resilience, simulate_trace, trace_text
 
 
 def value_of(found: TraceReplay, name: str) -> SystemReplay:
@@ -45,3 +47,39 @@ def test_text_json_and_picture(tmp_path: Path) -> None:
 
     picture = draw_trace(tmp_path / "out" / "trace.png", found)
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def resilience_of(job: Job, num_nodes: int) -> Resilience:
+    return Resilience(
+        fault_tolerance=job.fault_tolerance,
+        templates=job.templates,
+        num_nodes=num_nodes,
+        devices_per_node=job.devices_per_node,
+        num_microbatches=job.num_microbatches,
+        layer_bytes=job.layer_bytes,
+        microbatch_samples=4.0,
+    )
+
+
+def test_a_plan_has_all_that_a_replay_needs(tmp_path: Path) -> None:
+    path = tmp_path / "10m.csv"
+    path.write_text(TRACE)
+    job = even_job(range(2, 9), fault_tolerance=1)
+    whole = resilience_of(job, 10)
+    found = replay_resilience(whole, path)
+    assert found == simulate_trace(job, path, microbatch_samples=4)
+    assert remarks(found, whole) == ()
+
+
+def test_traces_of_other_sizes_are_remarked_on(tmp_path: Path) -> None:
+    path = tmp_path / "10m.csv"
+    path.write_text(TRACE)
+    small = resilience_of(even_job(range(2, 5), fault_tolerance=1), 6)
+    (text,) = remarks(replay_resilience(small, path), small)
+    assert text.startswith("the plan is for 6 nodes and has no templates of more than 4; plan for 10 nodes")
+
+    large = resilience_of(even_job(range(6, 9), fault_tolerance=1), 14)
+    found = replay_resilience(large, path)
+    (text,) = remarks(found, large)
+    assert text.startswith("templates never start: they need 12 nodes, and the trace has at most 10;")
+    assert value_of(found, "templates").useful == 0

@@ -15,7 +15,6 @@ from parity.layouts import PARTS
 from zoo import ALL, samples
 
 import mmcompile as mm
-from mmcompile.api import _captured
 from mmcompile.errors import BatchError, PlanError
 from mmcompile.lower.patterns import Patterns
 from mmcompile.plan.placement import Placement
@@ -27,6 +26,7 @@ from mmcompile.step.balance.registry import balancer
 from mmcompile.step.collate import Sample, Value, collate
 from mmcompile.step.sample_costs import costs_of_samples
 from mmcompile.step.step_plan import StepPlan
+from mmcompile.subject import captured_step
 
 MICROBATCHES = 2
 
@@ -57,7 +57,7 @@ def _family(name: str) -> tuple[Plan, Patterns, Placement, tuple[Sample, ...]]:
         replicas={"language_model": 2, PARTS[name].encoders[0]: 3},
         cluster="1x8xA100-80G",
     )
-    return plan, Patterns(model, plan, _captured(model, batch), batch), Placement.of(plan), tuple(drawn)
+    return plan, Patterns(model, plan, captured_step(model, batch), batch), Placement.of(plan), tuple(drawn)
 
 
 def _planner(name: str, chosen: Balancer, placement: Placement | None = None) -> StepPlanner:

@@ -27,10 +27,16 @@ def layer_table(
             node.
 
     Raises:
-        PlanError: a chain feeds several others, or `devices` do not fit a node.
+        PlanError: a chain feeds several others, or no `devices` fit a node.
     """
     cluster = problem.cluster
     counts = devices if devices is not None else [tp for tp in problem.space.tp if tp <= cluster.devices_per_node]
+    if not counts:
+        least = min(problem.space.tp)
+        raise PlanError(
+            f"no templates: stages share tensors inside a node, tensor_parallel is {least} and a node has "
+            f"{cluster.devices_per_node} devices; plan with tensor_parallel={cluster.devices_per_node} or less"
+        )
     splitter = Splitter(problem=problem)
     return LayerTable(
         chains=tuple(_chain(splitter, chains, index, setting, sorted(counts)) for index in range(len(chains.chains))),

@@ -20,6 +20,7 @@ from functools import partial
 from mmcompile.runtime.control.coordinator_link import CoordinatorLink
 from mmcompile.runtime.control.membership import Membership, serve
 from mmcompile.runtime.control.messages import (
+    Abort,
     Advance,
     Advice,
     Commit,
@@ -176,7 +177,7 @@ class Agent:
                     self._drain()
                 case Failed():
                     worker.error = message.error
-                case Reached() | Reduced() | Fault() | Finished():
+                case Reached() | Reduced() | Fault() | Finished() | Abort():
                     worker.asked = message
                     self._link.send(message)
                 case _:

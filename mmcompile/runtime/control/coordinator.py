@@ -16,6 +16,7 @@ from mmcompile.runtime.control.generations import Generations
 from mmcompile.runtime.control.log import Committed, Log
 from mmcompile.runtime.control.messages import (
     PROTOCOL_VERSION,
+    Abort,
     Accepted,
     Advice,
     Challenge,
@@ -190,6 +191,8 @@ class Coordinator:
                 self._execute(self._generations.reduced(peer.node, message))
             case Fault() if peer.node:
                 self._execute(self._generations.fault(peer.node, message))
+            case Abort() if peer.node:
+                self._execute(self._generations.abort(peer.node, message))
             case Finished() if peer.node:
                 self._execute(self._generations.finished(peer.node, message))
             case _:

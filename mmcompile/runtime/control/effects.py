@@ -89,6 +89,7 @@ class Emit:
     step: int | None = None
     cause: str | None = None
     microbatches: tuple[int, ...] | None = None
+    cursor: str | None = None
 
 
 Effect: TypeAlias = Write | Send | Close | Arm | Emit
@@ -126,7 +127,16 @@ class Effects:
         step: int | None = None,
         cause: str | None = None,
         microbatches: tuple[int, ...] | None = None,
+        cursor: str | None = None,
     ) -> None:
         self._effects.append(
-            Emit(kind=kind, generation=generation, node=node, step=step, cause=cause, microbatches=microbatches)
+            Emit(
+                kind=kind,
+                generation=generation,
+                node=node,
+                step=step,
+                cause=cause,
+                microbatches=microbatches,
+                cursor=cursor,
+            )
         )

@@ -29,6 +29,8 @@ class Event:
     step: int | None = None
     cause: str | None = None
     microbatches: tuple[int, ...] | None = None
+    cursor: str | None = None
+    """Of a committed step."""
 
 
 class EventLog:
@@ -46,8 +48,15 @@ class EventLog:
         """Add the last committed step if the coordinator died before it did."""
         steps = [event.step for event in read_events(self._path) if event.kind is EventKind.COMMITTED]
         if last is not None and steps[-1:] != [last.step]:
-            kind, generation = EventKind.COMMITTED, last.generation
-            self.add(Emit(kind=kind, generation=generation, step=last.step, microbatches=last.microbatches))
+            self.add(
+                Emit(
+                    kind=EventKind.COMMITTED,
+                    generation=last.generation,
+                    step=last.step,
+                    microbatches=last.microbatches,
+                    cursor=last.cursor,
+                )
+            )
 
     def add(self, emit: Emit) -> None:
         """Write an event with the time now."""
@@ -60,6 +69,7 @@ class EventLog:
             step=emit.step,
             cause=emit.cause[:_CAUSE_LENGTH] if emit.cause is not None else None,
             microbatches=emit.microbatches,
+            cursor=emit.cursor,
         )
         present = {name: value for name in Event.__slots__ if (value := getattr(event, name)) is not None}
         self._file.write(msgspec.json.encode(present) + b"\n")

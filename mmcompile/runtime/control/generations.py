@@ -19,6 +19,7 @@ from mmcompile.runtime.control.composition import change_of, holders, in_order, 
 from mmcompile.runtime.control.effects import Effect, Effects, EventKind, Timer
 from mmcompile.runtime.control.log import Activated, Committed, Ended, History, Member, Prepared, Record, RolledBack
 from mmcompile.runtime.control.messages import (
+    Abort,
     Advance,
     Advice,
     Commit,
@@ -145,6 +146,13 @@ class Generations:
         if self._counts(message) and message.step == self.history.committed:
             self._finished.add((node, message.worker))
             self._finish_if_complete()
+        return self._out.take()
+
+    def abort(self, node: str, message: Abort) -> list[Effect]:
+        """A worker found out that no membership could go on, bad data for example."""
+        if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
+            self._out.emit(self.generation, EventKind.FAULT, node=node, cause=message.reason)
+            self._end(message.reason, success=False)
         return self._out.take()
 
     def fault(self, node: str, message: Fault) -> list[Effect]:
@@ -355,7 +363,7 @@ class Generations:
         step, ids = reports[0].step, tuple(sorted(counts))
         cursor = next((report.cursor for report in reports if report.cursor is not None), None)
         self._write(Committed(generation=self.generation, step=step, microbatches=ids, cursor=cursor))
-        self._out.emit(self.generation, EventKind.COMMITTED, step=step, microbatches=ids)
+        self._out.emit(self.generation, EventKind.COMMITTED, step=step, microbatches=ids, cursor=cursor)
         self._reduced.clear()
         self._attempts = 0
         for member in self.members:

@@ -79,6 +79,11 @@ class LocalCluster:
             time.sleep(_POLL_S)
         return self._codes[self.supervisor] == 0
 
+    @property
+    def ended(self) -> bool:
+        """The coordinator is gone for good."""
+        return self._ended(self.supervisor)
+
     def drain(self, node: str) -> None:
         """Give a node notice that it will be taken away."""
         os.kill(self.agents[node], signal.SIGTERM)

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from mmcompile.runtime.control.errors import Released, Superseded
 from mmcompile.runtime.control.messages import (
+    Abort,
     Advance,
     Commit,
     Drain,
@@ -90,15 +91,19 @@ class Membership:
     Attributes:
         superseded: the generation is over. A plain attribute, to be looked at in every loop that waits.
         draining: the node will be taken away soon.
+        on_superseded: called by the other thread at the moment `superseded` becomes true, and again whenever a newer generation
+            or the end comes; must be quick. What it raises goes to stderr and changes nothing.
+        times: of the control plane.
     """
 
     def __init__(self, end: socket.socket, index: int, times: Times, lost: Callable[[], None]) -> None:
         """`lost`: called by the other thread when the agent is gone."""
         self.superseded = False
         self.draining = False
+        self.on_superseded: Callable[[], None] | None = None
+        self.times = times
         self.index = index
         """Within the node."""
-        self._times = times
         self._lost = lost
         self._stream = Stream(end, FRAME_BYTES)
         self._changed = threading.Condition()
@@ -186,6 +191,10 @@ class Membership:
         """A message to or from another worker failed: wait until the coordinator says why, and raise Superseded."""
         self._ask(Fault(generation=self._generation, worker=self.index, error=error), lambda: False)
 
+    def abort(self, reason: str) -> None:
+        """End training: no membership could go on. Raises Released once all are told, Superseded if the generation ended."""
+        self._ask(Abort(generation=self._generation, worker=self.index, reason=reason), lambda: False)
+
     def fail(self, error: str) -> None:
         """Say why this worker is about to exit."""
         self._send(Failed(error=error))
@@ -225,7 +234,7 @@ class Membership:
         said_s = 0.0
         while not self._stream.closed:
             write = [self._stream] if self._stream.has_unsent else []
-            select.select([self._stream], write, [], self._times.heartbeat_s / 2)
+            select.select([self._stream], write, [], self.times.heartbeat_s / 2)
             with self._changed:
                 self._stream.flush()
                 for message in self._stream.read():
@@ -233,7 +242,7 @@ class Membership:
                 if self._drain_asked and not self.draining:
                     self.draining = True
                     self._stream.send(Drain())
-                if time.monotonic() - said_s >= self._times.heartbeat_s:
+                if time.monotonic() - said_s >= self.times.heartbeat_s:
                     said_s = time.monotonic()
                     self._stream.send(Heartbeat())
                 self._changed.notify_all()
@@ -246,7 +255,7 @@ class Membership:
                     self._prepare, self._phase = message, Phase.PREPARE
                     # Also an answer to `reduced`: what was committed before. After lost state it can be less.
                     self._committed = message.committed
-                    self.superseded = True
+                    self._supersede()
             case Advance():
                 current = self._prepare is not None and message.generation == self._prepare.generation
                 if current and _ORDER.index(message.phase) > _ORDER.index(self._phase):
@@ -255,14 +264,24 @@ class Membership:
                 self._committed = max(self._committed, message.step)
             case Suspend():
                 self._phase = Phase.WAITING
-                self.superseded = True
+                self._supersede()
             case Release():
                 self._released = message
-                self.superseded = True
+                self._supersede()
             case Drain():
                 self.draining = True
             case _:
                 raise AssertionError(f"{type(message).__name__} from an agent")
+
+    def _supersede(self) -> None:
+        # First: what the call lets go of looks here for the reason.
+        self.superseded = True
+        if self.on_superseded is not None:
+            try:
+                self.on_superseded()
+            except Exception:
+                # Without this thread the worker would hear nothing more; its main thread polls `superseded`.
+                traceback.print_exc()
 
 
 def serve(file: int, index: int, times: Times, work: Callable[[Membership], None]) -> int:

@@ -142,6 +142,15 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Abort:
+    """Worker: no membership could go on; end training."""
+
+    generation: int
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
     """Worker to agent: why it is about to exit."""
 
@@ -230,6 +239,7 @@ Message: TypeAlias = (
     | Reduced
     | Fault
     | Finished
+    | Abort
     | Failed
     | Drain
     | Lost
@@ -243,8 +253,8 @@ Message: TypeAlias = (
 _KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
-        *(Challenge, Proof, Accepted, Refused, Hello, Heartbeat, Idle, Reached, Reduced, Fault, Finished, Failed),
-        *(Drain, Lost, Prepare, Advance, Commit, Suspend, Release),
+        *(Challenge, Proof, Accepted, Refused, Hello, Heartbeat, Idle, Reached, Reduced, Fault, Finished),
+        *(Abort, Failed, Drain, Lost, Prepare, Advance, Commit, Suspend, Release),
     )
 }
 

@@ -46,9 +46,21 @@ def open_store(generation: Generation, timeout_s: float) -> dist.PrefixStore:
     Raises:
         dist.DistError: the store cannot be reached.
     """
-    host, port = generation.store.rsplit(":", 1)
-    client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-    return dist.PrefixStore(generation.prefix, client)
+    return dist.PrefixStore(generation.prefix, open_client(generation.store, timeout_s))
+
+
+def open_client(address: str, timeout_s: float) -> dist.TCPStore:
+    """A connection to the store. Takes milliseconds, but asks the name service about the address, which may be slow.
+
+    Args:
+        address: host:port.
+        timeout_s: longest wait for a key, and for the store itself.
+
+    Raises:
+        dist.DistError: the store cannot be reached.
+    """
+    host, port = address.rsplit(":", 1)
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def forget_before(store: dist.PrefixStore, number: int) -> None:

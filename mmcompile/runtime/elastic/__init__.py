@@ -1,1 +1,1 @@
-"""Training that goes on when nodes die: pipelines of unlike templates, state copied between nodes, steps committed before they count."""
+"""Training that goes on when nodes die: unlike pipelines at once, state copied between nodes, steps that count once."""

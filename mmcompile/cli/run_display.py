@@ -1,0 +1,70 @@
+"""`RunDisplay`: a run with templates while it goes on: progress, who is there, and the last recovery."""
+
+from __future__ import annotations
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mmcompile.cli.console import ERRORS
+from mmcompile.runtime.control.effects import EventKind
+from mmcompile.runtime.control.events import Event, recoveries
+from mmcompile.runtime.elastic.record import StepRecord
+from mmcompile.units import format_seconds
+
+
+class RunDisplay:
+    """A progress bar with the membership beside it, fed with the event log.
+
+    Args:
+        steps: of the run; None where that is not known.
+    """
+
+    def __init__(self, steps: int | None) -> None:
+        self.progress = Progress(
+            TextColumn("step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[members]}"),
+            TimeRemainingColumn(),
+            console=ERRORS,
+        )
+        self._task = self.progress.add_task("step", total=steps, loss=float("nan"), members="starting nodes")
+        self._nodes: set[str] = set()
+        self._generation = 0
+        self._pending: list[Event] = []
+        self._last = ""
+        self._waiting = ""
+
+    def note(self, event: Event) -> None:
+        """Follow the members by the event log."""
+        match event.kind:
+            case EventKind.JOINED if event.node is not None:
+                self._nodes.add(event.node)
+            case EventKind.DETECTED | EventKind.RELEASED if event.node is not None:
+                self._nodes.discard(event.node)
+            case EventKind.ACTIVE:
+                self._generation, self._waiting = event.generation, ""
+            case EventKind.WAITING if event.cause is not None:
+                self._waiting = event.cause
+            case _:
+                pass
+        if event.kind is EventKind.DETECTED:
+            self.progress.console.print(f"generation {event.generation}: {_first_line(event.cause)}", markup=False)
+        self._pending.append(event)
+        if event.kind is EventKind.COMMITTED:
+            loss = float("nan") if event.cursor is None else StepRecord.decode(event.cursor).metrics.loss
+            self.progress.update(self._task, completed=event.step, loss=loss)
+            for recovery in recoveries(self._pending):
+                self._last = f"last recovery {format_seconds(recovery.total_s)}"
+                self.progress.console.print(f"generation {recovery.generation} goes on: {self._last}", markup=False)
+            self._pending.clear()
+        self.progress.update(self._task, members=self._members)
+
+    @property
+    def _members(self) -> str:
+        count = f"{len(self._nodes)} node{'s' * (len(self._nodes) != 1)}"
+        words = [self._waiting] if self._waiting else [count, f"generation {self._generation}", self._last]
+        return ", ".join(filter(None, words))
+
+
+def _first_line(cause: str | None) -> str:
+    return cause.splitlines()[0] if cause else "members change"

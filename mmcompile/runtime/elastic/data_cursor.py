@@ -1,0 +1,75 @@
+"""Cursors: where in a dataset a run is, as JSON text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import msgspec
+
+from mmcompile.errors import DataError
+
+CURSOR_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MapCursor:
+    """In a dataset with indices."""
+
+    kind: Literal["map"] = "map"
+    version: int = CURSOR_VERSION
+    length: int
+    batch_size: int
+    seed: int
+    shuffle: bool
+    step: int
+    """Steps read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamCursor:
+    """In a dataset that is read in its own order."""
+
+    kind: Literal["iterable"] = "iterable"
+    version: int = CURSOR_VERSION
+    batch_size: int
+    epoch: int
+    taken: int
+    """Samples of this epoch that were read."""
+    state: str | None = None
+    """JSON text of the dataset's own `state_dict`; None where it has none, and at the beginning."""
+
+
+CursorT = TypeVar("CursorT", MapCursor, StreamCursor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Head:
+    kind: str
+    version: int
+
+
+def encode(cursor: MapCursor | StreamCursor) -> str:
+    return msgspec.json.encode(cursor).decode()
+
+
+def decode(text: str, kind: type[CursorT], wanted: Literal["map", "iterable"]) -> CursorT:
+    """Inverse of `encode`.
+
+    Raises:
+        DataError: it is no cursor, or one of another kind or version.
+    """
+    try:
+        head = msgspec.json.decode(text, type=_Head)
+        if head.version != CURSOR_VERSION:
+            raise DataError(
+                f"the cursor {text} has version {head.version}; this mmcompile reads version {CURSOR_VERSION}"
+            )
+        if head.kind != wanted:
+            raise DataError(
+                f"the cursor {text} is of a dataset of kind {head.kind!r}, this one is of kind {wanted!r}; give the dataset of "
+                "the run that wrote it, or start from the beginning"
+            )
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
+        raise DataError(f"{text!r} is not a cursor as mmcompile writes them: {error}") from error

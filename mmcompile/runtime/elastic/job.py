@@ -1,0 +1,66 @@
+"""`ElasticJob`: everything a worker needs to take any part in training. Workers have it by fork."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from mmcompile.lower.patterns import Patterns
+from mmcompile.plan.plan import Plan
+from mmcompile.plan.templates.resilience import Resilience
+from mmcompile.runtime.commands import Reduction
+from mmcompile.runtime.elastic.data import Batches
+from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory
+from mmcompile.runtime.step_planner import Collate, Costs
+from mmcompile.runtime.user_model import UserModel
+from mmcompile.step.balance.balancer import Balancer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ElasticJob:
+    """Model, data and settings of a run."""
+
+    resilience: Resilience
+    layers: Plan
+    """By layers."""
+    patterns: Patterns
+    model: nn.Module
+    data: Batches
+    num_steps: int
+    seed: int
+    optimizer: OptimizerSpec
+    scheduler: SchedulerFactory | None
+    clip_norm: float | None
+    compiled: bool
+    reduction: Reduction
+    collate: Collate
+    balancer: Balancer
+    """Of samples over the microbatches of a step."""
+    costs: Costs | None
+    folder: Path
+    save_every: int | None
+    """Steps between checkpoints; None for one at the end only."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the last checkpoint."""
+        return checkpoints_in(self.folder)
+
+    @property
+    def digests(self) -> Path:
+        """File with a digest of each layer at the end."""
+        return self.folder / "digests.json"
+
+    @property
+    def user(self) -> UserModel:
+        return UserModel(module=self.model, source=self.patterns)
+
+    def saves_after(self, step: int) -> bool:
+        return step == self.num_steps or (self.save_every is not None and step % self.save_every == 0)
+
+
+def checkpoints_in(folder: Path) -> Path:
+    """Folder of the last checkpoint of a run."""
+    return folder / "checkpoint"

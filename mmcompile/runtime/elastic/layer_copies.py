@@ -1,0 +1,230 @@
+"""`run_copies`: layers from worker to worker, in planned rounds, each checked before it counts.
+
+A layer travels as a header, which says what comes, and then as one run of bytes cut into chunks. Beside what its store holds, a
+worker needs memory for the layer that it receives and for a few chunks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmcompile.errors import EngineError, VerifyError
+from mmcompile.runtime.elastic.generation_plan import Device, LayerCopy
+from mmcompile.runtime.elastic.layer_message import (
+    FRAME_BYTES,
+    Damaged,
+    Entry,
+    Header,
+    chunks,
+    entries_of,
+    header_length,
+    open_header,
+    seal,
+)
+from mmcompile.runtime.elastic.layer_store import LayerStore, digest_of
+from mmcompile.runtime.groups import Groups, Work, wait
+
+CHUNK_BYTES = 16 * 2**20
+_WINDOW = 2
+"""Chunks on their way at once: one is sent while the next is filled."""
+_TAG = 2**31 - 4
+"""Above the tags of links, below those of broadcasts, gradients and control messages."""
+_ADVICE = "it was not used; if this comes again, test the memory and the network of both nodes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyReport:
+    """What one worker moved. Bytes are those of tensors, without headers."""
+
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Side:
+    """How one worker takes part."""
+
+    groups: Groups
+    ranks: Mapping[Device, int]
+    check: Callable[[], None]
+    chunk_bytes: int
+
+
+@dataclass(kw_only=True, slots=True)
+class _Round:
+    """What one worker does in a round."""
+
+    send: LayerCopy | None = None
+    receive: LayerCopy | None = None
+
+
+def run_copies(
+    groups: Groups,
+    copies: Sequence[LayerCopy],
+    ranks: Mapping[Device, int],
+    store: LayerStore,
+    check: Callable[[], None],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> CopyReport:
+    """Do this worker's part of all copies, round by round: in a round it sends and receives at the same time.
+
+    A layer is put into the store once all of it is here and its digest is right. Nothing is dropped from the store.
+
+    Args:
+        groups: of the generation. All its ranks call this with the same copies, and nothing else travels meanwhile.
+        ranks: of all devices that copies name.
+        check: called before every wait; what it raises ends the copies, and the groups are then of no more use.
+        chunk_bytes: the same on all ranks.
+
+    Raises:
+        EngineError: a layer did not arrive as it was sent. It is not in the store; layers of rounds before it are.
+        VerifyError: a worker sends or receives twice in a round, or to itself; or a source does not hold the layer.
+        PeerLost: a worker is gone.
+    """
+    start = time.perf_counter()
+    side = _Side(groups=groups, ranks=ranks, check=check, chunk_bytes=chunk_bytes)
+    moved = [_run(side, mine, store) for mine in _rounds(copies, ranks, groups.rank)]
+    return CopyReport(
+        bytes_sent=sum(sent for sent, _ in moved),
+        bytes_received=sum(received for _, received in moved),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _rounds(copies: Sequence[LayerCopy], ranks: Mapping[Device, int], rank: int) -> list[_Round]:
+    """This rank's rounds in order, without those in which it does nothing."""
+    found: dict[int, _Round] = defaultdict(_Round)
+    for copy in copies:
+        source, destination = ranks[copy.source], ranks[copy.destination]
+        mine = found[copy.round] if rank in (source, destination) else _Round()
+        if source == destination:
+            raise VerifyError(f"{_words(copy)}: wanted another worker")
+        if (rank == source and mine.send) or (rank == destination and mine.receive):
+            raise VerifyError(f"{_words(copy)}: a worker sends or receives twice in round {copy.round}; wanted once")
+        if rank == source:
+            mine.send = copy
+        elif rank == destination:
+            mine.receive = copy
+    return [found[number] for number in sorted(found)]
+
+
+def _run(side: _Side, mine: _Round, store: LayerStore) -> tuple[int, int]:
+    """One round; bytes sent and received.
+
+    No worker waits for bytes before its own header is on its way, nor for its own bytes to go before it is ready for those of
+    others. So workers may send to each other, in rings of any length.
+    """
+    arrival = None if mine.receive is None else _Arrival(side, mine.receive)
+    departure = None if mine.send is None else _Departure(side, mine.send, store)
+    if arrival is not None:
+        arrival.accept()
+    sent = 0 if departure is None else departure.finish()
+    if arrival is None:
+        return sent, 0
+    tensors = arrival.finish()
+    store.put(arrival.layer, tensors)
+    return sent, sum(tensor.nbytes for tensor in tensors.values())
+
+
+class _Messages:
+    """Messages between this worker and another, in order."""
+
+    def __init__(self, side: _Side, rank: int) -> None:
+        self._side, self._rank = side, rank
+        self._works: deque[tuple[Work, Tensor]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    def send(self, data: Tensor) -> None:
+        self._works.append((self._side.groups.send_control(data, self._rank, _TAG), data))
+
+    def receive(self, data: Tensor) -> None:
+        self._works.append((self._side.groups.receive_control(data, self._rank, _TAG), data))
+
+    def wait(self) -> Tensor:
+        """The oldest message, once it is through."""
+        self._side.check()
+        work, data = self._works.popleft()
+        wait(work)
+        return data
+
+
+class _Departure:
+    """A layer on its way out. Once made, its header is on its way."""
+
+    def __init__(self, side: _Side, copy: LayerCopy, store: LayerStore) -> None:
+        self._messages, self._chunk_bytes = _Messages(side, side.ranks[copy.destination]), side.chunk_bytes
+        bundle = store.bundle(copy.layer)
+        entries = entries_of(bundle)
+        self._tensors = [bundle[entry.name] for entry in entries]
+        for data in seal(Header(layer=copy.layer, digest=store.digest(copy.layer), entries=entries)):
+            self._messages.send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def finish(self) -> int:
+        """Send the bytes; how many."""
+        total = 0
+        for chunk in chunks(self._tensors, self._chunk_bytes):
+            while len(self._messages) >= _WINDOW:
+                self._messages.wait()
+            self._messages.send(chunk)
+            total += len(chunk)
+        while len(self._messages):
+            self._messages.wait()
+        return total
+
+
+class _Arrival:
+    """A layer on its way in. Once made, it is ready for the frame of its header."""
+
+    def __init__(self, side: _Side, copy: LayerCopy) -> None:
+        self.layer = copy.layer
+        self._copy, self._chunk_bytes = copy, side.chunk_bytes
+        self._messages = _Messages(side, side.ranks[copy.source])
+        self._messages.receive(torch.empty(FRAME_BYTES, dtype=torch.uint8))
+        self._digest = ""
+        self._parts: list[tuple[Entry, Tensor]] = []
+
+    def accept(self) -> None:
+        """Read the header, and be ready for all bytes. Raises EngineError."""
+        try:
+            frame = _bytes(self._messages.wait())
+            self._messages.receive(torch.empty(header_length(frame), dtype=torch.uint8))
+            header = open_header(frame, _bytes(self._messages.wait()))
+        except Damaged as error:
+            raise EngineError(f"{_words(self._copy)}: {error}; {_ADVICE}") from error
+        if header.layer != self.layer:
+            raise VerifyError(f"{_words(self._copy)}: layer {header.layer} came instead")
+        self._digest = header.digest
+        sizes = [entry.num_bytes for entry in header.entries]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._parts = list(zip(header.entries, flat.split(sizes), strict=True)) if sizes else []
+        for chunk in flat.split(self._chunk_bytes) if len(flat) else ():
+            self._messages.receive(chunk)
+
+    def finish(self) -> dict[str, Tensor]:
+        """Wait for the bytes; the layer's tensors by name. Raises EngineError."""
+        while len(self._messages):
+            self._messages.wait()
+        tensors = {entry.name: entry.read(part) for entry, part in self._parts}
+        if (digest := digest_of(tensors)) != self._digest:
+            raise EngineError(
+                f"{_words(self._copy)}: what came has digest {digest}, what was sent {self._digest}; {_ADVICE}"
+            )
+        return tensors
+
+
+def _words(copy: LayerCopy) -> str:
+    return f"copy of layer {copy.layer} from {copy.source} to {copy.destination}"
+
+
+def _bytes(data: Tensor) -> bytes:
+    return data.numpy().tobytes()

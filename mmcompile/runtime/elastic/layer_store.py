@@ -1,0 +1,221 @@
+"""`LayerStore`: what a worker holds of the model, by layer: trainable parameters with their optimizer state, frozen ones without.
+
+What trains is copied between workers, as one bundle a layer. Frozen parameters never are: they are in the memory that all workers
+were forked from, and on the CPU they are used from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mmcompile.errors import CheckpointError, VerifyError
+from mmcompile.ir.graph import ParameterSpec, dtype_name
+from mmcompile.plan.templates.job import LayerId
+from mmcompile.runtime import wire
+from mmcompile.runtime.optimizer import OptimizerSpec, RankOptimizer
+from mmcompile.runtime.rank import RankState
+
+_VALUE, _STATE = "value/", "state/"
+_CPU = torch.device("cpu")
+
+
+class LayerStore:
+    """The state of one worker, by layer.
+
+    Args:
+        state: what the worker holds; changed in place.
+        layers: parameters of each layer. A tied parameter is in several layers, under one name. Layers that are not named have
+            no parameters.
+        values: parameters as the run started, by name.
+        device: where parameters are kept.
+    """
+
+    def __init__(
+        self,
+        state: RankState,
+        layers: Mapping[LayerId, Sequence[ParameterSpec]],
+        values: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.state = state
+        self._specs: dict[LayerId, dict[str, ParameterSpec]] = {}
+        self._values = values
+        self._device = device
+        self.learn(layers)
+
+    @classmethod
+    def of(
+        cls,
+        layers: Mapping[LayerId, Sequence[ParameterSpec]],
+        values: Mapping[str, Tensor],
+        optimizer: OptimizerSpec,
+        device: torch.device = _CPU,
+    ) -> LayerStore:
+        """A store that holds nothing yet."""
+        return cls(RankState(optimizer=RankOptimizer(optimizer)), layers, values, device)
+
+    def learn(self, layers: Mapping[LayerId, Iterable[ParameterSpec]]) -> None:
+        """Add parameters to what layers are known to have: those of a pattern captured while training.
+
+        Layers that are held stay so: as nothing ever trained those parameters, they are as the run started.
+        """
+        held = [layer for layer in self.held if self._specs[layer]]
+        for layer, specs in layers.items():
+            self._specs.setdefault(layer, {}).update({spec.name: spec for spec in specs})
+        self.hold(held)
+
+    @property
+    def held(self) -> frozenset[LayerId]:
+        """Layers all of whose parameters are here, those without parameters among them."""
+        here = self.state.parameters.keys()
+        return frozenset(layer for layer, specs in self._specs.items() if specs.keys() <= here)
+
+    def trains(self, layer: LayerId) -> bool:
+        """Whether a layer has state that can be lost."""
+        return bool(self._trainable(layer))
+
+    def hold(self, layers: Iterable[LayerId]) -> None:
+        """Give layers the parameters they lack here, as the run started: trainable ones copied, frozen ones shared.
+
+        Parameters that are here already are left alone. So layers that train are held at the start of a run only; later they
+        come by `put`.
+        """
+        for layer in layers:
+            for name in self._trainable(layer):
+                if name not in self.state.parameters:
+                    self._add(name, self._values[name])
+            self._share_frozen(layer)
+
+    def bundle(self, layer: LayerId) -> dict[str, Tensor]:
+        """Trainable parameters (`value/<name>`) and what the optimizer keeps of them (`state/<key>/<name>`); no copies.
+
+        Parameters that were never updated have no state.
+
+        Raises:
+            VerifyError: the layer is not held.
+            CheckpointError: the optimizer keeps something that is not a tensor.
+        """
+        names = self._trainable(layer)
+        if missing := [name for name in names if name not in self.state.parameters]:
+            raise VerifyError(f"layer {layer} is asked for and is not held here: {missing} are missing")
+        values = {f"{_VALUE}{name}": self.state.parameters[name].detach() for name in names}
+        return values | {f"{_STATE}{path}": tensor for path, tensor in self.state.optimizer.state(names).items()}
+
+    def put(self, layer: LayerId, tensors: Mapping[str, Tensor]) -> None:
+        """Take a layer's bundle: parameters that are here are overwritten in place, others are made; state is replaced.
+
+        Raises:
+            VerifyError: it is not a bundle of this layer. Nothing is changed then.
+        """
+        values = {path.removeprefix(_VALUE): t for path, t in tensors.items() if path.startswith(_VALUE)}
+        state = {path.removeprefix(_STATE): t for path, t in tensors.items() if path.startswith(_STATE)}
+        self._check(layer, values, state)
+        for name, value in values.items():
+            if name in self.state.parameters:
+                with torch.no_grad():
+                    self.state.parameters[name].copy_(value)
+            else:
+                self._add(name, value)
+        self._share_frozen(layer)
+        self.state.optimizer.forget(values)
+        self.state.optimizer.load_state(state)
+
+    def part_of(self, layer: LayerId, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A layer's bundle out of a checkpoint.
+
+        Args:
+            weights: by name, of a tied parameter under any of its names.
+            state: `<key>/<name>`.
+
+        Raises:
+            CheckpointError: a parameter is missing.
+        """
+        found: dict[str, Tensor] = {}
+        for name, spec in self._trainable(layer).items():
+            known = next((one for one in (name, *spec.aliases) if one in weights), None)
+            if known is None:
+                raise CheckpointError(f"the checkpoint has no {name} of layer {layer}; it is of another model")
+            found[f"{_VALUE}{name}"] = weights[known]
+        names = self._trainable(layer).keys()
+        return found | {f"{_STATE}{path}": t for path, t in state.items() if _name(path) in names}
+
+    def keep(self, layers: Iterable[LayerId]) -> None:
+        """Drop parameters that belong to other layers only, and their optimizer state. Nothing that is kept is touched.
+
+        Raises:
+            VerifyError: a layer to keep is not held.
+        """
+        kept = frozenset(layers)
+        if lost := sorted((kept & self._specs.keys()) - self.held):
+            raise VerifyError(f"layers {', '.join(map(str, lost))} are to be kept and are not held here")
+        names = {name for layer in kept for name in self._specs.get(layer, ())}
+        self._drop({name for specs in self._specs.values() for name in specs} - names)
+
+    def clear(self) -> None:
+        """Drop all parameters and their optimizer state."""
+        self._drop(self.state.parameters.keys())
+
+    def drop_gradients(self) -> None:
+        """Throw away gradients of a step that did not count."""
+        self.state.optimizer.zero_grad()
+
+    def digest(self, layer: LayerId) -> str:
+        """Equal for replicas of a layer with equal bits, parameters and optimizer state. Raises as `bundle`."""
+        return digest_of(self.bundle(layer))
+
+    def _trainable(self, layer: LayerId) -> dict[str, ParameterSpec]:
+        return {name: spec for name, spec in self._specs.get(layer, {}).items() if spec.trainable}
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self.state.parameters[name] = nn.Parameter(value.detach().to(self._device, copy=True))
+        self.state.optimizer.add(name, self.state.parameters[name])
+
+    def _share_frozen(self, layer: LayerId) -> None:
+        for name, spec in self._specs.get(layer, {}).items():
+            if not spec.trainable and name not in self.state.parameters:
+                value = self._values[name].detach().to(self._device)
+                self.state.parameters[name] = nn.Parameter(value, requires_grad=False)
+
+    def _drop(self, names: Iterable[str]) -> None:
+        gone = {name: self.state.parameters[name] for name in names if name in self.state.parameters}
+        self.state.optimizer.remove([name for name, parameter in gone.items() if parameter.requires_grad])
+        for name in gone:
+            del self.state.parameters[name]
+
+    def _check(self, layer: LayerId, values: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        names = self._trainable(layer).keys()
+        if values.keys() != names or not {_name(path) for path in state} <= names:
+            got = sorted({*values, *(_name(path) for path in state)})
+            raise VerifyError(
+                f"a bundle of {got} came for layer {layer}; wanted parameters {sorted(names)} and their state"
+            )
+        for name, value in values.items():
+            wanted = self._values[name]
+            if value.shape != wanted.shape or value.dtype != wanted.dtype:
+                raise VerifyError(
+                    f"{name} of layer {layer} came as {value.dtype} {tuple(value.shape)}; "
+                    f"wanted {wanted.dtype} {tuple(wanted.shape)}"
+                )
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """BLAKE2b of names, shapes, dtypes and bytes, whatever the order of the mapping and the layout in memory."""
+    table = [(name, tuple(tensors[name].shape), dtype_name(tensors[name].dtype)) for name in sorted(tensors)]
+    digest = hashlib.blake2b(wire.encode(table), digest_size=32)
+    for name in sorted(tensors):
+        digest.update(bytes_of(tensors[name]).numpy().data)
+    return digest.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """uint8 [bytes] on the CPU, elements in order of indices; shares memory with a CPU tensor that is laid out so."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _name(path: str) -> str:
+    """`<key>/<name>` -> name."""
+    return path.split("/", 1)[1]

@@ -1,0 +1,75 @@
+"""`Lead`: what rank 0 of a generation does besides its part: read data and plan steps, one ahead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from mmcompile.plan.placement import Placement
+from mmcompile.runtime.elastic.generation_plan import GenerationPlan
+from mmcompile.runtime.elastic.job import ElasticJob
+from mmcompile.runtime.elastic.layout import Dealt, shares_of
+from mmcompile.runtime.elastic.reader import Reader
+from mmcompile.runtime.step_planner import PlannedStep, StepPlanner
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NextStep:
+    """A planned step and the cursor of the data after it."""
+
+    planned: PlannedStep
+    cursor: str
+    waited_s: float
+
+
+class Lead:
+    """Steps of a generation in order. While one runs, a thread plans the next.
+
+    Args:
+        reader: stands before the first step of the generation.
+    """
+
+    def __init__(self, job: ElasticJob, plan: GenerationPlan, placement: Placement, reader: Reader) -> None:
+        self._num_steps = job.num_steps
+        self._reader = reader
+        self._planner = StepPlanner(
+            placement,
+            job.patterns,
+            collate=job.collate,
+            balancer=Dealt(inner=job.balancer, shares=shares_of(plan.pipelines)),
+            costs=job.costs,
+        )
+        self._ahead = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-planner")
+        self._upcoming: tuple[int, Future[tuple[PlannedStep, str]]] | None = None
+
+    def step(self, number: int, check: Callable[[], None]) -> NextStep:
+        """The plan of a step.
+
+        Args:
+            check: called while the plan is waited for; what it raises ends the wait.
+
+        Raises:
+            BatchError: samples do not fit the model, or the data cannot be read.
+        """
+        start = time.perf_counter()
+        if self._upcoming is None or self._upcoming[0] != number:
+            self._upcoming = number, self._ahead.submit(self._plan, number)
+        while not wait([self._upcoming[1]], timeout=_POLL_S).done:
+            check()
+        planned, cursor = self._upcoming[1].result()
+        waited_s = time.perf_counter() - start
+        following = number + 1
+        self._upcoming = None if following > self._num_steps else (following, self._ahead.submit(self._plan, following))
+        return NextStep(planned=planned, cursor=cursor, waited_s=waited_s)
+
+    def close(self) -> None:
+        """Wait for the thread: the next generation may need the data."""
+        self._ahead.shutdown(wait=True, cancel_futures=True)
+
+    def _plan(self, number: int) -> tuple[PlannedStep, str]:
+        samples, cursor = self._reader.read(number)
+        return self._planner.plan(number, samples), cursor

@@ -1,0 +1,140 @@
+"""`Programs`: the layer programs a worker knows, by pattern. All workers know those captured before they were started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from mmcompile.errors import PlanError
+from mmcompile.ir.graph import ParameterSpec
+from mmcompile.lower.program import PatternPrograms, StageProgram
+from mmcompile.plan.by_layers import layer_of
+from mmcompile.plan.placement import PlacedStage
+from mmcompile.plan.templates.job import LayerId
+from mmcompile.plan.templates.resilience import Resilience
+from mmcompile.runtime import wire
+from mmcompile.runtime.groups import Groups
+from mmcompile.runtime.stages import root_names
+
+
+class Programs:
+    """Programs of layers, and what they say of parameters.
+
+    Args:
+        known: that every worker has from the start.
+    """
+
+    def __init__(self, known: Iterable[PatternPrograms]) -> None:
+        self._patterns: dict[str, PatternPrograms] = {}
+        self._late: list[str] = []
+        for programs in known:
+            self._patterns[programs.pattern] = programs
+
+    def __contains__(self, pattern: str) -> bool:
+        return pattern in self._patterns
+
+    def of(self, pattern: str) -> Mapping[str, StageProgram]:
+        """Stage -> program."""
+        return self._patterns[pattern].programs
+
+    @property
+    def late(self) -> tuple[PatternPrograms, ...]:
+        """Those that a worker started anew does not know."""
+        return tuple(self._patterns[name] for name in self._late)
+
+    def add(self, programs: PatternPrograms) -> None:
+        """Remember a pattern that was captured while training."""
+        if programs.pattern not in self._patterns:
+            self._patterns[programs.pattern] = programs
+            self._late.append(programs.pattern)
+
+    def parameters(self) -> dict[LayerId, tuple[ParameterSpec, ...]]:
+        """Of each layer, over all patterns."""
+        found: dict[LayerId, dict[str, ParameterSpec]] = {}
+        for stage, program in self._all():
+            found.setdefault(layer_of(stage), {}).update({spec.name: spec for spec in program.parameters})
+        return {layer: tuple(specs.values()) for layer, specs in found.items()}
+
+    def aliases(self) -> dict[str, str]:
+        """Other name of a tied parameter -> the name it is held under."""
+        return {alias: spec.name for _, program in self._all() for spec in program.parameters for alias in spec.aliases}
+
+    def holders(self, stages: Sequence[PlacedStage]) -> dict[str, tuple[int, ...]]:
+        """Trainable parameter -> placed stages that hold it."""
+        names: dict[str, set[str]] = {}
+        for stage, program in self._all():
+            names.setdefault(stage, set()).update(spec.name for spec in program.parameters if spec.trainable)
+        found: dict[str, list[int]] = {}
+        for index, stage in enumerate(stages):
+            for name in names.get(stage.program_name, ()):
+                found.setdefault(name, []).append(index)
+        return {name: tuple(held) for name, held in sorted(found.items())}
+
+    def reads(self, pattern: str, stages: Iterable[PlacedStage]) -> dict[int, frozenset[str]]:
+        """Rank -> batch inputs that its stages among `stages` read."""
+        found: dict[int, frozenset[str]] = {}
+        programs = self.of(pattern)
+        for stage in stages:
+            if stage.program_name in programs:
+                rank = stage.ranks[0]
+                found[rank] = found.get(rank, frozenset()) | root_names(programs[stage.program_name])
+        return found
+
+    def check(self, resilience: Resilience) -> None:
+        """Refuse templates that do not say which layers have state to copy. Raises PlanError."""
+        for layer, specs in self.parameters().items():
+            trains = any(spec.trainable for spec in specs)
+            sizes = resilience.layer_bytes.get(layer.chain, ())
+            planned = layer.index < len(sizes) and sizes[layer.index] > 0
+            if trains != planned:
+                has, said = ("trains" if trains else "is frozen"), ("with" if planned else "without")
+                raise PlanError(
+                    f"layer {layer} {has}, and the plan's templates were made for one {said} state to copy; plan this model again"
+                )
+
+    def _all(self) -> Iterable[tuple[str, StageProgram]]:
+        return (item for programs in self._patterns.values() for item in programs.programs.items())
+
+
+def share(groups: Groups, programs: Programs, patterns: Sequence[PatternPrograms] = ()) -> None:
+    """Give all ranks what rank 0 knows: these patterns. Other ranks pass none."""
+    sent = None if groups.rank else wire.encode([_bare(pattern) for pattern in patterns])
+    known = wire.decode(wire.broadcast(groups, sent), list[PatternPrograms])
+    if not known:
+        return
+    if groups.rank == 0:
+        constants = {
+            f"{pattern.pattern}/{stage}/{name}": tensor
+            for pattern in patterns
+            for stage, program in pattern.programs.items()
+            for name, tensor in program.constants.items()
+        }
+        for rank in range(1, groups.world_size):
+            wire.send_tensors(groups, rank, constants)
+        for pattern in patterns:
+            programs.add(pattern)
+        return
+    found: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for path, tensor in wire.receive_tensors(groups, 0).items():
+        name, stage, constant = path.split("/", 2)
+        found.setdefault((name, stage), {})[constant] = tensor
+    for pattern in known:
+        programs.add(_with_constants(pattern, found))
+
+
+def _with_constants(
+    pattern: PatternPrograms, constants: Mapping[tuple[str, str], Mapping[str, Tensor]]
+) -> PatternPrograms:
+    return replace(
+        pattern,
+        programs={
+            stage: replace(program, constants=constants.get((pattern.pattern, stage), {}))
+            for stage, program in pattern.programs.items()
+        },
+    )
+
+
+def _bare(programs: PatternPrograms) -> PatternPrograms:
+    return replace(programs, programs={name: replace(p, constants={}) for name, p in programs.programs.items()})

@@ -1,0 +1,130 @@
+"""Checkpoints and digests of a whole model whose layers are spread over workers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from mmcompile.errors import VerifyError
+from mmcompile.files import write_atomic
+from mmcompile.plan.templates.job import LayerId
+from mmcompile.runtime import checkpoint, wire
+from mmcompile.runtime.checkpoint import Checkpoint, TrainerState
+from mmcompile.runtime.control.fail_points import fail_point
+from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan
+from mmcompile.runtime.elastic.job import ElasticJob
+from mmcompile.runtime.elastic.layer_store import LayerStore
+from mmcompile.runtime.elastic.layout import Layout, ranges_held
+from mmcompile.runtime.groups import Groups
+from mmcompile.runtime.optimizer import Hyper
+
+
+def owners(layout: Layout, *, former: bool) -> dict[LayerId, int]:
+    """Layer -> the first rank that holds it.
+
+    Args:
+        former: count layers that a worker held before and keeps until the first commit of the generation.
+    """
+    found: dict[LayerId, int] = {}
+    for device, rank in layout.ranks.items():
+        beside = _former(layout.plan, device) if former else frozenset[LayerId]()
+        for layer in layout.layers_of(device) | beside:
+            found.setdefault(layer, rank)
+    return found
+
+
+def _former(plan: GenerationPlan, device: Device) -> frozenset[LayerId]:
+    devices = plan.former.get(device.node, ())
+    return ranges_held(devices[device.index]) if device.index < len(devices) else frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """When a checkpoint is of."""
+
+    step: int
+    cursor: str | None
+    """That was committed with the step."""
+    hyper: Hyper
+    """Of the step that comes next."""
+
+
+def save(
+    groups: Groups,
+    job: ElasticJob,
+    owned: Mapping[LayerId, int],
+    store: LayerStore,
+    aliases: Mapping[str, str],
+    moment: Moment,
+) -> None:
+    """Collect all state on rank 0 and write it; the checkpoint before stays whole until this one is.
+
+    Args:
+        owned: layer -> rank that sends it.
+        aliases: other name of a tied parameter -> the name it is held under.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    mine: dict[str, Tensor] = {}
+    for layer in sorted(owned):
+        if owned[layer] == groups.rank and layer in store.held:
+            mine |= store.bundle(layer)
+    if groups.rank:
+        wire.send_tensors(groups, 0, mine)
+        return
+    tensors = {path: tensor.detach().to("cpu", copy=True) for path, tensor in mine.items()}
+    for rank in range(1, groups.world_size):
+        tensors |= wire.receive_tensors(groups, rank)
+    fail_point("saving", rank=groups.rank, step=moment.step)
+    weights = _under("value/", tensors)
+    complete = job.user.complete(weights, aliases)
+    content = Checkpoint(
+        trainer=TrainerState(
+            step=moment.step, optimizer=job.optimizer, hyper=moment.hyper, seed=job.seed, cursor=moment.cursor
+        ),
+        weights=job.user.trainable(complete),
+        optimizer=_under("state/", tensors),
+    )
+    _quiet()
+    checkpoint.write(job.checkpoints, content, job.model, complete)
+
+
+def check_replicas(groups: Groups, job: ElasticJob, layers: frozenset[LayerId], store: LayerStore) -> None:
+    """Compare all replicas of every layer, parameters and optimizer state, and write what they are on rank 0.
+
+    Args:
+        layers: that this worker runs.
+
+    Raises:
+        VerifyError: on rank 0; two replicas differ.
+    """
+    mine = {str(layer): store.digest(layer) for layer in sorted(layers)}
+    if groups.rank:
+        wire.send_bytes(groups, 0, wire.encode(mine))
+        return
+    found = dict(mine)
+    for rank in range(1, groups.world_size):
+        theirs = wire.decode(wire.receive_bytes(groups, rank), dict[str, str])
+        for layer in theirs.keys() & found.keys():
+            if theirs[layer] != found[layer]:
+                raise VerifyError(
+                    f"replicas of layer {layer} differ; rank {rank} holds another one than ranks before it"
+                )
+        found |= theirs
+    write_atomic(job.digests, msgspec.json.format(msgspec.json.encode(dict(sorted(found.items())))).decode())
+
+
+def _quiet() -> None:
+    """Turn off the progress bar of transformers, which would run across that of training."""
+    transformers = sys.modules.get("transformers")
+    if transformers is not None:
+        transformers.logging.disable_progress_bar()
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

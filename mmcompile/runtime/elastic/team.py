@@ -1,0 +1,164 @@
+"""`Team`: one worker's part in one generation, between `ready` and the next change of members."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mmcompile.lower.program import PatternPrograms
+from mmcompile.plan.placement import Placement
+from mmcompile.plan.templates.job import LayerId
+from mmcompile.runtime import wire
+from mmcompile.runtime.commands import Install, Setup, Step
+from mmcompile.runtime.elastic.generation_plan import GenerationPlan
+from mmcompile.runtime.elastic.job import ElasticJob
+from mmcompile.runtime.elastic.layer_store import LayerStore
+from mmcompile.runtime.elastic.layout import shares_of
+from mmcompile.runtime.elastic.programs import Programs, share
+from mmcompile.runtime.groups import Groups
+from mmcompile.runtime.metrics import StepMetrics, StepTotals
+from mmcompile.runtime.optimizer import Hyper
+from mmcompile.runtime.rank import Rank
+from mmcompile.runtime.status import StatusBoard
+from mmcompile.runtime.step_planner import PlannedStep
+from mmcompile.step.step_plan import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Order:
+    """What rank 0 says at the start of a step."""
+
+    has_new: bool
+    """Patterns follow that some ranks do not know."""
+    step: Step
+
+
+class Team:
+    """Computes steps with the other workers of a generation.
+
+    Args:
+        plan: of the generation.
+        placement: of its layers.
+        store: what this worker holds; all that its layers need.
+        layers: that it runs.
+        check: raises when the generation is over.
+    """
+
+    def __init__(
+        self,
+        job: ElasticJob,
+        groups: Groups,
+        plan: GenerationPlan,
+        placement: Placement,
+        programs: Programs,
+        store: LayerStore,
+        layers: frozenset[LayerId],
+        check: Callable[[], None],
+    ) -> None:
+        self._job = job
+        self._groups = groups
+        self._shares = shares_of(plan.pipelines)
+        self._stages = placement.stages
+        self._programs = programs
+        self._store = store
+        self._layers = layers
+        setup = Setup(
+            stages=placement.stages,
+            schedule=placement.schedule,
+            optimizer=job.optimizer,
+            clip_norm=job.clip_norm,
+            compiled=job.compiled,
+            reduction=job.reduction,
+        )
+        self.rank = Rank(groups, setup, StatusBoard.private(groups.world_size), state=store.state, check=check)
+        self._installed: set[str] = set()
+        self._rank_of = {(stage.replica, stage.program_name): stage.ranks[0] for stage in placement.stages}
+
+    def lead(self, planned: PlannedStep, hyper: Hyper) -> StepTotals:
+        """Rank 0: tell the others, and compute a step."""
+        patterns = {prepared.programs.pattern: prepared.programs for prepared in planned.prepared}
+        new = [programs for pattern, programs in patterns.items() if pattern not in self._programs]
+        step = Step(plan=planned.plan, hyper=hyper, seed=self._job.seed, trace=False)
+        wire.broadcast(self._groups, wire.encode(_Order(has_new=bool(new), step=step)))
+        if new:
+            self._learn(new)
+        self._install(planned.plan)
+        values = [prepared.values for prepared in planned.prepared]
+        reads = [
+            self._programs.reads(m.pattern, [stage for stage in self._stages if stage.replica == m.replica])
+            for m in planned.plan.microbatches
+        ]
+        return self.rank.compute(step, (values, reads))
+
+    def follow(self) -> StepTotals:
+        """Other ranks: compute the step that rank 0 announces."""
+        order = wire.decode(wire.broadcast(self._groups, None), _Order)
+        if order.has_new:
+            self._learn()
+        self._install(order.step.plan)
+        return self.rank.compute(order.step)
+
+    def metrics(self, totals: StepTotals, planned: PlannedStep, *, start_s: float, waited_s: float) -> StepMetrics:
+        """What is told of a step, by rank 0.
+
+        Args:
+            start_s: of the step, by time.perf_counter.
+            waited_s: for its plan.
+        """
+        return StepMetrics(
+            step=planned.plan.step,
+            loss=totals.loss,
+            num_tokens=totals.num_tokens,
+            num_samples=planned.plan.num_samples,
+            seconds=time.perf_counter() - start_s,
+            grad_norm=None if totals.squared_norm is None else math.sqrt(totals.squared_norm),
+            busy_s=totals.busy_s,
+            balance=planned.balance,
+            planning_s=planned.seconds,
+            waited_s=waited_s,
+        )
+
+    def answers_for(self) -> tuple[int, ...]:
+        """Numbers of the microbatches of the step computed last that this worker answers for: those whose loss it computed.
+
+        Rank 0 answers for those without samples, too. Numbers go through all steps.
+        """
+        assert self.rank.last is not None, "no step was computed"
+        plan, _ = self.rank.last
+        first = (plan.step - 1) * sum(self._shares)
+        mine: set[int] = set()
+        others: set[int] = set()
+        for microbatch in plan.microbatches:
+            number = first + sum(self._shares[: microbatch.replica]) + microbatch.slot
+            loss = next(name for name, program in self._programs.of(microbatch.pattern).items() if program.is_loss)
+            (mine if self._rank_of[microbatch.replica, loss] == self._groups.rank else others).add(number)
+        if self._groups.rank == 0:
+            mine |= set(range(first, first + sum(self._shares))) - others
+        return tuple(sorted(mine))
+
+    def _learn(self, patterns: Sequence[PatternPrograms] = ()) -> None:
+        """Share patterns. Parameters that occur in them for the first time are as the run started."""
+        share(self._groups, self._programs, patterns)
+        self._store.learn(self._programs.parameters())
+        self._store.hold(self._layers)
+
+    def _install(self, plan: StepPlan) -> None:
+        """Build this worker's layers of patterns that come for the first time."""
+        for pattern in dict.fromkeys(microbatch.pattern for microbatch in plan.microbatches):
+            if pattern not in self._installed:
+                self._installed.add(pattern)
+                self._install_pattern(pattern)
+
+    def _install_pattern(self, pattern: str) -> None:
+        programs = self._programs.of(pattern)
+        here = {stage.program_name for stage in self._stages if self._groups.rank in stage.ranks}
+        mine = [program for name, program in programs.items() if name in here]
+        values = self._job.patterns.parameters()
+        tensors = {f"value/{name}": values[name] for program in mine for name in program.buffers}
+        tensors |= {
+            f"constant/{program.stage}/{name}": tensor for program in mine for name, tensor in program.constants.items()
+        }
+        holders = self._programs.holders(self._stages)
+        self.rank.install(Install(pattern=pattern, tower="", holders=holders), mine, tensors)

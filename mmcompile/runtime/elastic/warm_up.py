@@ -1,0 +1,166 @@
+"""`warm_up`: compile every distinct layer before workers are forked, so that none of them compiles anything.
+
+Processes forked afterwards have the code. What would make them compile again is the same here as there: one thread, gradients
+where the executor has them, and inputs of the layout that `CompiledStage` gives all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mmcompile.ir.graph import torch_dtype
+from mmcompile.lower.canonical import canonical
+from mmcompile.lower.compiled import CompiledStage
+from mmcompile.lower.load import load_stage
+from mmcompile.lower.program import Port, PreparedMicrobatch, StageProgram
+from mmcompile.runtime.timer import one_thread
+
+_RUNS = 2
+"""Of a layer whose sizes vary: one that compiles, and one of other sizes, to find out now if they need code of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmUp:
+    """What compiling took."""
+
+    num_graphs: int
+    """Compiled; a forward and its backward are one."""
+    num_layers: int
+    """Programs that they serve."""
+    seconds: float
+
+
+def warm_up(
+    microbatches: Iterable[PreparedMicrobatch],
+    parameters: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
+    *,
+    backend: str = "inductor",
+) -> WarmUp:
+    """Run each distinct layer of some microbatches forward and backward, one at a time.
+
+    A layer gets the microbatch's own inputs, and random values for what other layers send it; it takes the memory of one layer.
+    Parameters and random numbers stay as they are. No thread or process is left behind.
+
+    Args:
+        microbatches: at least one of every pattern that workers are to find compiled.
+        parameters: all parameters and buffers of the model, by original name.
+        device: where workers compute. A process that has used a GPU cannot fork workers that do: there, each worker warms up.
+        backend: of `torch.compile`.
+
+    Raises:
+        VerifyError: a program is not as `stage_source` writes it, or a tensor is missing.
+    """
+    start, device = time.perf_counter(), torch.device(device)
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    tensors = {name: tensor.detach() for name, tensor in parameters.items()}
+    runs: dict[str, set[tuple[object, ...]]] = {}
+    served: set[tuple[str, str]] = set()
+    with _alone(), one_thread(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for microbatch in microbatches:
+            values = _Values(microbatch, tensors, device)
+            for program in microbatch.programs.programs.values():
+                served.add((program.pattern, program.stage))
+                done = runs.setdefault(canonical(program, tensors).text, set())
+                sizes = values.sizes(program)
+                if sizes not in done and len(done) < _RUNS:
+                    done.add(sizes)
+                    _run(program, values, backend)
+    return WarmUp(
+        num_graphs=graphs["unique_graphs"] - before, num_layers=len(served), seconds=time.perf_counter() - start
+    )
+
+
+class _Values:
+    """What the programs of a microbatch read."""
+
+    def __init__(self, microbatch: PreparedMicrobatch, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._microbatch = microbatch
+        self._tensors = tensors
+        self.device = device
+        self._known: dict[str, Tensor] = {}
+        """Values sent between stages that are not random."""
+
+    def sizes(self, program: StageProgram) -> tuple[object, ...]:
+        """Sizes of all inputs."""
+        return tuple(
+            self._microbatch.sizes[port.name] if port.kind == "size" else self._shape(port) for port in program.inputs
+        )
+
+    def inputs(self, program: StageProgram, *, gradient: bool) -> list[Tensor | int]:
+        """The inputs of a program, in order; with `gradient`, those whose gradient flows back ask for it."""
+        found: list[Tensor | int] = []
+        for port in program.inputs:
+            if port.kind == "size":
+                found.append(self._microbatch.sizes[port.name])
+            else:
+                found.append(self._tensor(port).requires_grad_(gradient and port.gradient))
+        return found
+
+    def held(self, program: StageProgram) -> tuple[StageProgram, dict[str, Tensor]]:
+        """A program and its parameters and buffers on the device."""
+        names = [spec.name for spec in program.parameters] + list(program.buffers)
+        constants = {name: tensor.to(self.device) for name, tensor in program.constants.items()}
+        held = {name: self._tensors[name].to(self.device) for name in names}
+        return replace(program, constants=constants), held
+
+    def _shape(self, port: Port) -> tuple[int, ...]:
+        if port.kind == "link":
+            return self._microbatch.link_shapes[port.name]
+        return tuple(self._microbatch.values[port.name].shape)
+
+    def _tensor(self, port: Port) -> Tensor:
+        if port.kind != "link":
+            # Detached: a value without gradient stays so in the microbatch.
+            return self._microbatch.values[port.name].to(self.device).detach()
+        dtype = torch_dtype(port.dtype)
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(self._shape(port), dtype=dtype, device=self.device)
+        if port.name not in self._known:
+            # Random positions and masks would make no sense to who reads them.
+            self._make(self._microbatch.programs.programs[port.peers[0]])
+        return self._known[port.name].detach()
+
+    def _make(self, program: StageProgram) -> None:
+        """Run a program for the values it sends that are no floats."""
+        with torch.no_grad():
+            results = load_stage(*self.held(program), self.device)(*self.inputs(program, gradient=False))
+        for port, value in zip(program.outputs, results, strict=True):
+            if not (value.is_floating_point() or value.is_complex()):
+                self._known[port.name] = value
+
+
+def _run(program: StageProgram, values: _Values, backend: str) -> None:
+    """A forward, and a backward if the executor runs one."""
+    stage = CompiledStage.load(*values.held(program), values.device, backend=backend)
+    inputs = values.inputs(program, gradient=program.has_backward)
+    with torch.set_grad_enabled(program.has_backward):
+        results = stage(*inputs)
+    wanted = [
+        value
+        for port, value in zip(program.outputs, results, strict=True)
+        if value.requires_grad and (port.gradient or not port.peers)
+    ]
+    if wanted:
+        torch.autograd.backward(wanted, [torch.ones_like(value) for value in wanted])
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Compile in this process and thread: others would be missing in forked processes, which might wait for them."""
+    # torch's interpreters make progress bars, hidden ones too, and the first bar starts a thread that watches all.
+    interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
+    try:
+        # Reached through torch, which loads it at its first use: an import would take a second of every `import mmcompile`.
+        with torch._inductor.config.patch(compile_threads=1):  # pyright: ignore[reportAttributeAccessIssue]
+            yield
+    finally:
+        tqdm.monitor_interval = interval
