@@ -1,6 +1,7 @@
 """mmcompile: a compiler for training multimodal models on clusters.
 
-`capture` a model, `plan` where its layers run, `parallelize` it over processes. `import mmcompile` loads torch, not transformers.
+`capture` a model, `plan` where its layers run, `parallelize` it over processes, or train on nodes that may die (`elastic`).
+`import mmcompile` loads torch, not transformers.
 """
 
 from mmcompile.api import capture as capture
@@ -11,8 +12,12 @@ from mmcompile.api import plan as plan
 from mmcompile.api import stage_programs as stage_programs
 from mmcompile.costmodel.cluster import Cluster as Cluster
 from mmcompile.errors import MMCompileError as MMCompileError
+from mmcompile.fault_tolerant import elastic as elastic
 from mmcompile.ir.extract import component_module as component_module
 from mmcompile.ir.sample_inputs import example_batch as example_batch
 from mmcompile.ir.skeleton import skeleton as skeleton
 from mmcompile.plan.plan import Plan as Plan
+from mmcompile.runtime.elastic.data import IterableBatches as IterableBatches
+from mmcompile.runtime.elastic.data import MapBatches as MapBatches
+from mmcompile.runtime.elastic.engine import ElasticEngine as ElasticEngine
 from mmcompile.runtime.engine import Engine as Engine

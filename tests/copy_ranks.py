@@ -105,8 +105,8 @@ def copied(cases: Sequence[Case], folder: Path) -> list[list[Outcome]]:
     """Run all cases in one set of processes; per case, the outcome of each node. After a failed case, groups are new."""
     torch.save(list(cases), folder / "cases")
     code = "import sys, pathlib, copy_ranks; copy_ranks.fork_ranks(pathlib.Path(sys.argv[1]))"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    subprocess.run([sys.executable, "-P", "-c", code, str(folder)], check=True, env=env)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "-P", "-c", code, str(folder)], check=True, env=env, timeout=300)
     by_rank = [torch.load(folder / f"outcomes_{rank}", weights_only=False) for rank in range(NUM_RANKS)]
     return [[by_rank[rank][index] for rank in RANK_OF] for index in range(len(cases))]
 

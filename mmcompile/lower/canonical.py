@@ -7,6 +7,7 @@ what a person wants to read and what a compiler must not see: it would compile e
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mmcompile.errors import VerifyError
 from mmcompile.ir.graph import dtype_name
+from mmcompile.lower.load import held_tensors
 from mmcompile.lower.program import Port, StageProgram
 
 Kind = Literal["t", "c"]
@@ -50,40 +52,44 @@ def canonical(program: StageProgram, tensors: Mapping[str, Tensor]) -> Canonical
         tensors: every parameter and buffer the program reads, by original name; only dtypes and shapes matter.
 
     Raises:
-        VerifyError: the source is not what `stage_source` writes: it does not compile, has no `forward` in a class `Stage`, or
-            uses `self` for something else than its tensors, constants and device.
+        VerifyError: a tensor is missing; or the source is not as `stage_source` writes it: it does not compile, has no
+            `forward` in a class `Stage`, or uses `self` for something else than its tensors, constants and device.
     """
-    module = parse(program)
-    stage = next((n for n in module.body if isinstance(n, ast.ClassDef) and n.name == "Stage"), None)
-    forward = (
-        next((n for n in stage.body if isinstance(n, ast.FunctionDef) and n.name == "forward"), None) if stage else None
-    )
-    if stage is None or forward is None:
-        raise VerifyError(f"the source of stage {program.stage} has no function forward in a class Stage")
-    arguments = [argument.arg for argument in forward.args.args[1:]]
-    if len(arguments) != len(program.inputs):
-        raise VerifyError(
-            f"forward of stage {program.stage} takes {len(arguments)} inputs ({', '.join(arguments)}), its program has "
-            f"{len(program.inputs)} ({', '.join(port.name for port in program.inputs)})"
-        )
-    renamed = _Renamed.of(program, forward, arguments)
-    body = [renamed.visit(statement) for statement in _statements(forward, renamed.held)]
-    rest = [ast.unparse(node) for node in module.body if node is not stage and not _is_text(node)]
-    names = tuple(renamed.tensors)
-    held = {("t", name): tensor for name, tensor in tensors.items()} | {
-        ("c", name): tensor for name, tensor in program.constants.items()
-    }
+    parameters, buffers = held_tensors(program, tensors)
     trained = {spec.name for spec in program.parameters if spec.trainable}
+    held: list[tuple[TensorName, str]] = [
+        *((("t", name), _described(tensor, name in trained)) for name, tensor in {**parameters, **buffers}.items()),
+        *((("c", name), _described(tensor, False)) for name, tensor in program.constants.items()),
+    ]
+    return _canonical(program.source, program.stage, program.inputs, tuple(held))
+
+
+@functools.cache
+def _canonical(
+    source: str, stage: str, inputs: tuple[Port, ...], held: tuple[tuple[TensorName, str], ...]
+) -> CanonicalProgram:
+    """Made once a process: where stages move between ranks, it is asked for again and again.
+
+    Args:
+        held: description of every tensor.
+    """
+    module, owner, forward = _parsed(source, stage)
+    arguments = [argument.arg for argument in forward.args.args[1:]]
+    if len(arguments) != len(inputs):
+        raise VerifyError(
+            f"forward of stage {stage} takes {len(arguments)} inputs ({', '.join(arguments)}), its program has "
+            f"{len(inputs)} ({', '.join(port.name for port in inputs)})"
+        )
+    renamed = _Renamed.of(stage, forward, arguments, dict(held))
+    body = [renamed.visit(statement) for statement in _statements(forward, renamed.aliases)]
+    names = tuple(renamed.tensors)
     lines = [
-        *rest,
-        *(
-            f"# t{at}: {_described(held[name])}{', trained' if name[0] == 't' and name[1] in trained else ''}"
-            for at, name in enumerate(names)
-        ),
-        *_signature(program.inputs),
-        f"def layer({', '.join(['tensors', *(f'x{at}' for at in range(len(arguments)))])}):",
+        *(ast.unparse(node) for node in module.body if node is not owner and not _is_text(node)),
+        *(f"# t{at}: {renamed.held[name]}" for at, name in enumerate(names)),
+        *_signature(inputs),
+        f"def layer({', '.join(['tensors', *(f'x{at}' for at in range(len(inputs)))])}):",
         *([f"    {''.join(f't{at}, ' for at in range(len(names)))}= tensors"] if names else []),
-        *(f"    {line}" for line in _sizes(program.inputs)),
+        *(f"    {line}" for line in _sizes(inputs)),
         *(f"    {line}" for statement in body for line in ast.unparse(statement).splitlines()),
     ]
     return CanonicalProgram(
@@ -91,17 +97,23 @@ def canonical(program: StageProgram, tensors: Mapping[str, Tensor]) -> Canonical
         tensors=names,
         varying=tuple(
             (0,) if port.kind == "size" else tuple(dim for dim, size in enumerate(port.shape) if isinstance(size, str))
-            for port in program.inputs
+            for port in inputs
         ),
     )
 
 
-def parse(program: StageProgram) -> ast.Module:
-    """The syntax tree of a program's source. Raises VerifyError."""
+def _parsed(source: str, stage: str) -> tuple[ast.Module, ast.ClassDef, ast.FunctionDef]:
+    """The syntax trees of a source, its class `Stage`, and the `forward` in it."""
     try:
-        return ast.parse(program.source)
+        module = ast.parse(source)
     except SyntaxError as error:
-        raise VerifyError(f"the source of stage {program.stage} does not compile: {error}") from error
+        raise VerifyError(f"the source of stage {stage} does not compile: {error}") from error
+    for owner in module.body:
+        if isinstance(owner, ast.ClassDef) and owner.name == "Stage":
+            for forward in owner.body:
+                if isinstance(forward, ast.FunctionDef) and forward.name == "forward":
+                    return module, owner, forward
+    raise VerifyError(f"the source of stage {stage} has no function forward in a class Stage")
 
 
 @dataclass(kw_only=True)
@@ -113,33 +125,43 @@ class _Renamed(ast.NodeTransformer):
     """Inputs and values met so far -> their new names."""
     local: frozenset[str]
     """All names that `forward` gives a value."""
-    held: Mapping[str, Kind]
+    aliases: Mapping[str, Kind]
     """Local names for `self.t` or `self.c`."""
+    held: Mapping[TensorName, str]
+    """Descriptions of the tensors there are."""
     tensors: dict[TensorName, int] = field(default_factory=dict)
+    """Those met so far."""
 
     @classmethod
-    def of(cls, program: StageProgram, forward: ast.FunctionDef, arguments: list[str]) -> _Renamed:
+    def of(cls, stage: str, forward: ast.FunctionDef, arguments: list[str], held: Mapping[TensorName, str]) -> _Renamed:
         stored = [n.id for n in ast.walk(forward) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-        held: dict[str, Kind] = {
+        aliases: dict[str, Kind] = {
             statement.targets[0].id: kind
             for statement in forward.body
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
             if (kind := _kind(statement.value))
         }
         return cls(
-            stage=program.stage,
+            stage=stage,
             names={name: f"x{at}" for at, name in enumerate(arguments)},
-            local=frozenset(stored) - held.keys(),
+            local=frozenset(stored) - aliases.keys(),
+            aliases=aliases,
             held=held,
         )
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        kind = self.held.get(node.value.id) if isinstance(node.value, ast.Name) else _kind(node.value)
+        kind = self.aliases.get(node.value.id) if isinstance(node.value, ast.Name) else _kind(node.value)
         if kind is None:
             return self.generic_visit(node)
         if not (isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)):
             raise self._unknown(node)
-        return ast.Name(id=f"t{self.tensors.setdefault((kind, node.slice.value), len(self.tensors))}", ctx=ast.Load())
+        name: TensorName = kind, node.slice.value
+        if name not in self.held:
+            raise VerifyError(
+                f"line {node.lineno} of the source of stage {self.stage} reads {ast.unparse(node)}, which its program lists "
+                "neither as a parameter or buffer nor as a constant"
+            )
+        return ast.Name(id=f"t{self.tensors.setdefault(name, len(self.tensors))}", ctx=ast.Load())
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if _is_own(node, "device"):
@@ -149,7 +171,7 @@ class _Renamed(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id == "self" or node.id in self.held:
+        if node.id == "self" or node.id in self.aliases:
             raise self._unknown(node)
         if node.id in self.local and node.id not in self.names:
             self.names[node.id] = f"v{len(self.names)}"
@@ -162,11 +184,13 @@ class _Renamed(ast.NodeTransformer):
         )
 
 
-def _statements(forward: ast.FunctionDef, held: Mapping[str, str]) -> Iterator[ast.stmt]:
-    """What `forward` computes: without `del`, which frees nothing in compiled code, text, and other names for `self.t`."""
+def _statements(forward: ast.FunctionDef, aliases: Mapping[str, str]) -> Iterator[ast.stmt]:
+    """What `forward` computes: no text, no other names for `self.t`, and no `del`, which frees nothing in compiled code."""
     for statement in forward.body:
-        names = isinstance(statement, ast.Assign) and isinstance(t := statement.targets[0], ast.Name) and t.id in held
-        if not (names or isinstance(statement, ast.Delete) or _is_text(statement)):
+        alias = (
+            isinstance(statement, ast.Assign) and isinstance(t := statement.targets[0], ast.Name) and t.id in aliases
+        )
+        if not (alias or isinstance(statement, ast.Delete) or _is_text(statement)):
             yield statement
 
 
@@ -189,8 +213,8 @@ def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _described(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+def _described(tensor: Tensor, trained: bool) -> str:
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}{', trained' if trained else ''}"
 
 
 def _signature(inputs: tuple[Port, ...]) -> Iterator[str]:

@@ -16,6 +16,7 @@ be in `call`. After `open` nothing of the generation runs any more.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -183,7 +184,7 @@ class Connection:
                     generation.rank,
                     generation.world_size,
                     torch.device("cpu"),
-                    local=True,
+                    local=_is_local(generation.store),
                     timeout_s=timeout_s,
                 )
         except RuntimeError as error:
@@ -206,13 +207,14 @@ class _StoreClient:
 
     def client(self, address: str, is_cut: Callable[[], bool]) -> dist.TCPStore:
         """The store at host:port."""
-        if self._client is None or address != self._address or not self._answers(self._client):
+        if not self._is_usable(address):
             self._client, self._address = None, address
             self._fence = Fence(of_store(int(address.rsplit(":", 1)[1])))
             if is_cut():
                 self._fence.cut()
             with self._fence.around():
                 self._client = open_client(address, self._timeout_s)
+        assert self._client is not None
         return self._client
 
     def cut(self) -> None:
@@ -220,11 +222,20 @@ class _StoreClient:
         if fence is not None:
             fence.cut()
 
-    @staticmethod
-    def _answers(client: dist.TCPStore) -> bool:
-        """It may have been cut, or the store been started anew."""
+    def _is_usable(self, address: str) -> bool:
+        if self._client is None or self._fence is None or self._fence.is_cut or address != self._address:
+            return False
         try:
-            client.check(["anything"])
-        except RuntimeError:
+            self._client.check(["anything"])
+        except RuntimeError:  # The store was started anew.
             return False
         return True
+
+
+def _is_local(store: str) -> bool:
+    """Whether a store is reached by the loopback address: all workers are on its machine then."""
+    host = store.rsplit(":", 1)[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -8,6 +8,9 @@ its file descriptor stays gloo's, to be closed by gloo.
 Needs /proc/self/fd. `fence_works` tries it out; where it does not work, threads that wait must be left behind.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch.distributed re-exports its C++ classes without saying so.
+
 from __future__ import annotations
 
 import contextlib
@@ -85,6 +88,10 @@ class Fence:
         """Ports that were listened at before."""
         self._met: set[int] = set()
         """Inodes of listening sockets that a cut has connected to."""
+
+    @property
+    def is_cut(self) -> bool:
+        return self._is_cut
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -196,8 +203,8 @@ def _lets_go() -> bool:
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """(file descriptor, inode) of every socket of this process."""
-    for name in os.listdir(_FDS):
+    """(file descriptor, inode) of every socket of this process; none where the system does not tell."""
+    for name in os.listdir(_FDS) if os.path.isdir(_FDS) else ():
         with contextlib.suppress(OSError):  # Closed since, as the one that lists the folder.
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):

@@ -25,7 +25,7 @@ from torch import Tensor
 _NEVER = timedelta(days=7)
 """Rank 0 may think for hours between two steps; a dead peer is noticed by other means."""
 
-_INTERRUPT_TAG = 2**31 - 4
+_INTERRUPT_TAG = 2**31 - 5
 """Of messages that nobody sends."""
 _MOMENT = timedelta(milliseconds=1)
 

@@ -156,6 +156,10 @@ def test_any_other_difference_shows(change: Callable[[StageProgram], StageProgra
     assert canonical(change(program()), tensors()).text != TEXT
 
 
+def test_loading_again_takes_no_work() -> None:
+    assert canonical(program(), tensors()) is canonical(program(), tensors())
+
+
 def test_other_shapes_of_parameters_show() -> None:
     assert canonical(program(), tensors(width=5)).text != TEXT
 
@@ -169,6 +173,7 @@ def test_other_shapes_of_parameters_show() -> None:
             "line 15 of the source of stage language_model.0 reads self.training; wanted",
         ),
         ('self.c["scale"]', "self.c[size_0]", r"reads self.c\[size_0\]; wanted self.t\[\"name\"\]"),
+        ('self.c["scale"]', 'self.c["bias"]', r"reads self.c\['bias'\], which its program lists neither as"),
         ("self.device", "self.t", "reads self.t; wanted"),
         ("def forward", "def backward", "has no function forward in a class Stage"),
         ("class Stage", "class Other", "has no function forward in a class Stage"),

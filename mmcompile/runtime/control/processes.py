@@ -21,7 +21,7 @@ def fork_process(function: Callable[[], int], *, keep: Collection[int]) -> int:
     """Start a process that runs `function` and exits with what it returns; 1 if it raises.
 
     It leads a session of its own, is killed when the process that started it ends, reads nothing from the terminal, and
-    has no open files but standard output and error and those in `keep`.
+    has no open files of the parent but standard output and error and those in `keep`.
 
     Returns:
         its process id.
@@ -68,9 +68,13 @@ def _settle(parent: int, keep: Collection[int]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    null = os.open(os.devnull, os.O_RDONLY)
+    null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) >= _STANDARD and int(name) not in keep:
+    for file in map(int, os.listdir("/proc/self/fd")):
+        if file >= _STANDARD and file not in keep and file != null:
+            # Not closed: objects of the parent still name these numbers, and would write to, or close, what takes them next.
             with contextlib.suppress(OSError):
-                os.close(int(name))
+                os.fstat(file)
+                os.dup2(null, file)
+    # The parent's may be other files than 1 and 2, which are gone now.
+    sys.stdout, sys.stderr = (open(file, "w", buffering=1, closefd=False) for file in (1, 2))  # noqa: SIM115  (kept open)

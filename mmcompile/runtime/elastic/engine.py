@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from mmcompile.errors import ConfigError, EngineError
+from mmcompile.plan.simulator.simulate import Event as StepEvent
 from mmcompile.runtime import checkpoint
 from mmcompile.runtime.control.effects import EventKind
 from mmcompile.runtime.control.events import Event, Recovery, recoveries
@@ -20,6 +22,7 @@ from mmcompile.runtime.elastic.event_reader import EventReader, follow
 from mmcompile.runtime.elastic.job import ElasticJob
 from mmcompile.runtime.elastic.planner import TemplatePlanner
 from mmcompile.runtime.elastic.record import StepRecord
+from mmcompile.runtime.elastic.tracing import read_trace
 from mmcompile.runtime.elastic.worker import work
 from mmcompile.runtime.metrics import StepMetrics
 
@@ -121,6 +124,16 @@ class ElasticEngine:
     def drain(self, node: str) -> None:
         """Tell a node that it will be taken away; it leaves after the step that runs."""
         self._cluster.drain(node)
+
+    def kill(self, node: str) -> None:
+        """Kill the workers of a node at once, to rehearse a failure. Its agent starts new ones, as often as it may."""
+        agent = self._cluster.agents[node]
+        for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+
+    def trace(self) -> list[StepEvent]:
+        """Measured actions of all ranks in the last step, on one clock, once training ended well."""
+        return read_trace(self._job.trace)
 
     def pull(self) -> None:
         """Copy the trained weights into the model, once training ended well.

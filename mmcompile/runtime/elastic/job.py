@@ -11,6 +11,7 @@ from mmcompile.lower.patterns import Patterns
 from mmcompile.plan.plan import Plan
 from mmcompile.plan.templates.resilience import Resilience
 from mmcompile.runtime.commands import Reduction
+from mmcompile.runtime.elastic import tracing
 from mmcompile.runtime.elastic.data import Batches
 from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory
 from mmcompile.runtime.step_planner import Collate, Costs
@@ -52,6 +53,11 @@ class ElasticJob:
     def digests(self) -> Path:
         """File with a digest of each layer at the end."""
         return self.folder / "digests.json"
+
+    @property
+    def trace(self) -> Path:
+        """File with the measured actions of the last step."""
+        return self.folder / tracing.FILE
 
     @property
     def user(self) -> UserModel:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from mmcompile.errors import CheckpointError, VerifyError
 from mmcompile.runtime import checkpoint
+from mmcompile.runtime.connections import Connection
 from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.control.membership import Generation
-from mmcompile.runtime.elastic import saving
-from mmcompile.runtime.elastic.connection import Connection
+from mmcompile.runtime.elastic import saving, tracing
 from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan
 from mmcompile.runtime.elastic.layer_copies import run_copies
 from mmcompile.runtime.elastic.layout import Layout
@@ -106,7 +106,9 @@ class Part:
         else:
             following = lead.step(step, self._connection.check)
             hyper = self._worker.rates.of(step)
-            totals = self._connection.call(functools.partial(team.lead, following.planned, hyper))
+            totals = self._connection.call(
+                functools.partial(team.lead, following.planned, hyper, trace=step == self._job.num_steps)
+            )
             metrics = team.metrics(totals, following.planned, start_s=start_s, waited_s=following.waited_s)
             cursor = StepRecord(data=following.cursor, metrics=metrics).encode()
         fail_point("reduced", rank=rank, step=step)
@@ -121,6 +123,9 @@ class Part:
             self._owners = saving.owners(self._layout, former=False)
         if self._job.saves_after(step):
             self._save(step)
+        if step == self._job.num_steps:
+            collect = functools.partial(tracing.collect, self._connection.groups, team.rank.events(), self._job.trace)
+            self._connection.call(collect)
 
     def _save(self, step: int) -> None:
         moment = saving.Moment(step=step, cursor=self._cursor, hyper=self._worker.rates.of(step + 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -29,7 +31,10 @@ class Rates:
         done = step - 1
         if done != self._num_steps:
             if done == self._num_steps + 1 and self._scheduler is not None:
-                self._scheduler.step()
+                with warnings.catch_warnings():
+                    # No optimizer step comes between; there is none to lose.
+                    warnings.simplefilter("ignore", UserWarning)
+                    self._scheduler.step()
             elif self._scheduler is not None:
                 self._optimizer, self._scheduler = self._start(done)
             self._num_steps = done
@@ -37,6 +42,4 @@ class Rates:
 
     def _start(self, num_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
         optimizer = self._spec.build([nn.Parameter(torch.empty(0, 0))])
-        # Schedulers want to see a step before theirs.
-        optimizer.step()
         return optimizer, None if self._factory is None else scheduler_after(num_steps, self._factory, optimizer)

@@ -70,6 +70,7 @@ def save(
     Raises:
         CheckpointError: it cannot be written.
     """
+    fail_point("gathering", rank=groups.rank, step=moment.step)
     mine: dict[str, Tensor] = {}
     for layer in sorted(owned):
         if owned[layer] == groups.rank and layer in store.held:

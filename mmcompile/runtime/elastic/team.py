@@ -76,11 +76,15 @@ class Team:
         self._installed: set[str] = set()
         self._rank_of = {(stage.replica, stage.program_name): stage.ranks[0] for stage in placement.stages}
 
-    def lead(self, planned: PlannedStep, hyper: Hyper) -> StepTotals:
-        """Rank 0: tell the others, and compute a step."""
+    def lead(self, planned: PlannedStep, hyper: Hyper, *, trace: bool) -> StepTotals:
+        """Rank 0: tell the others, and compute a step.
+
+        Args:
+            trace: measure every action.
+        """
         patterns = {prepared.programs.pattern: prepared.programs for prepared in planned.prepared}
         new = [programs for pattern, programs in patterns.items() if pattern not in self._programs]
-        step = Step(plan=planned.plan, hyper=hyper, seed=self._job.seed, trace=False)
+        step = Step(plan=planned.plan, hyper=hyper, seed=self._job.seed, trace=trace)
         wire.broadcast(self._groups, wire.encode(_Order(has_new=bool(new), step=step)))
         if new:
             self._learn(new)

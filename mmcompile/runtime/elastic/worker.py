@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from mmcompile.errors import MMCompileError
+from mmcompile.runtime.connections import Connections
 from mmcompile.runtime.control.errors import Superseded
 from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.control.membership import Generation, Membership
-from mmcompile.runtime.elastic.connection import Connections
 from mmcompile.runtime.elastic.job import ElasticJob
 from mmcompile.runtime.elastic.layer_store import LayerStore
 from mmcompile.runtime.elastic.part import Part

@@ -50,7 +50,7 @@ def random_case(seed: int) -> Case:
     holdings = {node: np.array([rng.random() < 0.4 for _ in range(NUM_LAYERS)]) for node in range(NUM_RANKS)}
     holdings[rng.randrange(NUM_RANKS)] |= ~np.any([*holdings.values()], axis=0)
     needed = {node: np.array([rng.random() < 0.7 for _ in range(NUM_LAYERS)]) for node in range(NUM_RANKS)}
-    copies = tuple(
+    copies = [
         LayerCopy(
             layer=one.layer,
             source=device(one.source),
@@ -59,9 +59,10 @@ def random_case(seed: int) -> Case:
             round=one.round,
         )
         for one in plan_copies(job, needed, holdings)
-    )
+    ]
+    rng.shuffle(copies)
     return Case(
-        copies=copies,
+        copies=tuple(copies),
         holdings=tuple(tuple(map(int, np.flatnonzero(holdings[node]))) for node in range(NUM_RANKS)),
         optimizer=optimizer,
         chunk_bytes=rng.choice([1, 7, 64, 1000, 2**20]),

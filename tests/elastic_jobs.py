@@ -1,0 +1,364 @@
+"""Runs of a tiny multimodal model on nodes that die, and a process that does such runs one after the other.
+
+Started as a program it loads torch and transformers once, captures and plans each kind of cluster once, then forks the
+processes of one run after the other: `elastic_jobs.Runs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from control_jobs import Act, children
+from torch import Tensor
+
+from mmcompile.errors import EngineError
+from mmcompile.runtime.control.fail_points import VARIABLE, Action, Strike
+from mmcompile.runtime.control.times import Times
+from mmcompile.runtime.elastic.data import Batches, IterableBatches, MapBatches
+from mmcompile.runtime.elastic.engine import ElasticEngine
+from mmcompile.runtime.elastic.job import ElasticJob
+
+MICROBATCHES = 8
+BATCH = 16
+"""Samples of a step."""
+SAMPLES = 40
+"""Of an epoch; a step can go from one into the next."""
+BROKEN = 7
+"""The sample that cannot be read, where data is `broken`."""
+
+Data = Literal["map", "mixed", "stream", "broken"]
+KindName = Literal["five", "six", "seven", "wide"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A cluster and its templates. Two pipelines are the least."""
+
+    nodes: str
+    """A letter each."""
+    sizes: tuple[int, ...]
+    """Nodes of its templates."""
+    ranks: tuple[tuple[int, ...], ...]
+    """Of each pipeline, once all nodes are there."""
+    devices: int = 1
+    """Of a node."""
+
+
+KINDS: Mapping[KindName, Kind] = {
+    # In the pipeline of three nodes, two ranks hold the tied embedding.
+    "five": Kind(nodes="abcde", sizes=(2, 3), ranks=((0, 1), (2, 3, 4))),
+    # A pipeline may die as a whole.
+    "six": Kind(nodes="abcdef", sizes=(2,), ranks=((0, 1), (2, 3), (4, 5))),
+    # A lost node makes others send layers, and another one may be lost meanwhile.
+    "seven": Kind(nodes="abcdefg", sizes=(2, 3), ranks=((0, 1), (2, 3), (4, 5, 6))),
+    "wide": Kind(nodes="abc", sizes=(1,), ranks=((0, 1), (2, 3), (4, 5)), devices=2),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One run."""
+
+    folder: str
+    kind: KindName
+    num_steps: int = 6
+    data: Data = "map"
+    save_every: int | None = None
+    nodes: str = ""
+    """That start; all of the kind if empty."""
+    strikes: tuple[Strike, ...] = ()
+    acts: tuple[Act, ...] = ()
+    deadline_s: float = 30.0
+    max_attempts: int = 8
+    max_restarts: int = 0
+    step_s: float = 0.0
+    """How long each step is held up."""
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the process that asked for a run saw of it."""
+
+    steps: tuple[int, ...]
+    """As `train` gave them."""
+    error: str
+    """Why training ended before its last step; "" if it did not."""
+    seconds: float
+
+
+def llava(*, tied: bool) -> torch.nn.Module:
+    """A tiny LLaVA. The projector and the language model train, with dropout in attention; vision is frozen."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    import mmcompile as mm
+
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
+        projection_dim=16,
+    )
+    text = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=None,
+        attention_dropout=0.1,
+        tie_word_embeddings=tied,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=1,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=tied,
+    )
+    model = LlavaForConditionalGeneration(config)
+    mm.freeze(model, ["projector", "language_model", *([] if tied else ["lm_head"])])
+    return model.train()
+
+
+def sample(index: int, *, image: bool = True) -> dict[str, Tensor]:
+    """A conversation: an image of four tokens, if any, and five tokens of text."""
+    generator = torch.Generator().manual_seed(index)
+    words = torch.randint(3, 64, (5,), generator=generator)
+    ids = torch.cat([torch.tensor([2] + [1] * 4 if image else [2]), words])[None]
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.where(ids != 1, -100)}
+    if image:
+        found["pixel_values"] = torch.randn(1, 3, 16, 16, generator=generator)
+    return found
+
+
+class Broken(Sequence[dict[str, Tensor]]):
+    """One of its samples cannot be read."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == BROKEN:
+            raise OSError(f"no such image: {index}.png")
+        return sample(index)
+
+
+class Stream:
+    """Samples in their own order, another one in each epoch; it says nothing of where it is."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for place in range(SAMPLES):
+            yield sample(self.index(self.epoch, place))
+
+    @staticmethod
+    def index(epoch: int, place: int) -> int:
+        return (place * 7 + epoch) % SAMPLES
+
+
+def batches(data: Data) -> Batches:
+    """The data of a run."""
+    match data:
+        case "map":
+            return MapBatches([sample(index) for index in range(SAMPLES)], BATCH, 0)
+        case "mixed":
+            # Microbatches of text alone come in most steps.
+            return MapBatches([sample(index, image=index % 3 == 0) for index in range(SAMPLES)], BATCH, 0)
+        case "broken":
+            return MapBatches(Broken(), BATCH, 0)
+        case "stream":
+            return IterableBatches(Stream(), BATCH)
+
+
+def job_of(kind: Kind) -> ElasticJob:
+    """The job of a kind."""
+    job = _captured(kind.devices)
+    templates = tuple(one for one in job.resilience.templates if one.num_nodes in kind.sizes)
+    assert len(templates) == len(kind.sizes), f"templates of {job.resilience.sizes} nodes"
+    return replace(job, resilience=replace(job.resilience, templates=templates))
+
+
+@functools.cache
+def _captured(devices: int) -> ElasticJob:
+    """A job captured and planned. With one device a node the head shares the embedding, with two it does not."""
+    import mmcompile as mm
+    from mmcompile.fault_tolerant import elastic_job
+
+    model = llava(tied=devices == 1)
+    pair = [sample(0), sample(1)]
+    batch = {key: torch.cat([one[key] for one in pair]) for key in pair[0]}
+    cluster = "7x1xcpu" if devices == 1 else "3x2xcpu"
+    return elastic_job(
+        model,
+        batch,
+        mm.plan(model, batch, cluster=cluster, num_microbatches=MICROBATCHES, fault_tolerance=1),
+        data=batches("map"),
+        num_steps=1,
+        folder="",
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
+        scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.5),
+        clip_norm=1.0,
+        reduction="fixed",
+    )
+
+
+def do(run: Run) -> Answer:
+    """Do a run to its end."""
+    job = replace(
+        job_of(KINDS[run.kind]),
+        folder=Path(run.folder),
+        num_steps=run.num_steps,
+        data=batches(run.data),
+        save_every=run.save_every,
+    )
+    strikes = list(run.strikes)
+    if run.step_s:
+        strikes.append(Strike(point="before-step", action=Action.SLEEP, rank=0, seconds=run.step_s))
+    os.environ[VARIABLE] = msgspec.json.encode(strikes).decode() if strikes else ""
+    start_s = time.monotonic()
+    steps: list[int] = []
+    error = ""
+    times = Times(recovery_deadline_s=run.deadline_s, max_attempts=run.max_attempts)
+    nodes = run.nodes or KINDS[run.kind].nodes
+    with ElasticEngine(job, list(nodes), times=times, max_restarts=run.max_restarts) as engine, _limit(run.timeout_s):
+        for act in run.acts:
+            _await_event(job.folder / "events.jsonl", act.after, run.timeout_s)
+            time.sleep(act.pause_s)
+            _act(engine, act)
+        try:
+            for metrics in engine.train():
+                steps.append(metrics.step)
+        except EngineError as found:
+            error = str(found)
+    return Answer(steps=tuple(steps), error=error, seconds=time.monotonic() - start_s)
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Kill all processes of a run that hangs."""
+
+    def kill() -> None:
+        print(f"the run hangs after {seconds} s", file=sys.stderr, flush=True)
+        for pid in children(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+
+    timer = threading.Timer(seconds, kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _await_event(path: Path, text: str, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not path.exists() or text not in path.read_text():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"no {text!r} in {path}")
+        time.sleep(0.005)
+
+
+def _act(engine: ElasticEngine, act: Act) -> None:
+    agents = engine.processes
+    # The supervisor is the first process that an engine starts; the store is the first of its own, the coordinator the last.
+    supervisor = children(os.getpid())[0]
+    match act.do:
+        case "add":
+            engine.add(act.node)
+        case "drain":
+            engine.drain(act.node)
+        case "kill_agent":
+            os.kill(agents[act.node], signal.SIGKILL)
+        case "kill_coordinator":
+            os.kill(children(supervisor)[-1], signal.SIGKILL)
+        case "kill_store":
+            os.kill(children(supervisor)[0], signal.SIGKILL)
+        case "stop_node" | "cont_node":
+            for pid in [*children(agents[act.node]), agents[act.node]]:
+                os.kill(pid, signal.SIGSTOP if act.do == "stop_node" else signal.SIGCONT)
+        case _:
+            raise ValueError(act.do)
+
+
+def _start() -> subprocess.Popen[str]:
+    tests = str(Path(__file__).parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-P", __file__]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+
+@dataclass(kw_only=True, slots=True)
+class Runs:
+    """A process that does runs."""
+
+    process: subprocess.Popen[str] = field(default_factory=_start)
+
+    def do(self, run: Run) -> Answer:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(run).decode() + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        if "failed" in answer:
+            raise AssertionError(answer["failed"])
+        return msgspec.convert(answer, Answer)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(10)
+
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _main() -> None:
+    answers = os.dup(1)
+    # What the processes of a run print goes where errors go.
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        try:
+            answer = msgspec.json.encode(do(msgspec.json.decode(line, type=Run)))
+        except Exception as error:
+            answer = json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode()
+        os.write(answers, answer + b"\n")
+
+
+if __name__ == "__main__":
+    _main()
