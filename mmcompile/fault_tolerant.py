@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.lower.patterns import Patterns
+from mmcompile.lower.program import PreparedMicrobatch
 from mmcompile.plan.by_layers import by_layers
 from mmcompile.plan.placement import PlacedStage, Placement
 from mmcompile.plan.plan import Plan, check_fingerprint
@@ -24,6 +25,7 @@ from mmcompile.runtime.elastic.engine import ElasticEngine
 from mmcompile.runtime.elastic.job import ElasticJob
 from mmcompile.runtime.elastic.node import RunAt, run_node
 from mmcompile.runtime.elastic.programs import Programs
+from mmcompile.runtime.elastic.warm_up import warm_up
 from mmcompile.runtime.engine import DEFAULT_OPTIMIZER
 from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory
 from mmcompile.runtime.step_planner import Collate, StepPlanner
@@ -163,7 +165,10 @@ def elastic_job(
         folder=Path(folder),
         save_every=save_every,
     )
-    _warm_up(job)
+    if compile:
+        compile_layers(job)
+    else:
+        _first_microbatches(job)
     Programs(patterns.captured()).check(resilience)
     return job
 
@@ -181,11 +186,17 @@ def _resilience(plan: Plan) -> Resilience:
     return found
 
 
-def _warm_up(job: ElasticJob) -> None:
-    """Capture what the first steps need, so that all workers know it, whoever leads."""
+def compile_layers(job: ElasticJob) -> int:
+    """Compile every distinct layer of the first steps, for all workers started later; how many graphs that made."""
+    return warm_up(_first_microbatches(job), job.patterns.parameters()).num_graphs
+
+
+def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
+    """A microbatch of each pattern in the first steps. What is captured here is known to all workers, whoever leads."""
     stages = tuple(PlacedStage(name=stage.name, ranks=(0,), depth=stage.depth) for stage in job.layers.stages)
     placement = Placement(stages=stages, num_microbatches=job.resilience.num_microbatches)
     planner = StepPlanner(placement, job.patterns, collate=job.collate, balancer=job.balancer, costs=job.costs)
+    found: dict[str, PreparedMicrobatch] = {}
     job.data.seek(None)
     for step in range(1, min(WARM_STEPS, job.num_steps) + 1):
         samples = job.data.read()
@@ -194,8 +205,10 @@ def _warm_up(job: ElasticJob) -> None:
                 f"a step of {len(samples)} samples cannot fill the plan's {job.resilience.num_microbatches} microbatches: use "
                 "larger batches, or plan with fewer microbatches"
             )
-        planner.plan(step, samples)
+        planned = planner.plan(step, samples)
+        found |= {prepared.programs.pattern: prepared for prepared in planned.prepared}
     job.data.seek(None)
+    return found.values()
 
 
 def _costs(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 from control_jobs import Act, children
+from drifting import DriftingSGD
 from torch import Tensor
 
 from mmcompile.errors import EngineError
@@ -32,6 +33,7 @@ from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.data import Batches, IterableBatches, MapBatches
 from mmcompile.runtime.elastic.engine import ElasticEngine
 from mmcompile.runtime.elastic.job import ElasticJob
+from mmcompile.runtime.optimizer import OptimizerSpec
 
 MICROBATCHES = 8
 BATCH = 16
@@ -39,9 +41,10 @@ BATCH = 16
 SAMPLES = 40
 """Of an epoch; a step can go from one into the next."""
 BROKEN = 7
-"""The sample that cannot be read, where data is `broken`."""
+"""The sample that cannot be read, where data is `broken`, or computed, where it is `poisoned`."""
+VOCABULARY = 64
 
-Data = Literal["map", "mixed", "stream", "broken"]
+Data = Literal["map", "mixed", "stream", "broken", "poisoned"]
 KindName = Literal["five", "six", "seven", "wide"]
 
 
@@ -83,9 +86,12 @@ class Run:
     """That start; all of the kind if empty."""
     strikes: tuple[Strike, ...] = ()
     acts: tuple[Act, ...] = ()
+    """On a node by name, or by its rank in the generation that was active last."""
     deadline_s: float = 30.0
     max_attempts: int = 8
     max_restarts: int = 0
+    drifts: bool = False
+    """Whether the optimizer does something else in every process."""
     step_s: float = 0.0
     """How long each step is held up."""
     timeout_s: float = 60.0
@@ -124,7 +130,7 @@ def llava(*, tied: bool) -> torch.nn.Module:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=64,
+        vocab_size=VOCABULARY,
         pad_token_id=0,
         bos_token_id=2,
         eos_token_id=None,
@@ -144,10 +150,12 @@ def llava(*, tied: bool) -> torch.nn.Module:
     return model.train()
 
 
-def sample(index: int, *, image: bool = True) -> dict[str, Tensor]:
-    """A conversation: an image of four tokens, if any, and five tokens of text."""
+def sample(index: int, *, image: bool = True, poison: bool = False) -> dict[str, Tensor]:
+    """A conversation: an image of four tokens, if any, and five tokens of text; with `poison`, one that no model knows."""
     generator = torch.Generator().manual_seed(index)
-    words = torch.randint(3, 64, (5,), generator=generator)
+    words = torch.randint(3, VOCABULARY, (5,), generator=generator)
+    if poison:
+        words[2] = VOCABULARY
     ids = torch.cat([torch.tensor([2] + [1] * 4 if image else [2]), words])[None]
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.where(ids != 1, -100)}
     if image:
@@ -195,6 +203,8 @@ def batches(data: Data) -> Batches:
             return MapBatches([sample(index, image=index % 3 == 0) for index in range(SAMPLES)], BATCH, 0)
         case "broken":
             return MapBatches(Broken(), BATCH, 0)
+        case "poisoned":
+            return MapBatches([sample(index, poison=index == BROKEN) for index in range(SAMPLES)], BATCH, 0)
         case "stream":
             return IterableBatches(Stream(), BATCH)
 
@@ -240,6 +250,8 @@ def do(run: Run) -> Answer:
         data=batches(run.data),
         save_every=run.save_every,
     )
+    if run.drifts:
+        job = replace(job, optimizer=OptimizerSpec.of(DriftingSGD))
     strikes = list(run.strikes)
     if run.step_s:
         strikes.append(Strike(point="before-step", action=Action.SLEEP, rank=0, seconds=run.step_s))
@@ -253,7 +265,7 @@ def do(run: Run) -> Answer:
         for act in run.acts:
             _await_event(job.folder / "events.jsonl", act.after, run.timeout_s)
             time.sleep(act.pause_s)
-            _act(engine, act)
+            _act(engine, job.folder, act)
         try:
             for metrics in engine.train():
                 steps.append(metrics.step)
@@ -288,8 +300,17 @@ def _await_event(path: Path, text: str, timeout_s: float) -> None:
         time.sleep(0.005)
 
 
-def _act(engine: ElasticEngine, act: Act) -> None:
+def _by_rank(folder: Path) -> list[str]:
+    """Nodes of the last active generation, as the coordinator's log has them; one worker each."""
+    records = [json.loads(line[9:]) for line in (folder / "coordinator.log").read_bytes().split(b"\n")[:-1]]
+    active = next(record["activated"] for record in reversed(records) if "activated" in record)
+    return [member["node"] for member in active["members"]]
+
+
+def _act(engine: ElasticEngine, folder: Path, act: Act) -> None:
     agents = engine.processes
+    if act.node.isdigit():
+        act = replace(act, node=_by_rank(folder)[int(act.node)])
     # The supervisor is the first process that an engine starts; the store is the first of its own, the coordinator the last.
     supervisor = children(os.getpid())[0]
     match act.do:

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmcompile.kernels.bitfield_attention.cp_channel import ExchangeLost
 from mmcompile.plan.simulator.schedule import Action, ActionKind
+from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.gradients import GradientSums
 from mmcompile.runtime.groups import Groups, PeerLost
 from mmcompile.runtime.links import Mail
@@ -111,6 +112,7 @@ class Executor:
             if action.kind.is_send:
                 self._mail.send(action)
             elif action.kind.is_receive:
+                fail_point("receive", rank=self._rank, step=self._plan.step)
                 self._mail.receive(action)
             else:
                 microbatch = self._compute(action)
@@ -182,6 +184,7 @@ class Executor:
         return (get_gradient_edge(loss), torch.full_like(loss, weight)) if loss.requires_grad else None
 
     def _run_backward(self, stage: LoadedStage, microbatch: int) -> None:
+        fail_point("backward", rank=self._rank, step=self._plan.step)
         saved = self._saved.pop((microbatch, stage.index))
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []

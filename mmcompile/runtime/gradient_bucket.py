@@ -125,16 +125,21 @@ class Bucket:
         """Wait for phase 2; gradients are views of the buffer then, None where no rank had one."""
         self._wait()
         assert self._sum is not None, "gradients are added before they are given"
-        flags = self._sum[self._flags :].tolist()
-        for parameter, place, flag in zip(self._parameters, self._places, flags, strict=True):
-            parameter.grad = self._sum[place].view_as(parameter) if flag > 0 else None
+        # To read the flags would wait for a device.
+        given = [flag > 0 for flag in self._sum[self._flags :].tolist()] if not self.is_local else None
+        for index, (parameter, place) in enumerate(zip(self._parameters, self._places, strict=True)):
+            has = index in self._entered if given is None else given[index]
+            parameter.grad = self._sum[place].view_as(parameter) if has else None
         self._sum = None
 
     def faults(self) -> dict[str, float]:
         """The largest gradient of each parameter that had one here which the arithmetic cannot add."""
+        if not self._largest:
+            return {}
+        names = list(self._index)
+        largest = torch.stack(list(self._largest.values())).tolist()
         limit = self._arithmetic.limit
-        largest = {name: float(self._largest[i]) for name, i in self._index.items() if i in self._largest}
-        return {name: size for name, size in largest.items() if not size < limit}
+        return {names[i]: size for i, size in zip(self._largest, largest, strict=True) if not size < limit}
 
     def _buffer(self) -> Tensor:
         if self._flat is None:

@@ -15,12 +15,14 @@ from torch import nn
 from mmcompile.errors import EngineError
 from mmcompile.runtime.arithmetic import arithmetic_of
 from mmcompile.runtime.commands import Reduction
+from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.gradient_bucket import Bucket, split_into_buckets
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.tags import gradient_tags
 
-BUCKET_BYTES = 64 * 2**20
-"""Of the parameters whose gradients travel at once, unless one is larger."""
+BUCKET_BYTES = 16 * 2**20
+"""Of the parameters whose gradients travel at once, unless one is larger. Less starts earlier, and is less for other messages
+between the same ranks to wait behind; more is fewer messages."""
 _EPSILON = 1e-6
 """Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
 
@@ -49,8 +51,8 @@ class GradientSums:
 
     **Memory**, beside parameters and optimizer state. "fast": `.grad`, as torch; for parameters on several ranks a bucket takes
     the place of `.grad` once it starts, and this rank's part of it is received from each other giver. "fp64" and "fixed" keep
-    8 and 16 bytes an element in place of `.grad` from a parameter's first backward on, and receive as much; they become `.grad`
-    when the bucket is done: at once for parameters on one rank. `.grad` itself then lives only inside one backward.
+    8 and 16 bytes an element in place of `.grad` from a parameter's first backward on, and receive in the same numbers; what is
+    rounded at the end is `.grad` again, at once for parameters on one rank. `.grad` then lives only inside one backward.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class GradientSums:
         Raises:
             EngineError: more buckets, or backwards of a parameter, than can be numbered.
         """
+        self._rank = groups.rank
         self._arithmetic = arithmetic_of(reduction)
         self._early = groups.device.type != "cuda"
         self._left = {name: backwards.get(name, 0) for name in parameters}
@@ -110,8 +113,11 @@ class GradientSums:
             if not self._open[bucket]:
                 self._last_has_run(bucket)
 
-    def finish(self) -> dict[str, float]:
+    def finish(self, step: int | None = None) -> dict[str, float]:
         """Wait for all sums, and leave them in `.grad`.
+
+        Args:
+            step: of which they are, for tests that make a rank fail here.
 
         Returns:
             Parameters with a gradient that the reduction cannot add (infinite, NaN, or too large), and the largest one that was
@@ -123,6 +129,7 @@ class GradientSums:
         for bucket in self._buckets:
             if not bucket.is_local:
                 bucket.add()
+        fail_point("reducing", rank=self._rank, step=step)
         for bucket in self._buckets:
             if not bucket.is_local:
                 bucket.give()

@@ -124,9 +124,10 @@ class Mail:
     def put_value(self, microbatch: int, stage: int, slot: OutputSlot, value: Tensor) -> None:
         """A stage's result on its way to all who read it: kept for stages of this rank, else until its SEND_F."""
         for consumer in slot.consumers:
-            # A new tensor on the same storage: the consumer's autograd graph starts there.
+            # Laid out as if it had been sent: where stages are must not change a bit of what they compute. It is a new tensor on
+            # the same storage if it is so already; the consumer's autograd graph starts there.
             if self.is_local(consumer):
-                self._values[microbatch, consumer, slot.name] = value.detach()
+                self._values[microbatch, consumer, slot.name] = value.detach().contiguous()
             else:
                 edge = Edge(microbatch, stage, microbatch, consumer)
                 self._outbox[ActionKind.SEND_F, edge, slot.name] = value.detach()
@@ -151,7 +152,7 @@ class Mail:
         if slot.crossing:
             self._put_rows(microbatch, stage, slot.name, gradient)
         elif self.is_local(slot.producer):
-            self._gradients.setdefault((microbatch, slot.producer, slot.name), {})[stage] = gradient
+            self._gradients.setdefault((microbatch, slot.producer, slot.name), {})[stage] = gradient.contiguous()
         else:
             edge = Edge(microbatch, slot.producer, microbatch, stage)
             self._outbox[ActionKind.SEND_B, edge, slot.name] = gradient

@@ -21,6 +21,7 @@ from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import gradients
 from mmcompile.runtime.arithmetic import arithmetic_of
 from mmcompile.runtime.commands import Install, Setup, Step
+from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.executor import Executor, StepResult, num_backwards
 from mmcompile.runtime.gradients import GradientSums, Shared
 from mmcompile.runtime.groups import Groups
@@ -159,7 +160,7 @@ class Rank:
             reduction=self._setup.reduction,
         )
         result = self._execute(command, roots, loaded, sums)
-        totals = self._totals(plan, result, sums.finish())
+        totals = self._totals(plan, result, sums.finish(plan.step))
         if plan.num_tokens and totals.num_tokens != plan.num_tokens:
             raise VerifyError(
                 f"step {plan.step} was planned with {plan.num_tokens} valid tokens, its loss stages counted {totals.num_tokens}"
@@ -176,6 +177,8 @@ class Rank:
         if self._setup.clip_norm is not None:
             assert totals.squared_norm is not None, "a norm that is clipped was not asked for"
             gradients.scale(self.state.trainable.values(), math.sqrt(totals.squared_norm), self._setup.clip_norm)
+        assert self.last is not None, "no step was computed"
+        fail_point("optimizer", rank=self.groups.rank, step=self.last[0].step)
         self.optimizer.step()
 
     def events(self) -> list[Event]:

@@ -63,8 +63,9 @@ def open_client(address: str, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def forget_before(store: dist.PrefixStore, number: int) -> None:
+def forget_before(store: dist.Store, number: int) -> None:
     """Delete the keys of generations below `number`. One worker does this once a generation is active."""
+    assert isinstance(store, dist.PrefixStore), f"{store} is no store of a generation"
     client = store.underlying_store
     for key in client.list_keys():
         found = _GENERATION.search(key)

@@ -101,6 +101,11 @@ class ElasticEngine:
         """Node -> process id of its agent."""
         return dict(self._cluster.agents)
 
+    @property
+    def coordinator(self) -> int:
+        """Process id of what keeps store and coordinator running."""
+        return self._cluster.supervisor
+
     def train(self) -> Iterator[StepMetrics]:
         """Metrics of each step once it is committed, until training ends.
 

@@ -12,7 +12,7 @@ from mmcompile.errors import EngineError
 from mmcompile.runtime.control.effects import EventKind
 from mmcompile.runtime.control.events import Event
 
-_POLL_S = 0.005
+_POLL_S = 0.02
 
 
 class EventReader:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmcompile.errors import EngineError, VerifyError
+from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.elastic.generation_plan import Device, LayerCopy
 from mmcompile.runtime.elastic.layer_message import (
     FRAME_BYTES,
@@ -126,6 +127,9 @@ def _run(side: _Side, mine: _Round, store: LayerStore) -> tuple[int, int]:
     departure = None if mine.send is None else _Departure(side, mine.send, store)
     if arrival is not None:
         arrival.accept()
+        fail_point("receiving", rank=side.groups.rank)
+    if departure is not None:
+        fail_point("sending", rank=side.groups.rank)
     sent = 0 if departure is None else departure.finish()
     if arrival is None:
         return sent, 0

@@ -46,6 +46,10 @@ class Lead:
         self._ahead = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-planner")
         self._upcoming: tuple[int, Future[tuple[PlannedStep, str]]] | None = None
 
+    def plan_ahead(self, number: int) -> None:
+        """Start to plan a step, unless training ends before it."""
+        self._upcoming = None if number > self._num_steps else (number, self._ahead.submit(self._plan, number))
+
     def step(self, number: int, check: Callable[[], None]) -> NextStep:
         """The plan of a step.
 
@@ -57,13 +61,13 @@ class Lead:
         """
         start = time.perf_counter()
         if self._upcoming is None or self._upcoming[0] != number:
-            self._upcoming = number, self._ahead.submit(self._plan, number)
+            self.plan_ahead(number)
+        assert self._upcoming is not None, f"step {number} of {self._num_steps}"
         while not wait([self._upcoming[1]], timeout=_POLL_S).done:
             check()
         planned, cursor = self._upcoming[1].result()
         waited_s = time.perf_counter() - start
-        following = number + 1
-        self._upcoming = None if following > self._num_steps else (following, self._ahead.submit(self._plan, following))
+        self.plan_ahead(number + 1)
         return NextStep(planned=planned, cursor=cursor, waited_s=waited_s)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from mmcompile.runtime import checkpoint
 from mmcompile.runtime.connections import Connection
 from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.control.membership import Generation
+from mmcompile.runtime.control.store import forget_before
 from mmcompile.runtime.elastic import saving, tracing
 from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan
 from mmcompile.runtime.elastic.layer_copies import run_copies
@@ -20,13 +21,14 @@ from mmcompile.runtime.elastic.lead import Lead
 from mmcompile.runtime.elastic.programs import share
 from mmcompile.runtime.elastic.record import StepRecord
 from mmcompile.runtime.elastic.team import Team
+from mmcompile.runtime.elastic.warm_up import num_graphs
 
 if TYPE_CHECKING:
     from mmcompile.runtime.elastic.worker import Worker
 
 
 class Part:
-    """Made once the groups of the generation are connected."""
+    """Made once the groups of the generation are connected. Rank 0 plans its first step from then on."""
 
     def __init__(self, worker: Worker, connection: Connection, generation: Generation) -> None:
         job = worker.job
@@ -42,6 +44,12 @@ class Part:
         self._layers = self._layout.layers_of(self._device)
         self._owners = saving.owners(self._layout, former=True)
         self._cursor = generation.cursor
+        self._lead = self._start_lead() if generation.rank == 0 and not self._plan.farewell else None
+
+    def close(self) -> None:
+        """Nothing of this generation runs afterwards."""
+        if self._lead is not None:
+            self._lead.close()
 
     def gather_state(self) -> None:
         """Get what this worker lacks. Nothing is dropped: another generation may come before this one is active."""
@@ -67,44 +75,46 @@ class Part:
             self._part_with_state()
             return
         committed, last = self._generation.committed, self._job.num_steps
-        placement = self._layout.placement()
         team = Team(
             self._job,
             self._connection.groups,
             self._plan,
-            placement,
+            self._layout.placement(),
             self._worker.programs,
             self._store,
             self._layers,
             self._connection.check,
         )
-        lead: Lead | None = None
-        if self._generation.rank == 0:
-            cursor = self._generation.cursor
-            self._worker.reader.start(committed, None if cursor is None else StepRecord.decode(cursor).data)
-            lead = Lead(self._job, self._plan, placement, self._worker.reader)
-        try:
-            for step in range(committed + 1, last + 1):
-                self._step(step, team, lead)
-        finally:
-            if lead is not None:
-                lead.close()
+        for step in range(committed + 1, last + 1):
+            self._step(step, team)
         if committed == last:
             # The one who was to save it was lost.
             self._save(last)
-        groups = self._connection.groups
-        self._connection.call(functools.partial(saving.check_replicas, groups, self._job, self._layers, self._store))
+        self._connection.call(self._check_replicas)
         fail_point("before-finish", rank=self._generation.rank)
         self._worker.membership.finish()
 
-    def _step(self, step: int, team: Team, lead: Lead | None) -> None:
+    def _check_replicas(self) -> None:
+        digests = {str(layer): self._store.digest(layer) for layer in sorted(self._layers)}
+        outcome = saving.Outcome(digests=digests, num_compiled=num_graphs() - self._worker.graphs_before)
+        saving.check_replicas(self._connection.groups, self._job, outcome)
+
+    def _start_lead(self) -> Lead:
+        committed, cursor = self._generation.committed, self._generation.cursor
+        self._worker.reader.start(committed, None if cursor is None else StepRecord.decode(cursor).data)
+        lead = Lead(self._job, self._plan, self._layout.placement(), self._worker.reader)
+        # Copies take longer, and planning needs no state.
+        lead.plan_ahead(committed + 1)
+        return lead
+
+    def _step(self, step: int, team: Team) -> None:
         rank, start_s = self._generation.rank, time.perf_counter()
         fail_point("before-step", rank=rank, step=step)
-        if lead is None:
+        if self._lead is None:
             totals = self._connection.call(team.follow)
             cursor = None
         else:
-            following = lead.step(step, self._connection.check)
+            following = self._lead.step(step, self._connection.check)
             hyper = self._worker.rates.of(step)
             totals = self._connection.call(
                 functools.partial(team.lead, following.planned, hyper, trace=step == self._job.num_steps)
@@ -118,14 +128,20 @@ class Part:
         fail_point("applied", rank=rank, step=step)
         self._cursor = cursor
         if step == self._generation.committed + 1:
-            # What moved to other workers is old now.
-            self._store.keep(self._layers)
-            self._owners = saving.owners(self._layout, former=False)
+            self._settle()
         if self._job.saves_after(step):
             self._save(step)
         if step == self._job.num_steps:
             collect = functools.partial(tracing.collect, self._connection.groups, team.rank.events(), self._job.trace)
             self._connection.call(collect)
+
+    def _settle(self) -> None:
+        """After the first commit of the generation: what moved to other workers is old now, and so is how members met before."""
+        self._store.keep(self._layers)
+        self._owners = saving.owners(self._layout, former=False)
+        if self._generation.rank == 0:
+            store = self._connection.groups.store
+            self._connection.call(functools.partial(forget_before, store, self._generation.number))
 
     def _save(self, step: int) -> None:
         moment = saving.Moment(step=step, cursor=self._cursor, hyper=self._worker.rates.of(step + 1))

@@ -95,29 +95,40 @@ def save(
     checkpoint.write(job.checkpoints, content, job.model, complete)
 
 
-def check_replicas(groups: Groups, job: ElasticJob, layers: frozenset[LayerId], store: LayerStore) -> None:
-    """Compare all replicas of every layer, parameters and optimizer state, and write what they are on rank 0.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a worker has to say at the end."""
 
-    Args:
-        layers: that this worker runs.
+    digests: dict[str, str]
+    """Layer -> digest of its parameters and optimizer state."""
+    num_compiled: int
+    """Graphs compiled since the worker started."""
+
+
+def check_replicas(groups: Groups, job: ElasticJob, mine: Outcome) -> None:
+    """Compare all replicas of every layer, and write what they are, on rank 0.
 
     Raises:
         VerifyError: on rank 0; two replicas differ.
     """
-    mine = {str(layer): store.digest(layer) for layer in sorted(layers)}
     if groups.rank:
         wire.send_bytes(groups, 0, wire.encode(mine))
         return
-    found = dict(mine)
-    for rank in range(1, groups.world_size):
-        theirs = wire.decode(wire.receive_bytes(groups, rank), dict[str, str])
-        for layer in theirs.keys() & found.keys():
-            if theirs[layer] != found[layer]:
+    outcomes = [mine]
+    outcomes += (wire.decode(wire.receive_bytes(groups, rank), Outcome) for rank in range(1, groups.world_size))
+    found: dict[str, str] = {}
+    for rank, outcome in enumerate(outcomes):
+        for layer, digest in outcome.digests.items():
+            if found.setdefault(layer, digest) != digest:
                 raise VerifyError(
-                    f"replicas of layer {layer} differ; rank {rank} holds another one than ranks before it"
+                    f"replicas of layer {layer} differ: rank {rank} holds another one than ranks before it"
                 )
-        found |= theirs
-    write_atomic(job.digests, msgspec.json.format(msgspec.json.encode(dict(sorted(found.items())))).decode())
+    write_atomic(job.digests, _json(dict(sorted(found.items()))))
+    write_atomic(job.compiled_graphs, _json([outcome.num_compiled for outcome in outcomes]))
+
+
+def _json(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value))
 
 
 def _quiet() -> None:

@@ -59,8 +59,7 @@ def warm_up(
         VerifyError: a program is not as `stage_source` writes it, or a tensor is missing.
     """
     start, device = time.perf_counter(), torch.device(device)
-    graphs = torch._dynamo.utils.counters["stats"]
-    before = graphs["unique_graphs"]
+    before = num_graphs()
     tensors = {name: tensor.detach() for name, tensor in parameters.items()}
     runs: dict[str, set[tuple[object, ...]]] = {}
     served: set[tuple[str, str]] = set()
@@ -74,9 +73,12 @@ def warm_up(
                 if sizes not in done and len(done) < _RUNS:
                     done.add(sizes)
                     _run(program, values, backend)
-    return WarmUp(
-        num_graphs=graphs["unique_graphs"] - before, num_layers=len(served), seconds=time.perf_counter() - start
-    )
+    return WarmUp(num_graphs=num_graphs() - before, num_layers=len(served), seconds=time.perf_counter() - start)
+
+
+def num_graphs() -> int:
+    """Graphs that this process, and those it was forked from, have compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 class _Values:

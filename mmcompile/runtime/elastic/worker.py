@@ -18,6 +18,7 @@ from mmcompile.runtime.elastic.part import Part
 from mmcompile.runtime.elastic.programs import Programs
 from mmcompile.runtime.elastic.rates import Rates
 from mmcompile.runtime.elastic.reader import Reader
+from mmcompile.runtime.elastic.warm_up import num_graphs
 
 
 def work(job: ElasticJob, membership: Membership) -> None:
@@ -41,6 +42,8 @@ class Worker:
     store: LayerStore
     rates: Rates
     reader: Reader
+    graphs_before: int
+    """Compiled before this worker was started."""
 
     @classmethod
     def start(cls, job: ElasticJob, membership: Membership) -> Worker:
@@ -53,6 +56,7 @@ class Worker:
             store=LayerStore.of(programs.parameters(), job.patterns.parameters(), job.optimizer),
             rates=Rates(job.optimizer, job.scheduler),
             reader=Reader(job.data),
+            graphs_before=num_graphs(),
         )
 
     def run(self) -> None:
@@ -73,11 +77,14 @@ class Worker:
             self.membership.connected()
             fail_point("connected", rank=rank, generation=number)
             part = Part(self, connection, generation)
-            connection.call(part.gather_state)
-            fail_point("copied", rank=rank, generation=number)
-            self.membership.ready()
-            fail_point("active", rank=rank, generation=number)
-            part.train()
+            try:
+                connection.call(part.gather_state)
+                fail_point("copied", rank=rank, generation=number)
+                self.membership.ready()
+                fail_point("active", rank=rank, generation=number)
+                part.train()
+            finally:
+                part.close()
 
     def _end_training(self, error: MMCompileError) -> None:
         """Bad data, a full disk or a bug of ours: the next worker would fail in the same way."""
