@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help venv demo test test-all lint type format bench bench-planner bench-templates bench-sim bench-frozen bench-entrain \
-	bench-balance bench-step bench-ahead bench-chain bench-attention bench-cp bench-gpu coverage clean
+	bench-balance bench-step bench-ahead bench-chain bench-recovery bench-commit bench-attention bench-cp bench-gpu coverage clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -77,6 +77,12 @@ bench-ahead: $(STAMP)  ## steps of 100 ms with planning made 30 ms slower; fails
 
 bench-chain: $(STAMP)  ## a text-only chain against torch's Schedule1F1B; fails below a ratio of 1.0
 	$(BIN)/python -P benchmarks/chain.py
+
+bench-recovery: $(STAMP)  ## 30 kills of workers of an elastic run, beside restarts; fails above 0.3 s, 2 s at worst, below 20x
+	$(BIN)/python -P benchmarks/recovery.py
+
+bench-commit: $(STAMP)  ## elastic steps of 100 ms or more with and without the coordinator; fails above 1.05
+	$(BIN)/python -P benchmarks/commit_cost.py
 
 bench-attention: $(STAMP)  ## bitfield attention against dense-mask attention on this CPU: time and memory; fails below 3x
 	$(BIN)/python -P benchmarks/cpu_attention.py

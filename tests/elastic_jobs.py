@@ -34,6 +34,8 @@ from mmcompile.runtime.elastic.data import Batches, IterableBatches, MapBatches
 from mmcompile.runtime.elastic.engine import ElasticEngine
 from mmcompile.runtime.elastic.job import ElasticJob
 from mmcompile.runtime.optimizer import OptimizerSpec
+from mmcompile.runtime.step_planner import Collate
+from mmcompile.step.collate import Sample, Value
 
 MICROBATCHES = 8
 BATCH = 16
@@ -41,10 +43,10 @@ BATCH = 16
 SAMPLES = 40
 """Of an epoch; a step can go from one into the next."""
 BROKEN = 7
-"""The sample that cannot be read, where data is `broken`, or computed, where it is `poisoned`."""
+"""The sample that cannot be read where data is `broken`, joined with others where `unjoined`, computed where `poisoned`."""
 VOCABULARY = 64
 
-Data = Literal["map", "mixed", "stream", "broken", "poisoned"]
+Data = Literal["map", "mixed", "stream", "broken", "unjoined", "poisoned"]
 KindName = Literal["five", "six", "seven", "wide"]
 
 
@@ -196,7 +198,7 @@ class Stream:
 def batches(data: Data) -> Batches:
     """The data of a run."""
     match data:
-        case "map":
+        case "map" | "unjoined":
             return MapBatches([sample(index) for index in range(SAMPLES)], BATCH, 0)
         case "mixed":
             # Microbatches of text alone come in most steps.
@@ -241,6 +243,14 @@ def _captured(devices: int) -> ElasticJob:
     )
 
 
+def _join(collate: Collate, samples: Sequence[Sample], names: Sequence[int]) -> dict[str, Value]:
+    """As a collate function of a user that does not know every sample."""
+    broken = sample(BROKEN)["input_ids"].tolist()
+    if any(isinstance(ids := one["input_ids"], Tensor) and ids.tolist() == broken for one in samples):
+        raise KeyError("conversation")
+    return collate(samples, names)
+
+
 def do(run: Run) -> Answer:
     """Do a run to its end."""
     job = replace(
@@ -250,6 +260,8 @@ def do(run: Run) -> Answer:
         data=batches(run.data),
         save_every=run.save_every,
     )
+    if run.data == "unjoined":
+        job = replace(job, collate=functools.partial(_join, job.collate))
     if run.drifts:
         job = replace(job, optimizer=OptimizerSpec.of(DriftingSGD))
     strikes = list(run.strikes)
@@ -357,7 +369,7 @@ class Runs:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def __enter__(self) -> Runs:
         return self

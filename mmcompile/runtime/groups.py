@@ -32,7 +32,7 @@ _MOMENT = timedelta(milliseconds=1)
 _NO_MORE = "the groups are closed: this rank left them"
 
 _STAR_TAG = 2**31 - 3
-"""Above the tags of links, below those of gradients and of control messages."""
+"""Above the tags of links and of gradients, below those of control messages."""
 
 
 class PeerLost(Exception):

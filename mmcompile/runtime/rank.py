@@ -16,7 +16,7 @@ from mmcompile.kernels.bitfield_attention.cp_channel import GROUP, register_grou
 from mmcompile.lower.program import StageProgram
 from mmcompile.plan.placement import PlacedStage
 from mmcompile.plan.plan import ScheduleKind
-from mmcompile.plan.simulator.schedule import Action, CrossEdge, Schedule, Unit, schedule_units
+from mmcompile.plan.simulator.schedule import Action, CrossEdge, Unit, schedule_units
 from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import gradients
 from mmcompile.runtime.arithmetic import arithmetic_of
@@ -98,7 +98,7 @@ class Rank:
         self._answers_for: set[str] = set()
         """Those whose gradient this rank counts in the norm."""
         self._ordered = functools.lru_cache(maxsize=_SCHEDULES)(
-            functools.partial(_ordered, setup.stages, setup.schedule)
+            functools.partial(_ordered, groups.rank, setup.stages, setup.schedule)
         )
         self._events: list[Event] = []
         self.last: tuple[StepPlan, StepTotals] | None = None
@@ -213,9 +213,7 @@ class Rank:
         plan = command.plan
         if self._shards is not None:
             register_group(GROUP, self._shards)
-        ranks = self.schedule(plan).ranks
-        # Ranks after the last one with a stage have no list.
-        actions = ranks[self.groups.rank] if self.groups.rank < len(ranks) else ()
+        actions = self.schedule(plan)
         mail = Mail(self.groups, plan, self._setup.stages, loaded, actions, self._setup.check_rows)
         if roots is not None:
             mail.send_roots(*roots)
@@ -241,8 +239,8 @@ class Rank:
         loaded = self._patterns.get((microbatch.pattern, microbatch.tower), {})
         return {index: stage for index, stage in loaded.items() if stages[index].replica == microbatch.replica}
 
-    def schedule(self, plan: StepPlan) -> Schedule:
-        """The action lists of a step; the same on all ranks. Raises PlanError."""
+    def schedule(self, plan: StepPlan) -> tuple[Action, ...]:
+        """This rank's actions in a step. Raises PlanError."""
         units, edges = units_of(plan, self._setup.stages)
         return self._ordered(units, edges, num_slots(plan))
 
@@ -298,13 +296,16 @@ class Rank:
 
 
 def _ordered(
+    rank: int,
     stages: tuple[PlacedStage, ...],
     kind: ScheduleKind,
     units: tuple[Unit, ...],
     edges: tuple[CrossEdge, ...],
     slots: int,
-) -> Schedule:
-    return schedule_units(stages, units, edges, kind, num_slots=slots)
+) -> tuple[Action, ...]:
+    ranks = schedule_units(stages, units, edges, kind, num_slots=slots, only=rank).ranks
+    # Ranks after the last one with a stage have no list.
+    return ranks[rank] if rank < len(ranks) else ()
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mmcompile.plan.simulator.schedule import Flow
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Range = tuple[int, int]
 """Rows `first` (included) to `last` (excluded) of dim 0."""

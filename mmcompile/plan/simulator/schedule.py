@@ -217,6 +217,7 @@ def schedule_units(
     kind: ScheduleKind = "1f1b",
     *,
     num_slots: int,
+    only: int | None = None,
 ) -> Schedule:
     """Order one step whose stages do not all compute the same samples together. `build_schedule` is the case without `edges`.
 
@@ -230,6 +231,7 @@ def schedule_units(
         edges: between units.
         kind: as for `build_schedule`.
         num_slots: microbatches of each replica.
+        only: the rank whose actions are wanted; the lists of others are empty then. None for all.
 
     Raises:
         PlanError: as `build_schedule`; or an edge names a stage that its unit has not, leads to an earlier slot, or carries
@@ -250,9 +252,13 @@ def schedule_units(
     for unit in units:
         program, number = programs[unit.flow], unit.number
         for stage in program.stages:
+            if only is not None and rank[stage] != only:
+                continue
             actions = _forward(stage, number, program, peers)
             keyed[rank[stage]].append((order.forward_key(stage, unit.slot), unit.slot, number, actions))
         for stage in program.backward:
+            if only is not None and rank[stage] != only:
+                continue
             actions = _backward(stage, number, program, peers, split=split)
             keyed[rank[stage]].append((order.backward_key(stage, unit.backward_slot), unit.slot, number, actions))
     names = tuple(stage.name for stage in stages)

@@ -94,7 +94,7 @@ class Coordinator:
         """Serve until all nodes were released; returns whether training ended well."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._events.complete(self._generations.history.last)
+        self._events.complete(self._generations.history)
         self._execute(self._generations.start())
         if self._generations.phase is Phase.ENDED:
             # It died with this left to tell.
@@ -252,9 +252,10 @@ class Coordinator:
     def _write(self, write: Write) -> None:
         step = write.record.step if isinstance(write.record, Committed) else None
         name = type(write.record).__name__.lower()
-        fail_point(f"before-log-{name}", step=step)
+        generation = self._generations.generation
+        fail_point(f"before-log-{name}", step=step, generation=generation)
         self._log.append(write.record)
-        fail_point(f"after-log-{name}", step=step)
+        fail_point(f"after-log-{name}", step=step, generation=generation)
 
     def _seconds(self, timer: Timer) -> float:
         match timer:

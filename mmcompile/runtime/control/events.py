@@ -10,9 +10,12 @@ from pathlib import Path
 import msgspec
 
 from mmcompile.runtime.control.effects import Emit, EventKind
-from mmcompile.runtime.control.log import Committed
+from mmcompile.runtime.control.log import History
 
 _CAUSE_LENGTH = 2000
+_STEPS = (EventKind.COMMITTED, EventKind.ROLLED_BACK)
+_PHASES = (EventKind.ACTIVE, EventKind.RENDEZVOUS, EventKind.PREPARED, EventKind.PREPARE)
+"""Last one first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +47,11 @@ class EventLog:
         # A crash can have cut off the last line.
         self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
-    def complete(self, last: Committed | None) -> None:
-        """Add the last committed step if the coordinator died before it did."""
-        steps = [event.step for event in read_events(self._path) if event.kind is EventKind.COMMITTED]
-        if last is not None and steps[-1:] != [last.step]:
+    def complete(self, history: History) -> None:
+        """Add what a coordinator wrote to its log, and died before it said it: a step, that steps were lost, or the end."""
+        events, last = read_events(self._path), history.last
+        done = next((event.step for event in reversed(events) if event.kind in _STEPS), 0)
+        if last is not None and last.step != done:
             self.add(
                 Emit(
                     kind=EventKind.COMMITTED,
@@ -57,6 +61,10 @@ class EventLog:
                     cursor=last.cursor,
                 )
             )
+        elif history.committed != done:
+            self.add(Emit(kind=EventKind.ROLLED_BACK, generation=history.generation, step=history.committed))
+        if history.ended is not None and not any(event.kind is EventKind.ENDED for event in events):
+            self.add(Emit(kind=EventKind.ENDED, generation=history.generation, cause=history.ended.reason))
 
     def add(self, emit: Emit) -> None:
         """Write an event with the time now."""
@@ -124,16 +132,23 @@ def recoveries(events: Iterable[Event]) -> tuple[Recovery, ...]:
 
 
 def _recovery(events: list[Event]) -> Recovery:
-    """From the events DETECTED to COMMITTED; of phases that were begun again, the last counts."""
-    last = {event.kind: event.monotonic_s for event in events}
-    moments = [last[kind] for kind in (EventKind.PREPARE, EventKind.PREPARED, EventKind.RENDEZVOUS, EventKind.ACTIVE)]
+    """From the events DETECTED to COMMITTED; of phases that were begun again, the last counts.
+
+    A coordinator that was killed may have left out the end of a phase: then it took no time, and the next one longer.
+    """
+    begun = max(index for index, event in enumerate(events) if event.kind is EventKind.PREPARE)
+    last = {event.kind: event.monotonic_s for event in events[begun:]}
+    moments = [last[EventKind.COMMITTED]]
+    for kind in _PHASES:
+        moments.append(last.get(kind, moments[-1]))
+    prepare_s, prepared_s, rendezvous_s, active_s, committed_s = reversed(moments)
     return Recovery(
         generation=events[-1].generation,
         cause=events[0].cause or "",
         num_attempts=sum(event.kind is EventKind.PREPARE for event in events),
-        plan_s=moments[0] - events[0].monotonic_s,
-        leave_s=moments[1] - moments[0],
-        connect_s=moments[2] - moments[1],
-        copy_s=moments[3] - moments[2],
-        replay_s=last[EventKind.COMMITTED] - moments[3],
+        plan_s=prepare_s - events[0].monotonic_s,
+        leave_s=prepared_s - prepare_s,
+        connect_s=rendezvous_s - prepared_s,
+        copy_s=active_s - rendezvous_s,
+        replay_s=committed_s - active_s,
     )

@@ -68,14 +68,18 @@ class LocalCluster:
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end of training and of all agents; returns whether it ended well.
 
+        Agents that do not end in time, being stopped for example, are killed: the coordinator gave them up.
+
         Raises:
-            TimeoutError: not in time.
+            TimeoutError: training did not end in time.
         """
         deadline_s = time.monotonic() + timeout_s
         pids = [self.supervisor, *self.agents.values()]
         while not all(self._ended(pid) for pid in pids):
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"training did not end in {timeout_s} s")
+                if not self._ended(self.supervisor):
+                    raise TimeoutError(f"training did not end in {timeout_s} s")
+                self.kill()
             time.sleep(_POLL_S)
         return self._codes[self.supervisor] == 0
 

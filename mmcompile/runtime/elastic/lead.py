@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from mmcompile.errors import DataError, MMCompileError
 from mmcompile.plan.placement import Placement
 from mmcompile.runtime.elastic.generation_plan import GenerationPlan
 from mmcompile.runtime.elastic.job import ElasticJob
 from mmcompile.runtime.elastic.layout import Dealt, shares_of
 from mmcompile.runtime.elastic.reader import Reader
-from mmcompile.runtime.step_planner import PlannedStep, StepPlanner
+from mmcompile.runtime.step_planner import Collate, PlannedStep, StepPlanner
+from mmcompile.step.collate import Sample, Value
 
 _POLL_S = 0.02
 
@@ -39,7 +42,7 @@ class Lead:
         self._planner = StepPlanner(
             placement,
             job.patterns,
-            collate=job.collate,
+            collate=functools.partial(_collated, job.collate),
             balancer=Dealt(inner=job.balancer, shares=shares_of(plan.pipelines)),
             costs=job.costs,
         )
@@ -77,3 +80,15 @@ class Lead:
     def _plan(self, number: int) -> tuple[PlannedStep, str]:
         samples, cursor = self._reader.read(number)
         return self._planner.plan(number, samples), cursor
+
+
+def _collated(collate: Collate, samples: Sequence[Sample], names: Sequence[int]) -> dict[str, Value]:
+    """Whoever leads next would fail in the same way, so it must not look like a node that is lost. Raises DataError."""
+    try:
+        return collate(samples, names)
+    except MMCompileError:
+        raise
+    except Exception as error:  # the user's own raises whatever it likes
+        raise DataError(
+            f"collate failed on samples {', '.join(map(str, names))} of a step: {type(error).__name__}: {error}"
+        ) from error

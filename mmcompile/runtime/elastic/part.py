@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mmcompile.errors import CheckpointError, VerifyError
+from mmcompile.errors import CheckpointError, EngineError, VerifyError
 from mmcompile.runtime import checkpoint
 from mmcompile.runtime.connections import Connection
 from mmcompile.runtime.control.fail_points import fail_point
@@ -22,6 +23,7 @@ from mmcompile.runtime.elastic.programs import share
 from mmcompile.runtime.elastic.record import StepRecord
 from mmcompile.runtime.elastic.team import Team
 from mmcompile.runtime.elastic.warm_up import num_graphs
+from mmcompile.runtime.metrics import StepTotals
 
 if TYPE_CHECKING:
     from mmcompile.runtime.elastic.worker import Worker
@@ -111,12 +113,12 @@ class Part:
         rank, start_s = self._generation.rank, time.perf_counter()
         fail_point("before-step", rank=rank, step=step)
         if self._lead is None:
-            totals = self._connection.call(team.follow)
+            totals = self._compute(team.follow)
             cursor = None
         else:
             following = self._lead.step(step, self._connection.check)
             hyper = self._worker.rates.of(step)
-            totals = self._connection.call(
+            totals = self._compute(
                 functools.partial(team.lead, following.planned, hyper, trace=step == self._job.num_steps)
             )
             metrics = team.metrics(totals, following.planned, start_s=start_s, waited_s=following.waited_s)
@@ -134,6 +136,13 @@ class Part:
         if step == self._job.num_steps:
             collect = functools.partial(tracing.collect, self._connection.groups, team.rank.events(), self._job.trace)
             self._connection.call(collect)
+
+    def _compute(self, function: Callable[[], StepTotals]) -> StepTotals:
+        try:
+            return self._connection.call(function)
+        except EngineError as error:
+            # Gradients that cannot be added, for example: any other worker would get the same.
+            raise VerifyError(str(error)) from error
 
     def _settle(self) -> None:
         """After the first commit of the generation: what moved to other workers is old now, and so is how members met before."""

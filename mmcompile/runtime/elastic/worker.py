@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmcompile.errors import MMCompileError
+from mmcompile.errors import MMCompileError, VerifyError
 from mmcompile.runtime.connections import Connections
 from mmcompile.runtime.control.errors import Superseded
 from mmcompile.runtime.control.fail_points import fail_point
@@ -67,7 +67,7 @@ class Worker:
                 self._take_part(generation)
             except Superseded:
                 fail_point("superseded", rank=generation.rank, generation=generation.number)
-            except MMCompileError as error:
+            except (MMCompileError, VerifyError) as error:
                 self._end_training(error)
 
     def _take_part(self, generation: Generation) -> None:
@@ -86,7 +86,7 @@ class Worker:
             finally:
                 part.close()
 
-    def _end_training(self, error: MMCompileError) -> None:
+    def _end_training(self, error: MMCompileError | VerifyError) -> None:
         """Bad data, a full disk or a bug of ours: the next worker would fail in the same way."""
         with contextlib.suppress(Superseded):
             self.membership.abort(str(error))

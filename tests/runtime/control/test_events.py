@@ -10,7 +10,7 @@ from mmcompile.errors import ConfigError
 from mmcompile.runtime.control.effects import Emit, EventKind
 from mmcompile.runtime.control.events import Event, EventLog, read_events, recoveries
 from mmcompile.runtime.control.fail_points import VARIABLE, InjectedFault, fail_point
-from mmcompile.runtime.control.log import Committed
+from mmcompile.runtime.control.log import Committed, Ended, History, RolledBack
 
 
 def events_of(*moments: tuple[EventKind, float]) -> list[Event]:
@@ -40,6 +40,16 @@ def test_a_superseded_attempt_counts_from_the_first_failure() -> None:
     assert (found.num_attempts, found.plan_s, found.total_s) == (2, 6.0, 10.0)
 
 
+def test_a_phase_whose_end_was_never_told() -> None:
+    first = zip(ATTEMPT, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True)
+    second = zip(ATTEMPT[:3], (7.0, 8.0, 9.0), strict=True)
+    (found,) = recoveries(
+        events_of((EventKind.DETECTED, 0.0), *first, (EventKind.DETECTED, 6.0), *second, (EventKind.COMMITTED, 12.0))
+    )
+    assert (found.plan_s, found.leave_s, found.connect_s, found.copy_s, found.replay_s) == (7.0, 1.0, 1.0, 3.0, 0.0)
+    assert found.total_s == 12.0
+
+
 def test_a_start_is_no_recovery_and_one_that_did_not_end_is_none() -> None:
     start = zip(ATTEMPT, (0.0, 1.0, 2.0, 3.0, 4.0), strict=True)
     assert recoveries(events_of(*start, (EventKind.COMMITTED, 5.0), (EventKind.DETECTED, 6.0))) == ()
@@ -52,14 +62,33 @@ def test_a_log_goes_on_after_a_crash(tmp_path: Path) -> None:
     log.close()
     path.write_bytes(path.read_bytes() + b'{"kind":"comm')
     log = EventLog(path)
-    last = Committed(generation=1, step=2, microbatches=(5,), cursor=None)
-    log.complete(last)
-    log.complete(last)
+    history = History(generation=1, committed=1).after(Committed(generation=1, step=2, microbatches=(5,), cursor=None))
+    log.complete(history)
+    log.complete(history)
     log.close()
     first, second = read_events(path)
     assert (first.step, first.microbatches, len(first.cause or "")) == (1, (3, 4), 2000)
     assert (second.kind, second.step, second.microbatches) == (EventKind.COMMITTED, 2, (5,))
     assert second.wall_s >= first.wall_s
+
+
+def test_what_a_coordinator_died_before_it_said_is_said_once(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events")
+    history = History(generation=1)
+    for step in (1, 2, 3):
+        history = history.after(Committed(generation=1, step=step, microbatches=(step,), cursor=None))
+        log.add(Emit(kind=EventKind.COMMITTED, generation=1, step=step))
+    history = history.after(RolledBack(step=1, cursor=None))
+    log.complete(history)
+    log.complete(history)
+    history = history.after(Ended(reason="the disk is full", success=False))
+    log.complete(history)
+    log.complete(history)
+    log.close()
+    *_, back, end = read_events(tmp_path / "events")
+    assert len(read_events(tmp_path / "events")) == 5
+    assert (back.kind, back.step) == (EventKind.ROLLED_BACK, 1)
+    assert (end.kind, end.cause) == (EventKind.ENDED, "the disk is full")
 
 
 def test_fail_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

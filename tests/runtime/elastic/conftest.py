@@ -1,0 +1,15 @@
+"""Runs of the tests that kill nodes: one process does them all, since it takes a while to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from elastic_checks import Chaos
+from elastic_jobs import Runs
+
+
+@pytest.fixture(scope="session")
+def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
+    with Runs() as runs:
+        yield Chaos(runs=runs, folder=tmp_path_factory.mktemp("reference"))
