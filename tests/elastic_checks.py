@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from elastic_jobs import BATCH, KINDS, MICROBATCHES, SAMPLES, Answer, Data, Run, Runs, batches
+from elastic_jobs import KINDS, MICROBATCHES, Answer, Run, Runs
+from elastic_model import BATCH, SAMPLES, Data, batches
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -16,37 +16,27 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
 from control_jobs import Act, children
 from drifting import DriftingSGD
-from torch import Tensor
+from elastic_model import Data, batches, join, llava, sample
 
 from mmcompile.errors import EngineError
+from mmcompile.plan.templates.instantiate import instantiate
+from mmcompile.plan.templates.membership import Membership
 from mmcompile.runtime.control.fail_points import VARIABLE, Action, Strike
 from mmcompile.runtime.control.times import Times
-from mmcompile.runtime.elastic.data import Batches, IterableBatches, MapBatches
 from mmcompile.runtime.elastic.engine import ElasticEngine
 from mmcompile.runtime.elastic.job import ElasticJob
 from mmcompile.runtime.optimizer import OptimizerSpec
-from mmcompile.runtime.step_planner import Collate
-from mmcompile.step.collate import Sample, Value
 
 MICROBATCHES = 8
-BATCH = 16
-"""Samples of a step."""
-SAMPLES = 40
-"""Of an epoch; a step can go from one into the next."""
-BROKEN = 7
-"""The sample that cannot be read where data is `broken`, joined with others where `unjoined`, computed where `poisoned`."""
-VOCABULARY = 64
-
-Data = Literal["map", "mixed", "stream", "broken", "unjoined", "poisoned"]
 KindName = Literal["five", "six", "seven", "wide"]
 
 
@@ -84,8 +74,6 @@ class Run:
     num_steps: int = 6
     data: Data = "map"
     save_every: int | None = None
-    nodes: str = ""
-    """That start; all of the kind if empty."""
     strikes: tuple[Strike, ...] = ()
     acts: tuple[Act, ...] = ()
     """On a node by name, or by its rank in the generation that was active last."""
@@ -110,113 +98,19 @@ class Answer:
     seconds: float
 
 
-def llava(*, tied: bool) -> torch.nn.Module:
-    """A tiny LLaVA. The projector and the language model train, with dropout in attention; vision is frozen."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    import mmcompile as mm
-
-    torch.manual_seed(0)
-    vision = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=8,
-        projection_dim=16,
-    )
-    text = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=None,
-        attention_dropout=0.1,
-        tie_word_embeddings=tied,
-    )
-    config = LlavaConfig(
-        vision_config=vision,
-        text_config=text,
-        image_token_index=1,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="default",
-        tie_word_embeddings=tied,
-    )
-    model = LlavaForConditionalGeneration(config)
-    mm.freeze(model, ["projector", "language_model", *([] if tied else ["lm_head"])])
-    return model.train()
-
-
-def sample(index: int, *, image: bool = True, poison: bool = False) -> dict[str, Tensor]:
-    """A conversation: an image of four tokens, if any, and five tokens of text; with `poison`, one that no model knows."""
-    generator = torch.Generator().manual_seed(index)
-    words = torch.randint(3, VOCABULARY, (5,), generator=generator)
-    if poison:
-        words[2] = VOCABULARY
-    ids = torch.cat([torch.tensor([2] + [1] * 4 if image else [2]), words])[None]
-    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.where(ids != 1, -100)}
-    if image:
-        found["pixel_values"] = torch.randn(1, 3, 16, 16, generator=generator)
-    return found
-
-
-class Broken(Sequence[dict[str, Tensor]]):
-    """One of its samples cannot be read."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: Any) -> Any:
-        if index == BROKEN:
-            raise OSError(f"no such image: {index}.png")
-        return sample(index)
-
-
-class Stream:
-    """Samples in their own order, another one in each epoch; it says nothing of where it is."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for place in range(SAMPLES):
-            yield sample(self.index(self.epoch, place))
-
-    @staticmethod
-    def index(epoch: int, place: int) -> int:
-        return (place * 7 + epoch) % SAMPLES
-
-
-def batches(data: Data) -> Batches:
-    """The data of a run."""
-    match data:
-        case "map" | "unjoined":
-            return MapBatches([sample(index) for index in range(SAMPLES)], BATCH, 0)
-        case "mixed":
-            # Microbatches of text alone come in most steps.
-            return MapBatches([sample(index, image=index % 3 == 0) for index in range(SAMPLES)], BATCH, 0)
-        case "broken":
-            return MapBatches(Broken(), BATCH, 0)
-        case "poisoned":
-            return MapBatches([sample(index, poison=index == BROKEN) for index in range(SAMPLES)], BATCH, 0)
-        case "stream":
-            return IterableBatches(Stream(), BATCH)
-
-
 def job_of(kind: Kind) -> ElasticJob:
     """The job of a kind."""
     job = _captured(kind.devices)
     templates = tuple(one for one in job.resilience.templates if one.num_nodes in kind.sizes)
     assert len(templates) == len(kind.sizes), f"templates of {job.resilience.sizes} nodes"
-    return replace(job, resilience=replace(job.resilience, templates=templates))
+    resilience = replace(job.resilience, templates=templates)
+    start = instantiate(resilience.job, range(len(kind.nodes)))
+    assert isinstance(start, Membership), start
+    pipelines = [
+        [node * kind.devices + index for node in p.nodes for index in range(kind.devices)] for p in start.pipelines
+    ]
+    assert pipelines == [list(ranks) for ranks in kind.ranks], "tests name ranks by what they do"
+    return replace(job, resilience=resilience)
 
 
 @functools.cache
@@ -243,14 +137,6 @@ def _captured(devices: int) -> ElasticJob:
     )
 
 
-def _join(collate: Collate, samples: Sequence[Sample], names: Sequence[int]) -> dict[str, Value]:
-    """As a collate function of a user that does not know every sample."""
-    broken = sample(BROKEN)["input_ids"].tolist()
-    if any(isinstance(ids := one["input_ids"], Tensor) and ids.tolist() == broken for one in samples):
-        raise KeyError("conversation")
-    return collate(samples, names)
-
-
 def do(run: Run) -> Answer:
     """Do a run to its end."""
     job = replace(
@@ -261,7 +147,7 @@ def do(run: Run) -> Answer:
         save_every=run.save_every,
     )
     if run.data == "unjoined":
-        job = replace(job, collate=functools.partial(_join, job.collate))
+        job = replace(job, collate=functools.partial(join, job.collate))
     if run.drifts:
         job = replace(job, optimizer=OptimizerSpec.of(DriftingSGD))
     strikes = list(run.strikes)
@@ -272,8 +158,8 @@ def do(run: Run) -> Answer:
     steps: list[int] = []
     error = ""
     times = Times(recovery_deadline_s=run.deadline_s, max_attempts=run.max_attempts)
-    nodes = run.nodes or KINDS[run.kind].nodes
-    with ElasticEngine(job, list(nodes), times=times, max_restarts=run.max_restarts) as engine, _limit(run.timeout_s):
+    nodes = list(KINDS[run.kind].nodes)
+    with ElasticEngine(job, nodes, times=times, max_restarts=run.max_restarts) as engine, _limit(run.timeout_s):
         for act in run.acts:
             _await_event(job.folder / "events.jsonl", act.after, run.timeout_s)
             time.sleep(act.pause_s)

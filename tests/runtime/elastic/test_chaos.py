@@ -45,7 +45,7 @@ def test_the_pipelines_do_not_matter(chaos: Chaos, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("point", "rank"),
     cases(
-        [("receive", 4), ("backward", 1), ("reducing", 3), ("committed", 2), ("optimizer", 0)],
+        [("receive", 4), ("backward", 1), ("reducing", 3), ("committed", 0)],
         IN_A_STEP,
         range(5),
     ),
@@ -64,8 +64,8 @@ def test_killed_in_a_step(chaos: Chaos, tmp_path: Path, point: str, rank: int) -
 @pytest.mark.parametrize(
     ("action", "cause"),
     [
-        ("exception", "InjectedFault: fault injected at backward"),
         ("stop", "was silent for"),
+        pytest.param("exception", "InjectedFault: fault injected at backward", marks=SLOW),
         pytest.param("exit", "ended with exit code 7", marks=SLOW),
         pytest.param("segfault", "SIGSEGV", marks=SLOW),
         pytest.param("gil", "was silent for", marks=SLOW),
@@ -135,7 +135,7 @@ def test_workers_of_a_node_die_together(chaos: Chaos, tmp_path: Path, rank: int)
 @pytest.mark.parametrize(
     ("point", "rank"),
     cases(
-        [("superseded", 6), ("sending", -1), ("receiving", -1), ("active", 0)],
+        [("sending", -1), ("receiving", -1)],
         ("superseded", "prepared", "connected", "copied", "active"),
         (0, 3, 4),
     ),
@@ -151,7 +151,12 @@ def test_killed_while_another_failure_is_recovered(chaos: Chaos, tmp_path: Path,
 @pytest.mark.parametrize("point", ["prepared", "connected", "copied", "active"])
 @SLOW
 def test_killed_while_the_first_generation_is_made(chaos: Chaos, tmp_path: Path, point: str) -> None:
-    run = strike(Run(folder=str(tmp_path), kind="five", max_restarts=1, step_s=STEP_S), point, rank=1, generation=1)
+    run = strike(
+        Run(folder=str(tmp_path), kind="five", max_restarts=1, step_s=STEP_S, deadline_s=LEASE),
+        point,
+        rank=1,
+        generation=1,
+    )
     check(chaos, run, left=5)
 
 

@@ -20,7 +20,8 @@ from elastic_checks import (
     quick,
     strike,
 )
-from elastic_jobs import Data, Run
+from elastic_jobs import Run
+from elastic_model import Data
 
 from mmcompile.runtime.control.effects import EventKind
 from mmcompile.runtime.control.events import recoveries
@@ -53,7 +54,7 @@ def test_a_node_joins(chaos: Chaos, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, pytest.param(3, marks=SLOW)])
 def test_a_killed_node_comes_back(chaos: Chaos, tmp_path: Path, rank: int) -> None:
-    run = Run(folder=str(tmp_path), kind="five", num_steps=10, step_s=STEP_S, max_restarts=1)
+    run = Run(folder=str(tmp_path), kind="five", num_steps=10, step_s=STEP_S, max_restarts=1, deadline_s=LEASE)
     run = strike(run, "reduced", rank=rank, step=4)
     assert len(recoveries(check(chaos, run, left=5))) == 2
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from elastic_checks import (
-    Chaos,
-    check,
-    check_saved,
-    quick,
-    strike,
-)
-from elastic_jobs import BROKEN, Data, Run, batches
+from elastic_checks import LEASE, STEP_S, Chaos, check, check_saved, quick, strike
+from elastic_jobs import Run
+from elastic_model import BROKEN, Data, batches
 
 from mmcompile.runtime import checkpoint
 from mmcompile.runtime.control.effects import EventKind
@@ -49,7 +44,7 @@ def test_killed_after_the_last_step(chaos: Chaos, tmp_path: Path, rank: int) -> 
 
 def test_lost_state_comes_back_from_the_checkpoint(chaos: Chaos, tmp_path: Path) -> None:
     """Both nodes that hold the first layers are lost; steps done after the checkpoint are done again."""
-    run = Run(folder=str(tmp_path), kind="five", save_every=3, max_restarts=1, step_s=STEP_S)
+    run = Run(folder=str(tmp_path), kind="five", save_every=3, max_restarts=1, step_s=STEP_S, deadline_s=LEASE)
     run = strike(run, "reduced", rank=1, step=6)
     run = strike(run, "superseded", rank=3, generation=1)
     events = check(chaos, run, left=5, steps=[1, 2, 3, 4, 5, 4, 5, 6])
@@ -60,7 +55,9 @@ def test_lost_state_comes_back_from_the_checkpoint(chaos: Chaos, tmp_path: Path)
 
 @SLOW
 def test_all_nodes_die_and_come_back(chaos: Chaos, tmp_path: Path) -> None:
-    run = Run(folder=str(tmp_path), kind="five", num_steps=8, save_every=2, max_restarts=1, step_s=STEP_S)
+    run = Run(
+        folder=str(tmp_path), kind="five", num_steps=8, save_every=2, max_restarts=1, step_s=STEP_S, deadline_s=LEASE
+    )
     run = strike(run, "backward", rank=0, step=6)
     for rank in (1, 2, 3, 4):
         run = strike(run, "superseded", rank=rank, generation=1)
@@ -69,7 +66,9 @@ def test_all_nodes_die_and_come_back(chaos: Chaos, tmp_path: Path) -> None:
 
 @SLOW
 def test_lost_state_while_saving_comes_back_from_the_checkpoint_before(chaos: Chaos, tmp_path: Path) -> None:
-    run = Run(folder=str(tmp_path), kind="five", num_steps=8, save_every=2, max_restarts=1, step_s=STEP_S)
+    run = Run(
+        folder=str(tmp_path), kind="five", num_steps=8, save_every=2, max_restarts=1, step_s=STEP_S, deadline_s=LEASE
+    )
     run = strike(run, "saving", rank=0, step=4)
     for rank in (1, 3):
         run = strike(run, "superseded", rank=rank, generation=1)
