@@ -209,8 +209,8 @@ def _act(engine: ElasticEngine, folder: Path, act: Act) -> None:
     agents = engine.processes
     if act.node.isdigit():
         act = replace(act, node=_by_rank(folder)[int(act.node)])
-    # The supervisor is the first process that an engine starts; the store is the first of its own, the coordinator the last.
-    supervisor = children(os.getpid())[0]
+    # Of the supervisor's processes, the store is the first and the coordinator the last.
+    supervisor = engine.coordinator
     match act.do:
         case "add":
             engine.add(act.node)

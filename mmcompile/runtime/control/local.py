@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmcompile.errors import ConfigError
 from mmcompile.runtime.control.agent import Agent, AgentOrder
 from mmcompile.runtime.control.membership import Membership
 from mmcompile.runtime.control.planner import Planner
@@ -53,7 +54,13 @@ class LocalCluster:
             self.supervisor = fork_process(lambda: supervise(order, listener, self.planner), keep=(file,))
 
     def add(self, node: str, *, num_workers: int = 1) -> None:
-        """Start the agent of a node. A name may be used again once its agent has ended."""
+        """Start the agent of a node. A name may be used again once its agent has ended.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        if node in self.agents and not self._ended(self.agents[node]):
+            raise ConfigError(f"{node} runs already; give another name, or wait until its agent has ended")
         order = AgentOrder(
             node=node,
             num_workers=num_workers,

@@ -134,7 +134,7 @@ def test_random_faults(chaos: Chaos, tmp_path: Path, seed: int) -> None:
     actions = ("kill", "kill", "kill", "exit", "exception", "stop", "gil")
     for _ in range(6):
         point = draw.choice((*IN_A_STEP, "gathering"))
-        run = strike(run, point, draw.choice(actions), rank=draw.randrange(7), step=draw.randrange(2, 30))
+        run = strike(run, point, draw.choice(actions), rank=draw.randrange(7), step=draw.randrange(4, 30))
     for _ in range(4):
         point = draw.choice(("superseded", "prepared", "connected", "copied", "active"))
         run = strike(run, point, draw.choice(actions), rank=draw.randrange(7), generation=draw.randrange(2, 8))

@@ -131,8 +131,12 @@ def test_what_no_node_can_compute_ends_training(chaos: Chaos, tmp_path: Path) ->
     """A token that is no word: it looks like a node that fails, and then like the next one."""
     run = Run(folder=str(tmp_path), kind="five", data="poisoned", max_restarts=8, max_attempts=3)
     answer = chaos.runs.do(run)
-    assert "3 generations in a row without a committed step" in answer.error
-    assert "IndexError: index out of range" in answer.error
+    # By then, nodes were faster to come back than to be lost, or they were not.
+    ends = ("3 generations in a row without a committed step", "are left and 4 are needed")
+    assert any(end in answer.error for end in ends), answer.error
+    causes = [event.cause or "" for event in read_events(tmp_path / "events.jsonl") if event.kind is EventKind.DETECTED]
+    assert sum("IndexError: index out of range" in cause for cause in causes) >= 2
+    assert answer.steps == (1, 2)
 
 
 @SLOW
