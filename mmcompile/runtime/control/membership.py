@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from mmcompile.runtime.control.errors import Released, Superseded
+from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.control.messages import (
     Abort,
     Advance,
@@ -207,12 +208,22 @@ class Membership:
     def _reach(self, phase: Phase) -> None:
         wanted = _ORDER.index(phase) + 1
         message = Reached(generation=self._generation, phase=phase, worker=self.index)
-        self._ask(message, lambda: not self.superseded and _ORDER.index(self._phase) >= wanted)
+        rank = None if self._prepare is None else self._prepare.first_rank
+        self._ask(
+            message,
+            lambda: not self.superseded and _ORDER.index(self._phase) >= wanted,
+            lambda: fail_point(f"said-{phase}", rank=rank, generation=message.generation),
+        )
 
-    def _ask(self, message: Message, answered: Callable[[], bool]) -> None:
-        """Send a message and wait for its answer. The answer counts even if the generation ended right after it."""
+    def _ask(self, message: Message, answered: Callable[[], bool], said: Callable[[], None] = lambda: None) -> None:
+        """Send a message and wait for its answer. The answer counts even if the generation ended right after it.
+
+        Args:
+            said: called once the message is sent.
+        """
         self.check()
         self._send(message)
+        said()
         with self._changed:
             self._changed.wait_for(lambda: answered() or self.superseded)
             if not answered():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from elastic_jobs import Run
 
 from mmcompile.runtime.control.effects import EventKind
 from mmcompile.runtime.control.events import recoveries
-from mmcompile.runtime.control.fail_points import Action, Strike
 
 SLOW = pytest.mark.slow
 
@@ -135,8 +133,8 @@ def test_workers_of_a_node_die_together(chaos: Chaos, tmp_path: Path, rank: int)
 @pytest.mark.parametrize(
     ("point", "rank"),
     cases(
-        [("sending", -1), ("receiving", -1)],
-        ("superseded", "prepared", "connected", "copied", "active"),
+        [("sending", -1), ("receiving", -1), ("said-ready", 4)],
+        ("superseded", "prepared", "connected", "copied", "said-ready", "active"),
         (0, 3, 4),
     ),
 )
@@ -158,13 +156,3 @@ def test_killed_while_the_first_generation_is_made(chaos: Chaos, tmp_path: Path,
         generation=1,
     )
     check(chaos, run, left=5)
-
-
-@pytest.mark.parametrize("rank", ["1", "6"])
-@SLOW
-def test_killed_while_others_get_ready(chaos: Chaos, tmp_path: Path, rank: str) -> None:
-    """Rank 0 takes its time; the one that is lost waits for it, with all state in place."""
-    acts = (Act(after='"kind":"rendezvous","generation":2', do="kill_agent", node=rank, pause_s=0.5),)
-    run = strike(Run(folder=str(tmp_path), kind="seven", acts=acts), "backward", rank=5, step=4)
-    fault = Strike(point="copied", action=Action.SLEEP, rank=0, generation=2, seconds=2.0)
-    quick(run, check(chaos, replace(run, strikes=(*run.strikes, fault)), left=5))

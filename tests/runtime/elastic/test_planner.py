@@ -1,4 +1,4 @@
-"""Random histories of a cluster: what every generation is told is checked against devices that really hold, copy and drop layers."""
+"""Random histories of a cluster: what generations are told is checked against devices that really hold, copy and drop layers."""
 
 from __future__ import annotations
 
