@@ -101,9 +101,9 @@ def test_signal_to_rank_0_in_a_step_leaves_no_process_behind(number: signal.Sign
     time.sleep(0.3)  # Into the step, so that both ranks wait for the sleeping stage.
     start = time.monotonic()
     process.send_signal(number)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=30)
     assert ("KeyboardInterrupt" in errors) == (number is signal.SIGINT)
     while any(alive(worker) for worker in workers):
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 40
         time.sleep(0.02)
     assert process.returncode == -number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -151,6 +152,8 @@ class Part:
         if self._generation.rank == 0:
             store = self._connection.groups.store
             self._connection.call(functools.partial(forget_before, store, self._generation.number))
+        # Errors and their tracebacks refer to each other and hold groups of generations before, which hold sockets and threads.
+        gc.collect()
 
     def _save(self, step: int) -> None:
         moment = saving.Moment(step=step, cursor=self._cursor, hyper=self._worker.rates.of(step + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,8 @@ def work(job: ElasticJob, membership: Membership) -> None:
         Released: training ended, or the node is let go.
     """
     torch.set_num_threads(1)
+    # What was there before the fork is not looked at again: it never goes, and collections of the rest stay fast.
+    gc.freeze()
     Worker.start(job, membership).run()
 
 
