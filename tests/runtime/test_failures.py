@@ -74,6 +74,11 @@ def test_exception_in_a_stage_of_rank_0() -> None:
 
 
 SCRIPT = """
+import signal
+
+# A shell starts what it runs in the background with this signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 from hand_stages import HandModel, HandSource, hand_plan, hand_samples
 from mmcompile.runtime.engine import Engine
 
