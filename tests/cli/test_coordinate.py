@@ -27,11 +27,11 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """What it prints goes to `log` in the folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [SCRIPT, *arguments], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen([SCRIPT, *arguments], cwd=folder, env=environment, stdout=log, stderr=log)
 
 
 def secret_in(folder: Path) -> Path:
@@ -58,7 +58,7 @@ def test_nodes_of_a_run_are_processes_of_their_own(tmp_path: Path) -> None:
         "-o",
         str(plan),
     )
-    assert planning.wait(120) == 0, planning.communicate()
+    assert planning.wait(120) == 0, (tmp_path / "log").read_text()
     secret, address, out = secret_in(tmp_path), f"127.0.0.1:{free_port()}", tmp_path / "run1"
     serve = ["coordinate", str(plan), "--out", str(out), "--listen", address, "--secret", str(secret)]
     coordinator = start(tmp_path, *serve)
@@ -79,7 +79,7 @@ def test_nodes_of_a_run_are_processes_of_their_own(tmp_path: Path) -> None:
         coordinator.kill()
         coordinator.wait()
         coordinator = start(tmp_path, *serve)
-        assert coordinator.wait(120) == 0, coordinator.communicate()
+        assert coordinator.wait(120) == 0, (tmp_path / "log").read_text()
         others = [node for node in nodes if node is not nodes[2]]
         assert [node.wait(60) for node in others] == [0] * 4
     finally:
