@@ -79,6 +79,10 @@ def used(engine: ElasticEngine) -> Mapping[str, Usage]:
     return least
 
 
+# torch 2.13 warns about its own code while it compiles.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
 @pytest.mark.parametrize(("generations", "compiled"), [(20, False), pytest.param(50, True, marks=pytest.mark.slow)])
 def test_generations_leave_nothing_behind(generations: int, compiled: bool, tmp_path: Path) -> None:
     """A node is killed again and again, and comes back each time."""
@@ -125,7 +129,8 @@ def waiting(engine: ElasticEngine) -> bool:
 def test_a_swap_compiles_nothing(tmp_path: Path) -> None:
     kind = KINDS["five"]
     job = replace(job_of(kind), folder=tmp_path / "run", num_steps=12, compiled=True)
-    assert compile_layers(job) > 0
+    # None, if a test before this one compiled them all.
+    compile_layers(job)
     with ElasticEngine(job, list(kind.nodes), max_restarts=1) as engine:
         for metrics in engine.train():
             if metrics.step == 3:
