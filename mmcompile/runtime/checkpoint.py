@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mmcompile.errors import CheckpointError
 from mmcompile.runtime.optimizer import OptimizerSpec
+from mmcompile.runtime.wire import under
 
 CHECKPOINT_VERSION = 1
 _STATE = "trainer.json"
@@ -101,7 +102,7 @@ def read(folder: Path) -> Checkpoint:
         tensors = load_file(place / _TENSORS)
     except (OSError, SafetensorError) as error:
         raise _damaged(place, error) from error
-    return Checkpoint(trainer=trainer, weights=_under("weight/", tensors), optimizer=_under("state/", tensors))
+    return Checkpoint(trainer=trainer, weights=under("weight/", tensors), optimizer=under("state/", tensors))
 
 
 def saved(folder: Path) -> TrainerState | None:
@@ -210,7 +211,3 @@ def _is_pretrained(model: nn.Module | None) -> TypeGuard[_Pretrained]:
     """True for transformers models. One exists only if transformers was imported, so we need not import it."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

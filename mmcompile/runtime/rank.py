@@ -32,6 +32,7 @@ from mmcompile.runtime.stages import LoadedStage, Stages
 from mmcompile.runtime.status import StatusBoard
 from mmcompile.runtime.totals import OwnTotals, add_up
 from mmcompile.runtime.units import num_slots, units_of
+from mmcompile.runtime.wire import under
 from mmcompile.step.step_plan import MicrobatchPlan, StepPlan
 
 RootValues = tuple[Sequence[Mapping[str, Tensor]], Sequence[Mapping[int, frozenset[str]]]]
@@ -111,13 +112,13 @@ class Rank:
             tensors: by path: `value/<name>` for parameters and buffers this rank lacks, `state/<key>/<name>` for the
                 optimizer state of such parameters, `constant/<stage>/<name>`.
         """
-        self._keep(programs, _under("value/", tensors))
-        self.optimizer.load_state(_under("state/", tensors))
+        self._keep(programs, under("value/", tensors))
+        self.optimizer.load_state(under("state/", tensors))
         self._hold(command.holders)
         device = self.groups.device
         loaded: dict[int, LoadedStage] = {}
         for program in programs:
-            constants = {n: t.to(device) for n, t in _under(f"constant/{program.stage}/", tensors).items()}
+            constants = {n: t.to(device) for n, t in under(f"constant/{program.stage}/", tensors).items()}
             for placed in self._placed(command.tower, program.stage):
                 loaded[placed] = LoadedStage.load(
                     replace(program, constants=constants),
@@ -132,10 +133,10 @@ class Rank:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite weights (`value/<name>`) and optimizer state (`state/<key>/<name>`) held here."""
         with torch.no_grad():
-            for name, value in _under("value/", tensors).items():
+            for name, value in under("value/", tensors).items():
                 (self.parameters[name] if name in self.parameters else self.buffers[name]).copy_(value)
         self.optimizer.optimizer.state.clear()
-        self.optimizer.load_state(_under("state/", tensors))
+        self.optimizer.load_state(under("state/", tensors))
 
     def step(self, command: Step, roots: RootValues | None = None) -> StepTotals:
         """Run this rank's part of a step: `compute`, then `apply`."""
@@ -306,7 +307,3 @@ def _ordered(
     ranks = schedule_units(stages, units, edges, kind, num_slots=slots, only=rank).ranks
     # Ranks after the last one with a stage have no list.
     return ranks[rank] if rank < len(ranks) else ()
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -85,3 +85,8 @@ def receive_tensors(groups: Groups, rank: int) -> dict[str, Tensor]:
         if tensor.numel():
             wait(groups.receive_control(tensor, rank, _TAG))
     return tensors
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose name begins with `prefix`, by the rest of it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

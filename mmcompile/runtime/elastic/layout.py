@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar, final
 
@@ -12,7 +13,7 @@ import numpy as np
 from mmcompile.plan.by_layers import layer_name
 from mmcompile.plan.placement import PlacedStage, Placement, replica_name
 from mmcompile.plan.plan import Plan
-from mmcompile.plan.templates.job import LayerId
+from mmcompile.plan.templates.job import Job, LayerId
 from mmcompile.plan.templates.resilience import Resilience
 from mmcompile.plan.templates.template import Template
 from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan, Held, NodePipeline
@@ -20,7 +21,7 @@ from mmcompile.step.assignment import Assignment, Grid, SampleCosts
 from mmcompile.step.balance.balancer import Balancer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Where the layers of a generation are.
 
@@ -48,7 +49,15 @@ class Layout:
 
     def layers_of(self, device: Device) -> frozenset[LayerId]:
         """What a worker runs."""
-        return frozenset(layer for pipeline in self.plan.pipelines for layer, at in self._run(pipeline) if at == device)
+        return self._layers.get(device, frozenset())
+
+    @cached_property
+    def _layers(self) -> dict[Device, frozenset[LayerId]]:
+        return layers_by_device(self.plan, self._job)
+
+    @cached_property
+    def _job(self) -> Job:
+        return self.resilience.job
 
     def placement(self) -> Placement:
         """Of all replicas, as one tower: a replica is a pipeline."""
@@ -76,8 +85,17 @@ class Layout:
         )
 
     def _run(self, pipeline: NodePipeline) -> Iterator[tuple[LayerId, Device]]:
-        template = self.resilience.job.by_size[len(pipeline.nodes)]
-        return placed_layers(template, pipeline.nodes, self.resilience.devices_per_node)
+        return placed_layers(self._job.by_size[len(pipeline.nodes)], pipeline.nodes, self._job.devices_per_node)
+
+
+def layers_by_device(plan: GenerationPlan, job: Job) -> dict[Device, frozenset[LayerId]]:
+    """Worker -> layers it runs; idle ones are missing."""
+    found: dict[Device, set[LayerId]] = {}
+    for pipeline in plan.pipelines:
+        template = job.by_size[len(pipeline.nodes)]
+        for layer, device in placed_layers(template, pipeline.nodes, job.devices_per_node):
+            found.setdefault(device, set()).add(layer)
+    return {device: frozenset(layers) for device, layers in found.items()}
 
 
 def placed_layers(template: Template, nodes: Sequence[str], devices_per_node: int) -> Iterator[tuple[LayerId, Device]]:
@@ -112,10 +130,6 @@ class Dealt(Balancer):
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
         found, reason = self.inner.explained(costs, self._whole(grid))
         return self._dealt(found, grid), reason
-
-    def numbers(self, replica: int, slots: Sequence[int]) -> list[int]:
-        """Numbers, among all microbatches of the step, of a pipeline's microbatches."""
-        return [int(self._first[replica]) + slot for slot in slots]
 
     @property
     def _first(self) -> np.ndarray:

@@ -19,7 +19,7 @@ from mmcompile.plan.templates.resilience import Resilience
 from mmcompile.runtime import checkpoint
 from mmcompile.runtime.control.planner import Change, Decision, Planned, StateLost, Stop, Wait
 from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan, Held, IdleNode, LayerCopy, NodePipeline
-from mmcompile.runtime.elastic.layout import held_ranges, placed_layers, ranges_held
+from mmcompile.runtime.elastic.layout import held_ranges, layers_by_device, ranges_held
 
 Holdings = Mapping[Device, frozenset[LayerId]]
 
@@ -131,7 +131,7 @@ class TemplatePlanner:
 
     def _held(self, change: Change, before: GenerationPlan) -> Holdings:
         """What the workers of members that stay hold at the last committed step."""
-        held = dict(self._run(before))
+        held = layers_by_device(before, self._job)
         if change.committed == before.committed:
             # Nothing was committed since, so nothing that moved away was dropped or is old.
             for node, devices in before.former.items():
@@ -143,7 +143,7 @@ class TemplatePlanner:
 
     def _with_copies(self, plan: GenerationPlan, change: Change, held: Holdings) -> GenerationPlan:
         """Copies between workers: what a node needs can be on another device of its own."""
-        needed = self._run(plan)
+        needed = layers_by_device(plan, self._job)
         devices = sorted(needed.keys() | held.keys())
         number = {device: index for index, device in enumerate(devices)}
         copies = plan_copies(
@@ -174,15 +174,6 @@ class TemplatePlanner:
             beside = [held.get(device, nothing) - needed.get(device, nothing) for device in devices]
             if any(beside):
                 found[node] = tuple(held_ranges(layers) for layers in beside)
-        return found
-
-    def _run(self, plan: GenerationPlan) -> dict[Device, frozenset[LayerId]]:
-        """Worker -> layers it runs."""
-        found: dict[Device, frozenset[LayerId]] = {}
-        for pipeline in plan.pipelines:
-            template = self._job.by_size[len(pipeline.nodes)]
-            for layer, device in placed_layers(template, pipeline.nodes, self.resilience.devices_per_node):
-                found[device] = found.get(device, frozenset()) | {layer}
         return found
 
     def _pipeline(self, pipeline: NodePipeline, ids: Mapping[str, int]) -> Pipeline:

@@ -82,14 +82,14 @@ def save(
     for rank in range(1, groups.world_size):
         tensors |= wire.receive_tensors(groups, rank)
     fail_point("saving", rank=groups.rank, step=moment.step)
-    weights = _under("value/", tensors)
+    weights = wire.under("value/", tensors)
     complete = job.user.complete(weights, aliases)
     content = Checkpoint(
         trainer=TrainerState(
             step=moment.step, optimizer=job.optimizer, hyper=moment.hyper, seed=job.seed, cursor=moment.cursor
         ),
         weights=job.user.trainable(complete),
-        optimizer=_under("state/", tensors),
+        optimizer=wire.under("state/", tensors),
     )
     _quiet()
     checkpoint.write(job.checkpoints, content, job.model, complete)
@@ -136,7 +136,3 @@ def _quiet() -> None:
     transformers = sys.modules.get("transformers")
     if transformers is not None:
         transformers.logging.disable_progress_bar()
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
