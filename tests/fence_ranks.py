@@ -122,6 +122,7 @@ class Stay:
         self.groups.all_reduce(again)
         first = total.clone()
         self.groups.broadcast(first)
+        self.groups.flush()
         assert torch.equal(total, again) and torch.equal(first, again), f"{total} {again} {first}"
         return float(total)
 
@@ -137,6 +138,7 @@ class Stay:
                     wait(self.groups.send_control(torch.empty(_BIG, dtype=torch.uint8), peer, NEVER_SENT))
                 case "broadcast":
                     self.groups.broadcast(torch.empty(1))
+                    self.groups.flush()
                 case "idle":
                     while True:
                         self.connection.check()

@@ -92,6 +92,7 @@ def share_of(job: TowerJob, groups: Groups) -> TowerShare:
     executor = Executor(job.step.plan, loaded, mail, board, groups, sums, seed=3, trace=False, check=lambda: None)
     result = executor.run(actions)
     sums.finish()
+    mail.finish()
     return TowerShare(
         loss=float(result.losses.sum()),
         num_tokens=result.num_tokens,

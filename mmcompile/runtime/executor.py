@@ -119,7 +119,6 @@ class Executor:
                 seconds[microbatch] += time.perf_counter() - start
             if self._trace:
                 result.events.append((action, start, time.perf_counter()))
-        self._mail.finish()
         # On rank 0 the generator is the user's.
         self._generator.set_state(before)
         self._board.write(self._rank, self._plan.step, IDLE, 0, 0)

@@ -14,6 +14,7 @@ them is the end of the process on the other side (`launch` sees to that), or a `
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -28,6 +29,9 @@ _NEVER = timedelta(days=7)
 _INTERRUPT_TAG = 2**31 - 5
 """Of messages that nobody sends."""
 _MOMENT = timedelta(milliseconds=1)
+
+_BROADCASTS = 8
+"""Broadcasts that may be under way at a time."""
 
 _NO_MORE = "the groups are closed: this rank left them"
 
@@ -101,6 +105,8 @@ class Groups:
     closed: bool = False
     waiting: bool = False
     """A thread waits for a message on gloo; once the groups are closed it does nothing more than raise PeerLost."""
+    _broadcasts: deque[list[Work]] = field(default_factory=deque)
+    """Of rank 0, not known to have arrived."""
     _lanes: dict[Lane, Backend] = field(default_factory=dict)
     _shards: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -137,6 +143,7 @@ class Groups:
         """
         self.closed = True
         self.control = _Closed()
+        self._broadcasts.clear()
         self._lanes.clear()
         self._shards.clear()
 
@@ -198,16 +205,28 @@ class Groups:
             raise PeerLost(str(error)) from error
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give every rank rank 0's CPU tensor, of a size that all know.
+        """Give every rank rank 0's CPU tensor, of a size that all know. On rank 0 it must not change afterwards.
 
         Straight from rank 0, as `all_reduce`: for what we send this way, gloo's collectives cost more in hops between
         threads and in rounds around a ring than they save.
         """
         if self.rank == 0:
-            for work in [self.send_control(tensor, rank, _STAR_TAG) for rank in range(1, self.world_size)]:
-                wait(work)
+            # Not waited for now: gloo forgets a message that it has begun to write to a rank that just left, and a thread
+            # that waits for that one is never let go. A receive is; so whoever hears from the others next learns of it.
+            self._broadcasts.append([self.send_control(tensor, rank, _STAR_TAG) for rank in range(1, self.world_size)])
+            while len(self._broadcasts) > _BROADCASTS:
+                self._arrived()
         else:
             wait(self.receive_control(tensor, 0, _STAR_TAG))
+
+    def flush(self) -> None:
+        """Rank 0: wait until the others have all that was broadcast."""
+        while self._broadcasts:
+            self._arrived()
+
+    def _arrived(self) -> None:
+        for work in self._broadcasts.popleft():
+            wait(work)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a CPU tensor over all ranks, in place and in order of ranks, so that all get the same bits."""
@@ -217,13 +236,15 @@ class Groups:
                 wait(work)
             for part in parts:
                 tensor += part
-            self.broadcast(tensor)
+            self.broadcast(tensor.clone())
         else:
             mine = tensor.clone()
             # Posted first: rank 0's answer then needs no asking.
             answer = self.receive_control(tensor, 0, _STAR_TAG)
-            wait(self.send_control(mine, 0, _STAR_TAG))
+            given = self.send_control(mine, 0, _STAR_TAG)
             wait(answer)
+            # Rank 0 answers when it has it.
+            del given
 
     def _pair(self, lane: Lane) -> Backend:
         if self.closed:

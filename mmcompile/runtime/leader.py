@@ -104,8 +104,9 @@ class Leader:
         return events
 
     def tell(self, command: Command) -> None:
-        """Announce a command that moves no tensors."""
+        """Announce a command that moves no tensors, and wait until all have heard it."""
         announce(self._groups, command)
+        self._groups.flush()
 
     def _gather(self, what: Literal["weights", "optimizer"], wanted: Iterable[str]) -> dict[str, Tensor]:
         names: dict[int, tuple[str, ...]] = {}

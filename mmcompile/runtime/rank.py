@@ -160,8 +160,11 @@ class Rank:
             num_backwards(plan, loaded),
             reduction=self._setup.reduction,
         )
-        result = self._execute(command, roots, loaded, sums)
+        mail = self._mail(plan, loaded, roots)
+        result = self._execute(command, loaded, mail, sums)
         totals = self._totals(plan, result, sums.finish(plan.step))
+        # All have reported, so all have what was sent to them. Not asked for before: see `Groups.broadcast`.
+        mail.finish()
         if plan.num_tokens and totals.num_tokens != plan.num_tokens:
             raise VerifyError(
                 f"step {plan.step} was planned with {plan.num_tokens} valid tokens, its loss stages counted {totals.num_tokens}"
@@ -208,16 +211,18 @@ class Rank:
             if placed.ranks[0] == self.groups.rank and (placed.tower, placed.program_name) == (tower, stage):
                 yield index
 
-    def _execute(
-        self, command: Step, roots: RootValues | None, loaded: Sequence[Stages], sums: GradientSums
-    ) -> StepResult:
+    def _mail(self, plan: StepPlan, loaded: Sequence[Stages], roots: RootValues | None) -> Mail:
+        mail = Mail(
+            self.groups, plan, self._setup.stages, loaded, self.schedule(plan), check_rows=self._setup.check_rows
+        )
+        if roots is not None:
+            mail.send_roots(*roots)
+        return mail
+
+    def _execute(self, command: Step, loaded: Sequence[Stages], mail: Mail, sums: GradientSums) -> StepResult:
         plan = command.plan
         if self._shards is not None:
             register_group(GROUP, self._shards)
-        actions = self.schedule(plan)
-        mail = Mail(self.groups, plan, self._setup.stages, loaded, actions, self._setup.check_rows)
-        if roots is not None:
-            mail.send_roots(*roots)
         executor = Executor(
             plan,
             loaded,
@@ -229,7 +234,7 @@ class Rank:
             trace=command.trace,
             check=self._check,
         )
-        result = executor.run(actions)
+        result = executor.run(self.schedule(plan))
         wall = time.time() - time.perf_counter()
         self._events = [self._event(action, start + wall, end + wall) for action, start, end in result.events]
         return result
