@@ -10,6 +10,11 @@ from mmcompile.api import pack as pack
 from mmcompile.api import parallelize as parallelize
 from mmcompile.api import plan as plan
 from mmcompile.api import stage_programs as stage_programs
+from mmcompile.compose.build import compose as compose
+from mmcompile.compose.callbacks import Callbacks as Callbacks
+from mmcompile.compose.encoder import Encoder as Encoder
+from mmcompile.compose.model import ComposedModel as ComposedModel
+from mmcompile.compose.processor import ComposedProcessor as ComposedProcessor
 from mmcompile.costmodel.cluster import Cluster as Cluster
 from mmcompile.errors import MMCompileError as MMCompileError
 from mmcompile.fault_tolerant import elastic as elastic

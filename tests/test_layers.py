@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mmcompile.plan", "mmcompile.step"),
     ("mmcompile.lower",),
     ("mmcompile.runtime",),
-    ("mmcompile.subject", "mmcompile.planning", "mmcompile.profile"),
+    ("mmcompile.subject", "mmcompile.planning", "mmcompile.profile", "mmcompile.compose"),
     ("mmcompile.report", "mmcompile.api", "mmcompile.fault_tolerant", "mmcompile", "mmcompile.cli"),
 )
 

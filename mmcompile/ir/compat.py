@@ -38,6 +38,8 @@ __all__ = [
 
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where Python or an operation needs the values of a fake tensor."""
+_CACHES = "transformers.pytorch_utils"
+"""Where a predicate decides whether a function's tensors are cached."""
 _TRACING_PREDICATES = ("is_tracing", "is_torchdynamo_exporting", "is_torchdynamo_compiling")
 
 
@@ -104,7 +106,8 @@ def transformers_eager_paths() -> Iterator[None]:
     """Make transformers take the path it takes in eager mode while we trace.
 
     Its tracing predicates answer False, so that value tests (is the mask all true?) are really made: under known values they
-    have an answer. Masks are built by broadcasting, since `torch.vmap` leaves batching ops in the graph.
+    have an answer. Where they guard caches of tensors they answer True: a tensor made in a trace must not be in a cache after it.
+    Masks are built by broadcasting, since `torch.vmap` leaves batching ops in the graph.
     Nothing is imported: where transformers is not loaded, the model cannot be one of its classes.
     """
     masking = sys.modules.get("transformers.masking_utils")
@@ -118,7 +121,8 @@ def transformers_eager_paths() -> Iterator[None]:
         if name.startswith("transformers.") and isinstance(module, ModuleType):
             for predicate in _TRACING_PREDICATES:
                 if callable(module.__dict__.get(predicate)):
-                    patch(module, predicate, lambda *args, **kwargs: False)
+                    answer = name == _CACHES
+                    patch(module, predicate, lambda *args, answer=answer, **kwargs: answer)
     if masking is not None:
         patch(masking, "_vmap_expansion_sdpa", _broadcast_expansion(masking))
         patch(masking, "TransformGetItemToIndex", contextlib.nullcontext)

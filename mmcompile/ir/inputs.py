@@ -14,7 +14,7 @@ from mmcompile.ir.compat import positions_of_text
 
 _MEDIA_INPUTS = {"image": ("pixel_values", "image"), "video": ("video",), "audio": ("audio", "features")}
 """Modality -> words in the names of its inputs, by transformers' conventions."""
-_MEDIA_WORDS = ("image", "pixel", "video", "audio", "feature")
+_MEDIA_WORDS = ("image", "pixel", "video", "audio", "feature", "input_values", "spatial_shapes")
 
 
 def is_media(name: str) -> bool:

@@ -31,7 +31,7 @@ def example_batch(
     """A batch of random tokens with images and sounds where the model takes them, labels on the text.
 
     Args:
-        model: a Hugging Face model, real or a skeleton.
+        model: a Hugging Face model, real or a skeleton; or one that makes example batches itself (composed models do).
         batch_size: samples.
         text_tokens: text tokens per sample, before image and audio placeholders.
         images: per sample, for models with `pixel_values`.
@@ -41,6 +41,9 @@ def example_batch(
     Raises:
         ConfigError: the model takes inputs that have no common convention (tiles, crops); pass a batch of your own.
     """
+    own: Any = getattr(model, "example_batch", None)
+    if own is not None:
+        return own(batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios)
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise _unknown(f"{type(model).__name__} is no transformers model")

@@ -38,8 +38,13 @@ def skeleton(config: str | Path | Any, dtype: str | None = None) -> nn.Module:
     config = read_config(config)
     model_class = _model_class(config)
     wanted = torch_dtype(dtype) if dtype else (getattr(config, "dtype", None) or torch.bfloat16)
+    return without_weights(model_class, config, wanted)
+
+
+def without_weights(model_class: Any, config: Any, dtype: torch.dtype | None) -> nn.Module:
+    """A transformers model of a class, with fake parameters on CPU."""
     with FakeTensorMode(), _no_init():
-        return model_class._from_config(config, dtype=wanted)
+        return model_class._from_config(config, dtype=dtype)
 
 
 def read_config(source: str | Path | Any) -> Any:

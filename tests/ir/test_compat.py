@@ -8,6 +8,7 @@ import pytest
 import sympy
 import torch
 import transformers.masking_utils as masking
+import transformers.pytorch_utils as pytorch_utils
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -117,7 +118,7 @@ def _predicates() -> dict[tuple[str, str], object]:
     }
 
 
-def test_transformers_predicates_answer_no_inside_and_are_restored_after_an_error() -> None:
+def test_transformers_predicates_answer_no_but_for_caches_inside_and_are_restored_after_an_error() -> None:
     before = _predicates()
     assert ("transformers.masking_utils", "is_tracing") in before
     patched = ("_vmap_expansion_sdpa", "TransformGetItemToIndex")
@@ -125,11 +126,23 @@ def test_transformers_predicates_answer_no_inside_and_are_restored_after_an_erro
     with pytest.raises(_Broken), compat.transformers_eager_paths():
         inside = _predicates()
         assert inside.keys() == before.keys()
-        assert not any(predicate(torch.ones(1)) for predicate in inside.values())  # type: ignore[operator]
+        yes = {module for (module, _), predicate in inside.items() if predicate(torch.ones(1))}  # type: ignore[operator]
+        assert yes == {"transformers.pytorch_utils"}
         assert all(masking.__dict__[name] is not old for name, old in zip(patched, originals, strict=True))
         raise _Broken
     assert _predicates() == before
     assert [masking.__dict__[name] for name in patched] == originals
+
+
+def test_a_tensor_made_while_tracing_is_in_no_cache_of_transformers_afterwards() -> None:
+    @pytorch_utils.compile_compatible_method_lru_cache(maxsize=2)
+    def table(size: int) -> torch.Tensor:
+        return torch.arange(size)
+
+    with compat.transformers_eager_paths():
+        inside = table(3)
+    assert table(3) is not inside
+    assert table(3) is table(3)
 
 
 @pytest.mark.parametrize("kind", ["causal", "sliding"])

@@ -1,0 +1,114 @@
+"""Projectors: from the hidden size of an encoder to the embedding size of the language model."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmcompile.errors import ConfigError
+
+ProjectorKind: TypeAlias = Literal["linear", "mlp", "qformer"]
+DEFAULT_QUERIES = 32
+_HEAD_SIZE = 64
+
+
+def make_projector(kind: str, features: int, hidden: int, num_queries: int) -> nn.Module:
+    """A projector of a kind, with fresh weights.
+
+    Args:
+        features: hidden size of the encoder.
+        hidden: embedding size of the language model.
+        num_queries: tokens of an image or sound behind a `"qformer"`.
+
+    Raises:
+        ConfigError: no such kind.
+    """
+    if kind == "linear":
+        return nn.Linear(features, hidden)
+    if kind == "mlp":
+        return MLP(features, hidden)
+    if kind == "qformer":
+        return QFormer(features, hidden, num_queries)
+    kinds = ", ".join(map(repr, get_args(ProjectorKind)))
+    raise ConfigError(f"projector is {kind!r}; choose one of {kinds}, or give a module")
+
+
+class MLP(nn.Module):
+    """Two linear maps with a GELU between them, as in LLaVA-1.5 (arXiv 2310.03744)."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(features, hidden)
+        self.linear_2 = nn.Linear(hidden, hidden)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[..., features] -> [..., hidden]."""
+        return self.linear_2(F.gelu(self.linear_1(features)))
+
+
+class QFormer(nn.Module):
+    """Learned queries that read an image or a sound by cross-attention, in the manner of BLIP-2 (arXiv 2301.12597).
+
+    Its tokens are as many as its queries, whatever the size of the image.
+    """
+
+    def __init__(self, features: int, hidden: int, num_queries: int = DEFAULT_QUERIES, depth: int = 2) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.empty(num_queries, hidden))
+        nn.init.normal_(self.queries, std=0.02)
+        self.features_norm = nn.LayerNorm(features)
+        self.blocks = nn.ModuleList(QFormerBlock(features, hidden) for _ in range(depth))
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, features: Tensor, valid: Tensor | None = None) -> Tensor:
+        """[images, tokens, features] -> [images, queries, hidden]; tokens where `valid` is False are not read."""
+        features = self.features_norm(features)
+        hidden = self.queries.to(features.dtype).expand(features.shape[0], -1, -1)
+        for block in self.blocks:
+            hidden = block(hidden, features, valid)
+        return self.norm(hidden)
+
+
+class QFormerBlock(nn.Module):
+    """Queries see each other, then the features, then a feed-forward; norms before."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.self_norm = nn.LayerNorm(hidden)
+        self.self_attention = Attention(hidden, hidden)
+        self.cross_norm = nn.LayerNorm(hidden)
+        self.cross_attention = Attention(hidden, features)
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, hidden: Tensor, features: Tensor, valid: Tensor | None) -> Tensor:
+        normed = self.self_norm(hidden)
+        hidden = hidden + self.self_attention(normed, normed, None)
+        hidden = hidden + self.cross_attention(self.cross_norm(hidden), features, valid)
+        return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
+
+
+class Attention(nn.Module):
+    """Multi-head attention of one sequence to another."""
+
+    def __init__(self, hidden: int, read: int) -> None:
+        super().__init__()
+        self.num_heads = max(n for n in range(1, max(1, hidden // _HEAD_SIZE) + 1) if hidden % n == 0)
+        self.query = nn.Linear(hidden, hidden)
+        self.key = nn.Linear(read, hidden)
+        self.value = nn.Linear(read, hidden)
+        self.output = nn.Linear(hidden, hidden)
+
+    def forward(self, hidden: Tensor, read: Tensor, valid: Tensor | None) -> Tensor:
+        """[N, Q, hidden], [N, T, read], bool [N, T] -> [N, Q, hidden]."""
+        query, key, value = (self._heads(x) for x in (self.query(hidden), self.key(read), self.value(read)))
+        mask = None if valid is None else valid[:, None, None, :]
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
