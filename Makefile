@@ -8,8 +8,8 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test test-all lint type format bench bench-planner bench-templates bench-sim bench-frozen bench-entrain \
-	bench-balance bench-step bench-ahead bench-chain bench-recovery bench-commit bench-attention bench-cp bench-gpu coverage clean
+.PHONY: help venv demo test test-all lint type format bench bench-planner bench-templates bench-sim bench-frozen bench-axes bench-entrain \
+	bench-balance bench-step bench-ahead bench-chain bench-recovery bench-commit bench-attention bench-compile bench-cp bench-gpu coverage clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -61,6 +61,9 @@ bench-sim: $(STAMP)  ## predicted against measured step time of two-process pipe
 bench-frozen: $(STAMP)  ## nine frozen MLLMs on 24 x A40, simulated: ours against frozen-unaware, Megatron-like and FSDP-like
 	$(BIN)/python -P benchmarks/frozen_aware.py
 
+bench-axes: $(STAMP)  ## which axes (tp, cp, pp, dp, fsdp) each component of 15 published models gets and why, simulated
+	$(BIN)/python -P benchmarks/axes.py
+
 bench-entrain: $(STAMP)  ## how stable is a stage allocation over batches of a dataset?
 	$(BIN)/python -P benchmarks/entrain_allocation.py
 
@@ -86,6 +89,9 @@ bench-commit: $(STAMP)  ## elastic steps of 100 ms or more with and without the 
 
 bench-attention: $(STAMP)  ## bitfield attention against dense-mask attention on this CPU: time and memory; fails below 3x
 	$(BIN)/python -P benchmarks/cpu_attention.py
+
+bench-compile: $(STAMP)  ## seconds to compile 4 and 32 layers, anew and from the cache; fails above a ratio of 1.5
+	$(BIN)/python -P benchmarks/compile_time.py
 
 bench-cp: $(STAMP)  ## balance of all ways to give token blocks to ranks; fails above 1.005 for ours
 	$(BIN)/python -P benchmarks/cp_balance.py

@@ -26,3 +26,4 @@ from mmcompile.runtime.elastic.data import IterableBatches as IterableBatches
 from mmcompile.runtime.elastic.data import MapBatches as MapBatches
 from mmcompile.runtime.elastic.engine import ElasticEngine as ElasticEngine
 from mmcompile.runtime.engine import Engine as Engine
+from mmcompile.runtime.param_groups import ParameterGroup as ParameterGroup

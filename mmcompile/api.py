@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,9 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
-from mmcompile.lower.attention import AttentionChoice, with_attention
+from mmcompile.ir.parameter_patterns import matches
+from mmcompile.lower.attention import AttentionChoice
+from mmcompile.lower.axes import with_axes
 from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import StageProgram
 from mmcompile.lower.stages import lower
@@ -41,9 +42,6 @@ from mmcompile.step.plan_balancer import balancer_of_json, plan_balancer
 from mmcompile.step.sample_costs import costs_of_samples
 from mmcompile.step.simulated import StepShape, step_time
 from mmcompile.subject import built, captured_step, fingerprint_of, padding, subject_of
-
-PROJECTOR_MODULES = frozenset({"merger", "deepstack_merger_list", "connector", "aligner", "language_projection"})
-"""Modules that are projectors by another name: `freeze(model, "projector")` trains them too."""
 
 
 def capture(
@@ -80,7 +78,7 @@ def freeze(model: nn.Module, train: str | Sequence[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
     chosen: set[str] = set()
     for pattern in patterns:
-        matched = {name for name in names if _matches(name, pattern)}
+        matched = {name for name in names if matches(name, pattern)}
         if not matched:
             modules = sorted({name.rpartition(".")[0].split(".")[i] for name in names for i in range(name.count("."))})
             known = ", ".join(part for part in modules if not part.isdigit())
@@ -88,19 +86,6 @@ def freeze(model: nn.Module, train: str | Sequence[str]) -> None:
         chosen |= matched
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if pattern == "all":
-        return True
-    if any(mark in pattern for mark in "*?["):
-        return fnmatch.fnmatchcase(name, pattern)
-    parts = name.split(".")
-    if pattern == "projector" and not PROJECTOR_MODULES.isdisjoint(parts):
-        return True
-    wanted = pattern.split(".")
-    inside = any(parts[i : i + len(wanted)] == wanted for i in range(len(parts)))
-    return inside or any(part.endswith("_" + pattern) for part in parts)
 
 
 def plan(
@@ -111,6 +96,7 @@ def plan(
     num_microbatches: int | None = None,
     stages: Mapping[str, int] | None = None,
     projector: ProjectorPlacement | None = None,
+    autocast: bool | Sequence[str] | None = None,
     attention: Attention | None = None,
     context_parallel: int | None = None,
     global_batch: int | None = None,
@@ -119,8 +105,9 @@ def plan(
     schedule: ScheduleKind | None = None,
     recompute: Recompute | None = None,
     placement: Placing | None = None,
-    tensor_parallel: int | None = None,
+    tensor_parallel: int | Mapping[str, int] | None = None,
     replicas: int | Mapping[str, int] | None = None,
+    fsdp: bool | Sequence[str] | None = None,
     packing: Sequence[Sample] | None = None,
     constraints: Sequence[Constraint | str] = (),
     calibration: Calibration | str | Path | None = None,
@@ -142,6 +129,8 @@ def plan(
         num_microbatches: microbatches of a step, of one replica of the language model; 4, or searched with a global batch.
         stages: chain name -> number of stages, where that is decided already.
         projector: `"with_encoder"`, `"alone"`, `"with_language_model"`; None lets the simulator choose.
+        autocast: compute products in bfloat16 from float32 parameters, as `torch.autocast` does: in all components, or in those
+            named. None: in none.
         attention: `"model"`, as the model does it; or `"bitfield"`: in the language model, masks become words of one int64 a
             token and empty parts of the mask cost nothing. None: bitfield if context_parallel needs it.
         context_parallel: ranks that share the tokens of each stage of the language model; 1, or searched with a global batch and
@@ -153,10 +142,16 @@ def plan(
         schedule, recompute: None: 1F1B and none, or searched with a global batch.
         placement: `"disjoint"`, encoders on devices of their own, or `"colocated"`, before the language model on its devices;
             None: disjoint, or searched with a global batch.
-        tensor_parallel: ranks that share the tensors of a layer, in every chain; 1, or searched with a global batch.
+        tensor_parallel: ranks that share the tensors of every layer, in every chain; or chain (or component) name -> its ranks, 1
+            for those not named. None: 1, or searched with a global batch. What cannot be shared by so many is computed by each of
+            them; the plan's notes say what and why.
         replicas: of the language model; or chain (or component) name -> its replicas, kept as they are. Without a global batch,
             chains that are not named get as many as the language model, which has 1 if not named; with one, the search chooses.
             Chains that lead from one encoder to the language model have equally many.
+        fsdp: replicas share parameters, gradients and optimizer state instead of holding them, in every chain that has several;
+            or in the chains of the components named. Layers gather parameters before they compute; with recompute `"full"` or
+            `"selective"` they do so again in the backward and hold none in between, otherwise weights stay until the backward.
+            All replicas must have samples in every microbatch. Not with a global batch: there `strategy="fsdp"` does it.
         packing: two or more conversations, as a processor returns them, which stand for a microbatch in place of `batch`. The
             plan is then for microbatches that are one row of documents without padding, and says what keeps documents apart.
         constraints: values or texts (`mmcompile.plan.constraints`): layers together or apart, on a stage, memory caps.
@@ -179,6 +174,7 @@ def plan(
         num_microbatches=num_microbatches,
         stages=stages,
         projector=projector,
+        autocast=autocast or (),
         attention=_attention(attention, context_parallel),
         search_tokens=attention == "bitfield" and context_parallel is None and global_batch is not None,
         global_batch=global_batch,
@@ -189,6 +185,7 @@ def plan(
         placement=placement,
         tensor_parallel=tensor_parallel,
         replicas=replicas,
+        fsdp=fsdp or (),
         packing=subject.packing,
         constraints=tuple(parse_constraint(own) if isinstance(own, str) else own for own in constraints),
         calibration=calibration if isinstance(calibration, Calibration | None) else Calibration.load(calibration),
@@ -236,7 +233,7 @@ def stage_programs(model: nn.Module, batch: Mapping[str, Any], plan: Plan) -> Ma
     """The programs that the stages of a plan run for batches like `batch`, by stage name."""
     captured = captured_step(model, batch)
     check_fingerprint(plan, fingerprint_of(captured.graph))
-    return lower(with_attention(captured, AttentionChoice.of(plan)), plan).programs
+    return lower(with_axes(captured, plan), plan).programs
 
 
 def parallelize(
@@ -248,9 +245,14 @@ def parallelize(
     num_microbatches: int | None = None,
     stages: Mapping[str, int] | None = None,
     projector: ProjectorPlacement | None = None,
+    schedule: ScheduleKind | None = None,
+    recompute: Recompute | None = None,
+    autocast: bool | Sequence[str] | None = None,
     attention: Attention | None = None,
     context_parallel: int | None = None,
+    tensor_parallel: int | Mapping[str, int] | None = None,
     replicas: int | Mapping[str, int] | None = None,
+    fsdp: bool | Sequence[str] | None = None,
     packing: Sequence[Sample] | None = None,
     balance: str | Balancer = Auto.name,
     correct: bool = False,
@@ -266,7 +268,8 @@ def parallelize(
         batch: one microbatch, with every modality in it; its values are not trained on. Made from the config for Hugging Face
             models of common conventions when not given.
         plan: as made by `plan`; by default it is made here, for `cluster`.
-        cluster, num_microbatches, stages, projector, attention, context_parallel, replicas: as for `plan`, when none is given.
+        cluster, num_microbatches, stages, projector, schedule, recompute, autocast, attention, context_parallel,
+            tensor_parallel, replicas, fsdp: as for `plan`, when none is given.
         packing: as for `plan`. With a plan for packed samples it is needed too: what stands for a microbatch.
         balance: which samples each replica of each encoder and of the language model computes together: a balancer's name
             (`mmcompile.step.balance.registry`), or a balancer. `"auto"` takes the one whose step is predicted to be shortest, and
@@ -280,7 +283,13 @@ def parallelize(
     """
     if plan is not None:
         check_runnable(plan)
-        check_agrees(plan, attention, context_parallel, replicas, packing)
+        decided = {
+            "schedule": schedule,
+            "recompute": recompute,
+            "autocast": autocast,
+            "tensor_parallel": tensor_parallel,
+        }
+        check_agrees(plan, attention, context_parallel, packing, **decided, replicas=replicas, fsdp=fsdp)
     subject = subject_of(model, batch, packing)
     model, batch, captured = subject.model, subject.batch, subject.capture()
     wanted = Wanted(
@@ -288,8 +297,13 @@ def parallelize(
         num_microbatches=num_microbatches,
         stages=stages,
         projector=projector,
+        schedule=schedule,
+        recompute=recompute,
+        autocast=autocast or (),
         attention=_attention(attention, context_parallel),
+        tensor_parallel=tensor_parallel,
         replicas=replicas,
+        fsdp=fsdp or (),
         packing=subject.packing,
     )
     wanted.check()

@@ -28,6 +28,7 @@ from mmcompile.runtime.elastic.programs import Programs
 from mmcompile.runtime.elastic.warm_up import warm_up
 from mmcompile.runtime.engine import DEFAULT_OPTIMIZER
 from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory
+from mmcompile.runtime.param_groups import ParameterGroup
 from mmcompile.runtime.step_planner import Collate, StepPlanner
 from mmcompile.step.assignment import SampleCosts
 from mmcompile.step.balance.balancer import Balancer
@@ -106,8 +107,12 @@ def elastic_job(
     folder: str | Path,
     seed: int = 0,
     optimizer: Callable[..., torch.optim.Optimizer] = DEFAULT_OPTIMIZER,
+    groups: Sequence[ParameterGroup] = (),
     scheduler: SchedulerFactory | None = None,
     clip_norm: float | None = None,
+    accumulate: int = 1,
+    master_weights: bool = False,
+    shard_optimizer: bool = False,
     compile: bool = False,
     reduction: Reduction = "fast",
     balance: str | Balancer = Arrival.name,
@@ -127,7 +132,10 @@ def elastic_job(
         num_steps: optimizer steps in all.
         folder: a new one, for the log, the events, and the checkpoint.
         seed: of random numbers in the model.
-        optimizer, scheduler, clip_norm, compile: as for `Engine`.
+        optimizer, groups, scheduler, clip_norm, compile: as for `Engine`.
+        master_weights: as for `Engine`; masters start as the parameters are.
+        accumulate, shard_optimizer: of `Engine`, and refused here: a step is one call, and what a rank updates after a commit
+            must not depend on other ranks, which may be gone.
         reduction: how gradients are added up (`mmcompile.runtime.commands.Reduction`).
         balance: which samples of a step share a microbatch: a balancer, or its name.
         pad, collate: as for `Engine`.
@@ -140,6 +148,16 @@ def elastic_job(
     """
     if collate is not None and pad is not None:
         raise ConfigError("pad has no effect together with collate, which joins samples: leave one of them out")
+    if shard_optimizer:
+        raise ConfigError(
+            "shard_optimizer does not go with fault tolerance: a rank that updates alone may die before it tells the others, "
+            "after the step was committed; leave it out"
+        )
+    if accumulate != 1:
+        raise ConfigError(
+            f"accumulate is {accumulate}; with fault tolerance a step is one batch of the data: give larger batches, and plan "
+            "with more microbatches"
+        )
     resilience = _resilience(plan)
     subject = subject_of(model, batch, None)
     captured = subject.capture()
@@ -154,7 +172,7 @@ def elastic_job(
         data=data,
         num_steps=num_steps,
         seed=seed,
-        optimizer=OptimizerSpec.of(optimizer),
+        optimizer=OptimizerSpec.of(optimizer, groups, master_weights=master_weights),
         scheduler=scheduler,
         clip_norm=clip_norm,
         compiled=compile,
@@ -165,6 +183,7 @@ def elastic_job(
         folder=Path(folder),
         save_every=save_every,
     )
+    job.user.masters_for(job.optimizer, master_weights)
     if compile:
         compile_layers(job)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,13 @@ from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.graph import ModelGraph, component_of, info
 from mmcompile.lower.attention import AttentionChoice, with_shared_tokens, with_words
+from mmcompile.lower.axes import with_autocast
 from mmcompile.lower.cut import cut
 from mmcompile.lower.stages import links
 from mmcompile.passes.cost import Cost
 from mmcompile.passes.cost_table import CostTable
 from mmcompile.passes.layer_kinds import layer_kinds
+from mmcompile.passes.tensor_axes import TensorAxes, tensor_axes
 from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, decided_stages
 from mmcompile.plan.geometry import geometries
@@ -41,6 +43,8 @@ from mmcompile.step.collate import Sample
 
 DEFAULT_MICROBATCHES = 4
 SOLVER_SECONDS = 5.0
+_KEPT = 2
+"""Tensors that stay whole, in a note."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +56,8 @@ class Wanted:
     stages: Mapping[str, int] | None = None
     projector: ProjectorPlacement | None = None
     attention: AttentionChoice
+    autocast: bool | Sequence[str] = False
+    """Components that compute in bfloat16 under autocast; True: all."""
     search_tokens: bool = False
     """Whether the ranks that share tokens are searched."""
     global_batch: int | None = None
@@ -60,9 +66,12 @@ class Wanted:
     schedule: ScheduleKind | None = None
     recompute: Recompute | None = None
     placement: Placing | None = None
-    tensor_parallel: int | None = None
+    tensor_parallel: int | Mapping[str, int] | None = None
+    """Ranks that share the tensors of every chain, or of each chain or component named."""
     replicas: int | Mapping[str, int] | None = None
     """Of the language model, or of each chain or component named."""
+    fsdp: bool | Sequence[str] = False
+    """Components whose replicas share their parameters; True: all."""
     packing: Packing | None = None
     """What keeps samples of one row apart; None for padded samples in rows of their own."""
     constraints: tuple[Constraint, ...] = ()
@@ -76,11 +85,20 @@ class Wanted:
         for name, number in self.replicas.items() if isinstance(self.replicas, Mapping) else (("", self.replicas),):
             if number is not None and number < 1:
                 raise ConfigError(f"replicas of {name or 'the language model'} are {number}; give 1 or more")
+        shares = self.tensor_parallel
+        for name, number in shares.items() if isinstance(shares, Mapping) else (("", shares),):
+            if number is not None and number < 1:
+                raise ConfigError(f"tensor_parallel of {name or 'every chain'} is {number}; give 1 or more")
         if self.fault_tolerance is not None and self.fault_tolerance < 0:
             raise ConfigError(
                 f"fault_tolerance is {self.fault_tolerance}; give the number of nodes that may fail at once, 0 or more"
             )
         if self.global_batch is not None:
+            if self.fsdp:
+                raise ConfigError(
+                    f"fsdp={self.fsdp} has no effect with a global batch, where the search decides it: take strategy 'fsdp', or "
+                    "give replicas and no global batch"
+                )
             return
         if self.stats is not None:
             raise ConfigError(
@@ -100,31 +118,49 @@ class Wanted:
             space = replace(space, cp=space.cp if cp == 1 else (cp,))
         return replace(
             space,
-            tp=space.tp if self.tensor_parallel is None else (self.tensor_parallel,),
+            tp=self._shares(space),
             schedules=space.schedules if self.schedule is None else (self.schedule,),
             placements=space.placements if self.placement is None else (self.placement,),
             recomputes=space.recomputes if self.recompute is None else (self.recompute,),
             microbatches=space.microbatches if self.num_microbatches is None else (self.num_microbatches,),
         )
 
+    def _shares(self, space: SearchSpace) -> tuple[int, ...]:
+        """Numbers of ranks that may share tensors, of any chain."""
+        match self.tensor_parallel:
+            case None:
+                return space.tp
+            case int():
+                return (self.tensor_parallel,)
+            case _:
+                return tuple(sorted({1, *self.tensor_parallel.values()}))
+
 
 def check_agrees(
     plan: Plan,
     attention: Attention | None,
     context_parallel: int | None,
-    replicas: int | Mapping[str, int] | None,
     packing: Sequence[Sample] | None,
+    **decided: object,
 ) -> None:
-    """Refuse options that a plan has decided otherwise. Raises ConfigError."""
+    """Refuse options that a plan has decided otherwise.
+
+    Args:
+        decided: other options by name; None for those not given.
+
+    Raises:
+        ConfigError: naming the option.
+    """
     if attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
         raise ConfigError(
             f"the plan has attention {plan.attention!r} and context_parallel {plan.context_parallel}, asked were "
             f"{attention!r} and {context_parallel}: a plan decides these; leave them out, or make another plan"
         )
-    if replicas is not None:
-        raise ConfigError(
-            f"replicas={replicas} has no effect together with a plan: the plan decides it; drop one of the two"
-        )
+    for name, value in decided.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value} has no effect together with a plan: the plan decides it; drop one of the two"
+            )
     if (plan.packing is None) != (packing is None):
         said = "does not pack samples" if plan.packing is None else "packs samples"
         raise ConfigError(
@@ -155,9 +191,10 @@ def make_plan(
         PlanError, ConfigError: as `mmcompile.plan`.
     """
     choice, clock = wanted.attention, _Clock(on_phase)
-    captured = with_words(captured, choice, batch)
+    autocast = _autocast(captured.graph, wanted)
+    captured = with_words(with_autocast(captured, autocast), choice, batch)
     graph = captured.graph
-    dtype = graph.main_dtype
+    dtype = "bfloat16" if graph.loss_component in autocast else graph.main_dtype
     kinds = _checked_kinds(graph, wanted, dtype)
     table = Cost().run(graph)
     engine_runs_it = wanted.global_batch is None
@@ -167,6 +204,8 @@ def make_plan(
     can_share = wanted.search_tokens and _can_share_tokens(captured, choice)
     packed = wanted.packing is not None
     workload = None if engine_runs_it else Workload.of(graph, table, batch, wanted.stats, packed=packed)
+    space = wanted.space(can_share)
+    axes = tensor_axes(graph, max_degree=max(space.tp)) if max(space.tp) > 1 else {}
     clock.done("cost")
     problem = problem_of(
         graph,
@@ -176,10 +215,13 @@ def make_plan(
         fingerprint=fingerprint,
         stages={**decided_stages(wanted.constraints), **(wanted.stages or {})},
         replicas=_replicas(graph, wanted),
+        tensor_parallel=wanted.tensor_parallel if isinstance(wanted.tensor_parallel, Mapping) else None,
+        tensor_degrees={name: found.degrees for name, found in axes.items()},
+        fsdp=_fsdp(graph, wanted),
         projector=wanted.projector,
         entries=_entries(graph),
         shards=choice.context_parallel if engine_runs_it else 1,
-        space=wanted.space(can_share),
+        space=space,
         global_batch=wanted.global_batch,
         workload=workload,
         kinds=kinds,
@@ -204,6 +246,7 @@ def make_plan(
         notes = (*notes, *notes_of(resilience, best.candidate, constrained=decided))
         clock.done("templates")
     found = plan_of(search, best, strategy=wanted.strategy)
+    _check_shared(found, wanted.fsdp)
     cp = found.context_parallel
     choice = replace(
         choice,
@@ -214,8 +257,19 @@ def make_plan(
     found = replace(
         found,
         attention=choice.attention,
+        autocast=autocast,
         head_stride=choice.head_stride,
-        notes=(*found.notes, *notes, *([str(wanted.packing)] if wanted.packing else [])),
+        notes=(
+            *found.notes,
+            *notes,
+            *([str(wanted.packing)] if wanted.packing else []),
+            *(
+                _shared_note(name, chain.tp, axes)
+                for chain in found.chains
+                for name in chain.components
+                if chain.tp > 1
+            ),
+        ),
         packing=wanted.packing,
         resilience=resilience,
         sample_rates=sample_rates(best.candidate, geometries(graph, table.loads, batch, packed=packed), pricing),
@@ -238,11 +292,55 @@ class _Clock:
         self._since = now
 
 
+def _autocast(graph: ModelGraph, wanted: Wanted) -> tuple[str, ...]:
+    if isinstance(wanted.autocast, bool):
+        return tuple(component.name for component in graph.components) if wanted.autocast else ()
+    return tuple(wanted.autocast)
+
+
 def _replicas(graph: ModelGraph, wanted: Wanted) -> Mapping[str, int]:
     """Chain or component name -> replicas, where that is decided."""
     if isinstance(wanted.replicas, int):
         return {graph.loss_component: wanted.replicas}
     return wanted.replicas or {}
+
+
+def _fsdp(graph: ModelGraph, wanted: Wanted) -> Collection[str]:
+    """Components whose replicas share their parameters."""
+    names = [component.name for component in graph.components]
+    if isinstance(wanted.fsdp, bool):
+        return names if wanted.fsdp else ()
+    unknown = [name for name in wanted.fsdp if name not in names]
+    if unknown:
+        raise PlanError(
+            f"no component {unknown[0]!r} whose replicas could share parameters; they are {', '.join(names)}"
+        )
+    return wanted.fsdp
+
+
+def _check_shared(plan: Plan, fsdp: bool | Sequence[str]) -> None:
+    """Refuse shared parameters of a single replica."""
+    for name in () if isinstance(fsdp, bool) else fsdp:
+        chain = next(chain for chain in plan.chains if name in chain.components)
+        if not chain.fsdp:
+            raise ConfigError(
+                f"fsdp of {name} has no effect: {chain.name} has 1 replica, which has nobody to share parameters with; give it "
+                "more replicas, or leave it out"
+            )
+    if fsdp is True and not any(chain.fsdp for chain in plan.chains):
+        raise ConfigError("fsdp has no effect: every chain has 1 replica; give replicas, or leave fsdp out")
+
+
+def _shared_note(name: str, degree: int, axes: Mapping[str, TensorAxes]) -> str:
+    """What tensor parallelism does of a component, and what it leaves whole."""
+    own = axes[name]
+    if degree not in own.degrees:
+        why = own.reasons.get(degree, f"{degree} is no power of two")
+        return f"{name} is no even work for {degree} ranks that share tensors: {why}; what does not divide is computed by each"
+    kept = own.kept[degree]
+    whole = f"; whole: {'; '.join(kept[:_KEPT])}" if kept else ""
+    more = f" and {len(kept) - _KEPT} more" if len(kept) > _KEPT else ""
+    return f"{degree} ranks share {own.shares[degree]:.0%} of the parameters of {name}{whole}{more}"
 
 
 def _linked(captured: Capture, plan: Plan, choice: AttentionChoice) -> Plan:

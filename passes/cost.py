@@ -18,7 +18,7 @@ from mmcompile.costmodel.compute import LayerCost
 from mmcompile.ir.graph import Component, ModelGraph, annotate, info
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.cost_table import SIZED, CostTable, GrowingCost
-from mmcompile.passes.gradient_flow import trainable_names
+from mmcompile.passes.gradient_flow import makes_gradient, trainable_names
 from mmcompile.passes.op_backward import backward_kernels, is_joint
 from mmcompile.passes.op_flops import ATTENTION, keys_and_values, op_flops
 from mmcompile.passes.op_load import Growth, Growths, captured_sequences
@@ -95,9 +95,7 @@ class _Meter:
 
     def carries(self, node: fx.Node, source: fx.Node) -> bool:
         """Whether `node`'s backward makes a gradient for its input `source`."""
-        if source.op == "call_function":
-            return info(node).carries_gradient and info(source).carries_gradient
-        return info(node).carries_gradient and source.op == "get_attr" and source.target in self._trainable
+        return makes_gradient(node, source, self._trainable)
 
     def saved(self, node: fx.Node) -> dict[int, Saved]:
         """What `node` keeps for backward by storage, parameters and constants excluded."""

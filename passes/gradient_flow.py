@@ -8,7 +8,7 @@ waits for one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -92,6 +92,20 @@ class GradientFlow(Analysis[GradientReport]):
 def trainable_names(graph: ModelGraph) -> dict[str, str]:
     """Every name of a trainable parameter, aliases included -> its first name."""
     return {name: spec.name for spec in graph.parameters if spec.trainable for name in (spec.name, *spec.aliases)}
+
+
+def makes_gradient(node: fx.Node, source: fx.Node, trainable: Container[str]) -> bool:
+    """Whether the backward of `node` makes a gradient for its input `source`.
+
+    Args:
+        node: annotated by `GradientFlow`.
+        trainable: names of parameters that train.
+    """
+    if not info(node).carries_gradient:
+        return False
+    if source.op == "call_function":
+        return info(source).carries_gradient
+    return source.op == "get_attr" and str(source.target) in trainable
 
 
 def loss_node(graph: fx.Graph) -> fx.Node:

@@ -18,7 +18,9 @@ Kernel = Sequence[fx.Node]
 """The nodes whose values it reads or writes; a gradient has the size of its node."""
 
 # The gradient is that of the result, or a view of it.
-PASSES_GRADIENT = aten_ops("add sub cat stack clone contiguous lift_fresh_copy sum reshape to _to_copy")
+PASSES_GRADIENT = aten_ops("add sub cat stack clone contiguous lift_fresh_copy sum reshape to _to_copy") | {
+    "mmcompile.tp_sum"
+}
 CASTS = aten_ops("to _to_copy")
 # One product a gradient.
 SCALES = aten_ops("mul div")

@@ -35,12 +35,14 @@ SAVES_NOTHING = aten_ops(
     "expand expand_as unsqueeze squeeze slice select split split_with_sizes chunk unbind narrow contiguous movedim "
     "unfold diagonal select_scatter slice_scatter diagonal_scatter floor ceil round sign detach "
     "dropout upsample_bicubic2d upsample_bilinear2d upsample_nearest2d adaptive_avg_pool1d adaptive_avg_pool2d"
-)
+) | {f"mmcompile.tp_{name}" for name in ("copy", "sum", "exit", "enter", "slice", "heads")} | {
+    "mmcompile.gather_parameter"
+}
 # Only indices or masks.
 SAVES_INDICES = aten_ops(
     "index index_select index_put gather scatter scatter_add index_add index_copy masked_fill masked_scatter where "
     "embedding take_along_dim masked_select repeat_interleave tril triu"
-) | {"merge_features"}
+) | {"merge_features", "mmcompile.tp_embedding"}
 # The result, not the argument.
 SAVES_RESULT = aten_ops("relu sigmoid tanh softmax _softmax log_softmax exp rsqrt sqrt reciprocal")
 # Each operand, where the other one carries gradient.
@@ -48,8 +50,8 @@ SAVES_OTHER = aten_ops(
     "mul div matmul mm bmm linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d einsum addmm baddbmm"
 )
 ATTENTION = aten_ops("scaled_dot_product_attention")
-# All it reads and returns: result and log-sum-exp, words and positions.
-SAVES_ALL = frozenset({"mmcompile.bitfield_attention"})
+# All it reads and returns: result and log-sum-exp, words and positions; of a loss the logits, in their own dtype.
+SAVES_ALL = frozenset({"mmcompile.bitfield_attention", "mmcompile.tp_token_loss"})
 LOSSES = frozenset({"aten.cross_entropy_loss", "aten.nll_loss_nd", "token_loss"})
 # A norm keeps mean and reciprocal deviation of each row, in float32.
 ROW_STATISTICS = {"aten.layer_norm": 2, "aten.rms_norm": 1, "aten.group_norm": 2}

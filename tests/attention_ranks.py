@@ -19,10 +19,10 @@ from mmcompile.kernels.bitfield_attention.context_parallel import (
     context_parallel_attention,
     context_parallel_attention_backward,
     gather_words,
-    register_group,
 )
 from mmcompile.kernels.bitfield_attention.plan import workload
 from mmcompile.kernels.bitfield_attention.shard import shard_tokens
+from mmcompile.kernels.process_groups import register_group
 from mmcompile.step.token_blocks import BlockPolicy, TokenBlocks, distribute
 
 BLOCK = 16

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from elastic_jobs import KINDS, MICROBATCHES, Answer, Run, Runs
 from elastic_model import BATCH, SAMPLES, Data, batches
-from safetensors.torch import load_file
 from torch import Tensor
 
 from mmcompile.runtime import checkpoint
@@ -81,8 +80,17 @@ def trained(folder: Path) -> Trained:
     return Trained(
         steps=dict(map(figures_of, committed)),
         digests=json.loads((folder / "digests.json").read_text()),
-        tensors=load_file(folder / "checkpoint" / "trainer.safetensors"),
+        tensors=saved_tensors(folder),
     )
+
+
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    """Weights and optimizer state of the last checkpoint of a run."""
+    saved = checkpoint.read(folder / "checkpoint")
+    return {
+        **{f"weight/{name}": tensor for name, tensor in saved.weights.items()},
+        **{f"state/{path}": tensor for path, tensor in saved.optimizer.items()},
+    }
 
 
 def figures_of(event: Event) -> tuple[int, tuple[float, float | None, int, int]]:
@@ -191,7 +199,7 @@ def check_saved(chaos: Chaos, run: Run, answer: Answer) -> None:
     check_steps(events, answer, run.data)
     wanted = chaos.reference(replace(run, num_steps=saved.step))
     check_figures(events, wanted)
-    check_tensors(load_file(folder / "checkpoint" / "trainer.safetensors"), wanted.tensors)
+    check_tensors(saved_tensors(folder), wanted.tensors)
 
 
 def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

@@ -26,7 +26,10 @@ def every_candidate(problem: Problem, engine: BranchAndBound) -> Iterator[Candid
             for schedule in problem.space.schedules:
                 setting = replace(first, schedule=schedule)
                 last = len(chains.chains) - 1
-                degrees = [engine.combos.degrees(setting, last=index == last) for index in range(last + 1)]
+                degrees = [
+                    engine.combos.degrees(chain, setting, last=index == last)
+                    for index, chain in enumerate(chains.chains)
+                ]
                 yield from every_cut(problem, chains, setting, list(product(*degrees)))
 
 

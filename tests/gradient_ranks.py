@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
+from mmcompile.runtime.carried_sums import CarriedSums
 from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.gradients import GradientSums, Shared
 from mmcompile.runtime.groups import Groups
+from mmcompile.runtime.master_weights import HALF, MasterWeights
 
 BUCKET_BYTES = 2**17
 Gradients = Mapping[str, Tensor | None]
@@ -32,6 +34,10 @@ class Case:
     """Per rank and backward, in the order in which they run: what it gives to the parameters that it touches."""
     values: Mapping[str, Tensor]
     """Of the parameters."""
+    masters: bool = False
+    """Half-precision parameters have float32 masters, on the ranks that update them."""
+    earlier: int = 0
+    """Backwards of each rank that belong to calls of the step before the last, one a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class Held:
     """What a rank holds after a step."""
 
     gradients: Gradients
+    """Of masters where there are any."""
     faults: Mapping[str, float]
 
 
@@ -53,17 +60,42 @@ def summed(cases: Sequence[Case], num_ranks: int, folder: Path) -> list[list[Hel
 def run_case(groups: Groups, case: Case) -> Held:
     """This rank's part: backwards through real autograd, then the sums."""
     parameters = {name: nn.Parameter(case.values[name]) for name in case.held[groups.rank]}
+    masters = MasterWeights() if case.masters else None
+    updaters = {name: item.updater for item in case.shared for name in item.names if item.updater is not None}
+    for name, parameter in parameters.items():
+        if masters is not None and parameter.dtype in HALF and updaters.get(name, groups.rank) == groups.rank:
+            masters.add(name, parameter)
     backwards = case.backwards[groups.rank]
-    counts = Counter(name for given in backwards for name in given)
-    sums = GradientSums(groups, parameters, case.shared, counts, reduction=case.reduction, bucket_bytes=BUCKET_BYTES)
-    for given in backwards:
-        for name, gradient in given.items():
-            if gradient is not None:
-                # A copy, since autograd may keep what it is given, and add to it.
-                parameters[name].view_as(parameters[name]).backward(gradient.clone())
+    carried = CarriedSums(case.reduction, master_weights=case.masters)
+    for given in backwards[: case.earlier]:
+        carried.begin(parameters)
+        _backward(parameters, given)
+        carried.ran(given)
+        assert carried.finish() == {}
+    counts = Counter(name for given in backwards[case.earlier :] for name in given)
+    sums = GradientSums(
+        groups,
+        parameters,
+        case.shared,
+        counts,
+        reduction=case.reduction,
+        masters=masters,
+        carried=carried,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    for given in backwards[case.earlier :]:
+        _backward(parameters, given)
         sums.ran(given)
     faults = sums.finish()
-    return Held(gradients={name: parameter.grad for name, parameter in parameters.items()}, faults=faults)
+    targets = {**parameters, **(masters or {})}
+    return Held(gradients={name: target.grad for name, target in targets.items()}, faults=faults)
+
+
+def _backward(parameters: Mapping[str, nn.Parameter], given: Gradients) -> None:
+    for name, gradient in given.items():
+        if gradient is not None:
+            # A copy, since autograd may keep what it is given, and add to it.
+            parameters[name].view_as(parameters[name]).backward(gradient.clone())
 
 
 def _rank(rank: int, num_ranks: int, folder: Path) -> None:

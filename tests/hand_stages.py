@@ -87,8 +87,20 @@ import torch
 from torch.nn import functional
 from mmcompile.lower.stage_module import StageModule
 
+aten = torch.ops.aten
+
+def block(
+    up_weight: "float64 [UP, WIDTH], trained",
+    up_bias: "float64 [UP], trained",
+    down_weight: "float64 [WIDTH, UP], trained",
+    down_bias: "float64 [WIDTH], trained",
+    x: "float64 [s0, s1, WIDTH], gradient",
+):
+    hidden = aten.gelu.default(aten.linear.default(x, up_weight, up_bias))
+    return (x + aten.linear.default(hidden, down_weight, down_bias),)
+
 class Stage(StageModule):
-"""
+""".replace("UP", str(2 * WIDTH)).replace("WIDTH", str(WIDTH))
 
 _ENCODER = """
     def forward(self, values):
@@ -98,8 +110,8 @@ _ENCODER = """
 """
 
 _BLOCK = """
-        hidden = functional.gelu(functional.linear(x, t["blocks.N.up.weight"], t["blocks.N.up.bias"]))
-        x = x + functional.linear(hidden, t["blocks.N.down.weight"], t["blocks.N.down.bias"])
+        up, down = (t["blocks.N.up.weight"], t["blocks.N.up.bias"]), (t["blocks.N.down.weight"], t["blocks.N.down.bias"])
+        (x,) = self.run(block, *up, *down, x)
 """
 
 _LOSS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mmcompile.lower.program import PreparedMicrobatch, StageProgram
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.plan.by_layers import by_layers
+from mmcompile.plan.plan import ScheduleKind
 
 Load = Callable[[StageProgram, Mapping[str, Tensor]], Callable[..., tuple[Tensor, ...]]]
 
@@ -35,12 +37,13 @@ def llama(num_layers: int) -> Family:
     )
 
 
-def layer_patterns(model: nn.Module, batch: Mapping[str, Any]) -> Patterns:
+def layer_patterns(model: nn.Module, batch: Mapping[str, Any], schedule: ScheduleKind = "1f1b") -> Patterns:
     """Patterns of a model in which every layer is a stage of its own."""
     batch = completed(model, batch)
     found = capture(model, batch)
     Pipeline(passes=(GradientFlow(),)).run(found.graph)
-    return Patterns(model, by_layers(even_plan(found.graph, {})), found, batch)
+    plan = replace(by_layers(even_plan(found.graph, {})), schedule=schedule)
+    return Patterns(model, plan, found, batch)
 
 
 def run_layers(model: nn.Module, microbatch: PreparedMicrobatch, load: Load) -> Outcome:

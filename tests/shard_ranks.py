@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from mmcompile.kernels.bitfield_attention.context_parallel import register_group
+from mmcompile.kernels.process_groups import register_group
 from mmcompile.lower.load import load_stage
 from mmcompile.lower.program import PatternPrograms, StageProgram
 from mmcompile.plan.placement import shard_name

@@ -102,7 +102,7 @@ def lowered(found: Capture, model: nn.Module, batch: Mapping[str, Any], stages: 
     plan = even_plan(found.graph, stages)
     programs = lower(found, plan).programs
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    order = _in_order(programs)
+    order = in_order(programs)
     return LoweredStages(
         plan=plan,
         modules={name: (programs[name], load_stage(programs[name], tensors)) for name in order},
@@ -111,7 +111,8 @@ def lowered(found: Capture, model: nn.Module, batch: Mapping[str, Any], stages: 
     )
 
 
-def _in_order(programs: Mapping[str, StageProgram]) -> list[str]:
+def in_order(programs: Mapping[str, StageProgram]) -> list[str]:
+    """Names of programs, producers first."""
     order: list[str] = []
     while len(order) < len(programs):
         waiting = [name for name in programs if name not in order]

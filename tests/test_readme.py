@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_tour_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    assert len(blocks) == 11
+    assert len(blocks) == 13
     (tmp_path / "tour.py").write_text('if __name__ == "__main__":\n' + _indented("\n".join(blocks)))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -27,7 +27,7 @@ def test_the_tour_runs(tmp_path: Path) -> None:
     assert "class Stage(StageModule)" in done.stdout
     assert "any 4..5 nodes can be used in full; below 4 training stops" in done.stdout
     assert "died with signal 9 (SIGKILL)" in done.stdout
-    assert (tmp_path / "checkpoint" / "model.safetensors").is_file()
+    assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("target", re.findall(r"\]\(([^):#]+)\)", README))

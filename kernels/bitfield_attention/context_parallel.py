@@ -22,11 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mmcompile.errors import ConfigError, MaskError
-from mmcompile.kernels.bitfield_attention.cp_channel import Channel, registered_group
-from mmcompile.kernels.bitfield_attention.cp_channel import register_group as register_group
 from mmcompile.kernels.bitfield_attention.cp_heads import KeySums, gathered_heads
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_backward_op, bitfield_attention_op
 from mmcompile.kernels.bitfield_attention.pairs import visible_pairs
+from mmcompile.kernels.process_groups import Channel, registered_group
 
 
 @torch.library.custom_op("mmcompile::context_parallel_attention", mutates_args=())

@@ -12,7 +12,7 @@ from typing import final
 
 import torch
 
-from mmcompile.kernels.bitfield_attention.cp_channel import Channel, Transfer
+from mmcompile.kernels.process_groups import Channel, Transfer
 
 _SUM_BUFFERS = 3
 """One that is being written, one under way, and one that may be late."""

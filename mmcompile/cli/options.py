@@ -46,6 +46,7 @@ class AttentionChoice(StrEnum):
     BITFIELD = "bitfield"
 
 
+ALL_COMPONENTS = "all"
 SEARCH = "search"
 
 
@@ -131,6 +132,15 @@ AttentionOption = Annotated[
         show_default="model; bitfield with --context-parallel",
     ),
 ]
+AutocastOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--autocast",
+        metavar="all|NAME",
+        help="Components whose products are computed in bfloat16 from float32 parameters; repeat or join with commas.",
+        show_default="none",
+    ),
+]
 ContextParallelOption = Annotated[
     int | None,
     typer.Option(
@@ -175,10 +185,11 @@ PlacementOption = Annotated[
     ),
 ]
 TensorParallelOption = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
-        metavar="N|search",
-        help="Ranks that share the tensors of a layer.",
+        "--tensor-parallel",
+        metavar="N|NAME=N|search",
+        help="Ranks that share the tensors of every layer, or of those of a chain by name; repeat or join with commas.",
         show_default="1; search with --global-batch",
     ),
 ]
@@ -235,7 +246,23 @@ def parse_stages(texts: Sequence[str] | None) -> dict[str, int] | None:
     return _parse_counts("--stages", texts) if texts else None
 
 
-def parse_replicas(texts: Sequence[str] | None) -> int | dict[str, int] | None:
+def parse_components(texts: Sequence[str] | None) -> bool | tuple[str, ...] | None:
+    """`["vision_tower,language_model"]` -> both names; True for `["all"]`; None if nothing was given.
+
+    Raises:
+        ConfigError: a name is empty, or `all` stands beside others.
+    """
+    if not texts:
+        return None
+    names = tuple(name.strip() for text in texts for name in text.split(","))
+    if names == (ALL_COMPONENTS,):
+        return True
+    if "" in names or ALL_COMPONENTS in names:
+        raise ConfigError(f"{', '.join(texts)!r} is neither names of components nor {ALL_COMPONENTS!r} alone")
+    return names
+
+
+def parse_degrees(option: str, texts: Sequence[str] | None) -> int | dict[str, int] | None:
     """`["2"]` -> 2; `["language_model=2", "vision_tower=3"]` -> a dict; None for `["search"]` and where nothing was given.
 
     Raises:
@@ -243,9 +270,9 @@ def parse_replicas(texts: Sequence[str] | None) -> int | dict[str, int] | None:
     """
     if texts and not any("=" in text for text in texts):
         if len(texts) > 1:
-            raise ConfigError(f"--replicas is given {' and '.join(texts)}; give one number, or NAME=N for each chain")
-        return parse_degree("--replicas", texts[0])
-    return _parse_counts("--replicas", texts) if texts else None
+            raise ConfigError(f"{option} is given {' and '.join(texts)}; give one number, or NAME=N for each chain")
+        return _parse_degree(option, texts[0])
+    return _parse_counts(option, texts) if texts else None
 
 
 def _parse_counts(option: str, texts: Sequence[str]) -> dict[str, int]:
@@ -260,13 +287,8 @@ def _parse_counts(option: str, texts: Sequence[str]) -> dict[str, int]:
     return counts
 
 
-def parse_degree(option: str, text: str | None) -> int | None:
-    """`"4"` -> 4; None for `"search"` and where nothing was given.
-
-    Raises:
-        ConfigError: neither a number from 1 on nor `search`.
-    """
-    if text is None or text == SEARCH:
+def _parse_degree(option: str, text: str) -> int | None:
+    if text == SEARCH:
         return None
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{option} is {text!r}; give a number from 1 on, or {SEARCH}")

@@ -13,6 +13,7 @@ from mmcompile.cli.console import print_json, print_plan, print_text
 from mmcompile.cli.options import (
     AttentionOption,
     AudiosOption,
+    AutocastOption,
     BatchSizeOption,
     CalibrationOption,
     ClusterOption,
@@ -40,6 +41,7 @@ from mmcompile.cli.options import (
     TensorParallelOption,
     TextTokensOption,
     TrainOption,
+    parse_components,
     parse_stages,
 )
 from mmcompile.cli.planning import Example, Searched, Wanted, load_subject, make_plan
@@ -63,6 +65,7 @@ def plan(
     replicas: ReplicasOption = None,
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
+    autocast: AutocastOption = None,
     attention: AttentionOption = None,
     context_parallel: ContextParallelOption = None,
     constrain: ConstrainOption = None,
@@ -100,6 +103,7 @@ def plan(
         Wanted(
             stages=parse_stages(stages),
             projector=projector,
+            autocast=parse_components(autocast),
             attention=attention,
             context_parallel=context_parallel,
             microbatches=microbatches,

@@ -21,8 +21,7 @@ from mmcompile.cli.options import (
     RecomputeChoice,
     ScheduleChoice,
     Strategy,
-    parse_degree,
-    parse_replicas,
+    parse_degrees,
 )
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.compute import Recompute
@@ -80,6 +79,7 @@ class Wanted:
 
     stages: Mapping[str, int] | None = None
     projector: Projector = Projector.SEARCH
+    autocast: bool | tuple[str, ...] | None = None
     attention: AttentionChoice | None = None
     context_parallel: int | None = None
     microbatches: int | None = None
@@ -89,7 +89,7 @@ class Wanted:
     schedule: ScheduleKind | None = None
     recompute: Recompute | None = None
     placement: Placing | None = None
-    tensor_parallel: int | None = None
+    tensor_parallel: int | Mapping[str, int] | None = None
     replicas: int | Mapping[str, int] | None = None
     constraints: tuple[Constraint, ...] = ()
     calibration: Calibration | None = field(default=None, repr=False)
@@ -107,7 +107,7 @@ class Searched:
     schedule: ScheduleChoice | None
     recompute: RecomputeChoice | None
     placement: PlacementChoice | None
-    tensor_parallel: str | None
+    tensor_parallel: Sequence[str] | None
     replicas: Sequence[str] | None
     constrain: Sequence[str] | None
     calibration: Path | None
@@ -125,11 +125,11 @@ class Searched:
             global_batch=self.global_batch,
             stats=None if self.stats is None else read_dataset(self.stats),
             strategy=self.strategy,
-            schedule=None if self.schedule in (None, ScheduleChoice.SEARCH) else _kind(self.schedule),
-            recompute=None if self.recompute in (None, RecomputeChoice.SEARCH) else _recompute(self.recompute),
+            schedule=schedule_kind(self.schedule),
+            recompute=recompute_kind(self.recompute),
             placement=None if self.placement in (None, PlacementChoice.SEARCH) else _placement(self.placement),
-            tensor_parallel=parse_degree("--tensor-parallel", self.tensor_parallel),
-            replicas=parse_replicas(self.replicas),
+            tensor_parallel=parse_degrees("--tensor-parallel", self.tensor_parallel),
+            replicas=parse_degrees("--replicas", self.replicas),
             constraints=tuple(parse_constraint(text) for text in self.constrain or ()),
             calibration=None if self.calibration is None else Calibration.load(self.calibration),
             solver_seconds=self.solver_seconds,
@@ -142,7 +142,7 @@ class Searched:
             "--schedule": self.schedule,
             "--recompute": self.recompute,
             "--placement": self.placement,
-            "--tensor-parallel": self.tensor_parallel,
+            "--tensor-parallel": SEARCH if SEARCH in (self.tensor_parallel or ()) else None,
             "--replicas": SEARCH if SEARCH in (self.replicas or ()) else None,
         }
         for option, value in searched.items():
@@ -181,6 +181,7 @@ def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, 
             num_microbatches=microbatches,
             stages=wanted.stages,
             projector=None if wanted.projector is Projector.SEARCH else wanted.projector.value,
+            autocast=wanted.autocast,
             attention=None if wanted.attention is None else wanted.attention.value,
             context_parallel=wanted.context_parallel,
             global_batch=wanted.global_batch,
@@ -200,16 +201,18 @@ def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, 
         )
 
 
-def _kind(choice: ScheduleChoice) -> ScheduleKind:
-    return next(kind for kind in get_args(ScheduleKind) if kind == choice.value)
+def schedule_kind(choice: ScheduleChoice | None) -> ScheduleKind | None:
+    """None for `search` too."""
+    return next((kind for kind in get_args(ScheduleKind) if choice is not None and kind == choice.value), None)
 
 
 def _placement(choice: PlacementChoice) -> Placing:
     return next(kind for kind in get_args(Placing) if kind == choice.value)
 
 
-def _recompute(choice: RecomputeChoice) -> Recompute:
-    return next(kind for kind in get_args(Recompute) if kind == choice.value)
+def recompute_kind(choice: RecomputeChoice | None) -> Recompute | None:
+    """None for `search` too."""
+    return next((kind for kind in get_args(Recompute) if choice is not None and kind == choice.value), None)
 
 
 def refuse_with_plan(**given: object) -> None:

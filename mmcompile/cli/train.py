@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -21,6 +21,7 @@ from mmcompile.cli.data import DATA_HELP, epochs, load_samples, richest
 from mmcompile.cli.model import Weights, load_model
 from mmcompile.cli.options import (
     AttentionOption,
+    AutocastOption,
     ContextParallelOption,
     DtypeOption,
     FaultToleranceOption,
@@ -28,14 +29,28 @@ from mmcompile.cli.options import (
     ModelArgument,
     Projector,
     ProjectorOption,
+    RecomputeChoice,
+    RecomputeOption,
     ReductionChoice,
     ReplicasOption,
+    ScheduleChoice,
+    ScheduleOption,
     StagesOption,
+    TensorParallelOption,
     TrainOption,
-    parse_replicas,
+    parse_components,
+    parse_degrees,
     parse_stages,
 )
-from mmcompile.cli.planning import Subject, Wanted, make_plan, refuse_with_plan, set_trainable
+from mmcompile.cli.planning import (
+    Subject,
+    Wanted,
+    make_plan,
+    recompute_kind,
+    refuse_with_plan,
+    schedule_kind,
+    set_trainable,
+)
 from mmcompile.cli.train_elastic import RUN, ElasticOptions, node_at, refuse_elastic, train_elastic
 from mmcompile.costmodel.hardware import LOCAL_NAME
 from mmcompile.errors import ConfigError
@@ -68,8 +83,12 @@ def train(
     train: TrainOption = None,
     stages: StagesOption = None,
     projector: ProjectorOption = Projector.SEARCH,
+    schedule: ScheduleOption = None,
+    recompute: RecomputeOption = None,
+    autocast: AutocastOption = None,
     attention: AttentionOption = None,
     context_parallel: ContextParallelOption = None,
+    tensor_parallel: TensorParallelOption = None,
     replicas: ReplicasOption = None,
     microbatches: Annotated[
         int | None,
@@ -114,6 +133,15 @@ def train(
     secret: Annotated[
         Path | None, typer.Option(help="File with the secret of the run, with --coordinator.", show_default=False)
     ] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(min=2, help="Batches to an update.", show_default="every batch updates")
+    ] = None,
+    master_weights: Annotated[
+        bool, typer.Option("--master-weights", help="Update half-precision parameters in float32.")
+    ] = False,
+    shard_optimizer: Annotated[
+        bool, typer.Option("--shard-optimizer", help="Keep optimizer state once among replicas (ZeRO stage 1).")
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 16,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 1e-4,
@@ -133,7 +161,10 @@ def train(
         Path | None, typer.Option(help="Checkpoint folder to go on from, up to --steps.", show_default=False)
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder to write at the end.", show_default=False)
+        Path | None, typer.Option(help="Checkpoint folder to write at the end, for --resume.", show_default=False)
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Folder to write the trained model to, for from_pretrained.", show_default=False)
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -146,16 +177,24 @@ def train(
     wanted = Wanted(
         stages=parse_stages(stages),
         projector=projector,
+        schedule=schedule_kind(_decided("--schedule", schedule)),
+        recompute=recompute_kind(_decided("--recompute", recompute)),
+        autocast=parse_components(autocast),
         attention=attention,
         context_parallel=context_parallel,
-        replicas=parse_replicas(replicas),
+        tensor_parallel=parse_degrees("--tensor-parallel", tensor_parallel),
+        replicas=parse_degrees("--replicas", replicas),
     )
     if plan is not None:
         refuse_with_plan(
             stages=wanted.stages,
             microbatches=microbatches,
+            schedule=schedule,
+            recompute=recompute,
+            autocast=wanted.autocast,
             attention=attention,
             context_parallel=context_parallel,
+            tensor_parallel=wanted.tensor_parallel,
             replicas=wanted.replicas,
             fault_tolerance=None if fault_tolerance is None else str(fault_tolerance),
             nodes=nodes,
@@ -178,7 +217,13 @@ def train(
         write_atomic(out / PLAN, made.to_json())
         write_programs(out, api.stage_programs(loaded.model, subject.batch, made))
     if made.resilience is not None:
-        refuse_elastic(correct=correct, pack=pack, resume=resume is not None)
+        refuse_elastic(
+            correct=correct,
+            pack=pack,
+            resume=resume is not None,
+            accumulate=accumulate is not None,
+            **{"master-weights": master_weights, "shard-optimizer": shard_optimizer},
+        )
         options = ElasticOptions(
             steps=steps,
             batch_size=batch_size,
@@ -190,12 +235,13 @@ def train(
             balance=balance or Arrival.name,
             save_every=save_every,
             save=save,
+            export=export,
             folder=None if out is None else out / RUN,
             at=node_at(coordinator, node, secret),
         )
         done = train_elastic(loaded.model, made, subject, samples, options)
         if done:
-            _report(_summed(done), out, save, json, traced=False)
+            _report(_summed(done), out, save, export, json, traced=False)
         return
     for name, value in (("save-every", save_every), ("coordinator", coordinator), ("node", node), ("secret", secret)):
         if value is not None:
@@ -209,6 +255,9 @@ def train(
         correct=correct,
         optimizer=optimizer,
         clip_norm=clip_norm,
+        accumulate=accumulate or 1,
+        master_weights=master_weights,
+        shard_optimizer=shard_optimizer,
         compile=compile,
         reduction=reduction.value,
         **given,
@@ -217,13 +266,27 @@ def train(
             engine.load(resume)
             if engine.num_steps >= steps:
                 raise ConfigError(f"checkpoint {resume} is at step {engine.num_steps} already; ask for more --steps")
-        result = _run(engine, samples, steps, batch_size, seed, traced=out is not None)
+        batches = _Batches(size=batch_size, first=engine.num_steps, last=steps, to_a_step=accumulate or 1, seed=seed)
+        result = _run(engine, samples, batches, traced=out is not None)
         if out is not None and leading:
             write_events(out, engine.trace())
         if save is not None:
             engine.save(save)
+        if export is not None:
+            engine.export(export)
     if leading:
-        _report(result, out, save, json)
+        _report(result, out, save, export, json)
+
+
+Choice = TypeVar("Choice", ScheduleChoice | None, RecomputeChoice | None)
+
+
+def _decided(option: str, choice: Choice) -> Choice:
+    if choice in (ScheduleChoice.SEARCH, RecomputeChoice.SEARCH):
+        raise ConfigError(
+            f"{option} search is for `mmcompile plan`, which knows the cluster; say which, or train by a --plan"
+        )
+    return choice
 
 
 def _planned(
@@ -254,7 +317,23 @@ def _planned(
     return made, subject
 
 
-def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int, seed: int, *, traced: bool) -> _Result:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batches:
+    """What a run reads: the batches of steps `first` (done before) to `last`."""
+
+    size: int
+    first: int
+    last: int
+    to_a_step: int
+    seed: int
+
+    def chosen(self, num_samples: int) -> Iterator[Sequence[int]]:
+        """Samples of each batch, by index."""
+        all_batches = epochs(num_samples, self.size, self.seed)
+        return itertools.islice(all_batches, self.first * self.to_a_step, self.last * self.to_a_step)
+
+
+def _run(engine: Engine, samples: Sequence[Sample], batches: _Batches, *, traced: bool) -> _Result:
     columns = (
         TextColumn("step"),
         BarColumn(),
@@ -263,14 +342,12 @@ def _run(engine: Engine, samples: Sequence[Sample], steps: int, batch_size: int,
         TimeRemainingColumn(),
     )
     done: list[StepMetrics] = []
-    first = engine.num_steps
-    batches = itertools.islice(epochs(len(samples), batch_size, seed), first, steps)
     with Progress(*columns, console=ERRORS, disable=engine.rank != 0) as progress:
-        task = progress.add_task("step", total=steps, completed=first, loss=float("nan"), rate="")
-        loaded = ([samples[index] for index in chosen] for chosen in batches)
-        for metrics in engine.train(loaded, trace={steps} if traced else ()):
+        task = progress.add_task("step", total=batches.last, completed=batches.first, loss=float("nan"), rate="")
+        loaded = ([samples[index] for index in chosen] for chosen in batches.chosen(len(samples)))
+        for metrics in engine.train(loaded, trace={batches.last} if traced else ()):
             done.append(metrics)
-            progress.update(task, advance=1, loss=metrics.loss, rate=_rate(metrics))
+            progress.update(task, completed=engine.num_steps, loss=metrics.loss, rate=_rate(metrics))
     return _summed(done)
 
 
@@ -291,9 +368,12 @@ def _rate(metrics: StepMetrics) -> str:
     return f"{metrics.num_samples / metrics.seconds:,.0f} samples/s"
 
 
-def _report(result: _Result, out: Path | None, save: Path | None, json: bool, *, traced: bool = True) -> None:
+def _report(
+    result: _Result, out: Path | None, save: Path | None, export: Path | None, json: bool, *, traced: bool = True
+) -> None:
     if json:
-        folders = {"out": None if out is None else str(out), "checkpoint": None if save is None else str(save)}
+        named = {"out": out, "checkpoint": save, "model": export}
+        folders = {name: None if folder is None else str(folder) for name, folder in named.items()}
         figures = {name: getattr(result, name) for name in ("steps", "loss", "tokens", "samples", "seconds")}
         print_json(figures | folders)
         return
@@ -302,3 +382,5 @@ def _report(result: _Result, out: Path | None, save: Path | None, json: bool, *,
         print_text(f"run folder {out}" + (f"; `mmcompile trace {out}` draws its last step" if traced else ""))
     if save is not None:
         print_text(f"checkpoint {save}")
+    if export is not None:
+        print_text(f"model {export}")

@@ -52,6 +52,8 @@ class ElasticOptions:
     balance: str
     save_every: int | None
     save: Path | None
+    """Where the checkpoint of the end goes."""
+    export: Path | None
     """Where the trained model goes."""
     folder: Path | None
     """Of the log, the events and checkpoints; None to keep them no longer than the run."""
@@ -89,6 +91,8 @@ def train_elastic(
         done = list(engine.train())
         if options.save is not None:
             engine.save(options.save)
+        if options.export is not None:
+            engine.export(options.export)
         return done
 
 

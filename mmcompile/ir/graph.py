@@ -17,6 +17,8 @@ import networkx as nx
 import torch
 from torch import fx
 
+from mmcompile.ir.tensor_shard import TensorShard
+
 META_KEY = "mmcompile"
 
 
@@ -105,6 +107,25 @@ class ParameterSpec:
     dtype: str
     trainable: bool
     aliases: tuple[str, ...] = ()
+    shard: TensorShard | None = None
+    """If this is the part that one of several ranks holds: which."""
+    index: int = 0
+    """Of that part."""
+
+    @property
+    def whole_name(self) -> str:
+        """What the model calls the parameter of which this is a part, or all."""
+        return self.name if self.shard is None else self.name.rpartition("@")[0]
+
+    def part(self, shard: TensorShard, index: int) -> ParameterSpec:
+        """The part of this parameter that a rank holds, as `<name>@<index>`; its aliases stay those of the whole."""
+        return replace(
+            self, name=f"{self.name}@{index}", shape=shard.local_shape(self.shape), shard=shard, index=index
+        )
+
+    def renumbered(self, index: int) -> ParameterSpec:
+        """Another rank's part, if this is a part; else this."""
+        return self if self.shard is None else replace(self, name=f"{self.whole_name}@{index}", index=index)
 
     @property
     def num_elements(self) -> int:
@@ -175,6 +196,8 @@ class ModelGraph:
     """Size symbol -> its value in the captured batch."""
     num_samples: int = 1
     """Samples in the captured batch."""
+    shards: Mapping[str, TensorShard] = field(default_factory=dict)
+    """First name of a parameter -> which part of it a rank of a tensor-parallel group holds; `parameters` keep whole shapes."""
     rewrites: tuple[str, ...] = ()
     """What rewriting passes did and left alone, one line each."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from mmcompile.errors import PlanError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.graph import ModelGraph
-from mmcompile.kernels.bitfield_attention.cp_channel import GROUP
+from mmcompile.kernels.process_groups import CONTEXT_GROUP
 from mmcompile.lower.rewrite import WORDS, with_bitfield_attention
 from mmcompile.lower.shards import local_tokens
 from mmcompile.passes.bitfield_attention import BitfieldAttention
@@ -69,7 +69,7 @@ def with_shared_tokens(capture: Capture, choice: AttentionChoice) -> Capture:
         num_ranks=choice.context_parallel,
         local_tokens=local_tokens(_length(capture.graph), choice.context_parallel),
         head_stride=choice.head_stride,
-        group=GROUP,
+        group=CONTEXT_GROUP,
     )
     graph = Pipeline(passes=(shared, GradientFlow())).run(capture.graph).graph
     return replace(capture, graph=graph)

@@ -1,94 +1,120 @@
-"""`CompiledStage`: a stage program run by compiled code that it shares with every program like it.
+"""Stage programs whose layer functions run as compiled code, shared by all layers that differ in names only.
 
-The code is compiled once a process, whatever stages, ranks or generations it serves. Processes forked later have it too.
+A function is compiled once a process, whatever layers, stages, patterns, ranks or generations it serves. Processes forked later
+have it too. What is left of a stage's `forward` only calls these functions, and runs as it is.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from mmcompile.lower.canonical import canonical
-from mmcompile.lower.load import execute, held_tensors
+import mmcompile.ir.nodes
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.lower.canonical import CanonicalLayer, LayerArgument, canonical_layers
+from mmcompile.lower.deferral import tapped
+from mmcompile.lower.load import execute, load_stage
 from mmcompile.lower.program import StageProgram
+from mmcompile.lower.selective import selective_contexts
+from mmcompile.lower.stage_module import Layer, StageModule
 
-Layer = Callable[..., tuple[Tensor, ...]]
+
+def load_compiled_stage(
+    program: StageProgram,
+    tensors: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
+    *,
+    backend: str = "inductor",
+) -> StageModule:
+    """A stage whose layer functions are compiled. Nothing is compiled before the first call.
+
+    Args:
+        program, tensors, device: as for `load_stage`.
+        backend: of `torch.compile`.
+
+    Raises:
+        VerifyError: a tensor is missing, or the source is not as `stage_source` writes it.
+    """
+    layers = canonical_layers(program.source, program.stage)
+    runner = CompiledLayers(
+        stage=f"{program.stage} of pattern {program.pattern}",
+        layers=layers,
+        device=torch.device(device),
+        backend=backend,
+    )
+    return load_stage(program, tensors, device, runner=runner)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledStage:
-    """Called like `StageModule`, with the program's inputs in order."""
+class CompiledLayers:
+    """`LayerRunner` of one stage."""
 
-    name: str
-    layer: Layer
-    """`layer(tensors, *inputs)`, shared."""
-    tensors: tuple[Tensor, ...]
-    varying: tuple[tuple[int, ...], ...]
+    stage: str
+    layers: Mapping[str, CanonicalLayer]
+    """By name of the stage's function."""
     device: torch.device
+    backend: str
 
-    @classmethod
-    def load(
-        cls,
-        program: StageProgram,
-        tensors: Mapping[str, Tensor],
-        device: torch.device | str = "cpu",
-        *,
-        backend: str = "inductor",
-    ) -> CompiledStage:
-        """Bind a program's tensors to its function. Nothing is compiled before the first call.
-
-        Args:
-            tensors: every parameter and buffer, as for `load_stage`.
-            backend: of `torch.compile`.
-
-        Raises:
-            VerifyError: a tensor is missing, or the source is not a stage's.
-        """
-        device = torch.device(device)
-        parameters, buffers = held_tensors(program, tensors)
-        found = canonical(program, {**parameters, **buffers})
-        held: dict[tuple[str, str], Tensor] = {
-            **{("t", name): tensor for name, tensor in {**parameters, **buffers}.items()},
-            **{("c", name): tensor for name, tensor in program.constants.items()},
-        }
-        return cls(
-            name=f"{program.stage} of pattern {program.pattern}",
-            layer=_compiled(found.text, device, backend),
-            tensors=tuple(held[name] for name in found.tensors),
-            varying=found.varying,
-            device=device,
-        )
-
-    def __call__(self, *inputs: Tensor | int) -> tuple[Tensor, ...]:
-        given = [self._settled(value, dims) for value, dims in zip(inputs, self.varying, strict=True)]
+    def __call__(self, layer: Layer, recompute: Recompute, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        found = self.layers[layer.__name__]
+        given = [self._settled(value, argument) for value, argument in zip(arguments, found.arguments, strict=True)]
         try:
-            return self.layer(self.tensors, *given)
+            return self.compiled(layer.__name__, recompute if torch.is_grad_enabled() else "none")(*given)
         except RuntimeError as error:
-            error.add_note(f"in compiled stage {self.name}")
+            error.add_note(f"in compiled function {layer.__name__} of stage {self.stage}")
             raise
 
-    def _settled(self, value: Tensor | int, dims: tuple[int, ...]) -> Tensor:
-        """An input as compiled code wants it wherever it comes from: it is made for one layout, and for sizes that vary."""
-        if isinstance(value, int):
-            tensor = torch.empty((value, 0), device=self.device)
-        elif value.is_contiguous() and value.storage_offset() == 0:
-            tensor = value
-        else:
-            tensor = value.clone(memory_format=torch.contiguous_format)
-        if dims:
-            torch._dynamo.maybe_mark_dynamic(tensor, dims)
-        return tensor
+    def compiled(self, name: str, recompute: Recompute = "none") -> Layer:
+        """The function that runs in place of one of the stage's; the same for all that do the same."""
+        return compiled_layer(self.layers[name].text, recompute, self.backend)
+
+    def _settled(self, value: Any, argument: LayerArgument) -> Any:
+        """An argument as compiled code wants it wherever it comes from: it is made for one layout, and for sizes that vary."""
+        if argument.is_size:
+            value = torch.empty((value, 0), device=self.device)
+        elif isinstance(value, Tensor) and not argument.is_tap and not _is_plain(value):
+            value = value.clone(memory_format=torch.contiguous_format)
+        if dims := argument.varying:
+            torch._dynamo.maybe_mark_dynamic(value, dims)
+        return value
+
+
+def _is_plain(value: Tensor) -> bool:
+    return value.is_contiguous() and value.storage_offset() == 0
+
+
+_AROUND: Mapping[Recompute, str] = {
+    "none": "",
+    "full": "return checkpoint(layer, *arguments, use_reentrant=False)",
+    "selective": "return checkpoint(layer, *arguments, use_reentrant=False, context_fn=selective_contexts)",
+}
 
 
 @functools.cache
-def _compiled(text: str, device: torch.device, backend: str) -> Layer:
-    filename = f"<layer {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
-    layer: Any = execute(text, filename, device=device)["layer"]
+def compiled_layer(text: str, recompute: Recompute, backend: str | None) -> Layer:
+    """The compiled function of a canonical text; the same for everyone who asks.
+
+    Args:
+        backend: of `torch.compile`; None runs the text as it is.
+    """
+    # Each function has code of its own: torch counts recompilations by it.
+    around = _AROUND[recompute]
+    text += f"\n\ndef recomputing(*arguments):\n    {around}\n" if around else ""
+    namespace = execute(
+        text,
+        f"<layer {hashlib.sha256(text.encode()).hexdigest()[:12]}>",
+        **{"aten": torch.ops.aten, "math": math, "mm": mmcompile.ir.nodes, "operator": operator, "tapped": tapped},
+        **{"checkpoint": checkpoint, "selective_contexts": selective_contexts},
+    )
+    layer: Any = namespace["recomputing" if around else "layer"]
     # Not dynamic: of sizes those vary that are marked, so nothing is compiled twice to find out which do.
-    return torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)
+    return layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)

@@ -15,7 +15,7 @@ from mmcompile.ir.host import attribute
 from mmcompile.ir.sizes import shape_of
 from mmcompile.lower.cut import StageCut
 from mmcompile.lower.program import Port, StageProgram
-from mmcompile.lower.source import stage_source
+from mmcompile.lower.source import LayerChoices, layer_names, stage_source
 
 Place = tuple[str, int]
 """(component, layer)."""
@@ -77,7 +77,16 @@ def _layer_program(graph: ModelGraph, place: Place, own: list[fx.Node]) -> Layer
     program = StageProgram(
         stage=name,
         pattern="alone",
-        source=stage_source(part, names, constants, results, f"Layer {name} of {graph.name}.", "Measured alone."),
+        source=stage_source(
+            part,
+            names,
+            constants,
+            results,
+            f"Layer {name} of {graph.name}.",
+            "Measured alone.",
+            trained=frozenset(spec.name for spec in specs.values() if spec.trainable),
+            choices=LayerChoices(names=layer_names(graph)),
+        ),
         inputs=tuple(_port(node, node.op == "placeholder") for node in (*roots, *received)),
         outputs=tuple(_port(node, False) for node in results),
         parameters=tuple(specs[n] for n in dict.fromkeys(names.values()) if n in specs),

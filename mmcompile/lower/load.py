@@ -11,10 +11,16 @@ from torch import Tensor, nn
 
 from mmcompile.errors import VerifyError
 from mmcompile.lower.program import StageProgram
-from mmcompile.lower.stage_module import StageModule
+from mmcompile.lower.stage_module import LayerRunner, StageModule, run_eagerly
 
 
-def load_stage(program: StageProgram, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> StageModule:
+def load_stage(
+    program: StageProgram,
+    tensors: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
+    *,
+    runner: LayerRunner = run_eagerly,
+) -> StageModule:
     """Execute a program's source and build its `Stage` on the given tensors.
 
     Args:
@@ -23,6 +29,7 @@ def load_stage(program: StageProgram, tensors: Mapping[str, Tensor], device: tor
             of one stage share it); a plain tensor is wrapped, sharing storage, with `requires_grad` as in its
             `ParameterSpec`.
         device: where they are, and where the source makes new tensors.
+        runner: of its layer functions.
 
     Returns:
         A module whose `forward` takes `program.inputs` in order and returns a tuple in `program.outputs` order.
@@ -31,7 +38,7 @@ def load_stage(program: StageProgram, tensors: Mapping[str, Tensor], device: tor
         VerifyError: the source does not compile, defines no `Stage(StageModule)`, or a tensor is missing.
     """
     parameters, buffers = held_tensors(program, tensors)
-    return _stage_class(program)(parameters, buffers, program.constants, device)
+    return _stage_class(program)(parameters, buffers, program.constants, device, runner)
 
 
 def held_tensors(

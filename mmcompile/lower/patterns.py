@@ -20,7 +20,7 @@ from mmcompile.ir.capture import Capture, capture, differing_dims
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.sizes import Shape, evaluate
-from mmcompile.lower.attention import AttentionChoice, with_attention
+from mmcompile.lower.axes import with_axes
 from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch, RowCount
 from mmcompile.lower.rewrite import WORDS
 from mmcompile.lower.shards import local_tokens, shard_inputs
@@ -169,7 +169,7 @@ class Patterns:
         return self._lowered(captured, batch)
 
     def _lowered(self, captured: Capture, batch: Mapping[str, Any]) -> _Pattern:
-        captured = with_attention(captured, AttentionChoice.of(self._plan))
+        captured = with_axes(captured, self._plan)
         programs = lower(captured, self._plan)
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         sizes = captured.sizes.size_inputs(captured.sizes.bind(tensors) or {})

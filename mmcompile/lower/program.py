@@ -7,7 +7,7 @@ in a microbatch without images) has no program there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import sympy
@@ -33,7 +33,8 @@ class Port:
     gradient: bool = False
     """A link whose gradient flows back."""
     peers: tuple[str, ...] = ()
-    """Link input: the one producing stage. Link output: every consuming stage, in plan order."""
+    """Link input: the one producing stage. Link output: every consuming stage, in plan order; () where another shard sends the
+    same value, and this one is made for its gradient only."""
     expression: str = ""
     """kind "size": the value as text over size symbols."""
 
@@ -58,6 +59,17 @@ class StageProgram:
     is_loss: bool = False
     has_backward: bool = False
     """It holds a parameter that trains or receives a gradient in this pattern."""
+    gathered: tuple[str, ...] = ()
+    """Parameters that it gathers from the replicas that share them, by original name, in this order."""
+
+    def of_replica(self, index: int) -> StageProgram:
+        """The program as a replica runs it that shares its parameters with others: with the parts of that number."""
+        source, parameters = self.source, []
+        for spec in self.parameters:
+            part = spec.renumbered(index)
+            source = source.replace(f'self.t["{spec.name}"]', f'self.t["{part.name}"]')
+            parameters.append(part)
+        return replace(self, source=source, parameters=tuple(parameters))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

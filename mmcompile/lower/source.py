@@ -1,30 +1,21 @@
-"""Write a stage as Python that a person can read: original parameter names, a comment per module, our own loss and merge."""
+"""Write a stage as Python that a person can read: a function for each kind of layer, called once a layer with tensors by their
+original names, a comment per module, our own loss and merge."""
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from mmcompile.ir.graph import info
-from mmcompile.ir.nodes import attention_words, merge_features, token_loss, token_positions
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.lower.canonical import canonical_layers
 from mmcompile.lower.cut import StageCut
-
-_OWN_NODES: dict[object, str] = {
-    node: f"mm.{node.__name__}" for node in (token_loss, merge_features, attention_words, token_positions)
-}
-_OP_MODULES = {
-    "packed_attention": "mmcompile.kernels.packed_attention",
-    "bitfield_attention": "mmcompile.kernels.bitfield_attention.ops",
-    "context_parallel_attention": "mmcompile.kernels.bitfield_attention.context_parallel",
-    "shard_tokens": "mmcompile.kernels.bitfield_attention.shard",
-}
-"""Op of ours -> the module that registers it."""
-_TAKEN = frozenset(("StageModule", "aten", "math", "mm", "mmcompile", "operator", "self", "torch"))
-"""Names the source gives a meaning; `torch.mm` makes a node called "mm", and a model may call an input "aten"."""
+from mmcompile.lower.expressions import TAKEN, Expressions, comment, identifier, registering_imports, variable
+from mmcompile.lower.outline import Place, Run, module_paths, runs_of
+from mmcompile.lower.outline_text import LayerText, StageTensors, taps_of
+from mmcompile.passes.deferred_weights import DeferredWeight
 
 _HEADER = '''"""{title}
 
@@ -37,14 +28,27 @@ import operator
 import torch
 
 import mmcompile.ir.nodes as mm
-{imports}from mmcompile.lower.stage_module import StageModule
-
+{imports}
 aten = torch.ops.aten
-
-
-class Stage(StageModule):
-    def forward(self{arguments}):
 '''
+_SHARED = "shared values, computed in every stage that reads them"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerChoices:
+    """How layers are written, beside what they compute."""
+
+    names: Mapping[Place, str] = field(default_factory=dict)
+    """Module path of each layer."""
+    recompute: Mapping[Place, Recompute] = field(default_factory=dict)
+    """Layers that compute activations again; others keep them."""
+    deferred: Mapping[fx.Node, DeferredWeight] = field(default_factory=dict)
+    """Products whose weight gradient is computed after the backward."""
+
+
+def layer_names(graph: ModelGraph) -> dict[Place, str]:
+    """The module path of each layer of a model."""
+    return {(component.name, layer.index): layer.name for component in graph.components for layer in component.layers}
 
 
 def stage_source(
@@ -54,6 +58,9 @@ def stage_source(
     results: Iterable[fx.Node],
     title: str,
     notes: str,
+    *,
+    trained: Container[str] = (),
+    choices: LayerChoices | None = None,
 ) -> str:
     """Source text of one stage.
 
@@ -64,104 +71,123 @@ def stage_source(
         results: nodes returned, in order.
         title: first line of the docstring.
         notes: the rest of it.
+        trained: names of parameters that train.
+        choices: how layers are written.
     """
-    inputs = [*part.roots, *part.received]
-    arguments = "".join(f", {_variable(node)}" for node in inputs)
     results = list(results)
-    printer = _Printer(names, constants)
-    lines = [_HEADER.format(title=title, notes=notes, imports=_imports(part.nodes), arguments=arguments)]
-    last_use, own = _last_uses(part.nodes), set(part.nodes)
-    path: str | None = None
-    dead: list[str] = []
-    for node in part.nodes:
-        where = "shared" if info(node).shared else info(node).module_path
-        if where != path:
-            if dead:
-                lines.append(f"        del {', '.join(dead)}\n")
-                dead = []
-            lines.append(f"        # {_comment(node)}\n")
-            path = where
-        lines.append(f"        {_variable(node)} = {printer.call(node)}\n")
-        ended = [
-            source for source in dict.fromkeys([*node.all_input_nodes, node]) if last_use.get(source, node) is node
-        ]
-        dead += [_variable(source) for source in ended if source in own and source not in results]
-    lines.append(f"        return ({''.join(_variable(node) + ', ' for node in results)})\n")
-    return "".join(lines)
-
-
-def _imports(nodes: Iterable[fx.Node]) -> str:
-    """Import lines of the modules that register the ops of ours that are called."""
-    called = {str(node.target).removeprefix("mmcompile.").removesuffix(".default") for node in nodes}
-    return "".join(
-        f"import {module}  # registers torch.ops.mmcompile.{name}\n"
-        for name, module in _OP_MODULES.items()
-        if name in called
+    tensors = StageTensors(names=names, constants=constants, trained=trained)
+    writer = _Writer(
+        tensors=tensors,
+        choices=choices or LayerChoices(),
+        results=frozenset(results),
+        variables=frozenset(map(variable, (*part.roots, *part.received, *part.nodes))),
     )
+    runs = runs_of(part.nodes, results)
+    forward = list(writer.forward(runs))
+    arguments = "".join(f", {variable(node)}" for node in (*part.roots, *part.received))
+    text = [
+        _HEADER.format(title=title, notes=notes, imports=_imports(part.nodes, tapped=writer.has_taps)),
+        *(f"\n\n{function}" for function in writer.functions()),
+        f"\n\nclass Stage(StageModule):\n    def forward(self{arguments}):\n",
+        *(f"        {line}\n" for line in forward),
+        f"        return ({''.join(variable(node) + ', ' for node in results)})\n",
+    ]
+    return "".join(text)
 
 
-def _variable(node: fx.Node) -> str:
-    return f"{node.name}_value" if node.name in _TAKEN else node.name
+@dataclass(kw_only=True, slots=True)
+class _Function:
+    """A layer function, and the titles of the runs it computes."""
+
+    name: str
+    first: LayerText
+    prefix: str
+    serves: list[str]
 
 
-def _comment(node: fx.Node) -> str:
-    if info(node).shared:
-        return f"shared value, computed in every stage that reads it (from {info(node).module_path or 'forward'})"
-    return info(node).module_path or "the model's own forward"
+@dataclass(kw_only=True, slots=True)
+class _Writer:
+    """Writes the runs of one stage, and gathers the functions they call."""
+
+    tensors: StageTensors
+    choices: LayerChoices
+    results: frozenset[fx.Node]
+    variables: frozenset[str]
+    """Names of all values of the stage."""
+    found: dict[str, _Function] = field(default_factory=dict)
+    """By canonical text."""
+    has_taps: bool = False
+
+    def functions(self) -> Iterator[str]:
+        """Text of all functions, in the order of their first call."""
+        for function in self.found.values():
+            yield function.first.function(function.name, function.prefix, function.serves)
+
+    def forward(self, runs: Iterable[Run]) -> Iterator[str]:
+        """Lines of `forward`, without its end."""
+        runs = tuple(runs)
+        last_reader = {node: at for at, run in enumerate(runs) for node in run.inputs}
+        alive: list[fx.Node] = []
+        for at, run in enumerate(runs):
+            layer = LayerText(run=run, tensors=self.tensors, taps=taps_of(run, self.choices.deferred))
+            self.has_taps = self.has_taps or bool(layer.taps)
+            if run.is_inline:
+                yield from self._inline(run)
+                alive += run.nodes
+            else:
+                yield f"# {self._title(run)}"
+                yield from layer.call(self._function(layer), self._recompute(run))
+                alive += layer.returned
+            dead = [n for n in alive if last_reader.get(n, at) <= at and n not in self.results]
+            alive = [n for n in alive if last_reader.get(n, at) > at]
+            if dead and at + 1 < len(runs):
+                yield f"del {', '.join(map(variable, dead))}"
+
+    def _inline(self, run: Run) -> Iterator[str]:
+        def name(node: fx.Node) -> str:
+            return self.tensors.expression(node) if node.op == "get_attr" else variable(node)
+
+        text = Expressions(name=name, device="self.device")
+        for _, nodes in module_paths(run.nodes):
+            yield f"# {comment(nodes[0])}"
+            yield from (f"{variable(node)} = {text.call(node)}" for node in nodes)
+
+    def _title(self, run: Run) -> str:
+        return _SHARED if run.place is None else self._path(run) or "the model's own forward"
+
+    def _path(self, run: Run) -> str:
+        return self.choices.names.get(run.place, "") if run.place is not None else ""
+
+    def _recompute(self, run: Run) -> Recompute:
+        return "none" if run.place is None else self.choices.recompute.get(run.place, "none")
+
+    def _function(self, layer: LayerText) -> str:
+        """The function that computes a run: one met before, if it does the same."""
+        prefix, title = self._path(layer.run), self._title(layer.run)
+        (canonical,) = canonical_layers(layer.function("layer", prefix, [title]), title).values()
+        known = self.found.get(canonical.text)
+        if known is None:
+            name = self._free_name(layer.run)
+            known = self.found[canonical.text] = _Function(name=name, first=layer, prefix=prefix, serves=[])
+        known.serves.append(title)
+        return known.name
+
+    def _free_name(self, run: Run) -> str:
+        """`language_model_layer` for a numbered layer, `language_model_embed_tokens` for another; numbered where taken."""
+        if run.place is None:
+            base = "shared_values"
+        else:
+            leaf = self._path(run).rpartition(".")[2]
+            base = identifier(f"{run.place[0]}_{'layer' if leaf.isdecimal() or not leaf else leaf}")
+        used = {function.name for function in self.found.values()} | TAKEN | self.variables
+        numbers = (f"{base}_{number}" for number in range(2, len(used) + 3))
+        return next(name for name in (base, *numbers) if name not in used)
 
 
-def _last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    last: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        for source in node.all_input_nodes:
-            last[source] = node
-    return last
-
-
-class _Printer:
-    """Prints arguments as Python expressions."""
-
-    def __init__(self, names: Mapping[fx.Node, str], constants: Mapping[fx.Node, str]) -> None:
-        self.names = names
-        self.constants = constants
-
-    def call(self, node: fx.Node) -> str:
-        if node.target is operator.getitem:
-            return f"{self.value(node.args[0])}[{self.value(node.args[1])}]"
-        arguments = [self.value(argument) for argument in node.args]
-        arguments += [f"{name}={self.value(value)}" for name, value in node.kwargs.items()]
-        return f"{_target(node.target)}({', '.join(arguments)})"
-
-    def value(self, value: object) -> str:
-        match value:
-            case fx.Node():
-                if value in self.names:
-                    return f'self.t["{self.names[value]}"]'
-                return f'self.c["{self.constants[value]}"]' if value in self.constants else _variable(value)
-            case torch.device():
-                return "self.device"
-            case bool() | int() | str() | None:
-                return repr(value)
-            case float() if not math.isfinite(value):
-                return f'float("{value}")'
-            case float() | torch.dtype() | torch.layout() | torch.memory_format():
-                return repr(value)
-            case list():
-                return f"[{', '.join(map(self.value, value))}]"
-            case tuple():
-                return f"({''.join(self.value(item) + ', ' for item in value)})"
-            case slice():
-                return f"slice({self.value(value.start)}, {self.value(value.stop)}, {self.value(value.step)})"
-        raise TypeError(f"cannot write {value!r} of type {type(value).__name__} into a stage source")
-
-
-def _target(target: object) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        text = str(target)
-        return text if text.startswith("aten.") else f"torch.ops.{text}"
-    if target in _OWN_NODES:
-        return _OWN_NODES[target]
-    module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
-    if module in ("_operator", "operator", "math"):
-        return f"{module.removeprefix('_')}.{name}"
-    raise TypeError(f"cannot write a call of {target!r} into a stage source")
+def _imports(nodes: Iterable[fx.Node], *, tapped: bool) -> str:
+    lines = [
+        *registering_imports(nodes).splitlines(),
+        *(["from mmcompile.lower.deferral import tapped"] if tapped else []),
+        "from mmcompile.lower.stage_module import StageModule",
+    ]
+    return "\n".join(lines) + "\n"

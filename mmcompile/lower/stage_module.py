@@ -1,11 +1,34 @@
-"""`StageModule`: what every generated stage class derives from. It holds tensors under the model's own names."""
+"""`StageModule`: what every generated stage class derives from. It holds tensors under the model's own names, and runs layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.errors import VerifyError
+from mmcompile.lower.deferral import DeferredGradient, new_tap
+from mmcompile.lower.selective import selective_contexts
+
+Layer = Callable[..., tuple[Tensor, ...]]
+LayerRunner = Callable[[Layer, Recompute, tuple[Any, ...]], tuple[Tensor, ...]]
+"""Runs a layer function on arguments, and has its backward compute again what it says."""
+
+
+def run_eagerly(layer: Layer, recompute: Recompute, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Call a layer function as it is.
+
+    What is computed again has the same random numbers, and the same bits: autograd sees the graph that it sees without.
+    """
+    if recompute == "none" or not torch.is_grad_enabled():
+        return layer(*arguments)
+    if recompute == "full":
+        return checkpoint(layer, *arguments, use_reentrant=False)
+    return checkpoint(layer, *arguments, use_reentrant=False, context_fn=selective_contexts)
 
 
 class StageModule(nn.Module):
@@ -19,12 +42,14 @@ class StageModule(nn.Module):
         buffers: by original name.
         constants: values known at capture, by attribute name.
         device: where all of them are.
+        runner: of layer functions.
     """
 
     t: dict[str, Tensor]
     c: dict[str, Tensor]
     device: torch.device
     """Where its tensors live; sources make new tensors there."""
+    runner: LayerRunner
 
     def __init__(
         self,
@@ -32,17 +57,57 @@ class StageModule(nn.Module):
         buffers: Mapping[str, Tensor],
         constants: Mapping[str, Tensor],
         device: torch.device | str = "cpu",
+        runner: LayerRunner = run_eagerly,
     ) -> None:
         super().__init__()
         self.t = {**parameters, **buffers}
         self.c = dict(constants)
         self.device = torch.device(device)
+        self.runner = runner
+        self._deferred: list[DeferredGradient] | None = None
         for name, parameter in parameters.items():
             owner, leaf = _owner(self, name)
             owner.register_parameter(leaf, parameter)
         for name, buffer in buffers.items():
             owner, leaf = _owner(self, name)
             owner.register_buffer(leaf, buffer)
+
+    def run_deferring(self, *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[DeferredGradient, ...]]:
+        """The stage's results, and the weight gradients that their backward leaves out.
+
+        They are those that the source defers (`self.defer`); without gradient mode there are none.
+        """
+        self._deferred = []
+        try:
+            return self(*inputs), tuple(self._deferred)
+        finally:
+            self._deferred = None
+
+    def run(self, layer: Layer, *arguments: Any) -> tuple[Tensor, ...]:
+        """Call a layer function."""
+        return self.runner(layer, "none", arguments)
+
+    def recompute(self, recompute: Recompute, layer: Layer, *arguments: Any) -> tuple[Tensor, ...]:
+        """Call a layer function whose backward computes activations again."""
+        return self.runner(layer, recompute, arguments)
+
+    def tap(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What takes up the gradient of a product whose weight gradient is deferred."""
+        return new_tap(shape, dtype, self.device)
+
+    def defer(self, tap: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Leave the gradient of a product's weight for later.
+
+        Raises:
+            VerifyError: nobody would compute it.
+        """
+        if not torch.is_grad_enabled():
+            return
+        if self._deferred is None:
+            raise VerifyError(
+                "this stage leaves weight gradients for later; call run_deferring, and add what it returns"
+            )
+        self._deferred.append(DeferredGradient(tap=tap, x=x, weight=weight, bias=bias))
 
 
 class _Namespace(nn.Module):

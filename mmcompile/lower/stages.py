@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
@@ -16,7 +16,10 @@ from mmcompile.ir.host import attribute
 from mmcompile.ir.sizes import shape_of
 from mmcompile.lower.cut import Cut, StageCut, cut
 from mmcompile.lower.program import PatternPrograms, Port, StageProgram
-from mmcompile.lower.source import stage_source
+from mmcompile.lower.source import LayerChoices, layer_names, stage_source
+from mmcompile.passes.deferred_weights import DeferredWeights
+from mmcompile.passes.recompute import Recomputed
+from mmcompile.passes.values import op_name
 from mmcompile.plan.placement import shard_name, shard_names
 from mmcompile.plan.plan import Link, Plan, Stage
 
@@ -25,16 +28,16 @@ def lower(capture: Capture, plan: Plan) -> PatternPrograms:
     """Stage programs of one captured graph, one for each shard of a stage. Nodes must be annotated by gradient-flow."""
     graph = capture.graph
     parts = cut(graph, plan)
-    whole = {name: _program(graph, plan, parts, part) for name, part in parts.stages.items()}
-    replicas = {stage.name: chain.dp for chain in plan.chains for stage in chain.stages}
-    names = {name: shard_names(plan.stage(name), replicas[name]) for name in whole}
-    differing = frozenset(
-        str(node.target) for node in graph.module.graph.nodes if node.op == "placeholder" and "shard" in node.meta
+    shards = _Shards.of(graph, plan, parts)
+    choices = LayerChoices(
+        names=layer_names(graph),
+        recompute=Recomputed(recompute=plan.recompute).run(graph),
+        deferred=DeferredWeights().run(graph) if plan.schedule == "zb-h1" else {},
     )
     programs = {
-        shard: _shard(program, index, names, differing)
-        for name, program in whole.items()
-        for index, shard in enumerate(names[name])
+        shard: shards.program(_program(graph, plan, parts, part, index, choices), index)
+        for name, part in parts.stages.items()
+        for index, shard in enumerate(shards.names[name])
     }
     digest = hashlib.sha256("".join(program.source for program in programs.values()).encode()).hexdigest()[:12]
     return PatternPrograms(
@@ -64,24 +67,38 @@ def links(parts: Cut) -> tuple[Link, ...]:
     return tuple(found)
 
 
-def _program(graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut) -> StageProgram:
-    specs = {spec.name: spec for spec in graph.parameters}
-    buffers = set(graph.buffers)
-    names = {
-        node: str(node.target) for node in part.tensors if str(node.target) in specs or str(node.target) in buffers
-    }
+def _program(
+    graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut, index: int, choices: LayerChoices
+) -> StageProgram:
+    """The program of a stage, with ports between whole stages.
+
+    Args:
+        index: of the shard of tensors that it is to hold, where the graph shares tensors.
+    """
+    shards = graph.shards
+    specs = {s.name: s.part(shards[s.name], index) if s.name in shards else s for s in graph.parameters}
+    held = {**{name: spec.name for name, spec in specs.items()}, **{name: name for name in graph.buffers}}
+    names = {node: held[str(node.target)] for node in part.tensors if str(node.target) in held}
     constants = {node: str(node.target) for node in part.tensors if node not in names}
     outputs = [node for node, _ in part.sent]
     loss = list(results_of(graph.module.graph))
     is_loss = parts.owner.get(loss[0]) == part.stage
     results = [*outputs, *(loss if is_loss else ())]
     stage = plan.stage(part.stage)
-    parameters = tuple(specs[name] for name in dict.fromkeys(names.values()) if name in specs)
+    read = dict.fromkeys(str(node.target) for node in names)
+    parameters = tuple(specs[name] for name in read if name in specs)
     return StageProgram(
         stage=part.stage,
         pattern="",
         source=stage_source(
-            part, names, constants, results, f"Stage {part.stage} of {graph.name}.", _notes(stage, parameters)
+            part,
+            names,
+            constants,
+            results,
+            f"Stage {part.stage} of {graph.name}.",
+            _notes(stage, parameters),
+            trained=frozenset(spec.name for spec in parameters if spec.trainable),
+            choices=choices,
         ),
         inputs=(
             *(_root_port(node) for node in part.roots),
@@ -92,38 +109,70 @@ def _program(graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut) -> Stage
             *(_loss_ports(loss) if is_loss else ()),
         ),
         parameters=parameters,
-        buffers=tuple(name for name in dict.fromkeys(names.values()) if name in buffers),
+        buffers=tuple(name for name in read if name not in specs),
         constants={name: _constant(graph.module, node) for node, name in constants.items()},
         is_loss=is_loss,
         has_backward=any(node in parts.needs_gradient for node in part.nodes),
+        gathered=tuple(
+            str(node.all_input_nodes[0].target) for node in part.nodes if op_name(node) == "mmcompile.gather_parameter"
+        ),
     )
 
 
-def _shard(
-    program: StageProgram, index: int, names: Mapping[str, tuple[str, ...]], differing: frozenset[str]
-) -> StageProgram:
-    """The program of one shard: a sharded stage talks to the shard of the same number, a whole stage to all shards.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shards:
+    """Which shards of stages talk to which.
 
-    Args:
-        index: of the shard.
-        names: names of the shards of every stage.
-        differing: inputs whose value differs by shard.
+    Stages of a chain are shared by equally many ranks: each shard talks to the one of the same number. What crosses between
+    chains is whole: the first shard of the stage that makes it sends it to all shards that read it, and gets all their
+    gradients. The other shards of tensors make it too, for nobody, and run its backward with the first (`tp_exit`).
     """
-    own = names[program.stage]
 
-    def placed(port: Port) -> Port:
-        if port.kind == "host" and port.name in differing:
+    names: Mapping[str, tuple[str, ...]]
+    """Stage -> what programs call its shards."""
+    chains: Mapping[str, str]
+    """Stage -> its chain."""
+    differing: frozenset[str]
+    """Inputs whose value differs by shard."""
+
+    @classmethod
+    def of(cls, graph: ModelGraph, plan: Plan, parts: Cut) -> _Shards:
+        nodes = graph.module.graph.nodes
+        placed = [(stage, chain) for chain in plan.chains for stage in chain.stages if stage.name in parts.stages]
+        return cls(
+            names={stage.name: shard_names(stage, chain.dp) for stage, chain in placed},
+            chains={stage.name: chain.name for stage, chain in placed},
+            differing=frozenset(str(n.target) for n in nodes if n.op == "placeholder" and "shard" in n.meta),
+        )
+
+    def program(self, program: StageProgram, index: int) -> StageProgram:
+        """The program of a shard, from that of the stage."""
+        stage = program.stage
+        return replace(
+            program,
+            stage=self.names[stage][index],
+            inputs=tuple(self._input(port, stage, index) for port in program.inputs),
+            outputs=tuple(self._output(port, stage, index) for port in program.outputs),
+        )
+
+    def _input(self, port: Port, stage: str, index: int) -> Port:
+        if port.kind == "host" and port.name in self.differing:
             return replace(port, name=shard_name(port.name, index))
-        shards = (names[peer] for peer in port.peers)
-        peers = (others[index : index + 1] if len(others) == len(own) else others for others in shards)
-        return replace(port, peers=tuple(name for group in peers for name in group))
+        return replace(
+            port, peers=tuple(self.names[peer][index if self._together(stage, peer) else 0] for peer in port.peers)
+        )
 
-    return replace(
-        program,
-        stage=own[index],
-        inputs=tuple(map(placed, program.inputs)),
-        outputs=tuple(map(placed, program.outputs)),
-    )
+    def _output(self, port: Port, stage: str, index: int) -> Port:
+        peers: list[str] = []
+        for peer in port.peers:
+            if self._together(stage, peer):
+                peers.append(self.names[peer][index])
+            elif index == 0:
+                peers += self.names[peer]
+        return replace(port, peers=tuple(peers))
+
+    def _together(self, stage: str, peer: str) -> bool:
+        return self.chains[stage] == self.chains[peer]
 
 
 def _notes(stage: Stage, parameters: tuple[ParameterSpec, ...]) -> str:

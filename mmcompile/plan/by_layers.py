@@ -21,7 +21,7 @@ def by_layers(plan: Plan) -> Plan:
     one it feeds at its first layer. Predictions are those of the stage that a layer was in, and mean nothing here.
 
     Raises:
-        PlanError: layers share tensors or tokens between ranks.
+        PlanError: layers share tensors or tokens between ranks, or replicas share parameters.
     """
     shared = [chain.name for chain in plan.chains if chain.tp * chain.cp > 1]
     if shared:
@@ -29,9 +29,15 @@ def by_layers(plan: Plan) -> Plan:
             f"layers of {', '.join(shared)} are shared by several ranks, and a template's layer is on one: plan with "
             "tensor_parallel=1 and context_parallel=1"
         )
+    spread = [chain.name for chain in plan.chains if chain.fsdp]
+    if spread:
+        raise PlanError(
+            f"replicas of {', '.join(spread)} share parameters (fsdp), and a template's replica holds them all: plan without "
+            "fsdp"
+        )
     depths = _depths(plan)
     chains = tuple(
-        replace(chain, dp=1, fsdp=False, stages=tuple(_stages(chain, depths[chain.name]))) for chain in plan.chains
+        replace(chain, dp=1, stages=tuple(_stages(chain, depths[chain.name]))) for chain in plan.chains
     )
     return replace(plan, chains=chains, links=(), shared_values=(), resilience=None)
 

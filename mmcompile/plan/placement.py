@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from mmcompile.errors import PlanError
 from mmcompile.plan.plan import Chain, Plan, ScheduleKind, Stage
 from mmcompile.plan.towers import towers
 
-RUNNABLE_SCHEDULES: tuple[ScheduleKind, ...] = ("1f1b", "gpipe", "eager-1f1b")
-"""Those that keep the backward of a microbatch in one piece."""
+Axis: TypeAlias = Literal["", "cp", "tp"]
+"""What the ranks of a stage share: nothing, the tokens of every sequence, or the tensors of every layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,15 +26,24 @@ class PlacedStage:
     depth: int
     group: tuple[int, ...] = ()
     """Ranks of all shards of the replica, in order of shards; () for a stage that is whole."""
+    axis: Axis = ""
+    """What the shards share; "" for a stage that is whole."""
     program: str = ""
     """What programs call it: the name without the replica; "" where it is `name`."""
     tower: str = ""
     """What is balanced as one with this stage: see `mmcompile.step.step_plan`."""
     replica: int = 0
+    sharing: tuple[int, ...] = ()
+    """Ranks of all replicas, in order, where they share its parameters; () where each holds them whole."""
 
     @property
     def program_name(self) -> str:
         return self.program or self.name
+
+    @property
+    def repeats(self) -> bool:
+        """Another shard has the same loss, and the same gradients of all parameters that both hold: they count once."""
+        return self.axis == "tp" and self.ranks[0] != self.group[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,23 +88,69 @@ def check_runnable(plan: Plan) -> None:
     """
     last = plan.chains[-1]
     found = [
-        *(f"{chain.name} has tensor parallel degree {chain.tp}" for chain in plan.chains if chain.tp > 1),
-        *(f"replicas of {chain.name} share its parameters (fsdp)" for chain in plan.chains if chain.fsdp),
+        *(
+            f"{chain.name} has both tensor parallel degree {chain.tp} and context parallel degree {chain.cp}"
+            for chain in plan.chains
+            if chain.tp > 1 and chain.cp > 1
+        ),
+        *(line for chain in plan.chains if chain.fsdp for line in _not_shared(chain, plan.schedule)),
+        *_several_groups(plan),
         *(
             f"{chain.name} has context parallel degree {chain.cp}"
             for chain in plan.chains
             if chain.cp > 1 and chain != last
         ),
-        *([f"recompute is {plan.recompute}"] if plan.recompute != "none" else []),
-        *([f"the schedule is {plan.schedule}"] if plan.schedule not in RUNNABLE_SCHEDULES else []),
+        *(
+            [f"schedule zb-h1 keeps what weight gradients read, which recompute {plan.recompute} would not"]
+            if plan.schedule == "zb-h1" and plan.recompute != "none"
+            else []
+        ),
     ]
     if found:
         raise PlanError(
-            f"this plan can be simulated but not run: {'; '.join(found)}. The engine runs replicas that hold all parameters of "
-            "stages that are whole or share the tokens of the language model, recompute none, schedules "
-            f"{', '.join(RUNNABLE_SCHEDULES)}: plan with tensor_parallel=1, recompute='none' and one of these schedules"
+            f"this plan can be simulated but not run: {'; '.join(found)}. The engine runs stages that are whole, share the "
+            "tensors of their layers, or share the tokens of the language model; replicas that share parameters only of whole "
+            "stages, and not with schedule zb-h1; and that schedule without recompute: plan with recompute='none' or another "
+            "schedule"
         )
     towers(plan)
+
+
+def _not_shared(chain: Chain, schedule: ScheduleKind) -> Iterable[str]:
+    """Why replicas of a chain cannot share its parameters."""
+    words = f"replicas of {chain.name} share its parameters (fsdp)"
+    if chain.dp == 1:
+        yield f"{words}, and there is one"
+    if chain.tp * chain.cp > 1:
+        yield f"{words}, and {chain.tp * chain.cp} ranks of each its tensors or tokens"
+    if schedule == "zb-h1":
+        yield f"{words}, and add gradients up in the backward, where schedule zb-h1 computes none of weights"
+    if any(len(set(stage.ranks)) < len(stage.ranks) for stage in chain.stages):
+        yield f"{words}, and several of them are on one rank"
+
+
+def _several_groups(plan: Plan) -> Iterable[str]:
+    """Ranks that would share parameters of one stage with some ranks, and of another with others."""
+    groups: dict[int, Stage] = {}
+    for stage in (stage for chain in plan.chains if chain.fsdp for stage in chain.stages):
+        for rank in stage.ranks:
+            other = groups.setdefault(rank, stage)
+            if other.ranks != stage.ranks:
+                yield (
+                    f"rank {rank} shares parameters of {other.name} with ranks {list(other.ranks)}, of {stage.name} with "
+                    f"{list(stage.ranks)}"
+                )
+
+
+def lockstep_of(stages: Sequence[PlacedStage]) -> list[list[int]]:
+    """Stages, by index, that exchange values while they compute: shards of one, and replicas that share its parameters."""
+    found: dict[tuple[str, int, str], list[int]] = {}
+    for index, stage in enumerate(stages):
+        if stage.group:
+            found.setdefault((stage.tower, stage.replica, stage.program_name.partition("@")[0]), []).append(index)
+        elif stage.sharing:
+            found.setdefault((stage.tower, -1, stage.program_name), []).append(index)
+    return list(found.values())
 
 
 def shard_names(stage: Stage, num_replicas: int = 1) -> tuple[str, ...]:
@@ -130,7 +186,9 @@ def _placed(stage: Stage, chain: Chain, tower: str) -> Iterable[PlacedStage]:
                 ranks=(rank,),
                 depth=stage.depth,
                 group=ranks if len(ranks) > 1 else (),
+                axis="" if len(ranks) == 1 else "tp" if chain.tp > 1 else "cp",
                 program=program if chain.dp > 1 else "",
                 tower=tower,
                 replica=replica,
+                sharing=stage.ranks if chain.fsdp else (),
             )

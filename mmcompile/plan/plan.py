@@ -228,6 +228,8 @@ class Plan:
     rejected: tuple[Rejected, ...] = ()
     attention: Attention = "model"
     """How the language model attends: as the model does, or by words of one int64 a token (`bitfield-attention`)."""
+    autocast: tuple[str, ...] = ()
+    """Components whose products are computed in bfloat16, from float32 parameters, as under `torch.autocast`."""
     head_stride: int = 0
     """Key/value heads that context-parallel ranks exchange at a time; 0 for all."""
     schedule: ScheduleKind = "1f1b"

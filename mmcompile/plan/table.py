@@ -119,7 +119,7 @@ def _rows(chains: Sequence[Chain], columns_of: Mapping[str, int]) -> dict[str, i
 
 
 def _chain_lines(chain: Chain) -> tuple[str, str]:
-    degrees = f"tp {chain.tp}  cp {chain.cp}  pp {len(chain.stages)}  dp {chain.dp}"
+    degrees = f"tp {chain.tp}  cp {chain.cp}  pp {len(chain.stages)}  dp {chain.dp}{' fsdp' if chain.fsdp else ''}"
     frozen = frozen_text(chain.stages)
     share = {"0%": "all trains", "100%": "frozen", "-": "no parameters"}.get(frozen, f"{frozen} frozen")
     return " + ".join(chain.components), f"{degrees}  {share}"

@@ -1,4 +1,4 @@
-"""The graph inside one stage, read back from its source: a node for each run of statements from one module.
+"""The graph inside one stage, read back from its source: a node for each layer, and for what stands between layers.
 
 The source is the truth (it is what runs), so nothing else has to be kept to draw it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -19,11 +19,12 @@ _INPUT, _OUTPUT = "input", "output"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Statements that follow one another and come from one module."""
+    """Statements that follow one another under one comment."""
 
     title: str
-    """The comment above them: a module path, or what a shared value is."""
+    """The comment above them: the path of a layer or module, or what a shared value is."""
     ops: tuple[str, ...]
+    """What they run; for a call of a layer function, what that runs."""
     reads: tuple[str, ...]
     """Values made outside of the group."""
     writes: tuple[str, ...]
@@ -32,7 +33,8 @@ class Group:
 
 def program_groups(source: str) -> tuple[Group, ...]:
     """The groups of a stage program's forward, in order; inputs first, outputs last."""
-    forward = _forward(source)
+    module = ast.parse(source)
+    forward, layers = _forward(module), _layers(module)
     titles = _titles(source.splitlines(), forward)
     drafts: list[tuple[str, list[ast.stmt]]] = []
     for statement, title in zip(forward.body, titles, strict=True):
@@ -42,7 +44,7 @@ def program_groups(source: str) -> tuple[Group, ...]:
             drafts[-1][1].append(statement)
     inputs = tuple(argument.arg for argument in forward.args.args if argument.arg != "self")
     results = tuple(name for s in forward.body if isinstance(s, ast.Return) for name in _names(s, ast.Load))
-    groups = [_group(title, statements) for title, statements in drafts]
+    groups = [_group(title, statements, layers) for title, statements in drafts]
     read_later = {name for group in groups for name in group.reads} | set(results)
     kept = (
         Group(title=g.title, ops=g.ops, reads=g.reads, writes=tuple(w for w in g.writes if w in read_later))
@@ -95,7 +97,7 @@ def program_svg(source: str) -> str:
 
 def _label(group: Group) -> str:
     shared = re.fullmatch(r"shared value, .*\(from (.*)\)", group.title)
-    title = f"shared: {shared[1]}" if shared else group.title
+    title = f"shared: {shared[1]}" if shared else group.title.partition(",")[0]
     return f"{title}\n{len(group.ops)} ops" if group.ops else title
 
 
@@ -109,13 +111,27 @@ def _edges(groups: Sequence[Group]) -> list[tuple[int, int, list[str]]]:
     return [(start, end, names) for (start, end), names in edges.items()]
 
 
-def _forward(source: str) -> ast.FunctionDef:
-    for node in ast.walk(ast.parse(source)):
+def _forward(module: ast.Module) -> ast.FunctionDef:
+    for node in ast.walk(module):
         if isinstance(node, ast.ClassDef) and node.name == "Stage":
             for item in node.body:
                 if isinstance(item, ast.FunctionDef) and item.name == "forward":
                     return item
     raise AssertionError("a stage program's source has a class Stage with a forward")
+
+
+def _layers(module: ast.Module) -> dict[str, tuple[str, ...]]:
+    """Layer function -> the ops it runs."""
+    return {
+        node.name: tuple(op for statement in node.body for op in _ops(statement))
+        for node in module.body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def _ops(statement: ast.AST) -> Iterator[str]:
+    """What a statement calls."""
+    yield from (ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call))
 
 
 def _titles(lines: Sequence[str], forward: ast.FunctionDef) -> Iterator[str]:
@@ -128,14 +144,16 @@ def _titles(lines: Sequence[str], forward: ast.FunctionDef) -> Iterator[str]:
         yield title
 
 
-def _group(title: str, statements: Sequence[ast.stmt]) -> Group:
+def _group(title: str, statements: Sequence[ast.stmt], layers: Mapping[str, tuple[str, ...]]) -> Group:
     written: dict[str, None] = {}
     read: dict[str, None] = {}
     ops = []
     for statement in statements:
-        read |= dict.fromkeys(name for name in _names(statement, ast.Load) if name not in written)
+        names = _names(statement, ast.Load)
+        called = [name for name in names if name in layers]
+        read |= dict.fromkeys(name for name in names if name not in written and name not in layers)
         written |= dict.fromkeys(_names(statement, ast.Store))
-        ops += [ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        ops += layers[called[0]] if called else _ops(statement)
     return Group(title=title, ops=tuple(ops), reads=tuple(read), writes=tuple(written))
 
 

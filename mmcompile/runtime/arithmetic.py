@@ -1,10 +1,14 @@
-"""`Arithmetic`: in which numbers gradients are added up. `arithmetic_of` names the three there are.
+"""`Arithmetic`: in which numbers gradients are added up. `arithmetic_of` names those there are.
 
 | reduction | sums are kept in             | bytes an element       | the sum depends on                                   |
 |-----------|------------------------------|------------------------|------------------------------------------------------|
 | `fast`    | the parameter's dtype        | its own                | order of microbatches on a rank, and of ranks        |
+|           | float32, if it has a master  | 4                      | the same                                             |
 | `fp64`    | float64, rounded once        | 8                      | the same, in the last bits of float64: almost never  |
 | `fixed`   | two int64, rounded once      | 16                     | nothing but the gradients that are added             |
+
+Sums are rounded to the parameter's dtype, or to float32 where a half-precision parameter has a float32 master
+(`mmcompile.runtime.master_weights`).
 
 **Fixed point.** One int64 is not enough. At a resolution that does not show next to AdamW's epsilon of 1e-8 (2^-52 = 2e-16) it
 ends at 2048, so one bad batch, which clipping would have made harmless, ends training; and optimizers with a smaller epsilon, or
@@ -91,6 +95,25 @@ class Fast(Arithmetic):
 
 
 @final
+class Single(Arithmetic):
+    """In float32, for half-precision gradients of parameters with float32 masters."""
+
+    moves = True
+
+    def dtype(self, parameter: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def add(self, total: Tensor, gradient: Tensor) -> None:
+        total += gradient
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        return _sum(parts)
+
+    def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        return total.to(dtype)
+
+
+@final
 class Double(Arithmetic):
     """In float64."""
 
@@ -143,11 +166,15 @@ class Fixed(Arithmetic):
         return result
 
 
-def arithmetic_of(reduction: Reduction) -> Arithmetic:
-    """That of a reduction by name."""
+def arithmetic_of(reduction: Reduction, *, master: bool = False) -> Arithmetic:
+    """That of a reduction by name.
+
+    Args:
+        master: for half-precision parameters with float32 masters.
+    """
     match reduction:
         case "fast":
-            return Fast()
+            return Single() if master else Fast()
         case "fp64":
             return Double()
         case "fixed":

@@ -1,48 +1,23 @@
-"""Checkpoints: a folder that loads with `from_pretrained`, plus what training needs to go on. Replaced as a whole.
-
-config.json, model*.safetensors     the model, as its own `save_pretrained` writes it; for other modules one
-                                    model.safetensors with all names
-trainer.safetensors                 `weight/<name>` of trained parameters, `state/<key>/<name>` of the optimizer
-trainer.json                        `TrainerState`
-"""
+"""A checkpoint as one process has it in memory: written and read as a whole, in the format that ranks write together."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
 
-import msgspec
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from mmcompile.errors import CheckpointError
-from mmcompile.runtime.optimizer import OptimizerSpec
+from mmcompile.ir.graph import torch_dtype
+from mmcompile.runtime.checkpoints.folder import replacing, swap
+from mmcompile.runtime.checkpoints.holding import Holding
+from mmcompile.runtime.checkpoints.index import Index, state_key, weight_key
+from mmcompile.runtime.checkpoints.pieces import wanted_by, whole_piece
+from mmcompile.runtime.checkpoints.state import Stored, TrainerState, files_of, saved, write_state
 from mmcompile.runtime.wire import under
 
-CHECKPOINT_VERSION = 1
-_STATE = "trainer.json"
-_TENSORS = "trainer.safetensors"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerState:
-    """What is small: counters and the optimizer's settings."""
-
-    step: int
-    optimizer: OptimizerSpec
-    hyper: dict[str, Any]
-    seed: int
-    cursor: str | None = None
-    """Of the data, for a run that reads it by itself."""
-    version: int = CHECKPOINT_VERSION
-    files: tuple[str, ...] = ()
-    """Everything this checkpoint wrote; other files in the folder are the user's and are kept."""
+__all__ = ["Checkpoint", "TrainerState", "read", "saved", "write"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,159 +30,52 @@ class Checkpoint:
     optimizer: Mapping[str, Tensor]
     """`<key>/<name>`."""
 
+    @property
+    def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Of the weights."""
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()}
 
-class _Pretrained(Protocol):
-    def save_pretrained(self, save_directory: Path, *, state_dict: Mapping[str, Tensor]) -> object: ...
 
-
-def write(folder: Path, checkpoint: Checkpoint, model: nn.Module | None, state_dict: Mapping[str, Tensor]) -> None:
+def write(folder: Path, checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
     """Write a checkpoint beside the old one, then put it in its place.
 
-    The old one stays whole until the new one is on the disk. Between two renames the old one is at `<folder>.previous`,
-    where `read` finds it.
+    Args:
+        tied: further name of a parameter -> its first one.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written. The old checkpoint is untouched.
     """
-    target = folder.expanduser().resolve()
-    fresh = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Only one process writes to a folder at a time: others' are left over from processes that were killed.
-        for left in target.parent.glob(f"{target.name}.tmp-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        fresh.mkdir()
-        _fill(fresh, checkpoint, model, state_dict)
-        _keep_foreign(target, fresh)
-        _swap(fresh, target)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write a checkpoint to {folder}: {error}; the one saved before, if any, is untouched"
-        ) from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    # It takes most of a second to import.
+    from mmcompile.runtime.checkpoints import dcp
+
+    pieces = [whole_piece(weight_key(name), tensor) for name, tensor in checkpoint.weights.items()]
+    for path, tensor in checkpoint.optimizer.items():
+        key, name = path.split("/", 1)
+        pieces.append(whole_piece(state_key(name, key), tensor))
+    with replacing(folder) as fresh:
+        index = Index.joined([dcp.write_part(fresh, 0, pieces)], tied)
+        dcp.write_metadata(fresh, index)
+        write_state(fresh, checkpoint.trainer, index.write(fresh), data=None)
+        swap(fresh, folder, files_of(folder).__contains__)
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read what `write` wrote.
+    """Read a checkpoint, whatever wrote it.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or another version wrote it.
+        CheckpointError: there is no complete checkpoint, another version wrote it, or it is damaged.
     """
-    place = _place(folder)
-    if place is None:
-        raise CheckpointError(f"no checkpoint at {folder}: wanted a folder with {_STATE}, as engine.save() writes it")
-    trainer = _trainer(place)
-    try:
-        tensors = load_file(place / _TENSORS)
-    except (OSError, SafetensorError) as error:
-        raise _damaged(place, error) from error
-    return Checkpoint(trainer=trainer, weights=under("weight/", tensors), optimizer=under("state/", tensors))
+    from mmcompile.runtime.checkpoints import dcp
+
+    stored = Stored.find(folder)
+    names = tuple(stored.index.weights)
+    wanted = wanted_by({name: Holding(whole=name) for name in names}, stored.index, weights=names, states=names)
+    for piece in wanted.values():
+        dcp.read_piece(stored.place, stored.index, piece)
+    tensors = {path: piece.tensor() for path, piece in wanted.items()}
+    return Checkpoint(trainer=stored.trainer, weights=under("value/", tensors), optimizer=under("state/", tensors))
 
 
-def saved(folder: Path) -> TrainerState | None:
-    """What a checkpoint says of itself, without its tensors; None if there is none.
-
-    Raises:
-        CheckpointError: as `read`.
-    """
-    place = _place(folder)
-    return None if place is None else _trainer(place)
-
-
-def _place(folder: Path) -> Path | None:
-    """Where the last whole checkpoint is."""
-    target = folder.expanduser().resolve()
-    return next((p for p in (target, _previous(target)) if (p / _STATE).is_file()), None)
-
-
-def _trainer(place: Path) -> TrainerState:
-    try:
-        raw = (place / _STATE).read_bytes()
-        version = msgspec.json.decode(raw, type=_Version).version
-        if version != CHECKPOINT_VERSION:
-            raise CheckpointError(
-                f"{place / _STATE} has version {version}; this mmcompile reads version {CHECKPOINT_VERSION}"
-            )
-        return msgspec.json.decode(raw, type=TrainerState)
-    except (OSError, msgspec.DecodeError) as error:
-        raise _damaged(place, error) from error
-
-
-def _damaged(place: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"the checkpoint at {place} is damaged: {error}; load an older one")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Version:
-    version: int
-
-
-def _fill(folder: Path, checkpoint: Checkpoint, model: nn.Module | None, state_dict: Mapping[str, Tensor]) -> None:
-    if _is_pretrained(model):
-        model.save_pretrained(folder, state_dict=dict(state_dict))
-    else:
-        # Tied names are written once each, so that the file loads strictly into any module.
-        save_file(
-            {name: tensor.detach().cpu().clone() for name, tensor in state_dict.items()}, folder / "model.safetensors"
-        )
-    tensors = {f"weight/{name}": tensor for name, tensor in checkpoint.weights.items()}
-    tensors |= {f"state/{path}": tensor for path, tensor in checkpoint.optimizer.items()}
-    save_file({path: tensor.contiguous() for path, tensor in tensors.items()}, folder / _TENSORS)
-    written = tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
-    trainer = replace(checkpoint.trainer, files=(*written, _STATE))
-    (folder / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(trainer)))
-    for path in folder.rglob("*"):
-        _sync(path)
-
-
-def _keep_foreign(old: Path, new: Path) -> None:
-    """Link files of the old folder that no checkpoint wrote (a processor, a README) into the new one."""
-    if not old.is_dir():
-        return
-    ours = _files_of(old)
-    for path in old.rglob("*"):
-        name = path.relative_to(old)
-        if path.is_file() and name.as_posix() not in ours and not (new / name).exists():
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, new / name)
-
-
-def _files_of(folder: Path) -> frozenset[str]:
-    """What the checkpoint in a folder wrote; nothing if it holds none."""
-    state = folder / _STATE
-    if not state.is_file():
-        return frozenset()
-    try:
-        return frozenset(msgspec.json.decode(state.read_bytes(), type=TrainerState).files)
-    except msgspec.DecodeError:
-        return frozenset()
-
-
-def _swap(fresh: Path, target: Path) -> None:
-    previous = _previous(target)
-    if target.exists():
-        # A left-over from an interruption: `target` is whole, so it is not needed.
-        shutil.rmtree(previous, ignore_errors=True)
-        target.rename(previous)
-    fresh.rename(target)
-    _sync(target.parent)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def _previous(target: Path) -> Path:
-    return target.with_name(f"{target.name}.previous")
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _is_pretrained(model: nn.Module | None) -> TypeGuard[_Pretrained]:
-    """True for transformers models. One exists only if transformers was imported, so we need not import it."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+def shapes_of(index: Index) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Of the weights of a checkpoint."""
+    return {name: (torch_dtype(stored.dtype), stored.shape) for name, stored in index.weights.items()}

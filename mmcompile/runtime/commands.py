@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from mmcompile.errors import EngineError
 from mmcompile.plan.placement import PlacedStage
 from mmcompile.plan.plan import ScheduleKind
 from mmcompile.runtime import wire
 from mmcompile.runtime.groups import Groups
-from mmcompile.runtime.optimizer import OptimizerSpec
+from mmcompile.runtime.optimizer import Hyper, OptimizerSpec
 from mmcompile.step.step_plan import PROTOCOL_VERSION, StepPlan
 
 Reduction: TypeAlias = Literal["fast", "fp64", "fixed"]
@@ -30,6 +30,8 @@ class Setup:
     check_rows: bool = False
     """Check that rows between towers are those of the samples they were sent for."""
     reduction: Reduction = "fast"
+    shard_optimizer: bool = False
+    """One of the ranks that hold a parameter updates it, and tells the others."""
     version: int = PROTOCOL_VERSION
 
 
@@ -41,15 +43,21 @@ class Install:
     tower: str
     holders: dict[str, tuple[int, ...]]
     """Trainable parameter -> placed stages that hold it, over all installed so far."""
+    updaters: dict[str, int] = field(default_factory=dict)
+    """Trainable parameter -> the rank that updates it, over all installed so far; none where all holders do."""
+    restored: str = ""
+    """Folder of a checkpoint with the optimizer state of some of these parameters, that ranks read for themselves."""
+    waiting: tuple[str, ...] = ()
+    """Original names of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One optimizer step."""
+    """One optimizer step, or a part of one (`StepPlan.update`)."""
 
     plan: StepPlan
-    hyper: dict[str, Any]
-    """The optimizer's settings for this step, learning rate included."""
+    hyper: Hyper
+    """The optimizer's settings for this step, learning rates included."""
     seed: int
     """With step, stage, and first sample of the microbatch, it keys the random numbers of a forward."""
     trace: bool
@@ -70,8 +78,31 @@ class Events:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Save:
+    """Write to a checkpoint, on a thread, and tell rank 0 through the store."""
+
+    folder: str
+    """A fresh one, that all ranks see."""
+    number: int
+    """Of saves so far."""
+    step: int
+    """Updates so far."""
+    copies: bool
+    """Write copies made now: training goes on meanwhile."""
+    names: dict[int, tuple[str, ...]]
+    """Rank -> parameters that it writes, with their optimizer state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Receive weights and optimizer state from rank 0, for parameters held already."""
+    """Read from a checkpoint what is held here, and tell rank 0 how that went. Nothing changes before `Apply`."""
+
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Apply:
+    """Take over what was read by `Load`; every rank could read its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +126,9 @@ class Close:
     """The engine ends."""
 
 
-Command: TypeAlias = Setup | Install | Step | Gather | Events | Load | Refuse | Done | Close
+Command: TypeAlias = Setup | Install | Step | Gather | Events | Save | Load | Apply | Refuse | Done | Close
 
-_KINDS: tuple[type[Command], ...] = (Setup, Install, Step, Gather, Events, Load, Refuse, Done, Close)
+_KINDS: tuple[type[Command], ...] = (Setup, Install, Step, Gather, Events, Save, Load, Apply, Refuse, Done, Close)
 
 
 def announce(groups: Groups, command: Command) -> None:

@@ -38,8 +38,8 @@ T = TypeVar("T")
 _LEAVE_S = 0.002
 """Between two looks at a thread that is to end."""
 _STUCK_S = 0.5
-"""A thread that waits for a message so long after the cut is left behind: gloo lets go of all that wait, but for a send that it had
-begun to write when the connection ended (seen with torch 2.13)."""
+"""A thread that waits for a message so long after the cut is left behind: gloo lets go of all that wait, but for a send that it
+had begun to write when the connection ended (seen with torch 2.13)."""
 
 
 class Watch(Protocol):

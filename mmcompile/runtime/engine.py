@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import functools
 import math
 import os
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, get_args
+from typing import Protocol, Self, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,26 +23,35 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mmcompile import errors
-from mmcompile.errors import ConfigError, EngineError
+from mmcompile.errors import CheckpointError, ConfigError, EngineError
 from mmcompile.plan.placement import Placement
 from mmcompile.plan.simulator.simulate import Event
-from mmcompile.runtime import checkpoint
 from mmcompile.runtime.balance_process import AsideBalancer
-from mmcompile.runtime.checkpoint import Checkpoint, TrainerState
+from mmcompile.runtime.checkpoint import shapes_of
+from mmcompile.runtime.checkpoints.export import export
+from mmcompile.runtime.checkpoints.folder import make_fresh, resolved, unwritable
+from mmcompile.runtime.checkpoints.leader_side import SaveOrder
+from mmcompile.runtime.checkpoints.saving import Saving
+from mmcompile.runtime.checkpoints.state import Resumed, Stored, TrainerState, encoded
 from mmcompile.runtime.commands import Close, Done, Reduction, Refuse, Setup, Step
 from mmcompile.runtime.follower import Follower
 from mmcompile.runtime.leader import Leader
 from mmcompile.runtime.metrics import StepMetrics, StepTotals
-from mmcompile.runtime.optimizer import OptimizerSpec, SchedulerFactory, scheduler_after
+from mmcompile.runtime.optimizer import MASTER, OptimizerSpec, SchedulerFactory, scheduler_after
+from mmcompile.runtime.param_groups import ParameterGroup
 from mmcompile.runtime.session import Session, open_session
 from mmcompile.runtime.source import PatternSource
 from mmcompile.runtime.step_planner import Collate, Costs, PlannedStep, StepPlanner
 from mmcompile.runtime.user_model import UserModel
+from mmcompile.step.accumulation import NOTHING, Accumulated
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.baselines import Arrival
 from mmcompile.step.balance.correction import Corrector
 from mmcompile.step.collate import Sample, Value, collate
 from mmcompile.step.step_plan import StepPlan
+
+_Batch: TypeAlias = tuple[Sequence[Sample], object]
+"""Samples, and what the data says of itself once they are read."""
 
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
 
@@ -70,18 +80,36 @@ class Engine:
         costs: of samples, for the balancer; needed where encoders are towers of their own.
         corrector: learns from measured times what samples cost. Steps then depend on the machine, not on their samples alone.
         check_rows: send with every row between towers the sample it is of, and check it: slower, for debugging.
-        optimizer: a torch.optim class, or a functools.partial of one with keyword arguments.
-        scheduler: makes a learning-rate scheduler for an optimizer; stepped after each step.
-        clip_norm: largest global gradient norm, if clipped.
+        optimizer: a class of torch.optim, or any importable subclass of torch.optim.Optimizer; or a functools.partial of one with
+            keyword arguments. It updates parameters as a whole; one that wants a closure, or a look at all parameters, does not
+            work.
+        groups: parameters with settings of their own, chosen by patterns over names; the first group that means a parameter has
+            it. The optimizer that a scheduler gets has these groups in this order, then one of all other parameters.
+        scheduler: makes a learning-rate scheduler for an optimizer; stepped after each update.
+        clip_norm: largest global gradient norm, if clipped: over all parameters, on whatever ranks.
+        accumulate: calls of `step` (batches of `train`) to an update. Gradients are those of one step on all their samples: means
+            over all valid tokens of the calls, not means of the calls' means, as Hugging Face's Trainer does with
+            `gradient_accumulation_steps`. Sums travel between ranks once an update.
+        master_weights: update bfloat16 and float16 parameters in float32: the optimizer keeps a float32 master of each, gradients
+            of microbatches and replicas are added up in float32, and parameters are masters rounded after every update. A mapping
+            has float32 values to start from by name, those of the model before `model.to(torch.bfloat16)`; others start as the
+            parameters are. 4 bytes an element, 4 more while gradients are added up, and optimizer state in float32. Losses are
+            not scaled, so that small float16 gradients are lost.
+        shard_optimizer: keep optimizer state (and masters) of a parameter that several ranks hold on one of them, balanced by
+            bytes; it alone updates the parameter, and tells the others the new value while they go on (ZeRO stage 1). Results
+            have the same bits, as long as what the optimizer does to a parameter depends on that parameter alone.
         reduction: how gradients of microbatches are added up. "fast" as torch does, in the parameter's dtype. "fp64" in float64,
             rounded once; 8 bytes of memory an element while a step runs. "fixed" in whole numbers, rounded once; 16 bytes. With
             "fixed", losses, gradients and parameters have the same bits however the same microbatches are spread over replicas;
             gradients of 2^23 or more, infinite ones and NaN are an EngineError. Precision: `mmcompile.runtime.arithmetic`.
+            Only "fast" goes with replicas that share parameters (fsdp): the sum over replicas of one microbatch's gradients is
+            rounded to the parameter's dtype there, and microbatches are added up as said.
         compile: run stages through torch.compile(backend="inductor").
         device: "cpu" or "cuda"; None takes cuda where every rank gets one.
 
     Raises:
-        ConfigError: the launcher's processes do not fit the plan, or an optimizer cannot travel.
+        ConfigError: the launcher's processes do not fit the plan, an optimizer cannot travel, a group means no parameter that
+            trains or has settings that the optimizer does not know, or an option would have no effect.
         EngineError: a worker could not start.
     """
 
@@ -98,15 +126,34 @@ class Engine:
         corrector: Corrector | None = None,
         check_rows: bool = False,
         optimizer: Callable[..., torch.optim.Optimizer] = DEFAULT_OPTIMIZER,
+        groups: Sequence[ParameterGroup] = (),
         scheduler: SchedulerFactory | None = None,
         clip_norm: float | None = None,
+        accumulate: int = 1,
+        master_weights: bool | Mapping[str, Tensor] = False,
+        shard_optimizer: bool = False,
         reduction: Reduction = "fast",
         compile: bool = False,
         device: str | None = None,
     ) -> None:
         if reduction not in get_args(Reduction):
             raise ConfigError(f"reduction is {reduction!r}; wanted one of {', '.join(get_args(Reduction))}")
-        spec = OptimizerSpec.of(optimizer)
+        sharing = [stage.program_name for stage in placement.stages if stage.sharing]
+        if sharing and reduction != "fast":
+            raise ConfigError(
+                f"reduction={reduction!r} rounds sums over replicas once, and replicas of {sharing[0]} share its parameters "
+                "(fsdp), whose gradients are added up in each backward: use reduction='fast', or plan without fsdp"
+            )
+        if accumulate < 1:
+            raise ConfigError(f"accumulate is {accumulate}; wanted the number of calls to an update, 1 or more")
+        spec = OptimizerSpec.of(optimizer, groups, master_weights=master_weights is not False)
+        self._source = source
+        self._user = UserModel(module=model, source=source)
+        masters = self._user.masters_for(spec, master_weights)
+        if shard_optimizer and len({rank for stage in placement.stages for rank in stage.ranks}) == 1:
+            raise ConfigError(
+                "shard_optimizer has no effect on one rank, which holds every parameter alone: leave it out"
+            )
         setup = Setup(
             stages=placement.stages,
             schedule=placement.schedule,
@@ -115,11 +162,10 @@ class Engine:
             compiled=compile,
             check_rows=check_rows,
             reduction=reduction,
+            shard_optimizer=shard_optimizer,
         )
         if collate is not None and pad is not None:
             raise ConfigError("pad has no effect together with collate, which joins samples: leave one of them out")
-        self._source = source
-        self._user = UserModel(module=model, source=source)
         self._balancer = balancer or Arrival()
         self._planner = StepPlanner(
             placement,
@@ -131,7 +177,13 @@ class Engine:
         )
         self._setup = setup
         self._scheduler_factory = scheduler
+        self._accumulate = accumulate
         self._num_steps = 0
+        self._num_samples = 0
+        self._data: object = None
+        """What the data said of itself after the batch of the last step."""
+        self._before = NOTHING
+        """Calls since the last update (rank 0)."""
         self._seed = torch.initial_seed()
         self._events: list[Event] = []
         self._session = open_session(placement.stages, device)
@@ -139,6 +191,8 @@ class Engine:
         try:
             self._side = self._session.call(functools.partial(_take_side, self._session, setup))
             self._leader = self._side if isinstance(self._side, Leader) else None
+            if self._leader is not None:
+                self._leader.await_holders({f"{MASTER}/{name}": tensor for name, tensor in masters.items()})
             self._initial_hyper = self._side.rank.optimizer.hyper
             self._scheduler = self._make_scheduler(self._leader)
         except BaseException:
@@ -153,23 +207,47 @@ class Engine:
 
     @property
     def num_steps(self) -> int:
-        """Steps done."""
+        """Steps done, which is updates."""
         return self._num_steps
 
     @property
+    def num_samples(self) -> int:
+        """Samples that were trained on, since the first step of all."""
+        return self._num_samples
+
+    @property
+    def saving(self) -> Saving | None:
+        """The last save that was begun, if any."""
+        return self._side.checkpoints.saving
+
+    @property
     def learning_rate(self) -> float:
-        """Of the next step (on ranks other than 0, of the last)."""
-        return float(self._side.rank.optimizer.hyper["lr"])
+        """Of the next step (on ranks other than 0, of the last), for parameters in none of the `groups`."""
+        return self.learning_rates[-1]
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        self._side.rank.optimizer.hyper = {**self._side.rank.optimizer.hyper, "lr": value}
+        self.learning_rates = (*self.learning_rates[:-1], value)
 
-    def step(self, samples: Sequence[Sample], *, trace: bool = False) -> StepMetrics:
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """Of the next step (on ranks other than 0, of the last), for each of the `groups`, then for all other parameters."""
+        return tuple(float(group["lr"]) for group in self._side.rank.optimizer.hyper)
+
+    @learning_rates.setter
+    def learning_rates(self, values: Sequence[float]) -> None:
+        hyper = self._side.rank.optimizer.hyper
+        if len(values) != len(hyper):
+            raise ConfigError(f"got {len(values)} learning rates; wanted one for each of the {len(hyper)} groups")
+        self._side.rank.optimizer.hyper = [{**g, "lr": value} for g, value in zip(hyper, values, strict=True)]
+
+    def step(self, samples: Sequence[Sample], *, update: bool | None = None, trace: bool = False) -> StepMetrics:
         """Train on samples: forward, backward, gradient clipping, one optimizer update.
 
         Args:
             samples: one dict a conversation, as a processor returns it.
+            update: False adds gradients to those of the calls since the last update, and changes no parameter; True updates with
+                all of them. None updates after every `accumulate` calls.
             trace: measure every action, for `trace()`.
 
         Raises:
@@ -180,14 +258,19 @@ class Engine:
         if self._leader is None:
             return self._follow_step(start)
         with self._refusing(self._leader):
-            planned = self._plan(self._num_steps + 1, samples)
+            self._raise_failed_save()
+            planned = self._plan(self._num_steps + 1, samples, self._before, self._updates(self._before, update))
         return self._lead_step(self._leader, planned, start, waited_s=planned.seconds, trace=trace)
 
     def train(self, batches: Iterable[Sequence[Sample]], *, trace: Container[int] = ()) -> Iterator[StepMetrics]:
-        """A step for each batch. While one runs, a thread reads the next batch and plans its step.
+        """A call of `step` for each batch. While one runs, a thread reads the next batch and plans it.
+
+        With `accumulate`, the last batch updates, however many there were since the last update; to know which one that is, the
+        thread reads one batch further.
 
         Args:
-            batches: samples of each step, as for `step` (ranks other than 0: ignored).
+            batches: samples of each call, as for `step` (ranks other than 0: ignored). If they have a `state_dict()`, as
+                torchdata's StatefulDataLoader has, `save` saves it as it was after the last step, though more were read.
             trace: numbers of the steps in which to measure every action, for `trace()`.
 
         Raises:
@@ -198,20 +281,26 @@ class Engine:
             yield from self._follow_train()
             return
         leader = self._leader
-        batches = iter(batches)
+        read = _with_states(batches)
+        marked = _with_last(read) if self._accumulate > 1 else ((batch, False) for batch in read)
         if isinstance(self._balancer, AsideBalancer):
             self._balancer.start()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-planner") as ahead:
-            upcoming = ahead.submit(self._plan_next, batches, self._num_steps + 1)
+            upcoming = ahead.submit(self._plan_next, marked, self._num_steps + 1, self._before)
             while True:
                 start = time.perf_counter()
                 with self._refusing(leader):
-                    planned = upcoming.result()
-                if planned is None:
+                    self._raise_failed_save()
+                    found = upcoming.result()
+                if found is None:
                     break
+                planned, state = found
                 waited_s = time.perf_counter() - start
-                upcoming = ahead.submit(self._plan_next, batches, planned.plan.step + 1)
-                yield self._lead_step(leader, planned, start, waited_s=waited_s, trace=planned.plan.step in trace)
+                before = self._before.with_part(planned.plan)
+                upcoming = ahead.submit(self._plan_next, marked, planned.plan.step + planned.plan.update, before)
+                metrics = self._lead_step(leader, planned, start, waited_s=waited_s, trace=planned.plan.step in trace)
+                self._data = state
+                yield metrics
         self._session.call(functools.partial(leader.tell, Done(call="train")))
 
     def trace(self) -> list[Event]:
@@ -234,52 +323,105 @@ class Engine:
         weights = self._session.call(functools.partial(_weights, self._leader, "pull"))
         self._user.put(weights)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a checkpoint: the model, loadable with `from_pretrained`, and what `load` needs to go on.
+    def save(self, folder: str | os.PathLike[str], *, data: object = None, wait: bool = True) -> Saving:
+        """Write a checkpoint: all that `load` needs to go on. Every rank writes what it holds; all must see the folder.
+
+        It is in the format of torch.distributed.checkpoint, so other tools can read it. `export` writes a model for
+        `from_pretrained`. A checkpoint that is there already stays whole until the new one is.
+
+        Args:
+            data: where the data is: plain values and tensors, that `load` gives back. By default the `state_dict()` of what
+                `train` was given, if it has one, as it was after the batch of the last step.
+            wait: until it is on the disk. Otherwise this returns once there is a copy in memory (of each rank's share), and
+                training may go on; the next save, load or close waits for it.
 
         Raises:
-            CheckpointError: the disk is full or the folder not writable; the checkpoint there before is untouched.
+            CheckpointError: the disk is full or the folder not writable; the checkpoint there before is untouched. With `wait`
+                False, the next call of the engine raises it, or `Saving.wait`.
         """
         if self._leader is None:
             self._take_part("save")
+            assert self._side.checkpoints.saving is not None, "a save was followed, but none was begun"
+            return self._side.checkpoints.saving
+        leader = self._leader
+        with self._refusing(leader):
+            self._finish_saving()
+            self._check_whole_step()
+            order = self._save_order(Path(folder), self._data if data is None else data, copies=not wait)
+        save = functools.partial(leader.save, order, self._user.trainable(self._source.parameters()))
+        saving = self._session.call(save)
+        if wait:
+            with self._refusing(leader):
+                saving.wait()
+        self._session.call(functools.partial(leader.tell, Done(call="save")))
+        return saving
+
+    def export(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model as it is now, gathered on rank 0: a transformers model as its `save_pretrained` does, any other one as
+        model.safetensors with all names. Nothing of training is in it.
+
+        Raises:
+            CheckpointError: the disk is full or the folder not writable; what was there before is untouched.
+        """
+        if self._leader is None:
+            self._take_part("export")
             return
         leader = self._leader
-        weights, state = self._session.call(functools.partial(_weights_and_state, leader))
-        trainer = TrainerState(
-            step=self._num_steps,
-            optimizer=self._setup.optimizer,
-            hyper=leader.rank.optimizer.hyper,
-            seed=self._seed,
-        )
-        complete = self._user.complete(weights, leader.aliases)
-        content = Checkpoint(trainer=trainer, weights=self._user.trainable(complete), optimizer=state)
-        checkpoint.write(Path(folder), content, self._user.module, complete)
+        with self._refusing(leader):
+            self._raise_failed_save()
+        weights = self._session.call(leader.weights)
+        with self._refusing(leader):
+            export(Path(folder), self._user.module, self._user.complete(weights, leader.aliases))
+        self._session.call(functools.partial(leader.tell, Done(call="export")))
 
-    def load(self, folder: str | os.PathLike[str]) -> None:
+    def load(self, folder: str | os.PathLike[str]) -> Resumed:
         """Go on from a checkpoint: weights (the user's model gets them too), optimizer, step count, learning rate.
 
-        The model must be the one that was trained, with the same frozen weights.
+        Whatever plan and number of ranks it was saved with: every rank reads what it holds. The model must be the one that was
+        trained, with the same frozen weights.
+
+        Returns:
+            Where training was, for the data to go on from there.
 
         Raises:
             CheckpointError: none there, damaged, or of another model or optimizer. Nothing was changed.
         """
         if self._leader is None:
             self._take_part("load")
-            return
+            trainer = self._side.checkpoints.trainer
+            assert trainer is not None, "a load was followed, but nothing was read"
+            return self._resume(trainer)
         leader = self._leader
         with self._refusing(leader):
-            content = checkpoint.read(Path(folder))
-            self._user.check(content, self._setup.optimizer, folder)
-        self._user.put(content.weights)
-        self._session.call(functools.partial(_load, leader, dict(self._source.parameters()), content.optimizer))
-        self._num_steps = content.trainer.step
-        self._seed = content.trainer.seed
+            self._finish_saving()
+            stored = Stored.find(resolved(Path(folder)))
+            self._user.check(stored.trainer, shapes_of(stored.index), self._setup.optimizer, folder)
+            self._user.check_weights(stored)
+        failure = self._session.call(functools.partial(leader.read, stored))
+        with self._refusing(leader):
+            if failure:
+                raise CheckpointError(failure)
+        self._user.read(stored)
+        self._session.call(functools.partial(_apply, leader, stored))
+        resumed = self._resume(stored.trainer)
         leader.rank.optimizer.hyper = self._initial_hyper
         self._scheduler = self._make_scheduler(leader)
-        leader.rank.optimizer.hyper = content.trainer.hyper
+        leader.rank.optimizer.hyper = stored.trainer.hyper
+        return resumed
 
     def close(self) -> None:
-        """End all ranks. Safe to call twice; also called at exit."""
+        """End all ranks, once a save that was begun is on the disk. Safe to call twice; also called at exit.
+
+        Raises:
+            CheckpointError: that save failed. All ranks have ended.
+        """
+        try:
+            if not self._session.is_over:
+                self._finish_saving()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         if isinstance(self._balancer, AsideBalancer):
             self._balancer.close()
         farewell = None if self._leader is None else functools.partial(self._leader.tell, Close())
@@ -293,15 +435,24 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _plan_next(self, batches: Iterator[Sequence[Sample]], step: int) -> PlannedStep | None:
-        """Read a batch and plan its step; None after the last."""
-        samples = next(batches, None)
-        return None if samples is None else self._plan(step, samples)
+    def _plan_next(
+        self, batches: Iterator[tuple[_Batch, bool]], step: int, before: Accumulated
+    ) -> tuple[PlannedStep, object] | None:
+        """Read a batch and plan what is done with it, and the state of the data then; None after the last.
 
-    def _plan(self, step: int, samples: Sequence[Sample]) -> PlannedStep:
-        """Plan a step and its schedule, before anything is sent."""
+        Args:
+            batches: what is read, and whether there is nothing after it.
+        """
+        found = next(batches, None)
+        if found is None:
+            return None
+        (samples, state), is_last = found
+        return self._plan(step, samples, before, is_last or self._updates(before, None)), state
+
+    def _plan(self, step: int, samples: Sequence[Sample], before: Accumulated, update: bool) -> PlannedStep:
+        """Plan a step, or a part of one, and its schedule, before anything is sent."""
         assert self._leader is not None, "only rank 0 plans"
-        planned = self._planner.plan(step, samples)
+        planned = self._planner.plan(step, samples, update=update, before=before)
         self._leader.rank.schedule(planned.plan)
         return planned
 
@@ -315,9 +466,12 @@ class Engine:
         """
         command = Step(plan=planned.plan, hyper=leader.rank.optimizer.hyper, seed=self._seed, trace=trace)
         totals = self._session.call(functools.partial(self._run, leader, command, planned))
-        self._num_steps += 1
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._before = self._before.with_part(planned.plan)
+        self._num_samples += planned.plan.num_samples
+        if planned.plan.update:
+            self._num_steps += 1
+            if self._scheduler is not None:
+                self._scheduler.step()
         metrics = self._metrics(totals, planned.plan, start)
         self._planner.observe(planned, np.array(totals.microbatch_s))
         return replace(metrics, balance=planned.balance, planning_s=planned.seconds, waited_s=waited_s)
@@ -352,19 +506,32 @@ class Engine:
     def _followed(self, start: float) -> StepMetrics:
         assert self._side.rank.last is not None, "a step was followed, but left no totals"
         plan, totals = self._side.rank.last
-        self._num_steps = plan.step
+        self._num_steps = plan.step if plan.update else plan.step - 1
+        self._num_samples += plan.num_samples
         return self._metrics(totals, plan, start)
 
     def _metrics(self, totals: StepTotals, plan: StepPlan, start: float) -> StepMetrics:
         return StepMetrics(
-            step=self._num_steps,
-            loss=totals.loss,
+            step=plan.step,
+            loss=totals.loss / plan.total_weight,
             num_tokens=totals.num_tokens,
             num_samples=plan.num_samples,
             seconds=time.perf_counter() - start,
             grad_norm=None if totals.squared_norm is None else math.sqrt(totals.squared_norm),
             busy_s=totals.busy_s,
+            updated=plan.update,
         )
+
+    def _updates(self, before: Accumulated, update: bool | None) -> bool:
+        """Whether a call updates parameters, after some calls that did not."""
+        return before.num_parts + 1 >= self._accumulate if update is None else update
+
+    def _check_whole_step(self) -> None:
+        if self._before.num_parts:
+            raise CheckpointError(
+                f"cannot save in the middle of a step: gradients of {self._before.num_parts} calls wait for an update, and "
+                "checkpoints hold none; save after a call that updates (step(update=True))"
+            )
 
     def _take_part(self, *calls: str) -> str:
         """Other ranks: follow rank 0 through one call of the user's, one of `calls`; which it was."""
@@ -398,10 +565,66 @@ class Engine:
             self._session.call(functools.partial(leader.tell, Refuse(error=name, message=str(error))))
             raise
 
+    def _save_order(self, folder: Path, data: object, *, copies: bool) -> SaveOrder:
+        assert self._leader is not None, "only rank 0 orders"
+        trainer = TrainerState(
+            step=self._num_steps,
+            optimizer=self._setup.optimizer,
+            hyper=self._leader.rank.optimizer.hyper,
+            seed=self._seed,
+            num_samples=self._num_samples,
+        )
+        state = None if data is None else encoded(data)
+        target = resolved(folder)
+        try:
+            fresh = make_fresh(target)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        return SaveOrder(folder=target, fresh=fresh, trainer=trainer, tied=self._user.tied(), data=state, copies=copies)
+
+    def _resume(self, trainer: TrainerState) -> Resumed:
+        self._num_steps, self._num_samples = trainer.step, trainer.num_samples
+        self._seed, self._before = trainer.seed, NOTHING
+        self._data = self._side.checkpoints.data
+        return Resumed(num_steps=self._num_steps, num_samples=self._num_samples, data=self._data)
+
+    def _finish_saving(self) -> None:
+        """Wait for a save that was begun. Raises CheckpointError if it failed and nobody was told."""
+        if (saving := self._side.checkpoints.saving) is not None:
+            saving.wait()
+
+    def _raise_failed_save(self) -> None:
+        """Raise what a save failed with meanwhile."""
+        saving = self._side.checkpoints.saving
+        if saving is not None and saving.done:
+            saving.wait()
+
     def _make_scheduler(self, leader: Leader | None) -> LRScheduler | None:
         if self._scheduler_factory is None or leader is None:
             return None
         return scheduler_after(self._num_steps, self._scheduler_factory, leader.rank.optimizer.optimizer)
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    """Batches that can say where they are, as torchdata's StatefulDataLoader can."""
+
+    def state_dict(self) -> object: ...
+
+
+def _with_states(batches: Iterable[Sequence[Sample]]) -> Iterator[_Batch]:
+    """Batches, each with what the data says of itself after it, if it does."""
+    for samples in batches:
+        yield samples, copy.deepcopy(batches.state_dict()) if isinstance(batches, _Stateful) else None
+
+
+def _with_last(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, bool]]:
+    """Batches, and whether there are none after them; so each is read one earlier."""
+    batch = next(batches, None)
+    while batch is not None:
+        following = next(batches, None)
+        yield batch, following is None
+        batch = following
 
 
 def _collate(
@@ -412,8 +635,8 @@ def _collate(
 
 def _take_side(session: Session, setup: Setup) -> Leader | Follower:
     if session.rank == 0:
-        return Leader(session.groups, setup, session.board)
-    return Follower(session.groups, session.board)
+        return Leader(session.groups, setup, session.board, session.check)
+    return Follower(session.groups, session.board, session.check)
 
 
 def _weights(leader: Leader, call: str) -> dict[str, Tensor]:
@@ -422,14 +645,8 @@ def _weights(leader: Leader, call: str) -> dict[str, Tensor]:
     return weights
 
 
-def _weights_and_state(leader: Leader) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    weights, state = leader.weights(), leader.optimizer_state()
-    leader.tell(Done(call="save"))
-    return weights, state
-
-
-def _load(leader: Leader, values: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    leader.load(values, state)
+def _apply(leader: Leader, stored: Stored) -> None:
+    leader.apply(stored)
     leader.tell(Done(call="load"))
 
 

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mmcompile.kernels.bitfield_attention.cp_channel import ExchangeLost
+from mmcompile.kernels.process_groups import ExchangeLost
+from mmcompile.lower.deferral import DeferredGradient
 from mmcompile.plan.simulator.schedule import Action, ActionKind
+from mmcompile.runtime.carried_sums import CarriedSums
 from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.gradients import GradientSums
 from mmcompile.runtime.groups import Groups, PeerLost
 from mmcompile.runtime.links import Mail
-from mmcompile.runtime.stages import InputSlot, LoadedStage, OutputSlot, Stages
+from mmcompile.runtime.received import Received
+from mmcompile.runtime.stages import LoadedStage, OutputSlot, Stages
 from mmcompile.runtime.status import IDLE, StatusBoard
 from mmcompile.step.step_plan import StepPlan
 
@@ -47,10 +50,12 @@ class StepResult:
 class _Saved:
     """What a backward needs of its forward. Only graph edges of results are kept, not their data."""
 
-    leaves: list[tuple[InputSlot, Tensor]]
+    received: list[Received]
     edges: list[tuple[OutputSlot, GradientEdge | None]]
     loss: tuple[GradientEdge, Tensor] | None
     """Edge of the loss, and the gradient it is seeded with."""
+    deferred: tuple[DeferredGradient, ...]
+    """Weight gradients that the backward leaves to W."""
 
 
 class Executor:
@@ -63,7 +68,7 @@ class Executor:
         mail: Mail,
         board: StatusBoard,
         groups: Groups,
-        sums: GradientSums,
+        sums: GradientSums | CarriedSums,
         *,
         seed: int,
         trace: bool,
@@ -91,6 +96,8 @@ class Executor:
         self._check = check
         self._backward = [frozenset(microbatch.flow.backward) for microbatch in plan.microbatches]
         self._saved: dict[tuple[int, int], _Saved] = {}
+        self._deferred: dict[tuple[int, int], tuple[DeferredGradient, ...]] = {}
+        """Between I and W."""
         self._losses: list[tuple[int, Tensor, Tensor | int]] = []
         """Microbatch, loss and valid tokens."""
 
@@ -128,22 +135,27 @@ class Executor:
         return result
 
     def _compute(self, action: Action) -> int:
-        """Run a forward or backward; returns the microbatch by index."""
+        """Run a forward, a backward, or a part of one; returns the microbatch by index."""
         microbatch = self._mail.microbatch(action.stage, action.microbatch)
         stage = self._loaded[microbatch][action.stage]
-        if action.kind is ActionKind.F:
-            self._run_forward(stage, microbatch, stage.name in self._backward[microbatch])
-        else:
-            self._run_backward(stage, microbatch)
+        match action.kind:
+            case ActionKind.F:
+                self._run_forward(stage, microbatch, stage.name in self._backward[microbatch])
+            case ActionKind.W:
+                self._run_weight_gradients(stage, microbatch)
+            case _:
+                self._run_backward(stage, microbatch)
+                if action.kind is ActionKind.B:
+                    self._run_weight_gradients(stage, microbatch)
         return microbatch
 
     def _run_forward(self, stage: LoadedStage, microbatch: int, backward: bool) -> None:
-        leaves: list[tuple[InputSlot, Tensor]] = []
-        arguments = self._arguments(stage, microbatch, leaves if backward else None)
-        first = min(self._plan.microbatches[microbatch].samples)
+        received: list[Received] = []
+        arguments = self._arguments(stage, microbatch, received if backward else None)
+        first = self._plan.first_sample + min(self._plan.microbatches[microbatch].samples)
         self._generator.manual_seed(_key(self._seed, self._plan.step, first, stage.key))
         with torch.set_grad_enabled(backward):
-            results = stage.run(*arguments)
+            results, deferred = stage.run.run_deferring(*arguments)
         edges: list[tuple[OutputSlot, GradientEdge | None]] = []
         for slot in stage.outputs:
             value = results[slot.position]
@@ -152,20 +164,19 @@ class Executor:
             self._mail.put_value(microbatch, stage.index, slot, value)
         loss = self._keep_loss(stage, results, microbatch)
         if backward:
-            self._saved[microbatch, stage.index] = _Saved(leaves, edges, loss)
+            self._saved[microbatch, stage.index] = _Saved(received, edges, loss, deferred)
 
-    def _arguments(
-        self, stage: LoadedStage, microbatch: int, leaves: list[tuple[InputSlot, Tensor]] | None
-    ) -> list[Tensor | int]:
-        """Inputs of a stage in order; link inputs whose gradient flows back become leaves, noted in `leaves`."""
+    def _arguments(self, stage: LoadedStage, microbatch: int, received: list[Received] | None) -> list[Tensor | int]:
+        """Inputs of a stage in order; link inputs whose gradient flows back are noted in `received`."""
         roots: Mapping[str, Tensor] = self._mail.roots(microbatch)
         sizes = self._plan.microbatches[microbatch].sizes
         arguments: list[Tensor | int] = []
         for slot in stage.inputs:
             if slot.kind == "link":
                 value = self._mail.take_value(microbatch, stage.index, slot)
-                if leaves is not None and slot.gradient:
-                    leaves.append((slot, value.requires_grad_()))
+                if received is not None and slot.gradient:
+                    received.append(Received.of(slot, value))
+                    value = received[-1].enter(value)
                 arguments.append(value)
             else:
                 arguments.append(sizes[slot.name] if slot.kind == "size" else roots[slot.name])
@@ -183,6 +194,7 @@ class Executor:
         return (get_gradient_edge(loss), torch.full_like(loss, weight)) if loss.requires_grad else None
 
     def _run_backward(self, stage: LoadedStage, microbatch: int) -> None:
+        """The backward as autograd runs it: all of it, or where weight gradients are deferred, what other stages wait for."""
         fail_point("backward", rank=self._rank, step=self._plan.step)
         saved = self._saved.pop((microbatch, stage.index))
         edges: list[GradientEdge] = []
@@ -197,9 +209,14 @@ class Executor:
             gradients.append(saved.loss[1])
         if edges:
             torch.autograd.backward(edges, gradients)
-        for slot, leaf in saved.leaves:
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            self._mail.put_gradient(microbatch, stage.index, slot, gradient)
+        for value in saved.received:
+            self._mail.put_gradient(microbatch, stage.index, value.slot, value.take_gradient())
+        self._deferred[microbatch, stage.index] = saved.deferred
+
+    def _run_weight_gradients(self, stage: LoadedStage, microbatch: int) -> None:
+        """The rest of a backward."""
+        for gradient in self._deferred.pop((microbatch, stage.index)):
+            gradient.add()
         self._sums.ran(stage.trainable)
 
 

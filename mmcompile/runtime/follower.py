@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mmcompile.lower.program import StageProgram
 from mmcompile.runtime import wire
-from mmcompile.runtime.commands import Close, Command, Events, Gather, Install, Load, Setup, Step, hear
+from mmcompile.runtime.checkpoints.rank_side import RankCheckpoints
+from mmcompile.runtime.commands import (
+    Apply,
+    Close,
+    Command,
+    Events,
+    Gather,
+    Install,
+    Load,
+    Refuse,
+    Save,
+    Setup,
+    Step,
+    hear,
+)
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.rank import Rank
 from mmcompile.runtime.status import StatusBoard
 
 
 class Follower:
-    """Executes commands one by one."""
+    """Executes commands one by one.
 
-    def __init__(self, groups: Groups, board: StatusBoard) -> None:
+    Args:
+        check: called while the user waits for a save; what it raises ends the wait.
+    """
+
+    def __init__(self, groups: Groups, board: StatusBoard, check: Callable[[], None] = lambda: None) -> None:
         setup = hear(groups)
         assert isinstance(setup, Setup), f"the first command must be Setup, got {setup}"
         self._groups = groups
         self.rank = Rank(groups, setup, board)
+        self.checkpoints = RankCheckpoints(rank=self.rank, groups=groups, check=check)
 
     def follow(self) -> Command:
         """Wait for the next command, carry it out, and return it."""
@@ -25,15 +46,24 @@ class Follower:
         match command:
             case Install():
                 programs = wire.decode(wire.receive_bytes(self._groups, 0), tuple[StageProgram, ...])
-                self.rank.install(command, programs, wire.receive_tensors(self._groups, 0))
+                tensors = wire.receive_tensors(self._groups, 0)
+                tensors |= self.checkpoints.restored(command, programs)
+                self.rank.install(command, programs, tensors)
             case Step():
                 self.rank.step(command)
             case Gather():
                 self._send(command)
             case Events():
                 wire.send_bytes(self._groups, 0, wire.encode(self.rank.events()))
+            case Save():
+                part = self.checkpoints.part(command)
+                self.checkpoints.begin(command.step, part.run)
             case Load():
-                self.rank.load(wire.receive_tensors(self._groups, 0))
+                wire.send_bytes(self._groups, 0, self.checkpoints.read(command.folder).encode())
+            case Apply():
+                self.checkpoints.apply()
+            case Refuse():
+                self.checkpoints.drop()
             case _:
                 pass
         return command

@@ -14,6 +14,7 @@ them is the end of the process on the other side (`launch` sees to that), or a `
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +23,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mmcompile.runtime.own_address import listen_at
 
 _NEVER = timedelta(days=7)
 """Rank 0 may think for hours between two steps; a dead peer is noticed by other means."""
@@ -284,6 +287,15 @@ def _gloo(store: dist.Store, rank: int, world_size: int, local: bool, timeout: t
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._threads = 2
-    create = dist.ProcessGroupGloo.create_device if local else dist.ProcessGroupGloo.create_default_device
-    options._devices = [create(hostname="127.0.0.1") if local else create()]
+    options._devices = [_listener(local)]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _listener(local: bool) -> Any:
+    """What gloo listens and connects with."""
+    found = "hostname", "127.0.0.1"
+    if not local:
+        found = listen_at(os.environ)
+    if found is None:
+        return dist.ProcessGroupGloo.create_default_device()
+    return dist.ProcessGroupGloo.create_device(**dict([found]))

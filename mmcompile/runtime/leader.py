@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
+from mmcompile.ir.graph import torch_dtype
 from mmcompile.lower.program import PatternPrograms, StageProgram
 from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import wire
-from mmcompile.runtime.commands import Command, Events, Gather, Install, Load, Setup, Step, announce
+from mmcompile.runtime.checkpoints.index import state_key, weight_key
+from mmcompile.runtime.checkpoints.leader_side import Restored, SaveOrder, whole_job
+from mmcompile.runtime.checkpoints.pieces import Piece, whole_piece
+from mmcompile.runtime.checkpoints.rank_side import RankCheckpoints, balanced
+from mmcompile.runtime.checkpoints.saving import Saving
+from mmcompile.runtime.checkpoints.state import Stored
+from mmcompile.runtime.commands import Apply, Command, Events, Gather, Install, Load, Save, Setup, Step, announce
 from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.metrics import StepTotals
 from mmcompile.runtime.rank import Rank, RootValues
+from mmcompile.runtime.sharded_optimizer import assign_updaters
 from mmcompile.runtime.stages import root_names
 from mmcompile.runtime.status import StatusBoard
+from mmcompile.runtime.tensor_parts import TensorParts
 
 
 class Leader:
-    """Installs patterns, runs steps, and moves weights and optimizer state between rank 0 and the others."""
+    """Installs patterns, runs steps, moves weights between rank 0 and the others, and leads saves and loads.
 
-    def __init__(self, groups: Groups, setup: Setup, board: StatusBoard) -> None:
+    Args:
+        check: called while the user waits for a save; what it raises ends the wait.
+    """
+
+    def __init__(
+        self, groups: Groups, setup: Setup, board: StatusBoard, check: Callable[[], None] = lambda: None
+    ) -> None:
         announce(groups, setup)
         self.rank = Rank(groups, setup, board)
+        self.checkpoints = RankCheckpoints(rank=self.rank, groups=groups, check=check)
+        self._num_saves = 0
         self._groups = groups
         self._stages = setup.stages
         self._holders: dict[str, set[int]] = {}
         """Parameter or buffer -> placed stages that hold it, by index."""
         self._trainable: set[str] = set()
+        self._sharded = setup.shard_optimizer
+        self._num_bytes: dict[str, int] = {}
+        """Of each trainable parameter."""
+        self._updaters: dict[str, int] = {}
+        """Trainable parameter -> the one rank that updates it, if the optimizer is sharded."""
+        self._parts = TensorParts()
         self.aliases: dict[str, str] = {}
         """Other name of a tied parameter -> the name it is held under."""
         self._installed: set[tuple[str, str]] = set()
         self._reads: dict[tuple[str, str, int], dict[int, frozenset[str]]] = {}
         self._waiting: dict[str, Tensor] = {}
-        """Optimizer state loaded for parameters that no rank holds yet, as `<key>/<name>`."""
+        """Optimizer state given for parameters that no rank holds yet, as `<key>/<name>`."""
+        self._restored = Restored()
+        """The same in a checkpoint, which ranks read for themselves once they hold them."""
 
     def knows(self, pattern: str, tower: str) -> bool:
         """True if the stages of a tower were installed in a pattern."""
@@ -53,17 +79,28 @@ class Leader:
                 there, optimizer state too.
         """
         placed = self._placed(programs, tower)
+        for program in placed.values():
+            for spec in program.parameters:
+                self._parts.note(spec)
         by_rank = self._by_rank(placed)
         lacking = {rank: self._lacking(rank, mine) for rank, mine in by_rank.items()}
         trained = self._trained({name for names in lacking.values() for name in names})
         self._note(programs.pattern, tower, placed)
-        announce(
-            self._groups, command := Install(pattern=programs.pattern, tower=tower, holders=self._trainable_holders())
+        restored, waiting = self._restored_for(lacking)
+        command = Install(
+            pattern=programs.pattern,
+            tower=tower,
+            holders=self._trainable_holders(),
+            updaters=self._updaters,
+            restored=restored,
+            waiting=waiting,
         )
+        announce(self._groups, command)
         for rank in range(self._groups.world_size):
             mine = by_rank.get(rank, ())
-            tensors = _tensors(mine, lacking.get(rank, ()), values, trained)
+            tensors = _tensors(mine, lacking.get(rank, ()), values, self._kept(rank, trained), self._parts)
             if rank == 0:
+                tensors |= self.checkpoints.restored(command, mine)
                 self.rank.install(command, mine, tensors)
             else:
                 wire.send_bytes(self._groups, rank, wire.encode([replace(program, constants={}) for program in mine]))
@@ -74,26 +111,53 @@ class Leader:
         announce(self._groups, command)
         return self.rank.step(command, roots)
 
+    def await_holders(self, state: Mapping[str, Tensor]) -> None:
+        """Keep optimizer state (`<key>/<name>`) for the ranks that will update its parameters, before any is held."""
+        self._waiting |= state
+
     def weights(self) -> dict[str, Tensor]:
         """Current values of all trainable parameters held by any rank, as CPU copies. No other parameter changes."""
-        return self._gather("weights", self._trainable & self._holders.keys())
+        return self._parts.joined(self._gather("weights", self._trainable & self._holders.keys()))
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """All optimizer state as `<key>/<name>`, as CPU copies."""
-        return {**self._waiting, **self._gather("optimizer", self._trainable & self._holders.keys())}
+    def save(self, order: SaveOrder, values: Mapping[str, Tensor]) -> Saving:
+        """Start a save on all ranks.
 
-    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Give every holder its trainable weights and optimizer state; state of parameters not held yet waits for its rank."""
-        self._waiting = {path: t for path, t in state.items() if _parameter_of(path) not in self._holders}
-        announce(self._groups, Load())
-        for rank in range(self._groups.world_size):
-            held = {name for name in self._trainable if rank in self._ranks(name)}
-            tensors = {f"value/{name}": weights[name] for name in held}
-            tensors |= {f"state/{path}": t for path, t in state.items() if _parameter_of(path) in held}
-            if rank == 0:
-                self.rank.load(tensors)
-            else:
-                wire.send_tensors(self._groups, rank, tensors)
+        Args:
+            values: all parameters that train, each under its first name; used for those that no rank holds yet.
+        """
+        self._num_saves += 1
+        held = self._trainable & self._holders.keys()
+        owners = {name: {self._updaters[name]} if name in self._updaters else self._ranks(name) for name in held}
+        command = Save(
+            folder=str(order.fresh),
+            number=self._num_saves,
+            step=order.trainer.step,
+            copies=order.copies,
+            names=balanced(owners, self._num_bytes),
+        )
+        announce(self._groups, command)
+        known = {order.tied.get(name, name) for name in self._held_names()}
+        absent = {name: tensor for name, tensor in values.items() if name not in known}
+        part = self.checkpoints.part(command, lambda: self._not_held(absent))
+        return self.checkpoints.begin(
+            order.trainer.step, whole_job(order, part, self._groups.world_size, self._restored).run
+        )
+
+    def read(self, stored: Stored) -> str:
+        """Have every rank read what it holds from a checkpoint; "" or why one of them could not. Nothing changes."""
+        announce(self._groups, Load(folder=str(stored.folder)))
+        failures = [self.checkpoints.read(str(stored.folder))]
+        failures += (wire.receive_bytes(self._groups, rank).decode() for rank in range(1, self._groups.world_size))
+        return next((f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure), "")
+
+    def apply(self, stored: Stored) -> None:
+        """Have every rank take over what it read. State of parameters that no rank holds yet stays in the checkpoint."""
+        announce(self._groups, Apply())
+        self.checkpoints.apply()
+        known = {stored.index.name_of(name) for name in self._held_names()}
+        self._waiting = {}
+        names = stored.index.states().keys() - known
+        self._restored = Restored(folder=stored.folder, names=names, index=stored.index)
 
     def events(self) -> list[Event]:
         """Measured actions of the last step of all ranks."""
@@ -111,7 +175,7 @@ class Leader:
     def _gather(self, what: Literal["weights", "optimizer"], wanted: Iterable[str]) -> dict[str, Tensor]:
         names: dict[int, tuple[str, ...]] = {}
         for name in sorted(wanted):
-            holder = min(self._ranks(name))
+            holder = self._updaters.get(name, min(self._ranks(name)))
             names[holder] = (*names.get(holder, ()), name)
         announce(self._groups, Gather(what=what, names=names))
         own = names.get(0, ())
@@ -123,11 +187,12 @@ class Leader:
 
     def _placed(self, programs: PatternPrograms, tower: str) -> dict[int, StageProgram]:
         """Placed stages of a tower, by index, that have a program."""
-        return {
-            index: programs.programs[stage.program_name]
-            for index, stage in enumerate(self._stages)
-            if stage.tower == tower and stage.program_name in programs.programs
-        }
+        found: dict[int, StageProgram] = {}
+        for index, stage in enumerate(self._stages):
+            if stage.tower == tower and stage.program_name in programs.programs:
+                program = programs.programs[stage.program_name]
+                found[index] = program.of_replica(stage.replica) if stage.sharing else program
+        return found
 
     def _by_rank(self, placed: Mapping[int, StageProgram]) -> dict[int, tuple[StageProgram, ...]]:
         """Programs of each rank; once where it holds several replicas."""
@@ -155,10 +220,15 @@ class Leader:
         if held:
             for name, tensor in self._gather("weights", held).items():
                 found[name][f"value/{name}"] = tensor
-            for path, tensor in self._gather("optimizer", held).items():
+            # Of a sharded optimizer it stays where it is.
+            for path, tensor in ({} if self._sharded else self._gather("optimizer", held)).items():
                 found[_parameter_of(path)][f"state/{path}"] = tensor
-        for path in [path for path in self._waiting if _parameter_of(path) in names]:
-            found[_parameter_of(path)][f"state/{path}"] = self._waiting.pop(path)
+        held = {name: self._parts.whole_name(name) for name in names}
+        for path, tensor in self._waiting.items():
+            for name in (name for name, whole in held.items() if whole == _parameter_of(path)):
+                found[name][f"state/{_key_of(path)}/{name}"] = self._parts.part_of_state(name, tensor)
+        arrived = set(held.values())
+        self._waiting = {path: tensor for path, tensor in self._waiting.items() if _parameter_of(path) not in arrived}
         return found
 
     def _note(self, pattern: str, tower: str, placed: Mapping[int, StageProgram]) -> None:
@@ -173,7 +243,43 @@ class Leader:
             for spec in program.parameters:
                 if spec.trainable:
                     self._trainable.add(spec.name)
-                self.aliases |= dict.fromkeys(spec.aliases, spec.name)
+                    self._num_bytes[spec.name] = math.prod(spec.shape) * torch_dtype(spec.dtype).itemsize
+                self.aliases |= dict.fromkeys(spec.aliases, spec.whole_name)
+
+        if self._sharded:
+            owners = {name: self._ranks(name) for name in self._trainable}
+            self._updaters = assign_updaters(owners, self._num_bytes, self._updaters)
+
+    def _restored_for(self, lacking: Mapping[int, Sequence[str]]) -> tuple[str, tuple[str, ...]]:
+        """Folder and names of the optimizer state that ranks read for themselves, of parameters that they lack."""
+        names = {self._parts.whole_name(name) for names in lacking.values() for name in names}
+        waiting = self._restored.take(names)
+        if not waiting:
+            return "", ()
+        # It may just be replacing the folder that is read from.
+        self.checkpoints.settle()
+        return str(self._restored.folder), waiting
+
+    def _held_names(self) -> set[str]:
+        """What the model calls the trainable parameters that any rank holds, or a part of."""
+        return {self._parts.whole_name(name) for name in self._trainable & self._holders.keys()}
+
+    def _not_held(self, values: Mapping[str, Tensor]) -> list[Piece]:
+        """Pieces of parameters that no rank holds yet."""
+        given = {path: tensor for path, tensor in self._waiting.items() if _parameter_of(path) in values}
+        pieces = [whole_piece(weight_key(name), tensor.detach()) for name, tensor in values.items()]
+        pieces += [whole_piece(state_key(_parameter_of(p), _key_of(p)), tensor) for p, tensor in given.items()]
+        return pieces + self._restored.pieces()
+
+    def _updates(self, rank: int, name: str) -> bool:
+        return self._updaters.get(name, rank) == rank
+
+    def _kept(self, rank: int, trained: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
+        """What a rank is sent of `_trained`: optimizer state only of what it updates."""
+        return {
+            name: {p: t for p, t in tensors.items() if self._updates(rank, name) or not p.startswith("state/")}
+            for name, tensors in trained.items()
+        }
 
     def _trainable_holders(self) -> dict[str, tuple[int, ...]]:
         return {
@@ -191,14 +297,20 @@ def _tensors(
     lacking: Sequence[str],
     values: Mapping[str, Tensor],
     trained: Mapping[str, Mapping[str, Tensor]],
+    parts: TensorParts,
 ) -> dict[str, Tensor]:
     """Everything `Rank.install` wants, by path."""
-    tensors = {f"value/{name}": values[name] for name in lacking}
+    tensors = {f"value/{name}": parts.part(name, values[parts.whole_name(name)]) for name in lacking}
     for name in lacking:
         tensors |= trained[name]
     for program in programs:
         tensors |= {f"constant/{program.stage}/{name}": tensor for name, tensor in program.constants.items()}
     return tensors
+
+
+def _key_of(path: str) -> str:
+    """`exp_avg/model.norm.weight` -> `exp_avg`."""
+    return path.split("/", 1)[0]
 
 
 def _parameter_of(path: str) -> str:

@@ -10,11 +10,11 @@ class StepTotals:
     """What all ranks have to say about a step, together. Loss, tokens and norm do not depend on who computed what."""
 
     loss: float
-    """Sum of the weighted losses of all microbatches."""
+    """Sum of the weighted losses of all microbatches; the mean times the plan's `total_weight`."""
     num_tokens: int
     """Valid tokens that loss stages counted."""
     squared_norm: float | None
-    """Of all gradients, before clipping; None without clipping."""
+    """Of all gradients, before clipping; None without clipping, or where no update follows."""
     busy_s: tuple[float, ...]
     """Per rank, the time in forwards and backwards."""
     microbatch_s: tuple[float, ...]
@@ -26,17 +26,19 @@ class StepMetrics:
     """What one step did."""
 
     step: int
-    """Counted from 1."""
+    """Counted from 1; the same for all calls of one step."""
     loss: float
-    """Mean over the step's valid tokens (over its samples, where the model gives no loss per token)."""
+    """Mean over the valid tokens of the call (over its samples, where the model gives no loss per token)."""
     num_tokens: int
     """Valid tokens; 0 where the model gives no loss per token."""
     num_samples: int
     seconds: float
     grad_norm: float | None
-    """Global norm before clipping; None without `clip_norm`."""
+    """Global norm before clipping; None without `clip_norm`, or without an update."""
     busy_s: tuple[float, ...]
     """Per rank, the time in forwards and backwards."""
+    updated: bool = True
+    """Parameters were updated; if not, gradients were added to those of the step."""
     balance: str = ""
     """The balancer that placed the samples, and why it (rank 0 only)."""
     planning_s: float = 0.0

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.errors import VerifyError
-from mmcompile.kernels.bitfield_attention.cp_channel import GROUP, register_group
+from mmcompile.kernels.process_groups import REPLICA_GROUP, register_group
 from mmcompile.lower.program import StageProgram
-from mmcompile.plan.placement import PlacedStage
+from mmcompile.plan.placement import PlacedStage, lockstep_of
 from mmcompile.plan.plan import ScheduleKind
 from mmcompile.plan.simulator.schedule import Action, CrossEdge, Unit, schedule_units
 from mmcompile.plan.simulator.simulate import Event
 from mmcompile.runtime import gradients
 from mmcompile.runtime.arithmetic import arithmetic_of
+from mmcompile.runtime.carried_sums import CarriedSums
 from mmcompile.runtime.commands import Install, Setup, Step
 from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.executor import Executor, StepResult, num_backwards
@@ -28,6 +29,7 @@ from mmcompile.runtime.groups import Groups
 from mmcompile.runtime.links import Mail
 from mmcompile.runtime.metrics import StepTotals
 from mmcompile.runtime.optimizer import RankOptimizer
+from mmcompile.runtime.sharded_optimizer import NewValues
 from mmcompile.runtime.stages import LoadedStage, Stages
 from mmcompile.runtime.status import StatusBoard
 from mmcompile.runtime.totals import OwnTotals, add_up
@@ -75,12 +77,17 @@ class Rank:
         if groups.device.type == "cuda":
             torch.cuda.set_device(groups.device)
         self.groups = groups
-        found = {stage.group for stage in setup.stages if groups.rank in stage.group}
-        assert len(found) <= 1, f"rank {groups.rank} shares tokens in several groups: {sorted(found)}"
+        mine = [stage for stage in setup.stages if stage.ranks[0] == groups.rank]
+        found = {stage.group for stage in mine if stage.group}
+        assert len(found) <= 1, f"rank {groups.rank} shares stages in several groups: {sorted(found)}"
         shards = found.pop() if found else ()
+        self._axes = {stage.axis for stage in mine if stage.axis}
         self._shards = groups.shards(shards) if shards else None
         self._shard = shards.index(groups.rank) if shards else 0
         self._num_shards = max(1, *(len(stage.group) for stage in setup.stages))
+        sharing = {stage.sharing for stage in mine if stage.sharing}
+        assert len(sharing) <= 1, f"rank {groups.rank} shares parameters in several groups: {sorted(sharing)}"
+        self._replicas = groups.shards(sharing.pop()) if sharing else None
         self.state = state or RankState(optimizer=RankOptimizer(setup.optimizer))
         self.parameters, self.buffers, self.optimizer = (
             self.state.parameters,
@@ -92,8 +99,18 @@ class Rank:
         self._board = board
         self._patterns: dict[tuple[str, str], dict[int, LoadedStage]] = {}
         """By pattern and tower, this rank's stages by index."""
-        self._held: dict[tuple[int, ...], list[str]] = {}
-        """Trainable parameters on several ranks, by the placed stages that hold them."""
+        self._held: dict[tuple[tuple[int, ...], int | None], list[str]] = {}
+        """Trainable parameters on several ranks, by the placed stages that hold them, and the rank that updates them."""
+        self._updaters: Mapping[str, int] = {}
+        """The rank that updates a parameter, where not all that hold it do."""
+        self._carried = self._nothing_carried()
+        """Gradients of this step from plans before."""
+        self._carried_weight = 0.0
+        """Their loss weights."""
+        self._ran: set[tuple[str, int, str]] = set()
+        """Tower, replica and program name of the stages that ran a backward in this step, on any rank."""
+        self._new_values: NewValues | None = None
+        """On their way since the last update."""
         self._names: tuple[str, ...] = ()
         """All trainable parameters of the model so far, sorted."""
         self._answers_for: set[str] = set()
@@ -112,9 +129,10 @@ class Rank:
             tensors: by path: `value/<name>` for parameters and buffers this rank lacks, `state/<key>/<name>` for the
                 optimizer state of such parameters, `constant/<stage>/<name>`.
         """
+        self._hold(command.holders, command.updaters)
         self._keep(programs, under("value/", tensors))
-        self.optimizer.load_state(under("state/", tensors))
-        self._hold(command.holders)
+        states = under("state/", tensors)
+        self.optimizer.load_state({path: t for path, t in states.items() if self._updates(path.split("/", 1)[1])})
         device = self.groups.device
         loaded: dict[int, LoadedStage] = {}
         for program in programs:
@@ -131,38 +149,40 @@ class Rank:
         self._patterns[command.pattern, command.tower] = loaded
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite weights (`value/<name>`) and optimizer state (`state/<key>/<name>`) held here."""
+        """Overwrite weights (`value/<name>`) and optimizer state (`state/<key>/<name>`) held here. Gradients are dropped."""
+        self._settle()
+        self._next_step()
         with torch.no_grad():
             for name, value in under("value/", tensors).items():
                 (self.parameters[name] if name in self.parameters else self.buffers[name]).copy_(value)
-        self.optimizer.optimizer.state.clear()
+        self.optimizer.forget(self.optimizer.updated)
         self.optimizer.load_state(under("state/", tensors))
 
     def step(self, command: Step, roots: RootValues | None = None) -> StepTotals:
-        """Run this rank's part of a step: `compute`, then `apply`."""
+        """Run this rank's part of a step: `compute`, then `apply`, if parameters are to be updated."""
         totals = self.compute(command, roots)
-        self.apply(totals)
+        if command.plan.update:
+            self.apply(totals)
         return totals
 
     def compute(self, command: Step, roots: RootValues | None = None) -> StepTotals:
-        """Forwards, backwards, and the sums of gradients over ranks. Parameters are as before.
+        """Forwards, backwards, and the sums of gradients over ranks, where an update follows. Parameters are as before.
 
         Raises:
             EngineError: there are gradients that the reduction cannot add; on all ranks.
         """
         plan = command.plan
+        self._settle()
         self.optimizer.hyper = command.hyper
         loaded = [self._loaded(microbatch) for microbatch in plan.microbatches]
-        sums = GradientSums(
-            self.groups,
-            self.state.trainable,
-            self._shared(plan),
-            num_backwards(plan, loaded),
-            reduction=self._setup.reduction,
-        )
+        sums = self._sums(plan, loaded)
         mail = self._mail(plan, loaded, roots)
         result = self._execute(command, loaded, mail, sums)
-        totals = self._totals(plan, result, sums.finish(plan.step))
+        faults = sums.finish(plan.step)
+        self._carried_weight += plan.total_weight
+        if plan.update and self._carried_weight != 1:
+            gradients.scale(self.optimizer.updated.values(), 1 / self._carried_weight)
+        totals = self._totals(plan, result, faults)
         # All have reported, so all have what was sent to them. Not asked for before: see `Groups.broadcast`.
         mail.finish()
         if plan.num_tokens and totals.num_tokens != plan.num_tokens:
@@ -173,17 +193,20 @@ class Rank:
         return totals
 
     def apply(self, totals: StepTotals) -> None:
-        """Clip gradients and update parameters, without a word to other ranks.
+        """Clip gradients and update parameters, without a word to other ranks, unless they wait for values from here.
 
         Args:
             totals: from `compute`.
         """
         if self._setup.clip_norm is not None:
             assert totals.squared_norm is not None, "a norm that is clipped was not asked for"
-            gradients.scale(self.state.trainable.values(), math.sqrt(totals.squared_norm), self._setup.clip_norm)
+            gradients.clip(self.optimizer.updated.values(), math.sqrt(totals.squared_norm), self._setup.clip_norm)
         assert self.last is not None, "no step was computed"
         fail_point("optimizer", rank=self.groups.rank, step=self.last[0].step)
         self.optimizer.step()
+        if self._updaters:
+            self._new_values = NewValues(self.groups, self.state.trainable, self._shared())
+        self._next_step()
 
     def events(self) -> list[Event]:
         """Measured actions of the last step, if it was traced."""
@@ -191,6 +214,7 @@ class Rank:
 
     def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Detached parameters, not copies."""
+        self._settle()
         return {name: self.parameters[name].detach() for name in names}
 
     def _keep(self, programs: Sequence[StageProgram], values: Mapping[str, Tensor]) -> None:
@@ -199,7 +223,7 @@ class Rank:
                 if spec.name not in self.parameters:
                     value = values[spec.name].to(self.groups.device, copy=True)
                     self.parameters[spec.name] = nn.Parameter(value, requires_grad=spec.trainable)
-                    if spec.trainable:
+                    if spec.trainable and self._updates(spec.name):
                         self.optimizer.add(spec.name, self.parameters[spec.name])
             for name in program.buffers:
                 if name not in self.buffers:
@@ -219,10 +243,15 @@ class Rank:
             mail.send_roots(*roots)
         return mail
 
-    def _execute(self, command: Step, loaded: Sequence[Stages], mail: Mail, sums: GradientSums) -> StepResult:
+    def _execute(
+        self, command: Step, loaded: Sequence[Stages], mail: Mail, sums: GradientSums | CarriedSums
+    ) -> StepResult:
         plan = command.plan
-        if self._shards is not None:
-            register_group(GROUP, self._shards)
+        for axis in self._axes:
+            assert self._shards is not None, "an axis is shared in a group"
+            register_group(axis, self._shards)
+        if self._replicas is not None:
+            register_group(REPLICA_GROUP, self._replicas)
         executor = Executor(
             plan,
             loaded,
@@ -250,29 +279,71 @@ class Rank:
         units, edges = units_of(plan, self._setup.stages)
         return self._ordered(units, edges, num_slots(plan))
 
-    def _hold(self, holders: Mapping[str, tuple[int, ...]]) -> None:
+    def _hold(self, holders: Mapping[str, tuple[int, ...]], updaters: Mapping[str, int]) -> None:
         self._held = {}
+        self._updaters = updaters
         self._names = tuple(sorted(holders))
         self._answers_for = set()
         for name, stages in holders.items():
             owners = self._owners(stages)
             if len(owners) > 1:
-                self._held.setdefault(stages, []).append(name)
-            if min(owners) == self.groups.rank:
+                self._held.setdefault((stages, updaters.get(name)), []).append(name)
+            if updaters.get(name, min(owners)) == self.groups.rank:
                 self._answers_for.add(name)
+
+    def _updates(self, name: str) -> bool:
+        return self._updaters.get(name, self.groups.rank) == self.groups.rank
 
     def _owners(self, stages: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({self._setup.stages[index].ranks[0] for index in stages}))
 
-    def _shared(self, plan: StepPlan) -> list[Shared]:
-        """Parameters on several ranks, by the ranks that hold them and those that ran a backward through them."""
-        ran = {(m.tower, m.replica, stage) for m in plan.microbatches for stage in m.flow.backward}
-        gives = [(s.tower, s.replica, s.program_name) in ran for s in self._setup.stages]
-        names: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
-        for stages, held in self._held.items():
-            ends = self._owners(stages), self._owners(index for index in stages if gives[index])
+    def _sums(self, plan: StepPlan, loaded: Sequence[Stages]) -> GradientSums | CarriedSums:
+        """What takes the gradients of a plan."""
+        self._ran |= {(m.tower, m.replica, stage) for m in plan.microbatches for stage in m.flow.backward}
+        if not plan.update:
+            self._carried.begin(self.state.trainable)
+            return self._carried
+        return GradientSums(
+            self.groups,
+            self.state.trainable,
+            self._shared(),
+            num_backwards(plan, loaded),
+            reduction=self._setup.reduction,
+            masters=self.optimizer.masters,
+            carried=self._carried,
+        )
+
+    def _nothing_carried(self) -> CarriedSums:
+        return CarriedSums(self._setup.reduction, master_weights=self.optimizer.masters is not None)
+
+    def _next_step(self) -> None:
+        """Nothing of the step before counts any more."""
+        for parameter in self.state.trainable.values():
+            parameter.grad = None
+        self.optimizer.zero_grad()
+        self._carried = self._nothing_carried()
+        self._carried_weight = 0.0
+        self._ran.clear()
+
+    def _settle(self) -> None:
+        """Wait for new values that are on their way here."""
+        if self._new_values is not None:
+            self._new_values.finish()
+            self._new_values = None
+
+    def _shared(self) -> list[Shared]:
+        """Parameters on several ranks, by the ranks that hold them and those that ran a backward through them in this step."""
+        gives = [(s.tower, s.replica, s.program_name) in self._ran for s in self._setup.stages]
+        names: dict[tuple[tuple[int, ...], tuple[int, ...], int | None], list[str]] = {}
+        for (stages, updater), held in self._held.items():
+            # All shards of tensors have the same gradient of what they all hold whole.
+            counted = [index for index in stages if not self._setup.stages[index].repeats] or stages
+            ends = self._owners(stages), self._owners(index for index in counted if gives[index]), updater
             names.setdefault(ends, []).extend(held)
-        return [Shared(names=tuple(held), owners=owners, givers=givers) for (owners, givers), held in names.items()]
+        return [
+            Shared(names=tuple(held), owners=owners, givers=givers, updater=updater)
+            for (owners, givers, updater), held in names.items()
+        ]
 
     def _event(self, action: Action, start_s: float, end_s: float) -> Event:
         return Event(
@@ -286,14 +357,18 @@ class Rank:
 
     def _totals(self, plan: StepPlan, result: StepResult, faults: Mapping[str, float]) -> StepTotals:
         losses = torch.zeros(len(plan.microbatches), self._num_shards, dtype=torch.float64)
-        losses[:, self._shard] = result.losses
+        # Of the loss of a stage that shares its tensors, all shards have the whole.
+        mine = [stage for stage in self._setup.stages if stage.ranks[0] == self.groups.rank]
+        counts = not any(stage.repeats and stage.depth == 0 for stage in mine)
+        if counts:
+            losses[:, self._shard] = result.losses
         norms: dict[str, float] | None = None
-        if self._setup.clip_norm is not None:
-            norms = gradients.squared_norms({name: self.parameters[name] for name in sorted(self._answers_for)})
+        if self._setup.clip_norm is not None and plan.update:
+            norms = gradients.squared_norms({name: self.optimizer.updated[name] for name in sorted(self._answers_for)})
         limit = arithmetic_of(self._setup.reduction).limit
         own = OwnTotals(
             losses=losses,
-            num_tokens=result.num_tokens,
+            num_tokens=result.num_tokens if counts else 0,
             seconds=result.seconds,
             squared_norms=norms,
             faults=faults if limit < math.inf else None,
@@ -309,6 +384,6 @@ def _ordered(
     edges: tuple[CrossEdge, ...],
     slots: int,
 ) -> tuple[Action, ...]:
-    ranks = schedule_units(stages, units, edges, kind, num_slots=slots, only=rank).ranks
+    ranks = schedule_units(stages, units, edges, kind, num_slots=slots, only=rank, together=lockstep_of(stages)).ranks
     # Ranks after the last one with a stage have no list.
     return ranks[rank] if rank < len(ranks) else ()

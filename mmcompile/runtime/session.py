@@ -53,6 +53,11 @@ class Session(ABC):
     def rank(self) -> int:
         return self.groups.rank
 
+    @property
+    def is_over(self) -> bool:
+        """It was closed, or any rank failed."""
+        return bool(self._broken)
+
     def call(self, function: Callable[[], T]) -> T:
         """Run a function that talks to other ranks.
 
@@ -71,6 +76,19 @@ class Session(ABC):
         except BaseException as interrupt:
             self._stop(f"rank {self.rank} was interrupted by {type(interrupt).__name__}; {_ADVICE}")
             raise
+
+    def check(self) -> None:
+        """Look whether any rank failed, while nothing is called.
+
+        Raises:
+            EngineError: one did; all are stopped.
+        """
+        if self._broken:
+            raise EngineError(self._broken)
+        try:
+            self._check()
+        except EngineError as error:
+            self._fail(str(error), error)
 
     def close(self, farewell: Callable[[], None] | None) -> None:
         """End the session. `farewell` tells the other ranks, unless something failed already. Safe to call twice."""

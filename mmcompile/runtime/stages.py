@@ -6,16 +6,17 @@ a peer of another tower is in, and which of its microbatches, differs by step: t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mmcompile.errors import VerifyError
-from mmcompile.lower.compiled import CompiledStage
+from mmcompile.lower.compiled import load_compiled_stage
 from mmcompile.lower.load import load_stage
 from mmcompile.lower.program import Port, StageProgram
+from mmcompile.lower.stage_module import StageModule
 from mmcompile.plan.placement import PlacedStage
 
 
@@ -39,7 +40,7 @@ class OutputSlot:
     position: int
     name: str
     consumers: tuple[int, ...]
-    """Stages of this tower, by index."""
+    """Stages of this tower, by index; nobody, if another shard sends the same."""
     crossing: bool
     """Stages of another tower read it too."""
     gradient: bool
@@ -56,10 +57,11 @@ class LoadedStage:
     index: int
     """Of the placed stage."""
     key: int
-    """Of its random numbers: the place of its program among those of all stages. Replicas do not change it."""
+    """Of its random numbers: the place of its program among those of all stages. Replicas do not change it, nor which shard of
+    tensors it is: what all these compute is the same."""
     name: str
     """What programs call it."""
-    run: Callable[..., tuple[Tensor, ...]]
+    run: StageModule
     inputs: tuple[InputSlot, ...]
     outputs: tuple[OutputSlot, ...]
     roots: frozenset[str]
@@ -96,9 +98,11 @@ class LoadedStage:
             VerifyError: the program is of another stage, or names a peer that is nowhere.
         """
         tower = _tower(program, stages, placed)
-        load = CompiledStage.load if compiled else load_stage
+        load = load_compiled_stage if compiled else load_stage
         inputs = tuple(_input(port, tower) for port in program.inputs)
-        outputs = tuple(_output(port, at, tower) for at, port in enumerate(program.outputs) if port.peers)
+        outputs = tuple(
+            _output(port, at, tower) for at, port in enumerate(program.outputs) if port.peers or port.gradient
+        )
         into = [
             (slot.producer, slot.name, slot.gradient) for slot in inputs if slot.kind == "link" and not slot.crossing
         ]
@@ -136,8 +140,11 @@ def _position(program: StageProgram, name: str) -> int | None:
 
 
 def _key(stages: Sequence[PlacedStage], placed: int) -> int:
-    programs = dict.fromkeys((stage.tower, stage.program_name) for stage in stages)
-    return list(programs).index((stages[placed].tower, stages[placed].program_name))
+    def program(stage: PlacedStage) -> tuple[str, str]:
+        name = stage.program_name
+        return stage.tower, name.partition("@")[0] if stage.axis == "tp" else name
+
+    return list(dict.fromkeys(map(program, stages))).index(program(stages[placed]))
 
 
 def _tower(program: StageProgram, stages: Sequence[PlacedStage], placed: int) -> dict[str, int]:

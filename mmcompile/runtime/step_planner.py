@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -16,8 +16,10 @@ from mmcompile.plan.placement import Placement
 from mmcompile.plan.simulator.schedule import Flow
 from mmcompile.runtime.crossings import Crossings, Side
 from mmcompile.runtime.flows import flow_of
+from mmcompile.runtime.lockstep import check_lockstep
 from mmcompile.runtime.source import PatternSource
 from mmcompile.runtime.stages import root_names
+from mmcompile.step.accumulation import NOTHING, Accumulated, unit_of
 from mmcompile.step.assignment import ABSENT, Assignment, Grid, SampleCosts
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.baselines import Arrival
@@ -45,6 +47,8 @@ class PlannedStep:
     """The balancer chosen, and why."""
     seconds: float
     """What planning took."""
+    repeated: frozenset[int] = frozenset()
+    """Microbatches that another replica computes too, by index: what they make goes nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +60,8 @@ class _Part:
     slot: int
     lag: int
     samples: tuple[int, ...]
+    repeats: bool = False
+    """Another replica computes these samples; this one does so for nobody, to take part when parameters are gathered."""
 
 
 class StepPlanner:
@@ -85,6 +91,10 @@ class StepPlanner:
                 f"towers {', '.join(placement.towers)} need the costs of samples, to know who takes part where"
             )
         self._towers = placement.towers
+        self._placed = placement.stages
+        shared = {stage.tower for stage in placement.stages if stage.sharing}
+        self._sharing = {number for number, tower in enumerate(self._towers[:-1]) if tower in shared}
+        """Encoders whose replicas share parameters, by number of the tower."""
         self._grid = Grid(num_replicas=placement.num_replicas, num_microbatches=placement.num_microbatches)
         self._source = source
         self._collate = collate
@@ -99,8 +109,14 @@ class StepPlanner:
             tuple(dict.fromkeys(s.program_name for s in placement.stages if s.tower == tower)) for tower in self._towers
         )
 
-    def plan(self, step: int, samples: Sequence[Sample]) -> PlannedStep:
-        """Plan one step.
+    def plan(
+        self, step: int, samples: Sequence[Sample], *, update: bool = True, before: Accumulated = NOTHING
+    ) -> PlannedStep:
+        """Plan one step, or a part of it.
+
+        Args:
+            update: parameters are updated after it.
+            before: parts of the step before this one.
 
         Raises:
             BatchError: samples do not fit the model, or none has a label to learn from.
@@ -116,16 +132,16 @@ class StepPlanner:
         assignment, reason = self._assign(corrected)
         known: dict[tuple[int, ...], PreparedMicrobatch] = {}
         try:
-            planned = self._with(step, samples, assignment, known)
+            planned = self._with(step, samples, assignment, known, update, before)
         except (BatchError, CaptureError) as error:
             arrival = Arrival().assign(costs, self._grid)
             if arrival == assignment:
                 raise
-            planned = self._with(step, samples, arrival, known)
+            planned = self._with(step, samples, arrival, known, update, before)
             assignment, reason = arrival, f"{Arrival.name}: {reason} would need what the model refuses ({error})"
         if self._corrector is not None:
             reason += f"; {self._corrector.report().summary}"
-        plan, prepared = planned
+        plan, prepared, repeated = planned
         return PlannedStep(
             plan=plan,
             prepared=prepared,
@@ -133,6 +149,7 @@ class StepPlanner:
             costs=costs,
             balance=reason,
             seconds=time.perf_counter() - start,
+            repeated=repeated,
         )
 
     def observe(self, planned: PlannedStep, seconds: np.ndarray) -> None:
@@ -154,6 +171,8 @@ class StepPlanner:
                 for tower, count in zip(self._towers, self._grid.num_replicas, strict=True)
             }
             for microbatch, taken in zip(planned.plan.microbatches, seconds.tolist(), strict=True):
+                if microbatch.index in planned.repeated:
+                    continue
                 cell = measured[microbatch.tower]
                 place = microbatch.replica, microbatch.slot
                 cell[place] = taken + (0.0 if np.isnan(cell[place]) else cell[place])
@@ -174,8 +193,10 @@ class StepPlanner:
         samples: Sequence[Sample],
         assignment: Assignment,
         known: dict[tuple[int, ...], PreparedMicrobatch],
-    ) -> tuple[StepPlan, tuple[PreparedMicrobatch, ...]]:
-        """The plan of an assignment.
+        update: bool,
+        before: Accumulated,
+    ) -> tuple[StepPlan, tuple[PreparedMicrobatch, ...], frozenset[int]]:
+        """The plan of an assignment, what its microbatches were prepared from, and which of them are repeated.
 
         Args:
             known: groups of samples that were matched with their patterns already; gains those matched here.
@@ -188,11 +209,19 @@ class StepPlanner:
 
         parts = self._parts(assignment)
         prepared = tuple(prepare(part.samples) for part in parts)
-        total = _num_tokens(prepared, parts, len(self._towers) - 1, len(samples))
+        last = len(self._towers) - 1
+        total = _num_tokens(prepared, parts, last, len(samples))
+        count = total or len(samples)
+        divisors, total_weight = (total, len(samples)), 1.0
+        if not update or before.num_parts:
+            before.check({p.programs.per_token for p, part in zip(prepared, parts, strict=True) if part.tower == last})
+            unit = before.unit or unit_of(count)
+            divisors, total_weight = (unit, unit), count / unit
         microbatches = tuple(
-            self._microbatch(index, part, microbatch, total, len(samples))
+            self._microbatch(index, part, microbatch, divisors)
             for index, (part, microbatch) in enumerate(zip(parts, prepared, strict=True))
         )
+        check_lockstep(microbatches, prepared, self._placed)
         crossings = Crossings(samples=samples, alone=lambda sample: prepare((sample,)))
         plan = StepPlan(
             step=step,
@@ -200,8 +229,11 @@ class StepPlanner:
             microbatches=microbatches,
             exchanges=self._exchanges(crossings, parts, prepared),
             num_tokens=total,
+            update=update,
+            total_weight=total_weight,
+            first_sample=before.num_samples,
         )
-        return plan, prepared
+        return plan, prepared, frozenset(index for index, part in enumerate(parts) if part.repeats)
 
     def _parts(self, assignment: Assignment) -> list[_Part]:
         """In the order in which they run: by slot, then by lag, tower and replica."""
@@ -213,13 +245,18 @@ class StepPlanner:
                 slot = int(slots[sample])
                 key = (slot, int(last[sample]) - slot, tower, int(replicas[sample]))
                 found.setdefault(key, []).append(sample)
-        return [
-            _Part(tower=tower, replica=replica, slot=slot, lag=lag, samples=tuple(samples))
-            for (slot, lag, tower, replica), samples in sorted(found.items())
-        ]
+        parts = {
+            key: _Part(tower=key[2], replica=key[3], slot=key[0], lag=key[1], samples=tuple(samples))
+            for key, samples in found.items()
+        }
+        for (slot, lag, tower, _), part in sorted(parts.items(), key=lambda item: (len(item[1].samples), item[0])):
+            for replica in range(self._grid.num_replicas[tower]) if tower in self._sharing else ():
+                # The smallest of the slot: it costs no time, as the others compute meanwhile.
+                parts.setdefault((slot, lag, tower, replica), replace(part, replica=replica, repeats=True))
+        return [part for _, part in sorted(parts.items())]
 
     def _microbatch(
-        self, index: int, part: _Part, prepared: PreparedMicrobatch, num_tokens: int, num_samples: int
+        self, index: int, part: _Part, prepared: PreparedMicrobatch, divisors: tuple[float, float]
     ) -> MicrobatchPlan:
         flow = self._flow(prepared, part.tower)
         if not flow.stages:
@@ -241,7 +278,7 @@ class StepPlanner:
                 ValueShape(name=name, shape=tuple(prepared.link_shapes[name]), dtype=dtype)
                 for name, dtype in dtypes.items()
             ),
-            loss_weight=_weight(prepared, len(part.samples) / num_samples, num_tokens),
+            loss_weight=_weight(prepared, len(part.samples), divisors),
             tower=self._towers[part.tower],
             replica=part.replica,
             slot=part.slot,
@@ -259,7 +296,9 @@ class StepPlanner:
         last = len(self._towers) - 1
         found: list[RowExchange] = []
         for tower in range(last):
-            sources = [side for side, part in zip(sides, parts, strict=True) if part.tower == tower]
+            sources = [
+                side for side, part in zip(sides, parts, strict=True) if part.tower == tower and not part.repeats
+            ]
             targets = [side for side, part in zip(sides, parts, strict=True) if part.tower == last]
             found += crossings.exchanges(sources, targets, self._stages[tower], self._stages[last])
         return tuple(found)
@@ -286,11 +325,16 @@ def _num_tokens(prepared: Sequence[PreparedMicrobatch], parts: Sequence[_Part], 
     return total
 
 
-def _weight(microbatch: PreparedMicrobatch, share: float, num_tokens: int) -> float:
-    """1 / the step's tokens, or the share of samples; 0 where nothing can be learned."""
+def _weight(microbatch: PreparedMicrobatch, num_samples: int, divisors: tuple[float, float]) -> float:
+    """What a token counts, or all samples where the loss is a mean over samples; 0 where nothing can be learned.
+
+    Args:
+        divisors: of tokens and of samples.
+    """
     if microbatch.num_tokens == 0:
         return 0.0
-    return 1 / num_tokens if microbatch.programs.per_token else share
+    tokens, samples = divisors
+    return 1 / tokens if microbatch.programs.per_token else num_samples / samples
 
 
 def _shape(name: str, value: Tensor) -> ValueShape:

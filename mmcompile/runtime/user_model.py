@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.errors import CheckpointError
-from mmcompile.runtime.checkpoint import Checkpoint
+from mmcompile.runtime.checkpoints.index import weight_key
+from mmcompile.runtime.checkpoints.pieces import whole_piece
+from mmcompile.runtime.checkpoints.state import Stored, TrainerState
+from mmcompile.runtime.master_weights import given_masters
 from mmcompile.runtime.optimizer import OptimizerSpec
+from mmcompile.runtime.param_groups import check_matches
 from mmcompile.runtime.source import PatternSource
 
 
@@ -47,6 +51,18 @@ class UserModel:
             first.setdefault(id(tensor), name)
         return {name: first[id(tensor)] for name, tensor in parameters.items() if first[id(tensor)] != name}
 
+    def masters_for(self, optimizer: OptimizerSpec, given: bool | Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Float32 masters to start from, by name, out of what the user gave for `master_weights`.
+
+        Raises:
+            ConfigError: parameter groups or masters are of parameters that there are not.
+        """
+        known, tied = self.source.parameters(), self.tied()
+        once = {name: t for name, t in known.items() if isinstance(t, nn.Parameter) and name not in tied}
+        trainable = {name: parameter for name, parameter in once.items() if parameter.requires_grad}
+        check_matches(optimizer.groups, trainable, once.keys() - trainable.keys())
+        return given_masters(trainable, known.keys(), given) if optimizer.master_weights else {}
+
     @torch.no_grad()
     def put(self, weights: Mapping[str, Tensor]) -> None:
         """Write trained weights into the model; tied names share storage."""
@@ -54,23 +70,69 @@ class UserModel:
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)
 
-    def check(self, content: Checkpoint, optimizer: OptimizerSpec, folder: str | os.PathLike[str]) -> None:
+    def check_weights(self, stored: Stored) -> None:
+        """See that the weights of a checkpoint are as they were written. Raises CheckpointError."""
+        # It takes most of a second to import.
+        from mmcompile.runtime.checkpoints import dcp
+
+        dcp.check_chunks(stored.place, map(weight_key, stored.index.weights), stored.index)
+
+    @torch.no_grad()
+    def read(self, stored: Stored) -> None:
+        """Read trained weights from a checkpoint into the model, one after the other. Raises CheckpointError."""
+        from mmcompile.runtime.checkpoints import dcp
+
+        parameters = self.source.parameters()
+        for name in stored.index.weights:
+            piece = whole_piece(weight_key(name), parameters[name].detach())
+            dcp.read_piece(stored.place, stored.index, piece)
+
+    def check(
+        self,
+        trainer: TrainerState,
+        weights: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        optimizer: OptimizerSpec,
+        folder: str | os.PathLike[str],
+    ) -> None:
         """Refuse a checkpoint of another model or optimizer.
+
+        Args:
+            weights: dtype and shape of what it has.
 
         Raises:
             CheckpointError: naming what the checkpoint has and what the model or engine has.
         """
         parameters = self.source.parameters()
-        saved = content.trainer.optimizer
+        saved = trainer.optimizer
         if (saved.module, saved.name) != (optimizer.module, optimizer.name):
             raise CheckpointError(f"{folder} was saved with {saved.name}, this engine has {optimizer.name}")
-        for name, tensor in content.weights.items():
+        have, wanted = ([group.match for group in spec.groups] for spec in (optimizer, saved))
+        if have != wanted:
+            raise CheckpointError(
+                f"{folder} was saved with parameter groups {wanted or 'none'}, this engine has {have or 'none'}: give the "
+                "same ones"
+            )
+        if saved.master_weights and not optimizer.master_weights:
+            raise CheckpointError(
+                f"{folder} was saved with master_weights, which this engine has not: give master_weights=True"
+            )
+        for name, (dtype, shape) in weights.items():
             if name not in parameters:
                 raise CheckpointError(
                     f"{folder} trains {name}, which this model does not have: it belongs to another model"
                 )
-            if (have := parameters[name]).shape != tensor.shape or have.dtype != tensor.dtype:
+            if (have := parameters[name]).shape != shape or have.dtype != dtype:
                 raise CheckpointError(
-                    f"{folder} has {name} as {tensor.dtype} {tuple(tensor.shape)}; "
-                    f"this model has {have.dtype} {tuple(have.shape)}"
+                    f"{folder} has {name} as {dtype} {shape}; this model has {have.dtype} {tuple(have.shape)}"
                 )
+            if not have.requires_grad:
+                raise CheckpointError(
+                    f"{folder} trains {name}, which this model has frozen: train it, or export() the model"
+                )
+        tied = self.tied()
+        saved_names = {tied.get(name, name) for name in weights}
+        if missing := sorted(self.trainable(parameters).keys() - saved_names):
+            raise CheckpointError(
+                f"this model trains {missing[0]} and {len(missing) - 1} others that {folder} does not have: it trained another "
+                "part of the model: train the same, or start anew from what engine.export() wrote"
+            )

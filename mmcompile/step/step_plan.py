@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mmcompile.plan.simulator.schedule import Flow
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Range = tuple[int, int]
 """Rows `first` (included) to `last` (excluded) of dim 0."""
@@ -50,7 +50,8 @@ class MicrobatchPlan:
     links: tuple[ValueShape, ...]
     """Link values that the tower's stages make or read, by name."""
     loss_weight: float = 1.0
-    """Factor of what the loss stage returns: 1 / the step's valid tokens, or samples / the step's samples for a mean.
+    """Factor of what the loss stage returns: 1 / the step's valid tokens, or samples / the step's samples for a mean; both times
+    `StepPlan.total_weight`.
     0 if the microbatch has no token to learn from; nothing is differentiated then and gradients are zero."""
     tower: str = ""
     replica: int = 0
@@ -97,4 +98,11 @@ class StepPlan:
     """In the order of (source, producer, target, consumer); values of one such edge in the order of the producer's results."""
     num_tokens: int = 0
     """Valid tokens of all microbatches; the loss stages must count as many (0: not counted)."""
+    update: bool = True
+    """Parameters are updated after it. If not, gradients are added to those of the plans that follow, up to one that does."""
+    total_weight: float = 1.0
+    """Loss weights of all valid tokens (or of all samples) together; 1 where a step has one plan. Gradients are divided by the
+    sum over the plans of a step."""
+    first_sample: int = 0
+    """Samples of the step in plans before it. Random numbers in a forward are as if it were one plan."""
     version: int = PROTOCOL_VERSION

@@ -98,11 +98,16 @@ def test_train_and_trace(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
     trained = run(
         *("train", "toy:build", "--data", "toy:build_samples", "--microbatches", 2, "--batch-size", 4),
-        *("--steps", 3, "--lr", 0.01, "--out", out, "--save", tmp_path / "checkpoint", "--json"),
+        *("--steps", 3, "--lr", 0.01, "--out", out, "--save", tmp_path / "checkpoint", "--export", tmp_path / "model"),
+        "--json",
     )
     assert trained.code == 0, trained.err
     assert trained.json["steps"] == 3 and trained.json["samples"] == 12 and 0 < trained.json["loss"] < 10
-    assert (tmp_path / "checkpoint" / "model.safetensors").is_file()
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert [trained.json[name] for name in ("checkpoint", "model")] == [
+        str(tmp_path / "checkpoint"),
+        str(tmp_path / "model"),
+    ]
     plan = Plan.load(out / "plan.json")
     assert sorted(path.stem for path in (out / "stages").iterdir()) == sorted(stage.name for stage in plan.stages)
 

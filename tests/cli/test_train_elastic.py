@@ -24,7 +24,7 @@ def test_nodes_train_and_the_model_is_saved(run: Run, tmp_path: Path) -> None:
     out, saved = tmp_path / "run", tmp_path / "saved"
     done = run(
         *("train", MODEL, "--data", DATA, "--fault-tolerance", 1, "--nodes", 4, "--reduction", "fixed"),
-        *("--steps", 6, "--batch-size", 16, "--save-every", 2, "--out", out, "--save", saved, "--json"),
+        *("--steps", 6, "--batch-size", 16, "--save-every", 2, "--out", out, "--export", saved, "--json"),
     )
     assert done.code == 0, done.err
     assert done.json["steps"] == 6 and done.json["samples"] == 96

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,10 @@ from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
 from mmcompile.lower.cut import cut
+from mmcompile.lower.deferral import DeferredGradient
 from mmcompile.lower.load import load_stage
 from mmcompile.lower.program import PatternPrograms, Port, StageProgram
+from mmcompile.lower.stage_module import StageModule
 from mmcompile.lower.stages import links
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
@@ -128,9 +130,15 @@ class _Ran:
     program: StageProgram
     arguments: tuple[Any, ...]
     results: tuple[Tensor, ...]
+    deferred: tuple[DeferredGradient, ...]
 
 
-def run_split(model: nn.Module, programs: PatternPrograms, roots: Mapping[str, Any]) -> SplitRun:
+def run_split(
+    model: nn.Module,
+    programs: PatternPrograms,
+    roots: Mapping[str, Any],
+    load: Callable[[StageProgram, Mapping[str, Tensor]], StageModule] = load_stage,
+) -> SplitRun:
     """Forward and backward stage by stage: every link is cut from autograd, and only flagged gradients go back."""
     model.zero_grad()
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
@@ -141,9 +149,9 @@ def run_split(model: nn.Module, programs: PatternPrograms, roots: Mapping[str, A
             made[port.name].detach().requires_grad_(port.gradient) if port.kind == "link" else roots[port.name]
             for port in program.inputs
         )
-        results = load_stage(program, tensors)(*arguments)
+        results, deferred = load(program, tensors).run_deferring(*arguments)
         made |= {port.name: result for port, result in zip(program.outputs, results, strict=True) if port.peers}
-        ran.append(_Ran(program=program, arguments=arguments, results=results))
+        ran.append(_Ran(program=program, arguments=arguments, results=results, deferred=deferred))
     loss_sum, num_tokens = ran[-1].results[-2:]
     crossings = tuple(_backward(ran, made, num_tokens))
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -177,6 +185,8 @@ def _backward(ran: list[_Ran], made: Mapping[str, Tensor], num_tokens: Tensor) -
         assert bool(pairs) == stage.program.has_backward
         if pairs:
             torch.autograd.backward([result for result, _ in pairs], [seed for _, seed in pairs])
+        for gradient in stage.deferred:
+            gradient.add()
         for port, value in zip(stage.program.inputs, stage.arguments, strict=True):
             if port.kind == "link":
                 yield _crossing(ran, port, made[port.name], value)

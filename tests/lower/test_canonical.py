@@ -1,9 +1,8 @@
-"""Programs that differ in names only have one text; the text does what the program does; any other difference shows in it."""
+"""Functions that differ in names only have one text; the text does what the function does; any other difference shows in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +11,13 @@ from torch import Tensor
 from zoo import ALL
 from zoo.family import Family
 
+from mmcompile.costmodel.compute import Recompute
 from mmcompile.errors import VerifyError
-from mmcompile.ir.graph import ParameterSpec
-from mmcompile.lower.canonical import canonical
-from mmcompile.lower.load import execute, load_stage
-from mmcompile.lower.program import Port, StageProgram
+from mmcompile.lower.canonical import CanonicalLayer, canonical_layers
+from mmcompile.lower.compiled import compiled_layer
+from mmcompile.lower.load import load_stage
+from mmcompile.lower.program import StageProgram
+from mmcompile.lower.stage_module import Layer
 
 SOURCE = '''"""A stage."""
 
@@ -25,165 +26,129 @@ import torch
 aten = torch.ops.aten
 
 
+def layer_of_mine(
+    device: "device",
+    weight: "float32 [3, 4], trained",
+    bias: "float32 [3]",
+    scale: "float32 [3]",
+    size_0: "size s5",
+    add_1: "float32 [s5, 4], gradient",
+):
+    # layers.0
+    linear = aten.linear.default(add_1, weight, bias)
+    view = aten.view.default(linear, [size_0, -1])
+    del linear
+    arange = aten.arange.default(size_0, device=device)
+    mul = aten.mul.Tensor(view, scale)
+    add_2 = aten.add.Tensor(mul, 0.5)
+    return (add_2, arange, )
+
+
 class Stage(StageModule):
     def forward(self, size_0, add_1):
-        # layers.0
-        linear = aten.linear.default(add_1, self.t["layers.0.weight"], self.t["layers.0.bias"])
-        view = aten.view.default(linear, [size_0, -1])
-        del linear
-        arange = aten.arange.default(size_0, device=self.device)
-        mul = aten.mul.Tensor(view, self.c["scale"])
-        add_2 = aten.add.Tensor(mul, 0.5)
-        return (add_2, arange, )
+        return self.run(layer_of_mine, self.device, self.t["a"], self.t["b"], self.c["c"], size_0, add_1)
 '''
 
 OTHER_NAMES = '''
-import torch
-
-aten = torch.ops.aten
-
-
-class Stage(StageModule):
-    def forward(self, size_3, hidden):
-        """The same."""
-        t = self.t
-        linear_7 = aten.linear.default(hidden, t["layers.9.weight"], t["layers.9.bias"])
-        v3 = aten.view.default(linear_7, [size_3, -1])
-        arange_1 = aten.arange.default(size_3, device=self.device)
-        add_2 = aten.mul.Tensor(v3, self.c["_scale_1"])
-        del v3
-        mul = aten.add.Tensor(add_2, 0.5)
-        del add_2
-        return (mul, arange_1, )
+def language_model_layer(
+    where: "device",
+    layers_9_weight: "float32 [3, 4], trained",
+    layers_9_bias: "float32 [3]",
+    c: "float32 [3]",
+    size_3: "size s88",
+    hidden: "float32 [s88, 4], gradient",
+):
+    """The same."""
+    linear_7 = aten.linear.default(hidden, layers_9_weight, layers_9_bias)
+    v3 = aten.view.default(linear_7, [size_3, -1])
+    arange_1 = aten.arange.default(size_3, device=where)
+    add_2 = aten.mul.Tensor(v3, c)
+    del v3
+    mul = aten.add.Tensor(add_2, 0.5)
+    del add_2
+    return (mul, arange_1)
 '''
 
-TEXT = """import torch
-aten = torch.ops.aten
-# t0: float32 [3, 4], trained
-# t1: float32 [3]
-# t2: float32 [3]
-# x0: size n0
-# x1: float32 [n0, 4], gradient
-def layer(tensors, x0, x1):
-    t0, t1, t2, = tensors
-    x0 = x0.shape[0]
-    torch._check(x1.shape[0] == x0)
-    v2 = aten.linear.default(x1, t0, t1)
-    v3 = aten.view.default(v2, [x0, -1])
-    v4 = aten.arange.default(x0, device=device)
-    v5 = aten.mul.Tensor(v3, t2)
-    v6 = aten.add.Tensor(v5, 0.5)
-    return (v6, v4)
+TEXT = """def layer(a0: 'device', a1: 'float32 [3, 4], trained', a2: 'float32 [3]', a3: 'float32 [3]', a4: 'size n0', \
+a5: 'float32 [n0, 4], gradient'):
+    a4 = a4.shape[0]
+    torch._check(a5.shape[0] == a4)
+    v6 = aten.linear.default(a5, a1, a2)
+    v7 = aten.view.default(v6, [a4, -1])
+    v8 = aten.arange.default(a4, device=a0)
+    v9 = aten.mul.Tensor(v7, a3)
+    v10 = aten.add.Tensor(v9, 0.5)
+    return (v10, v8)
 """
 
 
-def program(
-    source: str = SOURCE, layer: int = 0, size: str = "size_0", hidden: str = "add_1", scale: str = "scale"
-) -> StageProgram:
-    return StageProgram(
-        stage=f"language_model.{layer}",
-        pattern="p",
-        source=source,
-        inputs=(
-            Port(name=size, kind="size", shape=(), dtype="int64", expression="s5"),
-            Port(name=hidden, kind="link", shape=("s5", 4), dtype="float32", gradient=True, peers=("before",)),
-        ),
-        outputs=(
-            Port(name="out", kind="link", shape=("s5", 3), dtype="float32", gradient=True, peers=("after",)),
-            Port(name="places", kind="link", shape=("s5",), dtype="int64", peers=("after",)),
-        ),
-        parameters=(
-            ParameterSpec(name=f"layers.{layer}.weight", shape=(3, 4), dtype="float32", trainable=True),
-            ParameterSpec(name=f"layers.{layer}.bias", shape=(3,), dtype="float32", trainable=False),
-        ),
-        buffers=(),
-        constants={scale: torch.full((3,), float(layer + 1))},
-        has_backward=True,
-    )
-
-
-def tensors(layer: int = 0, width: int = 3) -> dict[str, Tensor]:
-    return {f"layers.{layer}.weight": torch.ones(width, 4), f"layers.{layer}.bias": torch.zeros(width)}
+def canonical(source: str) -> CanonicalLayer:
+    (layer,) = canonical_layers(source, "language_model.0").values()
+    return layer
 
 
 def test_the_text() -> None:
-    found = canonical(program(), tensors())
+    found = canonical(SOURCE)
     assert found.text == TEXT
-    assert found.tensors == (("t", "layers.0.weight"), ("t", "layers.0.bias"), ("c", "scale"))
-    assert found.varying == ((0,), (0,))
+    assert [argument.varying for argument in found.arguments] == [(), (), (), (), (0,), (0,)]
 
 
-def test_other_names_and_values_have_the_same_text() -> None:
-    other = program(OTHER_NAMES, layer=9, size="size_3", hidden="hidden", scale="_scale_1")
-    other = replace(other, inputs=tuple(renamed_size(port) for port in other.inputs))
-    found = canonical(other, tensors(9))
-    assert found.text == TEXT
-    assert found.tensors == (("t", "layers.9.weight"), ("t", "layers.9.bias"), ("c", "_scale_1"))
-
-
-def renamed_size(port: Port) -> Port:
-    shape = tuple("s88" if size == "s5" else size for size in port.shape)
-    return replace(port, shape=shape, expression="s88" if port.expression else "")
-
-
-def changed_input(**fields: object) -> Callable[[StageProgram], StageProgram]:
-    return lambda found: replace(found, inputs=(found.inputs[0], replace(found.inputs[1], **fields)))
-
-
-def changed_source(before: str, after: str) -> Callable[[StageProgram], StageProgram]:
-    assert before in SOURCE
-    return lambda found: replace(found, source=found.source.replace(before, after))
+def test_other_names_have_the_same_text() -> None:
+    assert canonical(OTHER_NAMES).text == TEXT
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("before", "after"),
     [
-        changed_source("0.5", "0.25"),
-        changed_source("mul.Tensor", "div.Tensor"),
-        changed_source("(view, self.c", "(linear, self.c"),
-        changed_source("(add_2, arange, )", "(arange, add_2, )"),
-        changed_source("[size_0, -1]", "[3, -1]"),
-        changed_input(shape=(7, 4)),
-        changed_input(shape=("s6", 4)),
-        changed_input(dtype="float64"),
-        changed_input(gradient=False),
-        lambda found: replace(found, parameters=tuple(replace(spec, trainable=False) for spec in found.parameters)),
-        lambda found: replace(found, constants={"scale": torch.ones(1)}),
-        lambda found: replace(found, constants={"scale": torch.ones(3, dtype=torch.float64)}),
+        ("0.5", "0.25"),
+        ("mul.Tensor", "div.Tensor"),
+        ("(view, scale", "(linear, scale"),
+        ("(add_2, arange, )", "(arange, add_2, )"),
+        ("[size_0, -1]", "[3, -1]"),
+        ("[s5, 4], gradient", "[7, 4], gradient"),
+        ("[s5, 4], gradient", "[s6, 4], gradient"),
+        ("[s5, 4], gradient", "[s5, 4]"),
+        ("float32 [s5, 4]", "float64 [s5, 4]"),
+        ("[3, 4], trained", "[3, 4]"),
+        ('scale: "float32 [3]"', 'scale: "float32 [1]"'),
     ],
 )
-def test_any_other_difference_shows(change: Callable[[StageProgram], StageProgram]) -> None:
-    assert canonical(change(program()), tensors()).text != TEXT
+def test_any_other_difference_shows(before: str, after: str) -> None:
+    assert before in SOURCE
+    assert canonical(SOURCE.replace(before, after)).text != TEXT
+
+
+def test_sizes_of_several_terms_and_commas() -> None:
+    source = 'def f(x: "float32 [Max(1, s0), s0*s1, 4]", n: "size s0*s1"):\n    return (x, n)\n'
+    found = canonical(source)
+    assert found.arguments[0].sizes == ("Max(1, s0)", "s0*s1", "4")
+    assert found.arguments[0].varying == (0, 1)
+    assert "a0: 'float32 [Max(1, n0), n0*n1, 4]', a1: 'size n0*n1'" in found.text
 
 
 def test_loading_again_takes_no_work() -> None:
-    assert canonical(program(), tensors()) is canonical(program(), tensors())
-
-
-def test_other_shapes_of_parameters_show() -> None:
-    assert canonical(program(), tensors(width=5)).text != TEXT
+    assert canonical(SOURCE) is canonical(SOURCE)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
         (
-            'self.c["scale"]',
-            "self.training",
-            "line 15 of the source of stage language_model.0 reads self.training; wanted",
+            "mul.Tensor(view",
+            "mul.Tensor(hidden",
+            "line 21: function layer_of_mine of stage language_model.0 reads hidden",
         ),
-        ('self.c["scale"]', "self.c[size_0]", r"reads self.c\[size_0\]; wanted self.t\[\"name\"\]"),
-        ('self.c["scale"]', 'self.c["bias"]', r"reads self.c\['bias'\], which its program lists neither as"),
-        ("self.device", "self.t", "reads self.t; wanted"),
-        ("def forward", "def backward", "has no function forward in a class Stage"),
-        ("class Stage", "class Other", "has no function forward in a class Stage"),
-        ("size_0, add_1", "add_1", r"takes 1 inputs \(add_1\), its program has 2 \(size_0, add_1\)"),
+        ("view, scale", "view, self", "reads self, which is neither an argument nor a value of its own"),
+        ('device: "device"', "device", 'says nothing of its argument device; wanted "device"'),
+        ('"float32 [3]"', '"three numbers"', "says 'three numbers' of its argument bias"),
+        ('device: "device"', '*device: "device"', "takes arguments by name or with defaults"),
         ("class Stage", "class", "the source of stage language_model.0 does not compile"),
     ],
 )
 def test_sources_of_another_form_are_refused(before: str, after: str, message: str) -> None:
+    assert before in SOURCE
     with pytest.raises(VerifyError, match=message):
-        canonical(replace(program(), source=SOURCE.replace(before, after)), tensors())
+        canonical(SOURCE.replace(before, after))
 
 
 LLAMA_KINDS = [["language_model.0"], [f"language_model.{layer}" for layer in range(1, 5)], ["language_model.5"]]
@@ -212,9 +177,9 @@ def test_repeated_layers_have_one_text_that_computes_what_they_do(
     microbatch = patterns.prepare(family.second_batch() if varying else family.batch())
     found: dict[str, list[str]] = {}
     for name, part in microbatch.programs.programs.items():
-        same = canonical(part, patterns.parameters())
-        assert any(same.varying) == varying
-        found.setdefault(same.text, []).append(name)
+        layers = canonical_layers(part.source, name)
+        assert any(argument.varying for layer in layers.values() for argument in layer.arguments) == varying
+        found.setdefault("".join(layer.text for layer in layers.values()), []).append(name)
     assert list(found.values()) == kinds
     got, wanted = run_layers(model, microbatch, _by_text), run_layers(model, microbatch, load_stage)
     assert got.loss == wanted.loss
@@ -223,15 +188,11 @@ def test_repeated_layers_have_one_text_that_computes_what_they_do(
 
 
 def _by_text(part: StageProgram, held: Mapping[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """The canonical function, called without compiling it."""
-    found = canonical(part, held)
-    layer = execute(found.text, "<layer>", device=torch.device("cpu"))["layer"]
-    assert callable(layer)
-    given = tuple(part.constants[name] if kind == "c" else held[name] for kind, name in found.tensors)
+    """The stage, its functions replaced by the canonical ones, without compiling them."""
+    layers = canonical_layers(part.source, part.stage)
 
-    def run(*inputs: Tensor | int) -> tuple[Tensor, ...]:
-        result = layer(given, *(torch.empty(x, 0) if isinstance(x, int) else x for x in inputs))
-        assert isinstance(result, tuple)
-        return result
+    def run(layer: Layer, recompute: Recompute, arguments: tuple[object, ...]) -> tuple[Tensor, ...]:
+        given = (torch.empty(x, 0) if isinstance(x, int) else x for x in arguments)
+        return compiled_layer(layers[layer.__name__].text, recompute, backend=None)(*given)
 
-    return run
+    return load_stage(part, held, runner=run)

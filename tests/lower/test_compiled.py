@@ -14,9 +14,10 @@ from torch._dynamo.utils import counters
 from zoo.family import Size
 
 from mmcompile.errors import VerifyError
-from mmcompile.lower.compiled import CompiledStage
+from mmcompile.lower.compiled import load_compiled_stage
 from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import PreparedMicrobatch, StageProgram
+from mmcompile.lower.stage_module import StageModule
 
 FAMILY = llama(3)
 SIZES = [(5, 5), (3, 15), (15, 3), (2, 40), (4, 7)]
@@ -27,8 +28,8 @@ def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def compiled(program: StageProgram, tensors: Mapping[str, Tensor]) -> CompiledStage:
-    return CompiledStage.load(program, tensors, backend="aot_eager")
+def compiled(program: StageProgram, tensors: Mapping[str, Tensor]) -> StageModule:
+    return load_compiled_stage(program, tensors, backend="aot_eager")
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,8 @@ def batch(samples: int, length: int) -> dict[str, Tensor]:
     return FAMILY.draw(Size(samples=samples, length=length, media=0), seed=length)
 
 
-def test_three_graphs_serve_all_layers_sizes_and_layouts(patterns: Patterns) -> None:
-    """Embedding, decoder layer, head: every run loads all programs anew, as a generation does."""
+def test_four_graphs_serve_all_layers_sizes_and_layouts(patterns: Patterns) -> None:
+    """Embedding, rotary tables, decoder layer, head: every run loads all programs anew, as a generation does."""
     model = FAMILY.build()
     torch._dynamo.reset()
     before = num_graphs()
@@ -61,7 +62,7 @@ def test_three_graphs_serve_all_layers_sizes_and_layouts(patterns: Patterns) -> 
             outcome = run_layers(model, given, load)
             wanted = eager_outcome(model, batch(samples, length))
             assert (found := difference(outcome, wanted)).within(1e-5), str(found)
-            assert num_graphs() - before == 3
+            assert num_graphs() - before == 4
 
 
 def test_a_layer_without_gradients_has_a_graph_of_its_own(patterns: Patterns) -> None:
@@ -74,10 +75,10 @@ def test_a_layer_without_gradients_has_a_graph_of_its_own(patterns: Patterns) ->
     with torch.no_grad():
         (result,) = compiled(program, patterns.parameters())(*inputs)
     assert not result.requires_grad
-    assert num_graphs() == before + 1
+    assert num_graphs() == before + 2  # with the rotary tables
     (again,) = compiled(program, patterns.parameters())(*inputs[:-1], hidden.requires_grad_())
     assert again.requires_grad
-    assert num_graphs() == before + 2
+    assert num_graphs() == before + 4
     torch.testing.assert_close(again, result)
 
 
@@ -87,7 +88,8 @@ def test_what_goes_wrong_names_the_stage(patterns: Patterns) -> None:
     sizes = [microbatch.sizes[port.name] for port in program.inputs[:-1]]
     with pytest.raises(RuntimeError) as failure:
         compiled(program, patterns.parameters())(*sizes, torch.ones(7, 7, 64))
-    assert f"in compiled stage language_model.2 of pattern {program.pattern}" in failure.value.__notes__
+    where = f"function language_model_layer of stage language_model.2 of pattern {program.pattern}"
+    assert f"in compiled {where}" in failure.value.__notes__
 
 
 def test_missing_tensors_are_named(patterns: Patterns) -> None:

@@ -40,77 +40,146 @@ from mmcompile.lower.stage_module import StageModule
 aten = torch.ops.aten
 
 
+def shared_values(
+    device: "device",
+):
+    """shared values, computed in every stage that reads them"""
+    # shared value (from forward)
+    arange = aten.arange.default(3, device=device, pin_memory=False)
+    detach = aten.detach.default(arange)
+    del arange
+    return (detach,)
+
+
+def language_model_embed(
+    weight: "float64 [7, 4], trained",
+    scale: "float64 []",
+    input_ids: "int64 [2, 3]",
+):
+    """embed"""
+    # the layer itself
+    embedding = aten.embedding.default(weight, input_ids)
+    # the model's own forward
+    mul = aten.mul.Tensor(embedding, scale)
+    del embedding
+    return (mul,)
+
+
+def language_model_layer(
+    mix_weight: "float64 [4, 4], trained",
+    mix_bias: "float64 [4], trained",
+    detach: "int64 [3]",
+    mul: "float64 [2, 3, 4], gradient",
+):
+    """layers.0"""
+    # shared value (from forward)
+    unsqueeze = aten.unsqueeze.default(detach, 1)
+    lt = aten.lt.Tensor(unsqueeze, detach)
+    del unsqueeze
+    # the layer itself
+    transpose = aten.transpose.int(mul, 1, 2)
+    matmul = aten.matmul.default(mul, transpose)
+    masked_fill = aten.masked_fill.Scalar(matmul, lt, float("-inf"))
+    softmax = aten.softmax.int(masked_fill, -1, torch.float64)
+    matmul_1 = aten.matmul.default(softmax, mul)
+    del transpose, matmul, lt, masked_fill, softmax
+    # mix
+    linear = aten.linear.default(matmul_1, mix_weight, mix_bias)
+    del matmul_1
+    # the layer itself
+    add = aten.add.Tensor(mul, linear)
+    del linear
+    return (add,)
+
+
 class Stage(StageModule):
     def forward(self, input_ids):
+        # shared values, computed in every stage that reads them
+        (detach,) = self.run(shared_values, self.device)
         # embed
-        embedding = aten.embedding.default(self.t["embed.weight"], input_ids)
-        # the model's own forward
-        mul = aten.mul.Tensor(embedding, self.t["scale"])
-        del embedding
-        # shared value, computed in every stage that reads it (from forward)
-        arange = aten.arange.default(3, device=self.device, pin_memory=False)
-        detach = aten.detach.default(arange)
-        unsqueeze = aten.unsqueeze.default(detach, 1)
-        lt = aten.lt.Tensor(unsqueeze, detach)
-        del arange, unsqueeze, detach
+        (mul,) = self.run(language_model_embed, self.t["embed.weight"], self.t["scale"], input_ids)
         # layers.0
-        transpose = aten.transpose.int(mul, 1, 2)
-        matmul = aten.matmul.default(mul, transpose)
-        masked_fill = aten.masked_fill.Scalar(matmul, lt, float("-inf"))
-        softmax = aten.softmax.int(masked_fill, -1, torch.float64)
-        matmul_1 = aten.matmul.default(softmax, mul)
-        del transpose, matmul, lt, masked_fill, softmax
-        # layers.0.mix
-        linear = aten.linear.default(matmul_1, self.t["layers.0.mix.weight"], self.t["layers.0.mix.bias"])
-        del matmul_1
-        # layers.0
-        add = aten.add.Tensor(mul, linear)
+        (add,) = self.run(
+            language_model_layer,
+            self.t["layers.0.mix.weight"],
+            self.t["layers.0.mix.bias"],
+            detach, mul,
+        )
         return (add, )
 '''
 
-LAST_BODY = """class Stage(StageModule):
+LAST_BODY = '''def language_model_layer(
+    mix_weight: "float64 [4, 4], trained",
+    mix_bias: "float64 [4], trained",
+    detach: "int64 [3]",
+    add: "float64 [2, 3, 4], gradient",
+):
+    """layers.1"""
+    # shared value (from forward)
+    unsqueeze_1 = aten.unsqueeze.default(detach, 1)
+    lt_1 = aten.lt.Tensor(unsqueeze_1, detach)
+    del unsqueeze_1
+    # the layer itself
+    transpose_1 = aten.transpose.int(add, 1, 2)
+    matmul_2 = aten.matmul.default(add, transpose_1)
+    masked_fill_1 = aten.masked_fill.Scalar(matmul_2, lt_1, float("-inf"))
+    softmax_1 = aten.softmax.int(masked_fill_1, -1, torch.float64)
+    matmul_3 = aten.matmul.default(softmax_1, add)
+    del transpose_1, matmul_2, lt_1, masked_fill_1, softmax_1
+    # mix
+    linear_1 = aten.linear.default(matmul_3, mix_weight, mix_bias)
+    del matmul_3
+    # the layer itself
+    add_1 = aten.add.Tensor(add, linear_1)
+    del linear_1
+    return (add_1,)
+
+
+def language_model_head(
+    weight: "float64 [7, 4], trained",
+    add_1: "float64 [2, 3, 4], gradient",
+    labels: "int64 [2, 3]",
+):
+    """head"""
+    # the layer itself
+    linear_2 = aten.linear.default(add_1, weight)
+    # the model's own forward
+    flatten = aten.flatten.using_ints(linear_2, 0, 1)
+    del linear_2
+    # shared value (from forward)
+    flatten_1 = aten.flatten.using_ints(labels)
+    # the model's own forward
+    token_loss = mm.token_loss(flatten, flatten_1, -100)
+    getitem = token_loss[0]
+    getitem_1 = token_loss[1]
+    del flatten, flatten_1, token_loss
+    return (getitem, getitem_1,)
+
+
+class Stage(StageModule):
     def forward(self, labels, add):
-        # shared value, computed in every stage that reads it (from forward)
-        arange = aten.arange.default(3, device=self.device, pin_memory=False)
-        detach = aten.detach.default(arange)
-        unsqueeze_1 = aten.unsqueeze.default(detach, 1)
-        lt_1 = aten.lt.Tensor(unsqueeze_1, detach)
-        del arange, unsqueeze_1, detach
+        # shared values, computed in every stage that reads them
+        (detach,) = self.run(shared_values, self.device)
         # layers.1
-        transpose_1 = aten.transpose.int(add, 1, 2)
-        matmul_2 = aten.matmul.default(add, transpose_1)
-        masked_fill_1 = aten.masked_fill.Scalar(matmul_2, lt_1, float("-inf"))
-        softmax_1 = aten.softmax.int(masked_fill_1, -1, torch.float64)
-        matmul_3 = aten.matmul.default(softmax_1, add)
-        del transpose_1, matmul_2, lt_1, masked_fill_1, softmax_1
-        # layers.1.mix
-        linear_1 = aten.linear.default(matmul_3, self.t["layers.1.mix.weight"], self.t["layers.1.mix.bias"])
-        del matmul_3
-        # layers.1
-        add_1 = aten.add.Tensor(add, linear_1)
-        del linear_1
+        (add_1,) = self.run(
+            language_model_layer,
+            self.t["layers.1.mix.weight"],
+            self.t["layers.1.mix.bias"],
+            detach, add,
+        )
+        del detach
         # head
-        linear_2 = aten.linear.default(add_1, self.t["head.weight"])
-        del add_1
-        # the model's own forward
-        flatten = aten.flatten.using_ints(linear_2, 0, 1)
-        del linear_2
-        # shared value, computed in every stage that reads it (from forward)
-        flatten_1 = aten.flatten.using_ints(labels)
-        # the model's own forward
-        token_loss = mm.token_loss(flatten, flatten_1, -100)
-        getitem = token_loss[0]
-        getitem_1 = token_loss[1]
+        getitem, getitem_1 = self.run(language_model_head, self.t["head.weight"], add_1, labels)
         return (getitem, getitem_1, )
-"""
+'''
 
 
 class Block(nn.Module):
     """Mixes tokens it may see."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
-        self.mix = nn.Linear(4, 4)
+        self.mix = nn.Linear(4, 4, bias=bias)
 
     def forward(self, hidden: Tensor, unseen: Tensor) -> Tensor:
         scores = (hidden @ hidden.transpose(1, 2)).masked_fill(unseen, -math.inf)
@@ -171,7 +240,21 @@ def test_text_of_a_first_and_of_a_last_stage() -> None:
     _, programs = _lowered(Tiny().double(), _batch())
     first, last = programs.values()
     assert first.source == FIRST
-    assert last.source[last.source.index("class Stage") :] == LAST_BODY
+    assert last.source[last.source.index("def language_model_layer") :] == LAST_BODY
+
+
+def test_layers_that_do_the_same_have_one_function() -> None:
+    found = with_present_flags(model := Tiny().double(), capture(model, _batch()))
+    (program,) = lower(found, even_plan(found.graph, {})).programs.values()
+    assert program.source.count("def language_model_layer(") == 1
+    assert '"""layers.0, layers.1"""' in program.source
+    assert program.source.count("self.run(\n            language_model_layer,") == 2
+    model.layers[1] = Block(bias=False).double()
+    found = with_present_flags(model, capture(model, _batch()))
+    (program,) = lower(found, even_plan(found.graph, {})).programs.values()
+    assert '"""layers.0"""' in program.source
+    assert '"""layers.1"""' in program.source
+    assert "def language_model_layer_2(" in program.source
 
 
 def test_same_model_same_text() -> None:
@@ -214,8 +297,8 @@ def test_stages_of_the_golden_are_the_model() -> None:
         (torch.bfloat16, "torch.bfloat16"),
         (torch.strided, "torch.strided"),
         (torch.preserve_format, "torch.preserve_format"),
-        (torch.device("cpu"), "self.device"),
-        (torch.device("meta"), "self.device"),
+        (torch.device("cpu"), "device"),
+        (torch.device("meta"), "device"),
         ([1, [None, -math.inf]], '[1, [None, float("-inf")]]'),
         ((1,), "(1, )"),
         (slice(None, -1, None), "slice(None, -1, None)"),
@@ -233,7 +316,9 @@ def test_what_has_no_text_is_refused() -> None:
 def _source_of_one_call(argument: Any) -> str:
     graph = fx.Graph()
     x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3)
     y = graph.create_node("call_function", aten.mul.Tensor, (x, argument), name="y")
     y.meta[META_KEY] = NodeInfo(component="language_model", layer=0, module_path="layers.0")
+    y.meta["val"] = torch.empty(3)
     part = StageCut(stage="s", nodes=(y,), roots=(x,), received=(), sent=(), tensors=())
     return stage_source(part, {}, {}, [y], "Title.", "Notes.")

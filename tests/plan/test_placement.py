@@ -11,7 +11,7 @@ from toy_plan import FINGERPRINT, cost, frozen, toy_graph
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ComponentKind
-from mmcompile.plan.placement import Placement, check_runnable, replica_name, shard_names
+from mmcompile.plan.placement import Placement, check_runnable, lockstep_of, replica_name, shard_names
 from mmcompile.plan.plan import Link, Plan
 from mmcompile.plan.search.search import search
 from mmcompile.report.predict import predict
@@ -124,16 +124,51 @@ def test_what_cannot_run_is_named_with_what_to_plan_instead() -> None:
     with pytest.raises(PlanError) as error:
         check_runnable(refused)
     for part in (
-        "language_model has tensor parallel degree 2; replicas of language_model share its parameters (fsdp)",
+        "replicas of language_model share its parameters (fsdp), and there is one",
+        "replicas of language_model share its parameters (fsdp), and 2 ranks of each its tensors or tokens",
+        "add gradients up in the backward, where schedule zb-h1 computes none of weights",
         "vision has context parallel degree 2",
-        "recompute is full; the schedule is zb-h1",
-        "plan with tensor_parallel=1, recompute='none' and one of these schedules",
+        "zb-h1 keeps what weight gradients read, which recompute full would not",
+        "plan with recompute='none' or another schedule",
     ):
         assert part in str(error.value)
     projector = replace(vision, name="projector", dp=1, stages=(replace(vision.stages[0], name="projector.0"),))
     link = Link(source="vision.0", target="projector.0", tensors=(), gradient=(), num_bytes=0)
     with pytest.raises(PlanError, match="vision has 2, projector has 1"):
         check_runnable(replace(plan, chains=(vision, projector, language), links=(*plan.links, link)))
+
+
+def test_replicas_that_share_parameters_go_in_lockstep() -> None:
+    plan = replicated(2, 2)
+    vision, language = plan.chains
+    assert not any(stage.sharing for stage in Placement.of(plan).stages)
+    placed = Placement.of(replace(plan, chains=(vision, replace(language, fsdp=True)))).stages
+    first = language.stages[0]
+    own = [index for index, stage in enumerate(placed) if stage.program_name == first.name]
+    assert [(placed[i].ranks, placed[i].sharing, placed[i].replica) for i in own] == [
+        ((first.ranks[0],), first.ranks, 0),
+        ((first.ranks[1],), first.ranks, 1),
+    ]
+    assert own in lockstep_of(placed)
+    assert len(lockstep_of(placed)) == len(language.stages)
+
+
+def test_ranks_share_parameters_with_one_group() -> None:
+    plan = replicated(2, 2)
+    vision, language = plan.chains
+    first, *others = language.stages
+
+    def with_ranks(*ranks: int) -> Plan:
+        moved = replace(language, fsdp=True, stages=(replace(first, ranks=ranks), *others))
+        return replace(plan, chains=(replace(vision, fsdp=True), moved))
+
+    check_runnable(with_ranks(*vision.stages[0].ranks))
+    with pytest.raises(
+        PlanError, match=r"rank 0 shares parameters of vision.0 with ranks \[0, 1\], of language_model.0 with"
+    ):
+        check_runnable(with_ranks(0, 9))
+    with pytest.raises(PlanError, match=r"share its parameters \(fsdp\), and several of them are on one rank"):
+        check_runnable(with_ranks(9, 9))
 
 
 def test_predictions_show_every_shard() -> None:

@@ -55,3 +55,41 @@ def test_dot() -> None:
 def test_svg_has_a_line_for_each_edge() -> None:
     root = ElementTree.fromstring(program_svg(SOURCE))
     assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 7
+
+
+LAYERS = """
+import torch
+
+aten = torch.ops.aten
+
+
+def shared_values(device: "device"):
+    return (aten.arange.default(4, device=device),)
+
+
+def language_model_layer(weight: "float32 [4, 4], trained", x: "float32 [4, 4], gradient", positions: "int64 [4]"):
+    # mlp
+    y = aten.linear.default(x, weight)
+    return (aten.mul.Tensor(y, positions),)
+
+
+class Stage(StageModule):
+    def forward(self, x):
+        # shared values, computed in every stage that reads them
+        (positions,) = self.run(shared_values, self.device)
+        # model.layers.0
+        (y,) = self.run(language_model_layer, self.t["model.layers.0.weight"], x, positions)
+        # model.layers.1
+        (z,) = self.recompute("full", language_model_layer, self.t["model.layers.1.weight"], y, positions)
+        return (z,)
+"""
+
+
+def test_layers_are_groups_that_run_what_their_function_runs() -> None:
+    groups = {group.title: group for group in program_groups(LAYERS)}
+    assert groups["model.layers.1"].ops == ("aten.linear.default", "aten.mul.Tensor")
+    assert groups["model.layers.1"].reads == ("y", "positions")
+    assert groups["model.layers.0"].writes == ("y",)
+    lines = program_dot(LAYERS, "language_model.0").splitlines()
+    assert any('label="shared values\\n1 ops"' in line for line in lines)
+    assert sum(" -> " in line for line in lines) == 5

@@ -36,6 +36,10 @@ def case_of(
     num_backwards: Sequence[int] = (1, 1, 1, 1),
     dtypes: Mapping[str, torch.dtype] | None = None,
     absent: Sequence[tuple[int, str]] = (),
+    extra: Mapping[str, tuple[int, ...]] | None = None,
+    updaters: Mapping[str, int] | None = None,
+    masters: bool = False,
+    earlier: int = 0,
 ) -> Case:
     """Random gradients of parameters by name, of very different sizes.
 
@@ -43,6 +47,9 @@ def case_of(
         givers: as `Shared.givers`; by default all owners.
         num_backwards: of each rank, for each of its parameters; they touch one or two parameters each, in an order of its own.
         absent: (rank, name) of gradients that are None though the rank ran backwards.
+        extra: ranks that run backwards though they are no givers: what they get must not count.
+        updaters: as `Shared.updater`, by name.
+        masters, earlier: as of the case.
     """
     generator = torch.Generator().manual_seed(len(sizes))
     givers = {**owners, **(givers or {})}
@@ -54,22 +61,24 @@ def case_of(
         return None if (rank, name) in absent else torch.ldexp(noise, exponents).to(values[name].dtype)
 
     def backwards(rank: int) -> tuple[Gradients, ...]:
-        touched = [name for name in owners if rank in givers[name]] * num_backwards[rank]
+        touched = [n for n in owners if rank in (*givers[n], *(extra or {}).get(n, ()))] * num_backwards[rank]
         touched = [touched[i] for i in torch.randperm(len(touched), generator=generator).tolist()]
         pairs = [touched[i : i + 2] for i in range(0, len(touched), 2)]
         # A name that comes twice in a pair is touched once there.
         return tuple({name: given(rank, name) for name in pair} for pair in pairs)
 
-    ends = {(owners[name], givers[name]) for name in owners if len(owners[name]) > 1}
+    ends: dict[tuple[tuple[int, ...], tuple[int, ...], int | None], list[str]] = {}
+    for name in sorted(owners, reverse=True):
+        if len(owners[name]) > 1:
+            ends.setdefault((owners[name], givers[name], (updaters or {}).get(name)), []).append(name)
     return Case(
         reduction="fast",
-        shared=tuple(
-            Shared(names=tuple(n for n in owners if (owners[n], givers[n]) == (a, b)), owners=a, givers=b)
-            for a, b in sorted(ends, reverse=True)
-        ),
+        shared=tuple(Shared(names=tuple(n), owners=a, givers=b, updater=c) for (a, b, c), n in ends.items()),
         held=tuple(tuple(name for name in owners if rank in owners[name]) for rank in range(NUM_RANKS)),
         backwards=tuple(backwards(rank) for rank in range(NUM_RANKS)),
         values=values,
+        masters=masters,
+        earlier=earlier,
     )
 
 
@@ -108,6 +117,49 @@ CASES = {
         {"images": ALL, "unused": ALL, "sounds": (1, 2)},
         {"images": (1, 2), "unused": (), "sounds": (2,)},
         num_backwards=(0, 1, 3, 0),
+    ),
+    # Two replicas of two shards: what shards hold whole has the same gradient on both, of which one counts.
+    "shards": case_of(
+        {"norm": 300, "cut@0": (40, 30), "cut@1": (40, 30)},
+        {"norm": ALL, "cut@0": (0, 2), "cut@1": (1, 3)},
+        {"norm": (0, 2)},
+        extra={"norm": (1, 3)},
+        num_backwards=(2, 2, 1, 1),
+    ),
+    # One rank updates each parameter; it may have no gradient itself, or one that does not count.
+    "one updates": case_of(
+        {"norm": 300, "wide": (200, 301), "tail": 7, "cut@0": (40, 30), "cut@1": (40, 30), "odd": 9, "alone": 5},
+        {
+            **dict.fromkeys(("norm", "wide", "tail"), ALL),
+            "cut@0": (0, 2),
+            "cut@1": (1, 3),
+            "odd": (1, 2),
+            "alone": (3,),
+        },
+        {"norm": (0, 2), "tail": (0,), "odd": (2,)},
+        extra={"norm": (1, 3)},
+        updaters={"norm": 1, "wide": 2, "tail": 3, "cut@0": 0, "cut@1": 3, "odd": 1},
+        num_backwards=(2, 2, 3, 1),
+        absent=[(0, "tail")],
+    ),
+    "masters": case_of(
+        {"half": 40_000, "updated": 700, "single": 30, "alone": (7, 5), "never": 3},
+        {**dict.fromkeys(("half", "updated", "single", "never"), (0, 1, 3)), "alone": (2,)},
+        updaters={"updated": 3},
+        num_backwards=(3, 2, 4, 5),
+        dtypes=dict.fromkeys(("half", "updated", "alone", "never"), torch.bfloat16),
+        absent=[(rank, "never") for rank in (0, 1, 3)],
+        masters=True,
+    ),
+    # Backwards of several calls, after which some ranks have no more to run.
+    "calls": case_of(
+        {"both": 20_000, "updated": 30, "half": 50, "alone": (4, 4), "half alone": 9},
+        {"both": (0, 1, 2), "updated": ALL, "half": (1, 3), "alone": (2,), "half alone": (3,)},
+        updaters={"updated": 0},
+        num_backwards=(1, 2, 3, 4),
+        dtypes=dict.fromkeys(("half", "half alone"), torch.bfloat16),
+        masters=True,
+        earlier=2,
     ),
 }
 KEYS = list(product(CASES, REDUCTIONS))
@@ -169,17 +221,26 @@ def test_all_owners_hold_the_same_sum(name: str, reduction: Reduction, ranks: li
     assert [mine.faults for mine in held] == [{}] * NUM_RANKS
     for parameter, value in case.values.items():
         owners = [rank for rank in range(NUM_RANKS) if parameter in case.held[rank]]
-        got = [held[rank].gradients[parameter] for rank in owners]
+        item = next((item for item in case.shared if parameter in item.names), None)
+        updater = None if item is None else item.updater
+        if updater is not None:
+            assert [held[rank].gradients[parameter] for rank in owners if rank != updater] == [None] * (len(owners) - 1)
+        got = [held[rank].gradients[parameter] for rank in (owners if updater is None else [updater])]
         parts = [
             [gradient for given in case.backwards[rank] if (gradient := given.get(parameter)) is not None]
-            for rank in owners
+            for rank in (owners if item is None else item.givers)
         ]
+        wide = case.masters and value.dtype == torch.bfloat16
         if not any(parts):
             assert got == [None] * len(got), parameter
             continue
+        if wide:
+            # What is added is rounded to bfloat16, sums are not.
+            parts = [[gradient.float() for gradient in part] for part in parts]
         wanted, error = _sum(reduction, [part for part in parts if part])
         for gradient in got:
-            assert gradient is not None and gradient.dtype == value.dtype and gradient.shape == value.shape
+            assert gradient is not None and gradient.shape == value.shape
+            assert gradient.dtype == (torch.float32 if wide else value.dtype)
             assert np.all(np.abs(_numpy(gradient) - wanted) <= error), parameter
             assert torch.equal(gradient, got[0] if got[0] is not None else gradient), parameter
 

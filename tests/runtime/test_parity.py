@@ -146,6 +146,9 @@ def test_every_layout_and_freeze_pattern(ranks: dict[str, int], frozen: tuple[st
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor itself calls torch.jit
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # and dynamo hides it
 def test_compiled_stages() -> None:
     steps = [hand_samples(4, images=(0, 3), seed=seed) for seed in range(2)]
     assert_parity(HandModel(tied=True), hand_plan(2, vision=1, lm0=0, lm1=1, lm2=0), steps, compiled=True)

@@ -26,7 +26,7 @@ from math import inf, log, prod, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.plan.chains import ChainSet
+from mmcompile.plan.chains import ChainSet, ChainSpec
 from mmcompile.plan.plan import ScheduleKind
 from mmcompile.plan.search.joined_encoders import JoinedEncoders
 from mmcompile.plan.search.options import Array, Index, Options, OptionTables
@@ -131,7 +131,7 @@ class Combos:
         """Least guess and bound of a step, if the last chain had all devices and its layers could be cut anywhere."""
         last, count = chains.chains[-1], setting.num_microbatches
         found: list[tuple[float, float]] = [(inf, inf)]
-        for degrees in self.degrees(setting, last=True):
+        for degrees in self.degrees(last, setting, last=True):
             stages = min(self.max_ranks(chains) // degrees.ranks, len(last.layers))
             if stages:
                 priced = self.problem.priced(last, degrees, setting)
@@ -158,7 +158,7 @@ class Combos:
                 [
                     (degrees, setting)
                     for setting in self.settings
-                    for degrees in self.degrees(setting, last=last, decided=decided)
+                    for degrees in self.degrees(chain, setting, last=last, decided=decided)
                 ],
             )
 
@@ -170,24 +170,29 @@ class Combos:
             last = index == len(chains.chains) - 1
             fixed = self.problem.stages.get(chain.name)
             counts = range(1, len(chain.layers) + 1) if fixed is None else range(fixed, fixed + 1)
-            choices = tuple(self.degrees(setting, last=last, decided=decided[index]))
+            choices = tuple(self.degrees(chain, setting, last=last, decided=decided[index]))
             options = self.tables.options(chain, setting, choices, counts, limit - len(chains.chains) + 1, last=last)
             found.append(options)
         return tuple(found)
 
-    def degrees(self, setting: Setting, *, last: bool, decided: int | None = None) -> Iterator[Degrees]:
+    def degrees(
+        self, chain: ChainSpec, setting: Setting, *, last: bool, decided: int | None = None
+    ) -> Iterator[Degrees]:
         """Degrees of a chain.
 
         Args:
             last: whether it is the last one, whose replicas are the setting's.
             decided: replicas of another, where they are.
         """
-        space = self.problem.space
+        shares = self.problem.tensor_degrees(chain)
         if last:
-            yield from (Degrees(tp=tp, cp=cp, dp=setting.dp) for tp in space.tp for cp in space.cp)
+            fsdp = self.problem.shares_parameters(chain, setting.dp)
+            for tp in shares:
+                yield from (Degrees(tp=tp, cp=cp, dp=setting.dp, fsdp=fsdp) for cp in self.problem.space.cp)
             return
         for dp in self._replicas(setting) if decided is None else (decided,):
-            yield from (Degrees(tp=tp, dp=dp) for tp in space.tp)
+            fsdp = self.problem.shares_parameters(chain, dp)
+            yield from (Degrees(tp=tp, dp=dp, fsdp=fsdp) for tp in shares)
 
     def _replicas(self, setting: Setting) -> list[int]:
         """Replicas of an encoder: divisors of the last chain's, and multiples that leave each a whole sample."""

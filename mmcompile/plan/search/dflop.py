@@ -99,8 +99,8 @@ def _configurations(problem: Problem, chains: ChainSet) -> Iterator[_Found]:
 
     for setting in combos.settings:
         setting = replace(setting, schedule="1f1b" if "1f1b" in problem.space.schedules else setting.schedule)
-        encoder = module(chains.chains[0], setting, tuple(combos.degrees(setting, last=False)))
-        language = module(chains.chains[1], setting, tuple(combos.degrees(setting, last=True)))
+        encoder = module(chains.chains[0], setting, tuple(combos.degrees(chains.chains[0], setting, last=False)))
+        language = module(chains.chains[1], setting, tuple(combos.degrees(chains.chains[1], setting, last=True)))
         # Of each, the configurations that some configuration of the other makes up to all devices.
         encoder, language = (
             encoder.take(np.isin(problem.num_devices - encoder.ranks, language.ranks)),

@@ -88,6 +88,8 @@ class Pricing:
     calibration: Calibration | None = None
     given_cp: int = 1
     """Costs are already those of one of so many ranks that share the tokens."""
+    tensor_degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Component -> numbers of ranks that can share its tensors; at any other, each does all of its work. Absent: all can."""
     _groups: dict[str, _Groups] = field(default_factory=dict, repr=False, compare=False)
     _tables: dict[tuple[str, Load | None], tuple[LayerCost, ...]] = field(
         default_factory=dict, repr=False, compare=False
@@ -114,6 +116,7 @@ class Pricing:
         Args:
             load: what the microbatch brings to the component; None for the captured one.
         """
+        sharding = self._possible(component, sharding)
         key = (component, load, sharding)
         if key not in self._priced:
             groups = self._grouped(component)
@@ -136,6 +139,7 @@ class Pricing:
         Returns:
             [groups, n, 3] seconds of forward, input gradient, weight gradient; and bytes [groups, n].
         """
+        sharding = self._possible(component, sharding)
         size = np.array([self._size(component, own) for own in tokens.tolist()])
         loads = np.stack([np.ones_like(tokens), tokens, squares])
         parts = [
@@ -178,6 +182,7 @@ class Pricing:
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: Sharding = WHOLE
     ) -> NDArray[np.float64]:
         """[groups, n, 3]: `durations` of one layer of each group."""
+        sharding = self._possible(component, sharding)
         size = self._size(component, float(tokens.mean()))
         loads = np.stack([np.ones_like(tokens), tokens, squares])
         seconds = self._roofline(self._coefficients(component, sharding, size)[:, :_TIMED] @ loads)
@@ -193,6 +198,11 @@ class Pricing:
         if component in self.table.growing:
             seconds[:, tokens <= 0] = 0.0
         return seconds
+
+    def _possible(self, component: str, sharding: Sharding) -> Sharding:
+        """The sharding as far as the component goes along with it."""
+        degrees = self.tensor_degrees.get(component)
+        return sharding if degrees is None or sharding.tp in degrees else replace(sharding, tp=1)
 
     def _grouped(self, component: str) -> _Groups:
         if component not in self._groups:

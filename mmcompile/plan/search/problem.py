@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -48,6 +48,10 @@ class Problem:
     """Chain name -> number of stages, where that is decided."""
     replicas: Mapping[str, int] = field(default_factory=dict)
     """Chain or component name -> replicas, where that is decided."""
+    tensor_parallel: Mapping[str, int] = field(default_factory=dict)
+    """Chain or component name -> ranks that share its tensors, 1 for those not named; empty where the search chooses for all."""
+    fsdp: Collection[str] = ()
+    """Chains and components whose replicas share their parameters."""
     replicas_follow: bool = False
     """Chains whose replicas are not decided have as many as the last, which then has 1 if not named; else the search chooses."""
     entries: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -84,11 +88,25 @@ class Problem:
             self._decided[id(chains)] = (chains, found)
         return self._decided[id(chains)][1]
 
+    def tensor_degrees(self, chain: ChainSpec) -> tuple[int, ...]:
+        """Numbers of ranks that may share the tensors of a chain."""
+        if not self.tensor_parallel:
+            return self.space.tp
+        named = {self.tensor_parallel[name] for name in (chain.name, *chain.components) if name in self.tensor_parallel}
+        return tuple(named) or (1,)
+
+    def shares_parameters(self, chain: ChainSpec, replicas: int) -> bool:
+        """Whether so many replicas of a chain share its parameters."""
+        return replicas > 1 and any(name in self.fsdp for name in (chain.name, *chain.components))
+
     def least_ranks(self, chains: ChainSet, shards: int) -> int:
-        """Ranks of the smallest candidate; `shards` for each stage of a replica of the last chain."""
+        """Ranks of the smallest candidate; `shards` share the tokens of each stage of a replica of the last chain."""
         last = len(chains.chains) - 1
         return sum(
-            self.stages.get(chain.name, 1) * (number or 1) * (shards if index == last else 1)
+            self.stages.get(chain.name, 1)
+            * (number or 1)
+            * min(self.tensor_degrees(chain))
+            * (shards if index == last else 1)
             for index, (chain, number) in enumerate(zip(chains.chains, self.decided_replicas(chains), strict=True))
         )
 

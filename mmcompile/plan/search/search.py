@@ -9,7 +9,7 @@ the data, DFLOP §3.3.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from mmcompile.costmodel.calibration import Calibration
@@ -29,6 +29,7 @@ from mmcompile.plan.search.pricing import Pricing
 from mmcompile.plan.search.problem import OPTIMIZER_STATES, Problem
 from mmcompile.plan.search.replicas import decided_replicas, towers_of, with_replicas
 from mmcompile.plan.search.settings import Degrees, SearchSpace
+from mmcompile.plan.search.shared_tensors import with_shared_tensors
 from mmcompile.plan.search.strategies import AUTO, STRATEGIES, strategy_of
 from mmcompile.plan.workload import Workload
 
@@ -45,6 +46,9 @@ def search(
     num_microbatches: int | None = None,
     stages: Mapping[str, int] | None = None,
     replicas: Mapping[str, int] | None = None,
+    tensor_parallel: Mapping[str, int] | None = None,
+    tensor_degrees: Mapping[str, tuple[int, ...]] | None = None,
+    fsdp: Collection[str] = (),
     projector: ProjectorPlacement | None = None,
     num_devices: int | None = None,
     entries: Mapping[tuple[str, str], int] | None = None,
@@ -75,6 +79,9 @@ def search(
         num_microbatches=num_microbatches,
         stages=stages,
         replicas=replicas,
+        tensor_parallel=tensor_parallel,
+        tensor_degrees=tensor_degrees,
+        fsdp=fsdp,
         projector=projector,
         num_devices=num_devices,
         entries=entries,
@@ -101,6 +108,9 @@ def problem_of(
     num_microbatches: int | None = None,
     stages: Mapping[str, int] | None = None,
     replicas: Mapping[str, int] | None = None,
+    tensor_parallel: Mapping[str, int] | None = None,
+    tensor_degrees: Mapping[str, tuple[int, ...]] | None = None,
+    fsdp: Collection[str] = (),
     projector: ProjectorPlacement | None = None,
     num_devices: int | None = None,
     entries: Mapping[tuple[str, str], int] | None = None,
@@ -124,6 +134,9 @@ def problem_of(
             language model, a projector alone after itself.
         replicas: chain or component name -> replicas, for chains whose number is decided; others of the same tower get as many.
             Without a global batch, chains left get as many as the last, which has 1 if it is not named.
+        tensor_parallel: chain or component name -> ranks that share its tensors, 1 for those not named; None: any of the space.
+        tensor_degrees: component name -> numbers of ranks that can share its tensors (`tensor_axes`); absent: all can.
+        fsdp: chains and components whose replicas share their parameters.
         projector: where projectors go; None lets the simulator choose.
         num_devices: use only so many devices.
         entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
@@ -155,6 +168,7 @@ def problem_of(
         kinds=kinds or {},
         calibration=calibration,
         given_cp=shards,
+        tensor_degrees=tensor_degrees or {},
     )
     if "disjoint" not in space.placements:
         sets = ()
@@ -164,12 +178,15 @@ def problem_of(
     if not sets:
         sets = chain_sets(graph, table.layers, cluster.device, dtype, projector=projector, entries=entries)
     sets = with_replicas(_named(sets, stages or {}), replicas, follow=global_batch is None)
+    sets = with_shared_tensors(sets, tensor_parallel or {})
     problem = Problem(
         graph=graph,
         pricing=pricing,
         sets=tuple(sets),
         num_devices=budget,
         space=_replicated(space, sets, replicas, global_batch),
+        tensor_parallel=tensor_parallel or {},
+        fsdp=fsdp,
         fingerprint=fingerprint,
         global_batch=global_batch,
         workload=workload,
@@ -230,7 +247,10 @@ def within(problem: Problem, candidate: Candidate) -> bool:
         and (space.microbatches is None or setting.num_microbatches in space.microbatches)
         and (space.dp is None or setting.dp in space.dp)
         and _keeps_replicas(problem, candidate)
-        and all(degrees.tp in space.tp for degrees in candidate.degrees)
+        and all(
+            degrees.tp in problem.tensor_degrees(chain)
+            for chain, degrees in zip(candidate.chains.chains, candidate.degrees, strict=True)
+        )
         and candidate.degrees[-1].cp in space.cp
         and not (space.dp is not None and any(degrees.fsdp for degrees in candidate.degrees))
     )
@@ -323,12 +343,14 @@ def _replicated(
 
 def _check_devices(problem: Problem) -> None:
     """Refuse stages that need more devices than there are."""
-    shards, stages = min(problem.space.cp) * min(problem.space.tp), problem.stages
+    shards, stages = min(problem.space.cp), problem.stages
     needs = [problem.least_ranks(chains, shards) for chains in problem.sets]
     possible = problem.cluster.is_local or any(_needs_sharing(problem, chains) for chains in problem.sets)
     if min(needs) > problem.num_devices and not possible:
         asked = f"{_named_counts(stages)}, " if stages else ""
-        shared = f", {shards} ranks for each of {problem.sets[0].chains[-1].name}" if shards > 1 else ""
+        last = problem.sets[0].chains[-1]
+        width = shards * min(problem.tensor_degrees(last))
+        shared = f", {width} ranks for each of {last.name}" if width > 1 else ""
         copies = f", replicas {_named_counts(problem.replicas)}" if problem.replicas else ""
         raise PlanError(
             f"stages ({asked}at least one for every other chain{shared}{copies}) need {min(needs)} devices, got "

@@ -75,16 +75,34 @@ class Order:
                 return 2 * (microbatch + behind) + 1, depth, stage
 
 
-def crossings(edges: Iterable[tuple[int, int]], rank: Sequence[int], depth: Sequence[int]) -> tuple[int, ...]:
+def crossings(
+    edges: Iterable[tuple[int, int]],
+    rank: Sequence[int],
+    depth: Sequence[int],
+    together: Iterable[Sequence[int]] = (),
+) -> tuple[int, ...]:
     """The longest path of each stage to a sink, in edges that cross ranks.
 
     Args:
         edges: pairs of stages; depth falls along each.
+        together: stages that wait for each other inside of every computation, of equal depth: each has the longest path of
+            all of them, so that their ranks compute in the same order.
     """
     found = [0] * len(rank)
+    joined: dict[int, list[Sequence[int]]] = {}
+    for stages in together:
+        joined.setdefault(depth[stages[0]], []).append(stages)
     # Sources of equal depth are not joined by an edge, so targets are final when their sources are visited.
-    for source, target in sorted(edges, key=lambda edge: (depth[edge[0]], edge)):
-        found[source] = max(found[source], found[target] + int(rank[source] != rank[target]))
+    by_depth: dict[int, list[tuple[int, int]]] = {level: [] for level in joined}
+    for edge in edges:
+        by_depth.setdefault(depth[edge[0]], []).append(edge)
+    for level, leaving in sorted(by_depth.items()):
+        for source, target in leaving:
+            found[source] = max(found[source], found[target] + int(rank[source] != rank[target]))
+        for stages in joined.get(level, ()):
+            longest = max(found[stage] for stage in stages)
+            for stage in stages:
+                found[stage] = longest
     return tuple(found)
 
 

@@ -218,6 +218,7 @@ def schedule_units(
     *,
     num_slots: int,
     only: int | None = None,
+    together: Sequence[Sequence[int]] = (),
 ) -> Schedule:
     """Order one step whose stages do not all compute the same samples together. `build_schedule` is the case without `edges`.
 
@@ -232,6 +233,7 @@ def schedule_units(
         kind: as for `build_schedule`.
         num_slots: microbatches of each replica.
         only: the rank whose actions are wanted; the lists of others are empty then. None for all.
+        together: stages, by index, that exchange values while they compute: their ranks run them in the same order.
 
     Raises:
         PlanError: as `build_schedule`; or an edge names a stage that its unit has not, leads to an earlier slot, or carries
@@ -244,7 +246,7 @@ def schedule_units(
     crossing = [_crossing(edge, named, index, depth) for edge in edges]
     pairs = {pair for flow in dict.fromkeys(unit.flow for unit in units) for pair in _checked(flow, index, depth)}
     pairs |= {(cross.source[0], cross.target[0]) for cross in crossing}
-    order = Order(kind=kind, num_microbatches=num_slots, depth=depth, crossings=crossings(pairs, rank, depth))
+    order = Order(kind=kind, num_microbatches=num_slots, depth=depth, crossings=crossings(pairs, rank, depth, together))
     programs = {flow: _Program.of(flow, index, rank) for flow in dict.fromkeys(unit.flow for unit in units)}
     peers = _Peers.of(crossing, {(index[name], number): unit for (name, number), unit in named.items()}, rank)
     split = kind == "zb-h1"

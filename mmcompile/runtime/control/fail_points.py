@@ -18,6 +18,7 @@ import msgspec
 from mmcompile.errors import ConfigError
 
 VARIABLE = "MMCOMPILE_FAIL"
+_HOLD_POLL_S = 0.02
 
 
 class Action(StrEnum):
@@ -33,6 +34,8 @@ class Action(StrEnum):
     """It never lets go of the interpreter again."""
     SLEEP = "sleep"
     """It is slow once: five seconds, or `seconds`."""
+    HOLD = "hold"
+    """It goes no further while the marker is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,3 +105,6 @@ def _act(strike: Strike) -> None:
             ctypes.PyDLL(None).sleep(1000)
         case Action.SLEEP:
             time.sleep(strike.seconds)
+        case Action.HOLD:
+            while strike.marker is not None and os.path.exists(strike.marker):
+                time.sleep(_HOLD_POLL_S)

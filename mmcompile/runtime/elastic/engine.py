@@ -14,6 +14,7 @@ from typing import Self
 from mmcompile.errors import ConfigError, EngineError
 from mmcompile.plan.simulator.simulate import Event as StepEvent
 from mmcompile.runtime import checkpoint
+from mmcompile.runtime.checkpoints.export import export
 from mmcompile.runtime.control.effects import EventKind
 from mmcompile.runtime.control.events import Event, Recovery, recoveries
 from mmcompile.runtime.control.local import LocalCluster
@@ -149,14 +150,21 @@ class ElasticEngine:
         self._job.user.put(checkpoint.read(self._job.checkpoints).weights)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the checkpoint of the end to another folder, as `Engine.save` does; it loads with `from_pretrained`.
+        """Write the checkpoint of the end to another folder; `Engine.load` goes on from it.
+
+        Raises:
+            CheckpointError: no step was saved, or the folder cannot be written.
+        """
+        checkpoint.write(Path(folder), checkpoint.read(self._job.checkpoints), self._job.user.tied())
+
+    def export(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model of the end, as `Engine.export` does.
 
         Raises:
             CheckpointError: no step was saved, or the folder cannot be written.
         """
         content = checkpoint.read(self._job.checkpoints)
-        complete = self._job.user.complete(content.weights, self._job.user.tied())
-        checkpoint.write(Path(folder), content, self._job.model, complete)
+        export(Path(folder), self._job.model, self._job.user.complete(content.weights, self._job.user.tied()))
 
     def close(self) -> None:
         """End all processes. Safe to call twice."""

@@ -186,7 +186,7 @@ class Part:
             raise CheckpointError(
                 f"{self._job.checkpoints} holds step {saved.trainer.step}; step {step} was there when this generation was planned"
             )
-        self._job.user.check(saved, self._job.optimizer, self._job.checkpoints)
+        self._job.user.check(saved.trainer, saved.shapes, self._job.optimizer, self._job.checkpoints)
         for layer in sorted(self._layers):
             if self._store.trains(layer):
                 self._store.put(layer, self._store.part_of(layer, saved.weights, saved.optimizer))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from mmcompile.runtime.optimizer import Hyper, OptimizerSpec, SchedulerFactory, scheduler_after
+from mmcompile.runtime.optimizer import Hyper, OptimizerSpec, SchedulerFactory, hyper_of, scheduler_after
 
 
 class Rates:
@@ -38,8 +37,8 @@ class Rates:
             elif self._scheduler is not None:
                 self._optimizer, self._scheduler = self._start(done)
             self._num_steps = done
-        return {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
+        return hyper_of(self._optimizer)
 
     def _start(self, num_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
-        optimizer = self._spec.build([nn.Parameter(torch.empty(0, 0))])
+        optimizer = self._spec.build()
         return optimizer, None if self._factory is None else scheduler_after(num_steps, self._factory, optimizer)

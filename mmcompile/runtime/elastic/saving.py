@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -91,8 +90,7 @@ def save(
         weights=job.user.trainable(complete),
         optimizer=wire.under("state/", tensors),
     )
-    _quiet()
-    checkpoint.write(job.checkpoints, content, job.model, complete)
+    checkpoint.write(job.checkpoints, content, job.user.tied())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,10 +127,3 @@ def check_replicas(groups: Groups, job: ElasticJob, mine: Outcome) -> None:
 
 def _json(value: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value))
-
-
-def _quiet() -> None:
-    """Turn off the progress bar of transformers, which would run across that of training."""
-    transformers = sys.modules.get("transformers")
-    if transformers is not None:
-        transformers.logging.disable_progress_bar()

@@ -1,7 +1,7 @@
 """`warm_up`: compile every distinct layer before workers are forked, so that none of them compiles anything.
 
 Processes forked afterwards have the code. What would make them compile again is the same here as there: one thread, gradients
-where the executor has them, and inputs of the layout that `CompiledStage` gives all of them.
+where the executor has them, and inputs of the layout that `CompiledLayers` gives all of them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mmcompile.ir.graph import torch_dtype
-from mmcompile.lower.canonical import canonical
-from mmcompile.lower.compiled import CompiledStage
+from mmcompile.lower.canonical import canonical_layers
+from mmcompile.lower.compiled import load_compiled_stage
 from mmcompile.lower.load import load_stage
 from mmcompile.lower.program import Port, PreparedMicrobatch, StageProgram
 from mmcompile.runtime.timer import one_thread
@@ -61,14 +61,14 @@ def warm_up(
     start, device = time.perf_counter(), torch.device(device)
     before = num_graphs()
     tensors = {name: tensor.detach() for name, tensor in parameters.items()}
-    runs: dict[str, set[tuple[object, ...]]] = {}
+    runs: dict[tuple[str, ...], set[tuple[object, ...]]] = {}
     served: set[tuple[str, str]] = set()
     with _alone(), one_thread(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         for microbatch in microbatches:
             values = _Values(microbatch, tensors, device)
             for program in microbatch.programs.programs.values():
                 served.add((program.pattern, program.stage))
-                done = runs.setdefault(canonical(program, tensors).text, set())
+                done = runs.setdefault(_layers(program), set())
                 sizes = values.sizes(program)
                 if sizes not in done and len(done) < _RUNS:
                     done.add(sizes)
@@ -140,9 +140,14 @@ class _Values:
                 self._known[port.name] = value
 
 
+def _layers(program: StageProgram) -> tuple[str, ...]:
+    """What is compiled of a program."""
+    return tuple(layer.text for layer in canonical_layers(program.source, program.stage).values())
+
+
 def _run(program: StageProgram, values: _Values, backend: str) -> None:
     """A forward, and a backward if the executor runs one."""
-    stage = CompiledStage.load(*values.held(program), values.device, backend=backend)
+    stage = load_compiled_stage(*values.held(program), values.device, backend=backend)
     inputs = values.inputs(program, gradient=program.has_backward)
     with torch.set_grad_enabled(program.has_backward):
         results = stage(*inputs)

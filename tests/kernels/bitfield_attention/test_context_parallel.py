@@ -20,13 +20,12 @@ from mmcompile.kernels.bitfield_attention import visible_pairs
 from mmcompile.kernels.bitfield_attention.context_parallel import (
     context_parallel_attention,
     gather_words,
-    register_group,
 )
-from mmcompile.kernels.bitfield_attention.cp_channel import Channel
 from mmcompile.kernels.bitfield_attention.cp_cost import RankAttention, Rates, attention_s, choose_head_stride
 from mmcompile.kernels.bitfield_attention.cp_heads import KeySums, gathered_heads
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_op
 from mmcompile.kernels.bitfield_attention.shard import shard_tokens, unshard_tokens
+from mmcompile.kernels.process_groups import Channel, register_group
 from mmcompile.step.token_blocks import BlockPolicy
 
 PACKED = ("MP", "MP-Gemma")
@@ -66,7 +65,7 @@ class Ran:
     results: dict[str, list[Result]]
 
 
-@pytest.fixture(scope="module", params=(2, 4), ids=("2_ranks", "4_ranks"))
+@pytest.fixture(scope="module", params=(2, pytest.param(4, marks=pytest.mark.slow)), ids=("2_ranks", "4_ranks"))
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Every case, in one set of processes."""
     results = on_ranks(list(CASES.values()), request.param, tmp_path_factory.mktemp("ranks"))

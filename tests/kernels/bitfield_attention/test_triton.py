@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -235,12 +236,27 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("case", HARD.values(), ids=HARD.keys())
+LONG = (
+    "head dim 256",
+    "batch in splits",
+    "eight query heads a key head",
+    "infinite where nothing sees, dK and dV one after the other",
+    "blocks of queries shorter than of keys",
+    "causal without modality or island",
+)
+"""Cases that take seconds in the interpreter, and are near to another."""
+
+
+def slow_if(long: bool, *values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow) if long else pytest.param(*values)
+
+
+@pytest.mark.parametrize("case", [slow_if(name in LONG, case) for name, case in HARD.items()], ids=HARD.keys())
 def test_hard_case(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [slow_if(kind not in ("EP", "EE", "MP", "padded"), kind) for kind in KINDS])
 def test_random_masks(kind: str) -> None:
     for seed in range(2):
         check(Case(words=random_words(seed, 150, kind), window=(None, 20)[seed], heads=(1, 1), cap=(2, None)[seed]))

@@ -1,4 +1,4 @@
-"""Collectives of context parallelism, started now and waited for later, on any backend; and the groups they run in, by name."""
+"""Process groups that ops call by name, and the collectives they run: started now and waited for later, on any backend."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any, Protocol, final
 from weakref import WeakValueDictionary
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp
 
 from mmcompile.errors import ConfigError
 
-GROUP = "cp"
-"""Name of the group of this process's ranks in the engine."""
+CONTEXT_GROUP = "cp"
+"""Name, in the engine, of the group whose ranks share this process's sequences."""
+TENSOR_GROUP = "tp"
+"""And of the group whose ranks share its weights."""
+REPLICA_GROUP = "fsdp"
+"""And of the group of replicas that share their parameters."""
 
 # An op names its group by a string, since a graph can hold no process group. Groups live as long as who made them.
 _GROUPS: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
@@ -25,7 +29,7 @@ def register_group(name: str, group: ProcessGroup) -> None:
     Args:
         name: what graphs call it.
         group: gloo or NCCL, made by `torch.distributed.new_group` or directly on a store. Its ranks are in the order in which
-            keys are gathered.
+            keys are gathered, and in which parts of a weight follow each other.
     """
     _GROUPS[name] = group
 
@@ -43,6 +47,20 @@ def registered_group(name: str, num_ranks: int) -> ProcessGroup:
 
 class ExchangeLost(Exception):
     """A collective could not be finished: a rank of the group is gone."""
+
+
+def all_reduce(target: torch.Tensor, group: ProcessGroup, op: ReduceOp.RedOpType = ReduceOp.SUM) -> torch.Tensor:
+    """Replace a contiguous tensor by its sum (or maximum) over the ranks of a group, and return it.
+
+    On CUDA the current stream waits, not this process. Raises ExchangeLost.
+    """
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp(op)
+    try:
+        group.allreduce([target], options).wait()
+    except RuntimeError as error:
+        raise ExchangeLost(str(error)) from error
+    return target
 
 
 class _Waitable(Protocol):

@@ -1,0 +1,23 @@
+"""Parts of a dim that is split block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def block_part(x: torch.Tensor, dim: int, blocks: Sequence[int], index: int, count: int) -> torch.Tensor:
+    """Of each block along `dim` the part of rank `index`, one behind the other: a view where there is one block."""
+    pieces = [x.narrow(dim, start, length) for start, length in block_ranges(blocks, index, count)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def block_ranges(blocks: Sequence[int], index: int, count: int) -> list[tuple[int, int]]:
+    """(start, length) of a rank's part of each block."""
+    ranges, begin = [], 0
+    for block in blocks:
+        length = block // count
+        ranges.append((begin + index * length, length))
+        begin += block
+    return ranges

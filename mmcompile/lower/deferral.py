@@ -1,0 +1,85 @@
+"""Weight gradients computed after the backward: where the backward runs in two parts, I and W (schedule zb-h1).
+
+A product y = x w^T + b runs on w and b cut from autograd, and its result is joined with a *tap*, an input of zeros: autograd then
+makes dL/dx, and dL/dy as the gradient of the tap, which is I. From x and dL/dy follow, whenever there is time, in W:
+
+    dL/dw = (dL/dy)^T x        dL/db = sum over rows of dL/dy
+
+All of this is plain functional code, which a compiler takes as it takes any other.
+
+Source: splitting of the backward: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. The taps are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Tapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, tap: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, gradient
+
+
+def tapped(result: Tensor, tap: Tensor) -> Tensor:
+    """`result`, whose gradient becomes the gradient of `tap` too.
+
+    Args:
+        result: any shape.
+        tap: of the same shape; its values are not read.
+    """
+    return _Tapped.apply(result, tap)
+
+
+def new_tap(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A leaf of a shape, which takes the memory of one number."""
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)).requires_grad_()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeferredGradient:
+    """The gradient of one weight for one microbatch, still to be computed."""
+
+    tap: Tensor
+    """[..., out]: its gradient is that of the product's result."""
+    x: Tensor
+    """[..., in]: what was multiplied."""
+    weight: Tensor
+    """[out, in]."""
+    bias: Tensor | None
+    """[out], if it trains."""
+
+    def add(self) -> None:
+        """Add the gradients to `.grad` of weight and bias; nothing if the backward did not come by."""
+        given = self.tap.grad
+        if given is None:
+            return
+        rows = given.reshape(-1, given.shape[-1])
+        with torch.no_grad():
+            _add_product(self.weight, rows.T, self.x.detach().reshape(-1, self.x.shape[-1]).to(rows.dtype))
+            if self.bias is not None:
+                _add(self.bias, rows.sum(0))
+
+
+def _add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.dtype == left.dtype:
+        parameter.grad.addmm_(left, right)
+    else:
+        _add(parameter, left @ right)
+
+
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)

@@ -1,0 +1,225 @@
+"""The text of one layer function, and of a call of it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.ir.graph import dtype_name, info
+from mmcompile.ir.sizes import shape_of
+from mmcompile.lower.expressions import TAKEN, Expressions, comment_in_layer, identifier, variable
+from mmcompile.lower.outline import Run, last_uses, module_paths
+from mmcompile.passes.deferred_weights import DeferredWeight
+
+_WIDTH = 108
+"""Of a line inside of a method."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTensors:
+    """The tensors of a stage, and where it finds them."""
+
+    names: Mapping[fx.Node, str]
+    """Parameter or buffer node -> original name, read as `self.t[name]`."""
+    constants: Mapping[fx.Node, str]
+    """Constant node -> its name, read as `self.c[name]`."""
+    trained: Container[str]
+    """Names of parameters that train."""
+
+    def expression(self, node: fx.Node) -> str:
+        """How the stage reads a tensor."""
+        return f'self.t["{self.names[node]}"]' if node in self.names else f'self.c["{self.constants[node]}"]'
+
+    def name(self, node: fx.Node) -> str:
+        return self.names[node] if node in self.names else self.constants[node]
+
+    def described(self, node: fx.Node) -> str:
+        """What a layer function says of it."""
+        trains = node in self.names and self.names[node] in self.trained
+        return f"{_described(node)}{', trained' if trains else ''}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tap:
+    """A product of a run whose weight gradient is computed later."""
+
+    node: fx.Node
+    weight: DeferredWeight
+    sizes: tuple[str, ...]
+    """Of the product's result, as expressions over what the run is called with."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.node.name}_tap"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerText:
+    """Writes one run as a function and as a call of an equal function."""
+
+    run: Run
+    tensors: StageTensors
+    taps: tuple[Tap, ...]
+
+    @property
+    def returned(self) -> tuple[fx.Node, ...]:
+        """What the function returns: also what later weight gradients read."""
+        kept = (tap.weight.x for tap in self.taps)
+        return (
+            *self.run.outputs,
+            *dict.fromkeys(x for x in kept if x not in self.run.inputs and x not in self.run.outputs),
+        )
+
+    def function(self, name: str, prefix: str, serves: Sequence[str]) -> str:
+        """The definition.
+
+        Args:
+            name: of the function.
+            prefix: path of the layer it is written after.
+            serves: titles of the runs it computes, all of which have this structure.
+        """
+        own, arguments = self._arguments(prefix)
+        lines = [f"def {name}(", *(f"    {argument}," for argument in arguments), "):"]
+        lines.append(textwrap.indent(f'"""{_listed(serves)}"""', "    "))
+        lines += (f"    {line}" for line in self._body(own, prefix))
+        lines.append(f"    return ({', '.join(map(variable, self.returned))},)")
+        return "\n".join(lines) + "\n"
+
+    def call(self, function: str, recompute: Recompute) -> Iterator[str]:
+        """Lines that call an equal function.
+
+        Args:
+            recompute: what it computes again in the backward.
+        """
+        for tap in self.taps:
+            yield f"{tap.name} = self.tap([{', '.join(tap.sizes)}], {tap.node.meta['val'].dtype})"
+        first = [function] if recompute == "none" else [f'"{recompute}"', function]
+        lines = [*first, *(["self.device"] if self.run.needs_device else []), *map(self.tensors.expression, self._held)]
+        given = [variable(node) for node in self.run.inputs] + [tap.name for tap in self.taps]
+        start = f"{_target(self.returned)} = self.{'run' if recompute == 'none' else 'recompute'}("
+        one = f"{start}{', '.join([*lines, *given])})"
+        if len(one) <= _WIDTH:
+            yield one
+        else:
+            yield start
+            yield from (f"    {line}," for line in lines)
+            if given:
+                yield from textwrap.wrap(
+                    f"{', '.join(given)},", _WIDTH, initial_indent="    ", subsequent_indent="    "
+                )
+            yield ")"
+        for tap in self.taps:
+            weight = tap.weight
+            bias = "None" if weight.bias is None else self.tensors.expression(weight.bias)
+            yield f"self.defer({tap.name}, {variable(weight.x)}, {self.tensors.expression(weight.weight)}, {bias})"
+
+    @property
+    def _held(self) -> tuple[fx.Node, ...]:
+        """Tensors read, each once however many nodes stand for it."""
+        return tuple({self.tensors.expression(node): node for node in reversed(self.run.tensors)}.values())[::-1]
+
+    def _arguments(self, prefix: str) -> tuple[dict[str, str], list[str]]:
+        """Names of tensors in the function by how the stage reads them, and all arguments with what is said of them."""
+        taken = {*TAKEN, *map(variable, self.run.nodes), *map(variable, self.run.inputs)}
+        arguments = ['device: "device"'] if self.run.needs_device else []
+        own: dict[str, str] = {}
+        for node in self._held:
+            # A part of a parameter is called like the whole: which one it is does not matter inside.
+            name = identifier(self.tensors.name(node).partition("@")[0].removeprefix(f"{prefix}."))
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            own[self.tensors.expression(node)] = name
+            arguments.append(f'{name}: "{self.tensors.described(node)}"')
+        arguments += (f'{variable(node)}: "{_value_described(node)}"' for node in self.run.inputs)
+        arguments += (f'{tap.name}: "{_described(tap.node)}, tap"' for tap in self.taps)
+        return own, arguments
+
+    def _body(self, own: Mapping[str, str], prefix: str) -> Iterator[str]:
+        def name(node: fx.Node) -> str:
+            return own[self.tensors.expression(node)] if node.op == "get_attr" else variable(node)
+
+        def cut(node: fx.Node) -> str:
+            return f"{name(node)}.detach()" if node.op == "get_attr" else variable(node)
+
+        plain, detached = Expressions(name=name, device="device"), Expressions(name=cut, device="device")
+        taps = {tap.node: tap for tap in self.taps}
+        last_use, freed = last_uses(self.run.nodes), set(self.run.nodes) - set(self.returned)
+        for _, nodes in module_paths(self.run.nodes):
+            yield f"# {comment_in_layer(nodes[0], prefix)}"
+            dead: list[str] = []
+            for node in nodes:
+                if node in taps:
+                    yield f"{variable(node)} = tapped({detached.call(node)}, {taps[node].name})"
+                else:
+                    yield f"{variable(node)} = {plain.call(node)}"
+                read = dict.fromkeys([*node.all_input_nodes, node])
+                dead += [variable(value) for value in read if value in freed and last_use.get(value, node) is node]
+            if dead:
+                yield f"del {', '.join(dead)}"
+
+
+def taps_of(run: Run, deferred: Mapping[fx.Node, DeferredWeight]) -> tuple[Tap, ...]:
+    """The products of a run whose weight gradient can wait: those of a result whose sizes follow from the run's inputs."""
+    known = _known_sizes(run)
+    found = []
+    for node in run.nodes:
+        if node in deferred:
+            shape = node.meta.get("symbolic_shape") or tuple(node.meta["val"].shape)
+            sizes = [_size(size, known) for size in shape]
+            if None not in sizes:
+                found.append(Tap(node=node, weight=deferred[node], sizes=tuple(map(str, sizes))))
+    return tuple(found)
+
+
+def _known_sizes(run: Run) -> dict[str, str]:
+    """Text of a size -> an expression for it."""
+    known: dict[str, str] = {}
+    for node in run.inputs:
+        if "size" in node.meta:
+            known.setdefault(node.meta["size"], variable(node))
+        elif "val" in node.meta:
+            for dim, size in enumerate(shape_of(node)):
+                if isinstance(size, str):
+                    known.setdefault(size, f"{variable(node)}.shape[{dim}]")
+    return known
+
+
+def _size(size: int | sympy.Expr, known: Mapping[str, str]) -> str | None:
+    """A size as an expression; None if the known ones do not tell it."""
+    if isinstance(size, int) or str(size) in known:
+        return known.get(str(size), str(size))
+    symbols = {str(symbol) for symbol in size.free_symbols}
+    if (
+        not symbols <= known.keys()
+        or not size.is_polynomial()
+        or not all(a.is_integer for a in size.atoms(sympy.Number))
+    ):
+        return None
+    return re.sub(r"[A-Za-z_]\w*", lambda match: known[match[0]], str(size))
+
+
+def _described(node: fx.Node) -> str:
+    return f"{dtype_name(node.meta['val'].dtype)} [{', '.join(map(str, shape_of(node)))}]"
+
+
+def _value_described(node: fx.Node) -> str:
+    if "size" in node.meta:
+        return f"size {node.meta['size']}"
+    gradient = node.op == "call_function" and info(node).carries_gradient
+    return f"{_described(node)}{', gradient' if gradient else ''}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "\n".join(textwrap.wrap(", ".join(names), 110))
+
+
+def _target(returned: Sequence[fx.Node]) -> str:
+    names = ", ".join(map(variable, returned))
+    return f"({names},)" if len(returned) == 1 else names

@@ -1,0 +1,101 @@
+"""`ParameterGroup`: parameters with optimizer settings of their own, chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from mmcompile.errors import ConfigError
+from mmcompile.ir.parameter_patterns import matches
+
+Settings: TypeAlias = dict[str, Any]
+"""What one parameter group of an optimizer holds besides its parameters: learning rate, betas, ... (all plain JSON)."""
+
+_SHARD = "@"
+"""Between the name of a parameter and the number of its part, where several ranks hold a part each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterGroup:
+    """Settings for the parameters that a pattern means; of those that are None the optimizer's own count.
+
+    `ParameterGroup(match="vision_tower", lr=1e-5)`, or `ParameterGroup(match=("*.bias", "*norm*"), weight_decay=0.0)`.
+    """
+
+    match: str | tuple[str, ...]
+    """Patterns over parameter names as `freeze` has them: a component or module name, a glob, or "all". Of several groups that
+    mean a parameter, the first one has it."""
+    lr: float | None = None
+    weight_decay: float | None = None
+    settings: Settings = field(default_factory=dict)
+    """Others, by the optimizer's name for them: `{"betas": (0.9, 0.95)}`."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.match,) if isinstance(self.match, str) else self.match
+
+    @property
+    def own(self) -> Settings:
+        """All settings that are given."""
+        named = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {**{key: value for key, value in named.items() if value is not None}, **self.settings}
+
+
+def group_of(name: str, groups: Sequence[ParameterGroup]) -> int:
+    """Position of a parameter's group; `len(groups)`, the group of all others, if none means it."""
+    whole = name.partition(_SHARD)[0]
+    means = (any(matches(whole, pattern) for pattern in group.patterns) for group in groups)
+    return next((index for index, found in enumerate(means) if found), len(groups))
+
+
+def check_settings(groups: Iterable[ParameterGroup], known: Collection[str], optimizer: str) -> None:
+    """Refuse groups without settings, and settings that an optimizer does not know and would ignore.
+
+    Raises:
+        ConfigError: naming group, setting, and what the optimizer knows.
+    """
+    for group in groups:
+        if not group.own:
+            raise ConfigError(
+                f"parameter group {group.match!r} has no settings, and no effect: give lr, or leave it out"
+            )
+        if twice := [key for key in ("lr", "weight_decay") if key in group.settings]:
+            raise ConfigError(
+                f"parameter group {group.match!r} has {twice[0]} among its settings: give it as {twice[0]}="
+            )
+        if unknown := sorted(group.own.keys() - set(known)):
+            raise ConfigError(
+                f"parameter group {group.match!r} sets {', '.join(unknown)}, which {optimizer} does not have; "
+                f"choose among {', '.join(sorted(known))}"
+            )
+
+
+def check_matches(groups: Sequence[ParameterGroup], trainable: Collection[str], frozen: Collection[str]) -> None:
+    """Refuse patterns that mean no parameter that trains, and groups that get none since earlier ones have them.
+
+    Args:
+        trainable, frozen: original names of all parameters.
+
+    Raises:
+        ConfigError: naming the pattern, and what is known.
+    """
+    for group in groups:
+        for pattern in group.patterns:
+            if any(matches(name, pattern) for name in trainable):
+                continue
+            if any(matches(name, pattern) for name in frozen):
+                raise ConfigError(
+                    f"pattern {pattern!r} of a parameter group means frozen parameters only: train them, or leave it out"
+                )
+            modules = {part for name in (*trainable, *frozen) for part in name.split(".")[:-1] if not part.isdigit()}
+            raise ConfigError(
+                f"pattern {pattern!r} of a parameter group matches no parameter; use 'all', a glob, or one of: "
+                f"{', '.join(sorted(modules))}"
+            )
+    filled = {group_of(name, groups) for name in trainable}
+    for index, group in enumerate(groups):
+        if index not in filled:
+            raise ConfigError(
+                f"parameter group {group.match!r} gets no parameter, since groups before it have them all: put it before them"
+            )

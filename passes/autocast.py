@@ -1,0 +1,175 @@
+"""`Autocast`: the casts of `torch.autocast`, written into the graph, for the components that are to compute in bfloat16.
+
+Parameters stay as they are. Products (linear, matmul, convolutions, attention) take their inputs in the half type; what loses
+most by it (exponentials, norms, sums, losses) takes them in float32; where tensors must agree, they take the wider type; all else
+computes in what it is given. Components that are not named get what they got before: a value that came out narrower is cast
+back where they read it.
+
+Source: the op lists of torch.amp for CUDA, which are used on every device (torch/aten/src/ATen/autocast_mode.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from mmcompile.errors import ConfigError
+from mmcompile.ir.copy import copied
+from mmcompile.ir.graph import META_KEY, ModelGraph, NodeInfo, info
+from mmcompile.passes.base import Fact, Rewrite
+from mmcompile.passes.values import aten_ops, op_name
+
+HALF = torch.bfloat16
+"""float16 would need its losses scaled, or small gradients are lost."""
+
+_HALF = aten_ops(
+    "linear matmul mm bmm mv addmm addmv addbmm baddbmm chain_matmul einsum conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d conv_transpose3d convolution _convolution prelu scaled_dot_product_attention"
+) | {"mmcompile.bitfield_attention", "mmcompile.packed_attention", "mmcompile.context_parallel_attention"}
+_FULL = aten_ops(
+    "acos asin cosh erfinv exp expm1 log log10 log1p log2 pow reciprocal rsqrt sinh tan softplus layer_norm "
+    "native_layer_norm group_norm native_group_norm rms_norm norm linalg_vector_norm nll_loss cosine_similarity "
+    "cosine_embedding_loss mse_loss l1_loss smooth_l1_loss cross_entropy_loss softmax _softmax log_softmax _log_softmax "
+    "sum prod cumsum cumprod dist cdist renorm logsumexp"
+)
+_WIDEST = aten_ops(
+    "addcdiv addcmul atan2 bilinear cat stack index_put index_add scatter_add masked_scatter where dot vdot "
+    "grid_sampler tensordot"
+) | {"merge_features"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Autocast(Rewrite):
+    """Lets components compute in a half type where that is safe.
+
+    Raises (in `run`):
+        ConfigError: an unknown component, or one in which nothing would be cast.
+    """
+
+    name: ClassVar[str] = "autocast"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
+
+    components: tuple[str, ...]
+
+    def run(self, graph: ModelGraph) -> ModelGraph:
+        names = [component.name for component in graph.components]
+        for name in self.components:
+            if name not in names:
+                raise ConfigError(f"no component {name!r} to autocast; components are {', '.join(names)}")
+        made = copied(graph)
+        casts = _Casts(graph=made.module.graph)
+        products = dict.fromkeys(self.components, 0)
+        for node in list(made.module.graph.nodes):
+            if node.op != "call_function" or info(node).shared:
+                continue
+            component = info(node).component
+            if component in products:
+                products[component] += casts.follow_rule(node)
+            else:
+                casts.restore(node)
+        for name, count in products.items():
+            if not count:
+                raise ConfigError(
+                    f"autocast of {name} has no effect: it has no product of float32 tensors; leave it out"
+                )
+        made.module.graph.lint()
+        made.module.recompile()
+        lines = (f"{self.name}: {name} computes {count} products in bfloat16" for name, count in products.items())
+        return replace(made, rewrites=(*made.rewrites, *lines))
+
+
+@dataclass(kw_only=True)
+class _Casts:
+    """Puts casts in front of nodes, in the order of the graph; each node's type is known when the next is looked at."""
+
+    graph: fx.Graph
+
+    def __post_init__(self) -> None:
+        self._before: dict[fx.Node, torch.dtype] = {}
+        """Types that autocast changed, as they were."""
+        self._stale: set[fx.Node] = set()
+        """Nodes whose results may have other types than recorded: those that read a cast, or a result that changed."""
+        self._made: dict[tuple[fx.Node, torch.dtype, str | None, int], fx.Node] = {}
+
+    def follow_rule(self, node: fx.Node) -> bool:
+        """Cast a node's inputs as torch.autocast does. True for a product in the half type."""
+        inputs = [source for source in node.all_input_nodes if _dtype(source) in (torch.float32, HALF)]
+        op = op_name(node)
+        wanted: torch.dtype | None = None
+        if op in _HALF:
+            wanted = HALF
+        elif op in _FULL or op in _WIDEST and any(_dtype(source) == torch.float32 for source in inputs):
+            wanted = torch.float32
+        if wanted is not None:
+            self._cast(node, inputs, wanted)
+        self._settle(node)
+        return wanted == HALF and bool(inputs)
+
+    def restore(self, node: fx.Node) -> None:
+        """Give a node of another component what it got before."""
+        for source in node.all_input_nodes:
+            if source in self._before:
+                self._cast(node, [source], self._before[source])
+
+    def _cast(self, node: fx.Node, inputs: Iterable[fx.Node], dtype: torch.dtype) -> None:
+        for source in inputs:
+            if _dtype(source) == dtype:
+                continue
+            key = (source, dtype, info(node).component, info(node).layer)
+            if key not in self._made:
+                with self.graph.inserting_before(node):
+                    cast = self.graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
+                cast.meta = {k: v for k, v in node.meta.items() if k in ("module_path",)}
+                if "symbolic_shape" in source.meta:
+                    cast.meta["symbolic_shape"] = source.meta["symbolic_shape"]
+                cast.meta["val"] = source.meta["val"].to(dtype)
+                own = info(node)
+                cast.meta[META_KEY] = NodeInfo(component=own.component, layer=own.layer, module_path=own.module_path)
+                self._made[key] = cast
+            node.replace_input_with(source, self._made[key])
+            self._stale.add(node)
+
+    def _settle(self, node: fx.Node) -> None:
+        """Bring the recorded type of a node's result up to date."""
+        if node not in self._stale:
+            return
+        old, tree = pytree.tree_flatten(node.meta["val"])
+        new = pytree.tree_leaves(_result(node))
+        changed = [
+            before.to(after.dtype) if isinstance(before, torch.Tensor) else before
+            for before, after in zip(old, new, strict=True)
+        ]
+        if any(isinstance(a, torch.Tensor) and a.dtype != b.dtype for a, b in zip(old, changed, strict=True)):
+            self._stale.update(node.users)
+            if isinstance(node.meta["val"], torch.Tensor):
+                self._before[node] = old[0].dtype
+        node.meta["val"] = pytree.tree_unflatten(changed, tree)
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _result(node: fx.Node) -> Any:
+    """What a node computes, without data."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return pytree.tree_map(plain, value.meta["val"])
+        if isinstance(value, torch.Tensor):
+            return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        return int(value) if isinstance(value, torch.SymInt) else value
+
+    args, kwargs = map_aggregate(node.args, plain), map_aggregate(node.kwargs, plain)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)  # type: ignore[arg-type]

@@ -1,0 +1,166 @@
+"""Shared tensors, stages, replicas and sharded optimizers, unlike for encoder and language model, train as one process does."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import pytest
+import torch
+from oracles.one_process import ADAMW, TrainingRun, train
+from parity.layouts import PARTS, Freeze, freeze
+from time_limit import time_limit
+from torch import Tensor, nn
+from zoo import ALL, Batch, samples
+
+import mmcompile as mm
+from mmcompile.errors import ConfigError, PlanError
+from mmcompile.step.collate import collate
+
+TOLERANCE = 1e-9
+PARAMETER_TOLERANCE = 1e-6
+"""AdamW turns the rounding of a small gradient into a larger step."""
+MICROBATCHES = 2
+SAMPLES = 4
+LIMIT_S = 240.0
+
+Replicas = Literal["plain", "zero1"]
+"""How replicas keep their optimizers: each its own, or every state once among all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Degrees:
+    """Of one tower."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A model, what of it trains, and the degrees of its encoder and its language model."""
+
+    family: str
+    freeze: Freeze
+    encoder: Degrees
+    language_model: Degrees
+    replicas: Replicas = "plain"
+
+    def __str__(self) -> str:
+        return f"{self.family}-encoder_{self.encoder}-llm_{self.language_model}-{self.replicas}-freeze_{self.freeze}"
+
+
+_FAMILIES = {
+    "llava": Freeze.ENCODER,
+    "qwen2_5_vl": Freeze.NONE,
+    "gemma3": Freeze.NONE,
+    "mllama": Freeze.ENCODER,
+    "qwen2_audio": Freeze.NONE,
+}
+_ALL_DEGREES = [Degrees(tp=tp, pp=pp, dp=dp) for tp, pp, dp in product((1, 2), repeat=3)]
+GRID = [
+    Case(
+        family=family,
+        freeze=what,
+        encoder=_ALL_DEGREES[(3 * index + shift) % len(_ALL_DEGREES)],
+        language_model=degrees,
+        replicas=replicas,
+    )
+    for shift, (family, what) in enumerate(_FAMILIES.items())
+    for index, degrees in enumerate(_ALL_DEGREES)
+    for replicas in (("plain", "zero1") if degrees.dp > 1 else ("plain",))
+]
+"""Every degree of the language model, with all those of the encoder in turn."""
+CORE = [
+    Case(family="llava", freeze=Freeze.ENCODER, encoder=Degrees(), language_model=Degrees(tp=2)),
+    Case(family="llava", freeze=Freeze.NONE, encoder=Degrees(tp=2), language_model=Degrees(pp=2)),
+    Case(
+        family="gemma3", freeze=Freeze.NONE, encoder=Degrees(tp=2), language_model=Degrees(tp=2, dp=2), replicas="zero1"
+    ),
+    Case(family="qwen2_5_vl", freeze=Freeze.NONE, encoder=Degrees(tp=2, dp=2), language_model=Degrees(tp=2, pp=2)),
+]
+CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.slow) for case in GRID if case not in CORE)]
+
+
+@functools.cache
+def _steps(family: str) -> tuple[list[Batch], ...]:
+    """Samples of three steps, of unequal lengths; the second one has no media where the family can do without."""
+    draw = functools.partial(samples, ALL[family], SAMPLES, dtype=torch.float64)
+    return draw(seed=1), draw(seed=2, media=(0,)) if ALL[family].text_only else draw(seed=2), draw(seed=3)
+
+
+def _model(family: str, what: Freeze) -> nn.Module:
+    model = ALL[family].build(torch.float64)
+    freeze(model, PARTS[family], what)
+    return model
+
+
+@functools.cache
+def _in_one_process(family: str, what: Freeze) -> TrainingRun:
+    return train(_model(family, what), _steps(family), num_microbatches=MICROBATCHES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_processes_train_as_one_process_does(case: Case) -> None:
+    steps, wanted = _steps(case.family), _in_one_process(case.family, case.freeze)
+    encoders = PARTS[case.family].encoders
+    degrees = {"language_model": case.language_model, **dict.fromkeys(encoders, case.encoder)}
+    model, batch = _model(case.family, case.freeze), collate(steps[0][:2])
+    plan = mm.plan(
+        model,
+        batch,
+        num_microbatches=MICROBATCHES // case.language_model.dp,
+        stages={name: each.pp for name, each in degrees.items()},
+        tensor_parallel={name: each.tp for name, each in degrees.items()},
+        replicas={name: each.dp for name, each in degrees.items()},
+        projector="with_encoder" if PARTS[case.family].projectors else None,
+    )
+    assert {chain.name: (chain.tp, len(chain.stages), chain.dp) for chain in plan.chains} == {
+        name: (each.tp, each.pp, each.dp) for name, each in degrees.items()
+    }
+    with (
+        time_limit(LIMIT_S),
+        mm.parallelize(
+            model,
+            batch,
+            plan,
+            balance="arrival",
+            optimizer=ADAMW,
+            clip_norm=1e6,
+            shard_optimizer=case.replicas == "zero1",
+        ) as engine,
+    ):
+        metrics = [engine.step(step) for step in steps]
+        got = engine.state_dict()
+    assert [step.num_tokens for step in metrics] == list(wanted.num_tokens)
+    assert [step.loss for step in metrics] == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
+    norm = sum(float(gradient.square().sum()) for gradient in wanted.first_gradients.values()) ** 0.5
+    assert metrics[0].grad_norm == pytest.approx(norm, rel=1e-7)
+    _assert_same(got, wanted.parameters)
+
+
+def _assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    errors = {name: float((got[name] - tensor).abs().max()) for name, tensor in wanted.items()}
+    far = {name: error for name, error in errors.items() if not error <= PARAMETER_TOLERANCE}
+    assert not far, f"{len(far)} of {len(errors)} parameters differ; the worst {max(far.items(), key=lambda x: x[1])}"
+
+
+def test_a_plan_decides_who_shares_tensors() -> None:
+    model, batch = _model("llava", Freeze.NONE), collate(_steps("llava")[0][:2])
+    plan = mm.plan(model, batch, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="tensor_parallel=2 has no effect together with a plan"):
+        mm.parallelize(model, batch, plan, tensor_parallel=2)
+
+
+def test_unknown_names_and_numbers_are_refused() -> None:
+    model, batch = _model("llava", Freeze.NONE), collate(_steps("llava")[0][:2])
+    with pytest.raises(PlanError, match="no chain 'llm' to give tensor parallel degree 2; chains and components are"):
+        mm.plan(model, batch, tensor_parallel={"llm": 2})
+    with pytest.raises(ConfigError, match="tensor_parallel of every chain is 0"):
+        mm.plan(model, batch, tensor_parallel=0)

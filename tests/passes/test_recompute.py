@@ -1,0 +1,66 @@
+"""Which layers compute activations again: those with gradient and a product in their backward."""
+
+from __future__ import annotations
+
+import pytest
+from freezing import freeze
+from hand_graph import with_flags
+from lower.split import captured
+from torch import nn
+
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.passes.cost import Cost
+from mmcompile.passes.deferred_weights import DeferredWeights
+from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.pipeline import Pipeline
+from mmcompile.passes.recompute import Recomputed
+
+FROZEN = {"encoder": False, "projector": True, "language_model": False, "adapter": False}
+
+
+def graph_of(name: str, **trained: bool) -> tuple[nn.Module, ModelGraph]:
+    model, _, found = captured(name)
+    freeze(model, {**dict.fromkeys(FROZEN, True), **trained})
+    graph = with_flags(found.graph, model)
+    Pipeline(passes=(GradientFlow(),)).run(graph)
+    return model, graph
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("trained", [{}, FROZEN])
+def test_layers_that_compute_again_are_those_of_the_memory_model(
+    recompute: Recompute, trained: dict[str, bool]
+) -> None:
+    _, graph = graph_of("llava", **trained)
+    table = Cost().run(graph)
+    wanted = {
+        (component.name, layer.index)
+        for component in graph.components
+        for layer in component.layers
+        if table[component.name][layer.index].has_backward
+    }
+    found = Recomputed(recompute=recompute).run(graph)
+    assert found == dict.fromkeys(wanted, recompute)
+    assert ("vision_tower" in {component for component, _ in found}) == (trained != FROZEN)
+    # A frozen language model above a projector that trains has input gradients.
+    assert ("language_model", 1) in found
+
+
+def test_nothing_is_computed_again_where_not_asked_for() -> None:
+    assert Recomputed().run(graph_of("llava")[1]) == {}
+
+
+def test_weights_that_train_are_deferred_and_no_others() -> None:
+    model, graph = graph_of("llava", **FROZEN)
+    found = DeferredWeights().run(graph)
+    names = {str(weight.weight.target) for weight in found.values()}
+    linears = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.weight.requires_grad
+    }
+    assert names == linears.keys() != set()
+    assert all(
+        (weight.bias is not None) == (linears[str(weight.weight.target)].bias is not None) for weight in found.values()
+    )
