@@ -151,7 +151,8 @@ def plan(
         fsdp: replicas share parameters, gradients and optimizer state instead of holding them, in every chain that has several;
             or in the chains of the components named. Layers gather parameters before they compute; with recompute `"full"` or
             `"selective"` they do so again in the backward and hold none in between, otherwise weights stay until the backward.
-            All replicas must have samples in every microbatch. Not with a global batch: there `strategy="fsdp"` does it.
+            Replicas of the language model must have samples in every microbatch; those of an encoder need none. Not with a global
+            batch: there `strategy="fsdp"` does it.
         packing: two or more conversations, as a processor returns them, which stand for a microbatch in place of `batch`. The
             plan is then for microbatches that are one row of documents without padding, and says what keeps documents apart.
         constraints: values or texts (`mmcompile.plan.constraints`): layers together or apart, on a stage, memory caps.

@@ -202,6 +202,15 @@ ReplicasOption = Annotated[
         show_default="1; search with --global-batch",
     ),
 ]
+FsdpOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fsdp",
+        metavar="all|NAME",
+        help="Chains or components whose replicas share parameters; repeat or join with commas.",
+        show_default="none",
+    ),
+]
 ConstrainOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -80,6 +80,7 @@ class Wanted:
     stages: Mapping[str, int] | None = None
     projector: Projector = Projector.SEARCH
     autocast: bool | tuple[str, ...] | None = None
+    fsdp: bool | tuple[str, ...] | None = None
     attention: AttentionChoice | None = None
     context_parallel: int | None = None
     microbatches: int | None = None
@@ -182,6 +183,7 @@ def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, 
             stages=wanted.stages,
             projector=None if wanted.projector is Projector.SEARCH else wanted.projector.value,
             autocast=wanted.autocast,
+            fsdp=wanted.fsdp,
             attention=None if wanted.attention is None else wanted.attention.value,
             context_parallel=wanted.context_parallel,
             global_batch=wanted.global_batch,

@@ -17,10 +17,12 @@ from mmcompile.ir.graph import ComponentKind, info
 
 TOLERANCE = 1e-5
 OTHERS = tuple(name for name in ALL if name not in PARITY_FAMILIES)
-EVERY = [*PARITY_FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-WITHOUT_MEDIA = [pytest.param(name, marks=() if name == "llava" else pytest.mark.slow) for name in PARITY_FAMILIES]
 READS_EVERY_TOKEN = "qwen2_5_omni"
-REUSED = [param for param in EVERY if param != READS_EVERY_TOKEN]
+EVERY = [
+    pytest.param(name, marks=pytest.mark.slow) if name in OTHERS or name == READS_EVERY_TOKEN else name for name in ALL
+]
+WITHOUT_MEDIA = [pytest.param(name, marks=() if name == "llava" else pytest.mark.slow) for name in PARITY_FAMILIES]
+REUSED = [param for name, param in zip(ALL, EVERY, strict=True) if name != READS_EVERY_TOKEN]
 
 
 @functools.cache

@@ -26,8 +26,8 @@ MICROBATCHES = 2
 SAMPLES = 4
 LIMIT_S = 240.0
 
-Replicas = Literal["plain", "zero1"]
-"""How replicas keep their optimizers: each its own, or every state once among all."""
+Replicas = Literal["plain", "zero1", "fsdp"]
+"""What replicas of the language model hold: all, optimizer state once among them, or their part of everything."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +64,15 @@ _FAMILIES = {
     "qwen2_audio": Freeze.NONE,
 }
 _ALL_DEGREES = [Degrees(tp=tp, pp=pp, dp=dp) for tp, pp, dp in product((1, 2), repeat=3)]
+
+
+def _kinds(language_model: Degrees) -> tuple[Replicas, ...]:
+    if language_model.dp == 1:
+        return ("plain",)
+    # Ranks that share tensors do not share parameters as well.
+    return ("plain", "zero1") if language_model.tp > 1 else ("plain", "zero1", "fsdp")
+
+
 GRID = [
     Case(
         family=family,
@@ -74,7 +83,7 @@ GRID = [
     )
     for shift, (family, what) in enumerate(_FAMILIES.items())
     for index, degrees in enumerate(_ALL_DEGREES)
-    for replicas in (("plain", "zero1") if degrees.dp > 1 else ("plain",))
+    for replicas in _kinds(degrees)
 ]
 """Every degree of the language model, with all those of the encoder in turn."""
 CORE = [
@@ -119,6 +128,7 @@ def test_processes_train_as_one_process_does(case: Case) -> None:
         stages={name: each.pp for name, each in degrees.items()},
         tensor_parallel={name: each.tp for name, each in degrees.items()},
         replicas={name: each.dp for name, each in degrees.items()},
+        fsdp=["language_model"] if case.replicas == "fsdp" else None,
         projector="with_encoder" if PARTS[case.family].projectors else None,
     )
     assert {chain.name: (chain.tp, len(chain.stages), chain.dp) for chain in plan.chains} == {

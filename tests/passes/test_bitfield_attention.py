@@ -74,7 +74,11 @@ def attention_of(graph: ModelGraph, component: str = "language_model") -> list[t
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, kind) for name in NAMES for kind in ("right", "left")), ("llava", "symbolic"), ("gemma3", "symbolic")],
+    [
+        *((name, kind) for name in NAMES for kind in ("right", "left")),
+        ("llava", "symbolic"),
+        pytest.param("gemma3", "symbolic", marks=pytest.mark.slow),
+    ],
 )
 def test_loss_and_all_gradients_stay(name: str, kind: str) -> None:
     model, values, found = captured(name, kind)
