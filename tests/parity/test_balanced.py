@@ -92,14 +92,14 @@ _LAYOUTS = ((2, 1), (1, 2), (3, 2), (2, 3))
 """Replicas of the encoder and of the language model."""
 CORE = [
     Case(family="llava", encoders=(2,), language_model=1, balance=ALL_DEFERRED, num_steps=2),
-    Case(encoders=(2,), language_model=1, balance="arrival", stages=2),
-    Case(encoders=(1,), language_model=2, balance="post-balance"),
     Case(encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=3),
-    Case(encoders=(2,), language_model=3, balance=ALL_DEFERRED, freeze=Freeze.ENCODER),
     Case(encoders=(2, 1), language_model=2, balance="auto"),
     Case(encoders=(2,), language_model=2, balance="post-balance", placement="colocated"),
 ]
 SLOW = [
+    Case(encoders=(2,), language_model=1, balance="arrival", stages=2),
+    Case(encoders=(1,), language_model=2, balance="post-balance"),
+    Case(encoders=(2,), language_model=3, balance=ALL_DEFERRED, freeze=Freeze.ENCODER),
     *(
         Case(encoders=(encoder,), language_model=language_model, balance=balance)
         for encoder, language_model in _LAYOUTS

@@ -132,6 +132,7 @@ def test_two_captures_hold_for_all_compositions(name: str, attention: Attention)
     assert _difference(model, split, rows[-1]).within(_PRECISION)
 
 
+@pytest.mark.slow
 def test_packed_rows_train_over_processes_as_samples_in_one() -> None:
     """Each microbatch of a replica is packed for itself, those of the encoder as those of the language model."""
     steps = [samples(ALL["qwen2_5_vl"], 6, seed=seed, media=(1, 1, 0), dtype=torch.float64) for seed in (1, 2)]

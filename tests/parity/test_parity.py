@@ -41,14 +41,12 @@ GRID = [
     Combination(family=family, layout=layout, freeze=what)
     for family, layout, what in product(PARITY_FAMILIES, LAYOUTS, Freeze)
 ]
-_ONE, _TWO, _THREE = LAYOUTS
+_, _TWO, _THREE = LAYOUTS
 CORE = [
     Combination(family="llava", layout=_TWO, freeze=Freeze.ENCODER),
-    Combination(family="llava", layout=_ONE, freeze=Freeze.ENCODER_AND_LANGUAGE_MODEL),
     Combination(family="qwen3_vl", layout=_THREE, freeze=Freeze.NONE),
     Combination(family="gemma3", layout=_TWO, freeze=Freeze.NONE),
     Combination(family="mllama", layout=_TWO, freeze=Freeze.ENCODER),
-    Combination(family="two_encoder_net", layout=_THREE, freeze=Freeze.NONE),
 ]
 CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.slow) for case in GRID if case not in CORE)]
 

@@ -52,7 +52,9 @@ def _distance(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     return (apart / sum(float(tensor.square().sum()) for tensor in wanted.values())) ** 0.5
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3", "qwen2_audio", "mllama"])
+@pytest.mark.parametrize(
+    "family", ["llava", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_audio", "mllama"))]
+)
 def test_loss_and_gradients_are_those_of_torch_autocast(family: str) -> None:
     model, batch, found = _captured(family)
     exact = _gradients(model, model(**batch).loss)

@@ -205,6 +205,7 @@ def test_strangers_are_refused_and_training_goes_on(jobs: Jobs, tmp_path: Path) 
         assert text in reasons, reasons
 
 
+@pytest.mark.slow
 def test_fifty_recoveries_cost_nothing_that_stays(jobs: Jobs, tmp_path: Path) -> None:
     strikes = (Strike(point="after-reduce", action=Action.EXIT, rank=2),)
     job = Job(folder=str(tmp_path), nodes=THREE, strikes=strikes, max_restarts=25, num_steps=120, step_s=0.03)

@@ -31,6 +31,7 @@ def cases(core: Sequence[tuple[str, int]], points: Sequence[str], ranks: Sequenc
     return [*core, *(pytest.param(point, rank, marks=SLOW) for point, rank in slow)]
 
 
+@SLOW
 def test_the_pipelines_do_not_matter(chaos: Chaos, tmp_path: Path) -> None:
     """The reference runs on two unlike pipelines; here are three."""
     run = Run(folder=str(tmp_path), kind="six")
