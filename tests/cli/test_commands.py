@@ -146,6 +146,7 @@ def test_every_epoch_has_every_sample_once() -> None:
     assert [index for _, step in zip(range(5), epochs(5, 2, seed=8), strict=False) for index in step] != seen
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(run: Run, tmp_path: Path) -> None:
     command = ("train", "toy:build", "--data", "toy:build_samples", "--microbatches", 2, "--batch-size", 4, "--json")

@@ -91,12 +91,12 @@ class Case:
 _LAYOUTS = ((2, 1), (1, 2), (3, 2), (2, 3))
 """Replicas of the encoder and of the language model."""
 CORE = [
-    Case(family="llava", encoders=(2,), language_model=1, balance=ALL_DEFERRED, num_steps=2),
     Case(encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=3),
     Case(encoders=(2, 1), language_model=2, balance="auto"),
     Case(encoders=(2,), language_model=2, balance="post-balance", placement="colocated"),
 ]
 SLOW = [
+    Case(family="llava", encoders=(2,), language_model=1, balance=ALL_DEFERRED, num_steps=2),
     Case(encoders=(2,), language_model=1, balance="arrival", stages=2),
     Case(encoders=(1,), language_model=2, balance="post-balance"),
     Case(encoders=(2,), language_model=3, balance=ALL_DEFERRED, freeze=Freeze.ENCODER),
@@ -232,6 +232,7 @@ def test_replicas_keep_equal_optimizer_states() -> None:
     _assert_parameters(got.parameters, wanted.parameters)
 
 
+@pytest.mark.slow
 def test_steps_say_who_balanced_them() -> None:
     case = Case(encoders=(1,), language_model=2, balance="auto")
     even = [Shape(text=20, images=1)] * 4
