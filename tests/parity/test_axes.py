@@ -91,9 +91,13 @@ CORE = [
     Case(
         family="gemma3", freeze=Freeze.NONE, encoder=Degrees(tp=2), language_model=Degrees(tp=2, dp=2), replicas="zero1"
     ),
-    Case(family="qwen2_5_vl", freeze=Freeze.NONE, encoder=Degrees(tp=2, dp=2), language_model=Degrees(tp=2, pp=2)),
 ]
-CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.slow) for case in GRID if case not in CORE)]
+OTHERS = [
+    Case(family="llava", freeze=Freeze.NONE, encoder=Degrees(tp=2), language_model=Degrees(pp=2)),
+    Case(family="qwen2_5_vl", freeze=Freeze.NONE, encoder=Degrees(tp=2, dp=2), language_model=Degrees(tp=2, pp=2)),
+    *GRID,
+]
+CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS if case not in CORE)]
 
 
 @functools.cache

@@ -45,8 +45,6 @@ _, _TWO, _THREE = LAYOUTS
 CORE = [
     Combination(family="llava", layout=_TWO, freeze=Freeze.ENCODER),
     Combination(family="qwen3_vl", layout=_THREE, freeze=Freeze.NONE),
-    Combination(family="gemma3", layout=_TWO, freeze=Freeze.NONE),
-    Combination(family="mllama", layout=_TWO, freeze=Freeze.ENCODER),
 ]
 CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.slow) for case in GRID if case not in CORE)]
 
