@@ -29,15 +29,17 @@ from mmcompile.passes.values import (
 FLOAT32_BYTES = 4
 
 # The gradient does not read any value: sums, copies, views, casts.
-SAVES_NOTHING = aten_ops(
-    "add sub rsub neg sum mean cat stack clone copy to _to_copy lift_fresh lift_fresh_copy type_as alias pad "
-    "constant_pad_nd roll flip repeat tile cumsum view reshape _unsafe_view flatten unflatten transpose permute t "
-    "expand expand_as unsqueeze squeeze slice select split split_with_sizes chunk unbind narrow contiguous movedim "
-    "unfold diagonal select_scatter slice_scatter diagonal_scatter floor ceil round sign detach "
-    "dropout upsample_bicubic2d upsample_bilinear2d upsample_nearest2d adaptive_avg_pool1d adaptive_avg_pool2d"
-) | {f"mmcompile.tp_{name}" for name in ("copy", "sum", "exit", "enter", "slice", "heads")} | {
-    "mmcompile.gather_parameter"
-}
+SAVES_NOTHING = (
+    aten_ops(
+        "add sub rsub neg sum mean cat stack clone copy to _to_copy lift_fresh lift_fresh_copy type_as alias pad "
+        "constant_pad_nd roll flip repeat tile cumsum view reshape _unsafe_view flatten unflatten transpose permute t "
+        "expand expand_as unsqueeze squeeze slice select split split_with_sizes chunk unbind narrow contiguous movedim "
+        "unfold diagonal select_scatter slice_scatter diagonal_scatter floor ceil round sign detach "
+        "dropout upsample_bicubic2d upsample_bilinear2d upsample_nearest2d adaptive_avg_pool1d adaptive_avg_pool2d"
+    )
+    | {f"mmcompile.tp_{name}" for name in ("copy", "sum", "exit", "enter", "slice", "heads")}
+    | {"mmcompile.gather_parameter"}
+)
 # Only indices or masks.
 SAVES_INDICES = aten_ops(
     "index index_select index_put gather scatter scatter_add index_add index_copy masked_fill masked_scatter where "

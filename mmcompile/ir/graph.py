@@ -119,9 +119,7 @@ class ParameterSpec:
 
     def part(self, shard: TensorShard, index: int) -> ParameterSpec:
         """The part of this parameter that a rank holds, as `<name>@<index>`; its aliases stay those of the whole."""
-        return replace(
-            self, name=f"{self.name}@{index}", shape=shard.local_shape(self.shape), shard=shard, index=index
-        )
+        return replace(self, name=f"{self.name}@{index}", shape=shard.local_shape(self.shape), shard=shard, index=index)
 
     def renumbered(self, index: int) -> ParameterSpec:
         """Another rank's part, if this is a part; else this."""

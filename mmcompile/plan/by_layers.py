@@ -36,9 +36,7 @@ def by_layers(plan: Plan) -> Plan:
             "fsdp"
         )
     depths = _depths(plan)
-    chains = tuple(
-        replace(chain, dp=1, stages=tuple(_stages(chain, depths[chain.name]))) for chain in plan.chains
-    )
+    chains = tuple(replace(chain, dp=1, stages=tuple(_stages(chain, depths[chain.name]))) for chain in plan.chains)
     return replace(plan, chains=chains, links=(), shared_values=(), resilience=None)
 
 
