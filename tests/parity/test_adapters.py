@@ -32,7 +32,7 @@ def _model() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_adapters_train_as_in_one_process(tensor_parallel: int) -> None:
     steps = [samples(ALL["llava"], 4, seed=seed, dtype=torch.float64) for seed in (1, 2)]
     alone = _model()

@@ -40,7 +40,7 @@ class Case:
 CASES = [
     pytest.param(Case(family="llava", freeze=Freeze.ENCODER, stages=2), marks=pytest.mark.slow),
     Case(family="llava", ranks=2, freeze=Freeze.ENCODER_AND_LANGUAGE_MODEL),
-    Case(family="gemma3", ranks=2, stages=2),
+    pytest.param(Case(family="gemma3", ranks=2, stages=2), marks=pytest.mark.slow),
     pytest.param(Case(family="qwen2_5_vl", ranks=4), marks=pytest.mark.slow),
     pytest.param(Case(family="gemma3"), marks=pytest.mark.slow),
     pytest.param(Case(family="qwen2_5_vl"), marks=pytest.mark.slow),

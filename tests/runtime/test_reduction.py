@@ -105,6 +105,7 @@ def differing(left: Run, right: Run) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_fixed_gives_the_same_bits_in_every_layout(tmp_path: Path) -> None:
     """Parameters, AdamW's state, losses and norms after three steps, in float32, with dropout and clipping."""
     runs = {

@@ -108,6 +108,7 @@ def test_same_samples_same_bytes() -> None:
     assert msgspec.msgpack.encode(plans[0]) == msgspec.msgpack.encode(plans[1])
 
 
+@pytest.mark.slow
 def test_what_the_model_refuses_is_run_in_arrival_order_and_said() -> None:
     with_images, without = (samples(ALL["mllama"], 2, dtype=torch.float64, seed=2, media=(n,)) for n in (1, 0))
     placement = replace(_family("mllama")[2], num_replicas=(1, 1))

@@ -135,7 +135,8 @@ def in_one_process(steps: list[list[Batch]]) -> TrainingRun:
     return train(ALL["llava"].build(torch.float64), steps, num_microbatches=4)
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 def test_processes_train_as_one_process_does(stages: int) -> None:
     """Two and three stages."""
     steps = [samples(ALL["llava"], 8, dtype=torch.float64, seed=seed) for seed in (1, 3)]

@@ -72,7 +72,7 @@ def _known(case: Case) -> tuple[nn.Module, Patterns, PreparedMicrobatch]:
     ("name", "backend"),
     [
         ("llama", "aot_eager"),
-        ("llava, tower frozen", "aot_eager"),
+        pytest.param("llava, tower frozen", "aot_eager", marks=pytest.mark.slow),
         *(pytest.param(name, "inductor", marks=INDUCTOR) for name in CASES),
     ],
 )
@@ -98,6 +98,7 @@ def test_a_forked_process_compiles_nothing(name: str, backend: str) -> None:
     assert len(outcome.gradients) > 10
 
 
+@pytest.mark.slow
 def test_depth_does_not_add_graphs() -> None:
     """A tower of 4 layers takes 4 graphs too, as above."""
     _, patterns, microbatch = _known(Case(family=llama(16), num_graphs=4))
