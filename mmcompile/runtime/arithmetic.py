@@ -95,32 +95,16 @@ class Fast(Arithmetic):
 
 
 @final
-class Single(Arithmetic):
-    """In float32, for half-precision gradients of parameters with float32 masters."""
+class Wide(Arithmetic):
+    """In a float type wider than the parameters': float64, or float32 for half-precision gradients of float32 masters."""
 
     moves = True
 
-    def dtype(self, parameter: torch.dtype) -> torch.dtype:
-        return torch.float32
-
-    def add(self, total: Tensor, gradient: Tensor) -> None:
-        total += gradient
-
-    def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        return _sum(parts)
-
-    def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        return total.to(dtype)
-
-
-@final
-class Double(Arithmetic):
-    """In float64."""
-
-    moves = True
+    def __init__(self, wide: torch.dtype) -> None:
+        self._wide = wide
 
     def dtype(self, parameter: torch.dtype) -> torch.dtype:
-        return torch.float64
+        return self._wide
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
         total += gradient
@@ -174,9 +158,9 @@ def arithmetic_of(reduction: Reduction, *, master: bool = False) -> Arithmetic:
     """
     match reduction:
         case "fast":
-            return Single() if master else Fast()
+            return Wide(torch.float32) if master else Fast()
         case "fp64":
-            return Double()
+            return Wide(torch.float64)
         case "fixed":
             return Fixed()
 

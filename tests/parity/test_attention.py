@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import pytest
 import torch
-from oracles.one_process import ADAMW, TrainingRun, train
-from parity.layouts import PARTS, Freeze, freeze
+from oracles.one_process import ADAMW
+from parity.layouts import PARTS, Freeze
+from parity.three_steps import MICROBATCHES, in_one_process, model_of, steps_of
 from torch import Tensor, nn
 from zoo import ALL, Batch, samples
 
@@ -20,8 +20,6 @@ from mmcompile.step.collate import collate
 TOLERANCE = 1e-9
 PARAMETER_TOLERANCE = 1e-6
 """AdamW turns the rounding of a small gradient into a larger step."""
-MICROBATCHES = 2
-SAMPLES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,28 +49,10 @@ CASES = [
 ]
 
 
-@functools.cache
-def _steps(family: str) -> tuple[list[Batch], ...]:
-    """Samples of three steps, of unequal lengths; the second one has no media where the family can do without."""
-    draw = functools.partial(samples, ALL[family], SAMPLES, dtype=torch.float64)
-    return draw(seed=1), draw(seed=2, media=(0,)) if ALL[family].text_only else draw(seed=2), draw(seed=3)
-
-
-def _model(family: str, what: Freeze) -> nn.Module:
-    model = ALL[family].build(torch.float64)
-    freeze(model, PARTS[family], what)
-    return model
-
-
-@functools.cache
-def _in_one_process(family: str, what: Freeze) -> TrainingRun:
-    return train(_model(family, what), _steps(family), num_microbatches=MICROBATCHES)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_equals_dense_masks_in_one_process(case: Case) -> None:
-    steps, wanted = _steps(case.family), _in_one_process(case.family, case.freeze)
-    model, batch = _model(case.family, case.freeze), collate(steps[0][:2])
+    steps, wanted = steps_of(case.family), in_one_process(case.family, case.freeze)
+    model, batch = model_of(case.family, case.freeze), collate(steps[0][:2])
     plan = mm.plan(
         model,
         batch,
@@ -123,7 +103,7 @@ def _without_mask(sample: Batch) -> Batch:
 
 
 def _one_step(batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
-    model = _model("llava", Freeze.NONE)
+    model = model_of("llava", Freeze.NONE)
     with mm.parallelize(
         model,
         batches[0],
@@ -136,13 +116,13 @@ def _one_step(batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
 
 
 def test_context_parallelism_needs_words() -> None:
-    model = _model("llava", Freeze.NONE)
+    model = model_of("llava", Freeze.NONE)
     with pytest.raises(ConfigError, match="needs attention 'bitfield', got 'model'"):
-        mm.plan(model, collate(_steps("llava")[0][:2]), attention="model", context_parallel=2)
+        mm.plan(model, collate(steps_of("llava")[0][:2]), attention="model", context_parallel=2)
 
 
 def test_a_plan_decides_the_attention() -> None:
-    model, batch = _model("llava", Freeze.NONE), collate(_steps("llava")[0][:2])
+    model, batch = model_of("llava", Freeze.NONE), collate(steps_of("llava")[0][:2])
     plan = mm.plan(model, batch, attention="bitfield")
     with pytest.raises(ConfigError, match="a plan decides these"):
         mm.parallelize(model, batch, plan, context_parallel=2)
@@ -150,6 +130,6 @@ def test_a_plan_decides_the_attention() -> None:
 
 def test_a_model_that_mixes_tokens_is_refused_with_the_layer() -> None:
     """Qwen3-VL adds image features to picked tokens in the middle of the language model."""
-    model = _model("qwen3_vl", Freeze.NONE)
+    model = model_of("qwen3_vl", Freeze.NONE)
     with pytest.raises(PlanError, match=r"language_model.*layer"):
-        mm.plan(model, collate(_steps("qwen3_vl")[0][:2]), context_parallel=2)
+        mm.plan(model, collate(steps_of("qwen3_vl")[0][:2]), context_parallel=2)

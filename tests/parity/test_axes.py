@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
 import pytest
-import torch
-from oracles.one_process import ADAMW, TrainingRun, train
-from parity.layouts import PARTS, Freeze, freeze
+from oracles.one_process import ADAMW
+from parity.layouts import PARTS, Freeze
+from parity.three_steps import MICROBATCHES, in_one_process, model_of, steps_of
 from time_limit import time_limit
-from torch import Tensor, nn
-from zoo import ALL, Batch, samples
+from torch import Tensor
 
 import mmcompile as mm
 from mmcompile.errors import ConfigError, PlanError
@@ -22,8 +20,6 @@ from mmcompile.step.collate import collate
 TOLERANCE = 1e-9
 PARAMETER_TOLERANCE = 1e-6
 """AdamW turns the rounding of a small gradient into a larger step."""
-MICROBATCHES = 2
-SAMPLES = 4
 LIMIT_S = 240.0
 
 Replicas = Literal["plain", "zero1", "fsdp"]
@@ -100,30 +96,12 @@ OTHERS = [
 CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS if case not in CORE)]
 
 
-@functools.cache
-def _steps(family: str) -> tuple[list[Batch], ...]:
-    """Samples of three steps, of unequal lengths; the second one has no media where the family can do without."""
-    draw = functools.partial(samples, ALL[family], SAMPLES, dtype=torch.float64)
-    return draw(seed=1), draw(seed=2, media=(0,)) if ALL[family].text_only else draw(seed=2), draw(seed=3)
-
-
-def _model(family: str, what: Freeze) -> nn.Module:
-    model = ALL[family].build(torch.float64)
-    freeze(model, PARTS[family], what)
-    return model
-
-
-@functools.cache
-def _in_one_process(family: str, what: Freeze) -> TrainingRun:
-    return train(_model(family, what), _steps(family), num_microbatches=MICROBATCHES)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_processes_train_as_one_process_does(case: Case) -> None:
-    steps, wanted = _steps(case.family), _in_one_process(case.family, case.freeze)
+    steps, wanted = steps_of(case.family), in_one_process(case.family, case.freeze)
     encoders = PARTS[case.family].encoders
     degrees = {"language_model": case.language_model, **dict.fromkeys(encoders, case.encoder)}
-    model, batch = _model(case.family, case.freeze), collate(steps[0][:2])
+    model, batch = model_of(case.family, case.freeze), collate(steps[0][:2])
     plan = mm.plan(
         model,
         batch,
@@ -165,14 +143,14 @@ def _assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def test_a_plan_decides_who_shares_tensors() -> None:
-    model, batch = _model("llava", Freeze.NONE), collate(_steps("llava")[0][:2])
+    model, batch = model_of("llava", Freeze.NONE), collate(steps_of("llava")[0][:2])
     plan = mm.plan(model, batch, tensor_parallel=2)
     with pytest.raises(ConfigError, match="tensor_parallel=2 has no effect together with a plan"):
         mm.parallelize(model, batch, plan, tensor_parallel=2)
 
 
 def test_unknown_names_and_numbers_are_refused() -> None:
-    model, batch = _model("llava", Freeze.NONE), collate(_steps("llava")[0][:2])
+    model, batch = model_of("llava", Freeze.NONE), collate(steps_of("llava")[0][:2])
     with pytest.raises(PlanError, match="no chain 'llm' to give tensor parallel degree 2; chains and components are"):
         mm.plan(model, batch, tensor_parallel={"llm": 2})
     with pytest.raises(ConfigError, match="tensor_parallel of every chain is 0"):

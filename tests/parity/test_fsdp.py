@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import reporting_adamw
 import torch
-from oracles.one_process import ADAMW, TrainingRun, train
-from parity.layouts import PARTS, Freeze, freeze
+from oracles.one_process import ADAMW
+from parity.layouts import PARTS, Freeze
+from parity.three_steps import MICROBATCHES, in_one_process, model_of, steps_of
 from reporting_adamw import FOLDER, ReportingAdamW, reported
 from time_limit import time_limit
 from torch import Tensor, nn
-from zoo import ALL, Batch, samples
+from zoo import Batch
 
 import mmcompile as mm
 from mmcompile.costmodel.cluster import Cluster
@@ -36,8 +37,6 @@ from mmcompile.subject import captured_step, fingerprint_of
 TOLERANCE = 1e-9
 PARAMETER_TOLERANCE = 1e-6
 """AdamW turns the rounding of a small gradient into a larger step."""
-MICROBATCHES = 2
-SAMPLES = 4
 LIMIT_S = 240.0
 
 
@@ -73,25 +72,6 @@ CASES = [
 ]
 
 
-@functools.cache
-def _steps(family: str) -> tuple[list[Batch], ...]:
-    """Samples of three steps, of unequal lengths. The second one has one image, where the family can do without: one replica of
-    the language model computes with it, the other without, and one replica of the encoder has nothing to do."""
-    draw = functools.partial(samples, ALL[family], SAMPLES, dtype=torch.float64)
-    return draw(seed=1), draw(seed=2, media=(0,)) if ALL[family].text_only else draw(seed=2), draw(seed=3)
-
-
-def _model(family: str, what: Freeze) -> nn.Module:
-    model = ALL[family].build(torch.float64)
-    freeze(model, PARTS[family], what)
-    return model
-
-
-@functools.cache
-def _in_one_process(family: str, what: Freeze) -> TrainingRun:
-    return train(_model(family, what), _steps(family), num_microbatches=MICROBATCHES)
-
-
 def _planned(case: Case, model: nn.Module, batch: Batch, **options: Any) -> Plan:
     encoders = PARTS[case.family].encoders
     replicas = {"language_model": case.language_model, **dict.fromkeys(encoders, case.encoder)}
@@ -115,8 +95,8 @@ def _engine(model: nn.Module, batch: Batch, plan: Plan, **options: Any) -> Engin
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_processes_train_as_one_process_does(case: Case) -> None:
-    steps, wanted = _steps(case.family), _in_one_process(case.family, case.freeze)
-    model, batch = _model(case.family, case.freeze), collate(steps[0][:2])
+    steps, wanted = steps_of(case.family), in_one_process(case.family, case.freeze)
+    model, batch = model_of(case.family, case.freeze), collate(steps[0][:2])
     plan = _planned(case, model, batch, fsdp=True)
     assert all(chain.fsdp == (chain.dp > 1) for chain in plan.chains)
     with time_limit(LIMIT_S), _engine(model, batch, plan) as engine:
@@ -141,11 +121,11 @@ SHARED = Case(encoder=2, recompute="full")
 def test_state_is_halved_and_what_cannot_go_in_lockstep_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, wanted = _steps(SHARED.family), _in_one_process(SHARED.family, SHARED.freeze)
+    steps, wanted = steps_of(SHARED.family), in_one_process(SHARED.family, SHARED.freeze)
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(reporting_adamw.__file__).parent), prepend=os.pathsep)
     optimizer = functools.partial(ReportingAdamW, lr=1e-3)
-    model, batch = _model(SHARED.family, SHARED.freeze), collate(steps[0][:2])
+    model, batch = model_of(SHARED.family, SHARED.freeze), collate(steps[0][:2])
     plan = _planned(SHARED, model, batch, fsdp=["vision_tower", "language_model"])
     with time_limit(LIMIT_S), _engine(model, batch, plan, optimizer=optimizer) as engine:
         metrics = [engine.step(steps[0])]
@@ -175,11 +155,11 @@ def _moments(model: nn.Module, share: int) -> int:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_layers_compute_what_they_do_with_whole_parameters() -> None:
     """Inductor rounds float32 norms otherwise than eager code does, so what is compared is compiled too."""
-    case, steps = Case(recompute="full"), _steps("llava")
+    case, steps = Case(recompute="full"), steps_of("llava")
     losses: list[list[float]] = []
     weights: list[dict[str, Tensor]] = []
     for fsdp in (True, False):
-        model, batch = _model("llava", case.freeze), collate(steps[0][:2])
+        model, batch = model_of("llava", case.freeze), collate(steps[0][:2])
         plan = _planned(case, model, batch, fsdp=fsdp)
         with time_limit(LIMIT_S), _engine(model, batch, plan, compile=True) as engine:
             losses.append([engine.step(step).loss for step in steps])
@@ -192,8 +172,8 @@ def test_compiled_layers_compute_what_they_do_with_whole_parameters() -> None:
 @pytest.mark.parametrize("first", ["shared", "whole"])
 def test_a_checkpoint_goes_on_under_another_plan(first: str, tmp_path: Path) -> None:
     """Two steps under one plan, the third under another."""
-    steps, wanted = _steps(SHARED.family), _in_one_process(SHARED.family, SHARED.freeze)
-    model, batch = _model(SHARED.family, SHARED.freeze), collate(steps[0][:2])
+    steps, wanted = steps_of(SHARED.family), in_one_process(SHARED.family, SHARED.freeze)
+    model, batch = model_of(SHARED.family, SHARED.freeze), collate(steps[0][:2])
     alone = Case(language_model=1)
     ways = [_planned(SHARED, model, batch, fsdp=True), _planned(alone, model, batch)]
     before, after = ways if first == "shared" else ways[::-1]
@@ -201,7 +181,7 @@ def test_a_checkpoint_goes_on_under_another_plan(first: str, tmp_path: Path) -> 
         for step in steps[:2]:
             engine.step(step)
         engine.save(tmp_path / "saved")
-    model = _model(SHARED.family, SHARED.freeze)
+    model = model_of(SHARED.family, SHARED.freeze)
     with time_limit(LIMIT_S), _engine(model, batch, after) as engine:
         engine.load(tmp_path / "saved")
         assert engine.step(steps[2]).loss == pytest.approx(wanted.losses[2], rel=TOLERANCE, abs=0)
@@ -209,7 +189,7 @@ def test_a_checkpoint_goes_on_under_another_plan(first: str, tmp_path: Path) -> 
 
 
 def test_options_without_effect_are_refused() -> None:
-    model, batch = _model("llava", Freeze.NONE), collate(_steps("llava")[0][:2])
+    model, batch = model_of("llava", Freeze.NONE), collate(steps_of("llava")[0][:2])
     captured, completed_batch = captured_step(model, batch), completed(model, batch)
 
     def planned(replicas: int, fsdp: bool | Sequence[str], **options: Any) -> Plan:
