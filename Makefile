@@ -90,7 +90,7 @@ bench-commit: $(STAMP)  ## elastic steps of 100 ms or more with and without the 
 bench-attention: $(STAMP)  ## bitfield attention against dense-mask attention on this CPU: time and memory; fails below 3x
 	$(BIN)/python -P benchmarks/cpu_attention.py
 
-bench-compile: $(STAMP)  ## seconds to compile 4 and 32 layers, anew and from the cache; fails above a ratio of 1.5
+bench-compile: $(STAMP)  ## seconds to compile 4 and 32 layers, anew and from the cache; fails above a ratio of 1.5 (cache: a third)
 	$(BIN)/python -P benchmarks/compile_time.py
 
 bench-cp: $(STAMP)  ## balance of all ways to give token blocks to ranks; fails above 1.005 for ours

@@ -54,6 +54,9 @@ class LayerCost:
     shared_bytes: int = 0
     """Kept by a stage that begins with this layer, beside the `activation_bytes` of its layers: values that earlier layers
     read and count too (masks, rotary tables, features that several layers attend to)."""
+    unsaved_bytes: int = 0
+    """Part of what is kept for layers that compute again: values that several layers read, this one first, and that none of
+    them keeps for its backward otherwise."""
     kept_forward_bytes: int = 0
     """Part of `forward_bytes` moved by products, convolutions and attention, which selective recomputation does not
     run again."""

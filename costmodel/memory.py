@@ -4,6 +4,10 @@ Recomputation runs a layer's forward a second time, just before the layer's back
 layer without (in a frozen tower with nothing trainable below) keeps nothing and repeats nothing. Layers whose backward
 has no product (an embedding, a slice) are left as they are: there is next to nothing to win. What is computed again
 counts with the input gradient, which waits for it.
+
+Where weight gradients are computed after the backward (schedule zb-h1), a stage holds in between, of one microbatch, what its
+products multiplied and the gradients of their results: 0.7 to 1.2 times what it would keep without recomputation (measured on
+stages of LLaVA, Qwen2-Audio and BLIP-2). Not modelled: there, `working_bytes` are of one layer too, not of the stage.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import replace
 from mmcompile.costmodel.compute import LayerCost, Recompute
 
 
-def recomputed(cost: LayerCost, recompute: Recompute) -> LayerCost:
+def recomputed(cost: LayerCost, recompute: Recompute, *, mixed: bool = False) -> LayerCost:
     """A layer's cost under a recomputation.
 
     Args:
@@ -23,13 +27,17 @@ def recomputed(cost: LayerCost, recompute: Recompute) -> LayerCost:
             products, convolutions and attention, and repeats the rest: bytes and kernels, no FLOPs. "full" keeps what
             it reads from outside and repeats all of its forward. (torch stops repeating once all that backward needs is
             there, so that the last product of a layer is not run again; not modelled.)
+        mixed: other layers of the stage compute again. A layer that keeps everything then also counts the values that it is the
+            first of several to read, for they are kept for the others.
 
     Returns:
         The cost with `activation_bytes` of what is kept, a dearer backward, and the repeated activations, alive while
         the layer runs its backward, as `working_bytes`.
     """
-    if recompute == "none" or not cost.has_backward:
+    if not cost.has_backward:
         return cost
+    if recompute == "none":
+        return replace(cost, activation_bytes=cost.activation_bytes + cost.unsaved_bytes) if mixed else cost
     if recompute == "selective":
         return replace(
             cost,
@@ -47,6 +55,12 @@ def recomputed(cost: LayerCost, recompute: Recompute) -> LayerCost:
         backward_bytes=cost.backward_bytes + cost.forward_bytes,
         backward_kernels=cost.backward_kernels + cost.kernels,
     )
+
+
+def recomputed_layers(costs: Sequence[LayerCost], modes: Sequence[Recompute | None]) -> list[LayerCost]:
+    """`recomputed` of the layers of one stage, each in its own mode; None computes nothing again."""
+    mixed = len({mode for mode in modes if mode is not None}) > 1
+    return [recomputed(cost, mode or "none", mixed=mixed) for cost, mode in zip(costs, modes, strict=True)]
 
 
 def stage_activation_bytes(costs: Sequence[LayerCost]) -> int:

@@ -6,13 +6,27 @@ Each is a function LayerCost -> LayerCost; the seconds of collectives that no co
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.comm import all_gather_s, reduce_scatter_s, ring_s
+from mmcompile.costmodel.comm import all_gather_s, all_reduce_s, reduce_scatter_s, ring_s
 from mmcompile.costmodel.compute import LayerCost, Recompute, seconds
 from mmcompile.errors import ConfigError
 
+_SHARED = (
+    *("forward_flops", "input_grad_flops", "weight_grad_flops", "attention_flops", "attention_backward_flops"),
+    *(
+        "activation_bytes",
+        "selective_bytes",
+        "full_bytes",
+        "unsaved_bytes",
+        "working_bytes",
+        "output_bytes",
+        "kv_bytes",
+    ),
+    "kept_forward_bytes",
+)
+"""Fields of `LayerCost`."""
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES = 4
 """Gradients of keys and values travel in float32."""
@@ -20,35 +34,94 @@ HEAD_GROUPS = 8
 """Groups of heads that are exchanged one after the other, if not said otherwise: the key/value heads of most models."""
 
 
-def tensor_parallel(cost: LayerCost, degree: int, cluster: Cluster, *, recompute: Recompute = "none") -> LayerCost:
-    """Cost of a layer on one of `degree` ranks that share its tensors, and its rows between products (sequence parallel).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorShare:
+    """What ranks that share a layer's tensors add up for one microbatch, and what they hold a part of each."""
 
-    FLOPs, parameters and all that is saved or sent on are divided; kernels are as many as before. A block (attention, or what
-    follows it) gathers its input rows and scatters the sum of its output rows, both of the size of the layer's output; a layer
-    with attention has two blocks, others one. The backward does the same with the gradients, in reverse; with full recompute it
-    also repeats the exchanges of the forward. None of it is hidden.
+    sums: int
+    """Results that are added up in the forward."""
+    summed_bytes: int
+    """Of all of them together."""
+    copies: int
+    """Gradients that are added up in the backward."""
+    copied_bytes: int
+    parameter_bytes: int
+    """Of the layer's parameters of which each rank holds a part; the others are whole on every rank."""
+    trainable_bytes: int
+    work: float = 1.0
+    """Part of the layer's FLOPs that ranks share, 0 to 1; the rest (experts, routers, heads that do not divide) each does."""
 
-    Assumed: the ranks share a node; norms and biases, held by every rank, are nothing beside the products; the gather of a
-    trained layer's input for its weight gradient hides behind the input gradient.
+    @classmethod
+    def assumed(cls, cost: LayerCost) -> TensorShare:
+        """Of a layer of which only the cost is known: two blocks (attention, and what follows it), or one without attention.
 
-    Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, §4.2.
+        A block adds up its output in the forward and the gradient of its input in the backward, both of the size of what the
+        layer hands on; all parameters are in parts.
+        """
+        blocks = 2 if cost.attention_flops else 1
+        return cls(
+            sums=blocks,
+            summed_bytes=blocks * cost.output_bytes,
+            copies=blocks,
+            copied_bytes=blocks * cost.output_bytes,
+            parameter_bytes=cost.parameter_bytes,
+            trainable_bytes=cost.trainable_bytes,
+        )
+
+    def scaled(self, factor: float) -> TensorShare:
+        """For a microbatch with so many times the rows."""
+        return replace(
+            self, summed_bytes=round(self.summed_bytes * factor), copied_bytes=round(self.copied_bytes * factor)
+        )
+
+
+def tensor_parallel(
+    cost: LayerCost,
+    degree: int,
+    cluster: Cluster,
+    *,
+    recompute: Recompute = "none",
+    share: TensorShare | None = None,
+) -> LayerCost:
+    """Cost of a layer on one of `degree` ranks that share its tensors.
+
+    FLOPs and all that is saved or sent on are divided, as far as products are; kernels are as many as before. Ranks add up
+    results in the forward and gradients in the backward; with full recompute the backward also repeats the sums of the forward.
+    None of it is hidden.
+
+    Assumed: the ranks share a node; what is computed and saved whole beside shared products (norms, residuals) is nothing.
+
+    Args:
+        share: what is computed and held in parts, and what is added up; by default `TensorShare.assumed`.
+
+    Source: the conjugate operators f and g of Megatron-LM (arXiv 1909.08053, section 3), as `passes.tensor_parallel` puts them.
     """
     if degree == 1:
         return cost
-    blocks = 2 if cost.attention_flops else 1
-    exchange_s = blocks * (
-        all_gather_s(cost.output_bytes, degree, cluster) + reduce_scatter_s(cost.output_bytes, degree, cluster)
-    )
-    repeats = (2 if recompute == "full" else 1) if cost.has_backward else 0
+    share = share or TensorShare.assumed(cost)
+    forward_s = _added_up_s(share.sums, share.summed_bytes, degree, cluster)
+    backward_s = _added_up_s(share.copies, share.copied_bytes, degree, cluster)
+    if recompute == "full":
+        backward_s += forward_s
+    slices = degree if share.work == 1 else 1 / (1 - share.work + share.work / degree)
     return replace(
-        _divided(cost, degree),
-        forward_bytes=cost.forward_bytes // degree,
-        backward_bytes=cost.backward_bytes // degree,
-        parameter_bytes=cost.parameter_bytes // degree,
-        trainable_bytes=cost.trainable_bytes // degree,
-        forward_exchange_s=cost.forward_exchange_s + exchange_s,
-        backward_exchange_s=cost.backward_exchange_s + repeats * exchange_s,
+        _divided(cost, slices),
+        forward_bytes=int(cost.forward_bytes // slices),
+        backward_bytes=int(cost.backward_bytes // slices),
+        parameter_bytes=_held(cost.parameter_bytes, share.parameter_bytes, degree),
+        trainable_bytes=_held(cost.trainable_bytes, share.trainable_bytes, degree),
+        forward_exchange_s=cost.forward_exchange_s + forward_s,
+        backward_exchange_s=cost.backward_exchange_s + (backward_s if cost.has_backward else 0.0),
     )
+
+
+def _added_up_s(count: int, num_bytes: int, degree: int, cluster: Cluster) -> float:
+    """Seconds of so many all-reduces of equal size."""
+    return count * all_reduce_s(num_bytes / count, degree, cluster) if count else 0.0
+
+
+def _held(num_bytes: int, in_parts: int, degree: int) -> int:
+    return num_bytes - in_parts + in_parts // degree
 
 
 def context_parallel(
@@ -104,6 +177,8 @@ def fully_sharded(cost: LayerCost, degree: int, cluster: Cluster, *, dtype: str)
     scattered after it. The exchange of one layer hides behind the computation of the layer before, taken to be as long as its
     own; what does not fit is exposed. A layer without backward is gathered once. Two layers are whole at a time.
 
+    Assumed: what every replica holds whole, vectors and matrices whose rows do not divide, is nothing beside the rest.
+
     Source: Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, §3.3.
     """
     if degree == 1:
@@ -131,23 +206,9 @@ def element_bytes(dtype: str) -> int:
     return ELEMENT_BYTES[dtype]
 
 
-def _divided(cost: LayerCost, degree: int) -> LayerCost:
+def _divided(cost: LayerCost, degree: float) -> LayerCost:
     """What every rank has its share of, whether tensors or tokens are shared."""
-    return replace(
-        cost,
-        forward_flops=cost.forward_flops // degree,
-        input_grad_flops=cost.input_grad_flops // degree,
-        weight_grad_flops=cost.weight_grad_flops // degree,
-        attention_flops=cost.attention_flops // degree,
-        attention_backward_flops=cost.attention_backward_flops // degree,
-        activation_bytes=cost.activation_bytes // degree,
-        selective_bytes=cost.selective_bytes // degree,
-        full_bytes=cost.full_bytes // degree,
-        working_bytes=cost.working_bytes // degree,
-        output_bytes=cost.output_bytes // degree,
-        kv_bytes=cost.kv_bytes // degree,
-        kept_forward_bytes=cost.kept_forward_bytes // degree,
-    )
+    return replace(cost, **{name: int(getattr(cost, name) // degree) for name in _SHARED})
 
 
 def _attention_s(flops: int, degree: int, cluster: Cluster, dtype: str) -> float:

@@ -12,7 +12,6 @@ from torch import nn
 
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import Recompute
 from mmcompile.data.readers import read_stats
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
@@ -28,6 +27,7 @@ from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, parse_constraint
 from mmcompile.plan.placement import Placement, check_runnable
 from mmcompile.plan.plan import Attention, Plan, ScheduleKind, check_fingerprint
+from mmcompile.plan.recompute import Recomputation
 from mmcompile.plan.search.settings import Placing
 from mmcompile.plan.search.strategies import AUTO
 from mmcompile.planning import Wanted, check_agrees, make_plan
@@ -103,7 +103,7 @@ def plan(
     stats: DatasetStats | str | Path | None = None,
     strategy: str = AUTO,
     schedule: ScheduleKind | None = None,
-    recompute: Recompute | None = None,
+    recompute: Recomputation | None = None,
     placement: Placing | None = None,
     tensor_parallel: int | Mapping[str, int] | None = None,
     replicas: int | Mapping[str, int] | None = None,
@@ -139,7 +139,10 @@ def plan(
         stats: the dataset that the step is predicted for, or where to read it (`mmcompile.data.readers.read_stats`); without
             it, all samples are like those of the captured batch.
         strategy: `"auto"`, or the name of a published search or a baseline (`mmcompile.plan.search.strategies`).
-        schedule, recompute: None: 1F1B and none, or searched with a global batch.
+        schedule: None: 1F1B, or searched with a global batch.
+        recompute: what the backward of every layer computes again: `"none"`, `"selective"` (all but products, convolutions and
+            attention) or `"full"`; or `"auto"`: for each layer what its rank's memory needs, with least time, so nothing where
+            everything fits. None: none, or `"auto"` with a global batch. With fault tolerance, auto is one mode for all layers.
         placement: `"disjoint"`, encoders on devices of their own, or `"colocated"`, before the language model on its devices;
             None: disjoint, or searched with a global batch.
         tensor_parallel: ranks that share the tensors of every layer, in every chain; or chain (or component) name -> its ranks, 1
@@ -247,7 +250,7 @@ def parallelize(
     stages: Mapping[str, int] | None = None,
     projector: ProjectorPlacement | None = None,
     schedule: ScheduleKind | None = None,
-    recompute: Recompute | None = None,
+    recompute: Recomputation | None = None,
     autocast: bool | Sequence[str] | None = None,
     attention: Attention | None = None,
     context_parallel: int | None = None,

@@ -28,18 +28,21 @@ from mmcompile.plan.chains import ProjectorPlacement
 from mmcompile.plan.constraints import Constraint, decided_stages
 from mmcompile.plan.geometry import geometries
 from mmcompile.plan.plan import Attention, Fingerprint, Packing, Plan, ScheduleKind
+from mmcompile.plan.recompute import Recomputation
 from mmcompile.plan.search.infeasible import explain
 from mmcompile.plan.search.outcome import plan_of
 from mmcompile.plan.search.projector_only import fresh
 from mmcompile.plan.search.rates import sample_rates
+from mmcompile.plan.search.relaxed import by_layer
 from mmcompile.plan.search.search import problem_of, searched
-from mmcompile.plan.search.settings import Placing, SearchSpace
+from mmcompile.plan.search.settings import RECOMPUTES, Placing, SearchSpace
 from mmcompile.plan.search.strategies import AUTO
 from mmcompile.plan.shared_tokens import SharedTokens
 from mmcompile.plan.templates.plan_resilience import notes_of, plan_resilience
 from mmcompile.plan.workload import Workload
 from mmcompile.runtime.timer import processor_name
 from mmcompile.step.collate import Sample
+from mmcompile.units import format_seconds
 
 DEFAULT_MICROBATCHES = 4
 SOLVER_SECONDS = 5.0
@@ -64,7 +67,7 @@ class Wanted:
     stats: DatasetStats | None = None
     strategy: str = AUTO
     schedule: ScheduleKind | None = None
-    recompute: Recompute | None = None
+    recompute: Recomputation | None = None
     placement: Placing | None = None
     tensor_parallel: int | Mapping[str, int] | None = None
     """Ranks that share the tensors of every chain, or of each chain or component named."""
@@ -121,9 +124,28 @@ class Wanted:
             tp=self._shares(space),
             schedules=space.schedules if self.schedule is None else (self.schedule,),
             placements=space.placements if self.placement is None else (self.placement,),
-            recomputes=space.recomputes if self.recompute is None else (self.recompute,),
+            recomputes=self._recomputes(space),
             microbatches=space.microbatches if self.num_microbatches is None else (self.num_microbatches,),
         )
+
+    def _recomputes(self, space: SearchSpace) -> tuple[Recompute, ...]:
+        """Modes that all layers may have; "auto" goes on from the cheapest that fits."""
+        match self.recompute:
+            case None:
+                return space.recomputes
+            case "auto":
+                return RECOMPUTES
+            case _:
+                return (self.recompute,)
+
+    @property
+    def recomputes_by_layer(self) -> bool:
+        """Whether layers are to compute again no more than their rank's memory needs.
+
+        Not what a published search decided, unless asked for; and not with templates, whose pipelines all compute the same again.
+        """
+        searched = self.recompute is None and self.global_batch is not None and self.strategy == AUTO
+        return self.fault_tolerance is None and (self.recompute == "auto" or searched)
 
     def _shares(self, space: SearchSpace) -> tuple[int, ...]:
         """Numbers of ranks that may share tensors, of any chain."""
@@ -217,6 +239,7 @@ def make_plan(
         replicas=_replicas(graph, wanted),
         tensor_parallel=wanted.tensor_parallel if isinstance(wanted.tensor_parallel, Mapping) else None,
         tensor_degrees={name: found.degrees for name, found in axes.items()},
+        tensor_shares={name: found.layers for name, found in axes.items()},
         fsdp=_fsdp(graph, wanted),
         projector=wanted.projector,
         entries=_entries(graph),
@@ -239,6 +262,11 @@ def make_plan(
         outcome = constrained(search, wanted.constraints, budget_s=wanted.solver_seconds or SOLVER_SECONDS)
         best, notes = outcome.best, outcome.notes
         clock.done("proof")
+    if wanted.recomputes_by_layer:
+        uniform, best = best, by_layer(search, best, wanted.constraints)
+        if best is not uniform:
+            seconds = format_seconds(uniform.iteration_s)
+            notes = (*notes, f"recompute by layer, as the memory needs; with one mode for all a step takes {seconds}")
     resilience = None
     if wanted.fault_tolerance is not None:
         resilience = plan_resilience(problem, best.candidate, wanted.fault_tolerance)

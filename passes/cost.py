@@ -23,10 +23,8 @@ from mmcompile.passes.op_backward import backward_kernels, is_joint
 from mmcompile.passes.op_flops import ATTENTION, keys_and_values, op_flops
 from mmcompile.passes.op_load import Growth, Growths, captured_sequences
 from mmcompile.passes.op_memory import Saved, is_view, saved_for_backward
-from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, storage_of, tensors
-
-Place = tuple[str, int]
-"""(component, layer)."""
+from mmcompile.passes.shared_values import Place, needing_layers
+from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, storage_of, tensors, written
 
 Work = Counter[tuple[str, Growth]]
 """Amounts by field of `LayerCost` and by what they grow with."""
@@ -64,6 +62,7 @@ class Cost(Analysis[CostTable]):
             )
             sums[place].update(work)
         _add_kept(meter, places, growths, sums)
+        _keep_stateful(places, sums)
         _add_crossing(graph, places, growths, sums)
         growing = {component.name: _growing(graph, component, sums) for component in graph.components}
         loads = {name: found.load for name, found in sequences.items()}
@@ -200,6 +199,8 @@ def _add_kept(
     repeated = {
         place for place, work in sums.items() if _total(work, "input_grad_flops") + _total(work, "weight_grad_flops")
     }
+    outside = _before_layers(places)
+    savers: dict[int, Place] = {}
     counted: set[tuple[str, str, int]] = set()
     read: dict[tuple[str, int], _Read] = {}
 
@@ -210,12 +211,15 @@ def _add_kept(
                 sums[place][name, growths[place[0]].size(saved.owner)] += saved.num_bytes
 
     for node, place in places.items():
-        count("activation_bytes", place, "", meter.saved(node))
-        if place not in repeated or info(node).shared:
+        saved_here = meter.saved(node)
+        count("activation_bytes", place, "", saved_here)
+        for storage in saved_here:
+            savers.setdefault(storage, place)
+        if place not in repeated or node in outside:
             continue
         # What comes from another component has its own copy here.
         for source in node.all_input_nodes:
-            if places.get(source) != place or info(source).shared:
+            if places.get(source) != place or source in outside:
                 kept = meter.held(source, whole=source not in places or places[source][0] == place[0])
                 count("selective_bytes", place, place[0], kept)
                 count("full_bytes", place, place[0], kept)
@@ -224,9 +228,29 @@ def _add_kept(
                     value.first, value.last = min(value.first, place[1]), max(value.last, place[1])
         if _is_kept(node):
             count("selective_bytes", place, place[0], meter.held(node, whole=True))
-    for (component, _), value in read.items():
+    for (component, storage), value in read.items():
+        size = growths[component].size(value.saved.owner)
         for layer in range(value.first + 1, value.last + 1):
-            sums[component, layer]["shared_bytes", growths[component].size(value.saved.owner)] += value.saved.num_bytes
+            sums[component, layer]["shared_bytes", size] += value.saved.num_bytes
+        if value.first < value.last and savers.get(storage) != (component, value.first):
+            sums[component, value.first]["unsaved_bytes", size] += value.saved.num_bytes
+
+
+def _keep_stateful(places: Mapping[fx.Node, Place], sums: Mapping[Place, Work]) -> None:
+    """Layers that change a buffer must not run twice, so that they keep everything in every mode (`recomputed`)."""
+    for place in {places[node] for node in places if written(node)}:
+        for growth in Growth:
+            for name in ("selective_bytes", "full_bytes"):
+                sums[place][name, growth] = sums[place]["activation_bytes", growth]
+
+
+def _before_layers(places: Mapping[fx.Node, Place]) -> set[fx.Node]:
+    """Shared values that stand before the layers of a stage: those that several layers need."""
+    shared = [node for node in places if info(node).shared]
+    if not shared:
+        return set()
+    needing = needing_layers(shared[0].graph)
+    return {node for node in shared if len(needing[node]) != 1}
 
 
 def _made_of_attributes(graph: fx.Graph) -> set[fx.Node]:

@@ -2,9 +2,10 @@
 
 Every rank keeps rows 1/n of each large parameter, with gradient and optimizer state of these rows only. In front of the first
 reader in each layer a node `gather_parameter` makes the whole parameter; its backward adds up the gradients of all replicas and
-leaves each its rows. The nodes belong to the layer that reads, so they are in its function: where a layer is computed again in
-the backward, it gathers again, and no whole parameter outlives the layer. A layer that is not computed again keeps what its
-backward reads, its gathered weights too, until that backward.
+leaves each its rows. Where the ranks of a replica share the tensor already (tensor parallelism), "whole" is what one of them
+computes with, which its replicas share along the same dim. The nodes belong to the layer that reads, so they are in its function:
+where a layer is computed again in the backward, it gathers again, and no whole parameter outlives the layer. A layer that is not
+computed again keeps what its backward reads, its gathered weights too, until that backward.
 
 Frozen parameters are shared as well; they are gathered, and have no gradients to add up.
 
@@ -34,10 +35,10 @@ from mmcompile.passes.values import tensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedParameters(Rewrite):
-    """Spreads the parameters of components over their replicas, by rows (dim 0).
+    """Spreads the parameters of components over their replicas, by rows (dim 0), or along the dim that ranks share already.
 
     These stay whole on every replica: vectors (norms, biases), of which there is next to nothing and which would cost a message
-    each; parameters whose rows do not divide; and what tensor parallelism, or a component of another number of replicas, has too.
+    each; parameters that do not divide; and what a component of another number of replicas has too.
 
     Raises (in `run`):
         ConfigError: no such component.
@@ -73,7 +74,7 @@ class ShardedParameters(Rewrite):
         for name, degree in self.degrees:
             own = _Parameters.of(facts, name, dict(self.degrees))
             lines.append(f"{self.name}: {degree} replicas of {name} {own.summary()}")
-            shards |= {spec.name: TensorShard(dim=0, blocks=(spec.shape[0],), count=degree) for spec in own.shared}
+            shards |= {spec.name: _before(made, spec).spread(degree) for spec in own.shared}
         if not shards:
             raise PlanError(f"no parameter can be shared, so leave out fsdp: {'; '.join(lines)}")
         for parameter, shard in shards.items():
@@ -91,7 +92,8 @@ class ShardedParameters(Rewrite):
             first, source = own[0]
             with first.graph.inserting_before(first):
                 target = torch.ops.mmcompile.gather_parameter.default
-                made = first.graph.call_function(target, (source, self.group, shard.count))
+                blocks = [block * shard.replicas // shard.count for block in shard.blocks]
+                made = first.graph.call_function(target, (source, self.group, shard.replicas, shard.dim, blocks))
             note, whole = info(first), tensors(source)[0]
             made.meta = {
                 META_KEY: NodeInfo(
@@ -100,14 +102,24 @@ class ShardedParameters(Rewrite):
                     module_path=note.module_path,
                     carries_gradient=facts.carries(source) and note.carries_gradient,
                 ),
-                "val": torch.empty((shard.size, *whole.shape[1:]), dtype=whole.dtype, device="meta"),
+                "val": torch.empty(whole.shape, dtype=whole.dtype, device="meta"),
                 "module_path": note.module_path,
             }
             for reader, source in own:
                 reader.replace_input_with(source, made)
         for node in {source for _, source in facts.readers[parameter]}:
             whole = tensors(node)[0]
-            node.meta["val"] = torch.empty(shard.local_shape(whole.shape), dtype=whole.dtype, device="meta")
+            node.meta["val"] = torch.empty(_shared(whole.shape, shard), dtype=whole.dtype, device="meta")
+
+
+def _before(graph: ModelGraph, spec: ParameterSpec) -> TensorShard:
+    """How ranks of a replica share a parameter."""
+    return graph.shards.get(spec.name) or TensorShard(dim=0, blocks=(spec.shape[0],), count=1)
+
+
+def _shared(shape: Sequence[int], shard: TensorShard) -> tuple[int, ...]:
+    """Shape of what a replica holds, of what a rank computes with."""
+    return (*shape[: shard.dim], shape[shard.dim] // shard.replicas, *shape[shard.dim + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +137,7 @@ class _Parameters:
         for spec in facts.graph.parameters:
             reading = {info(reader).component for reader, _ in facts.readers.get(spec.name, ())}
             if component in reading:
-                reason = _whole(spec, reading, facts.graph.shards, degrees, degrees[component])
+                reason = _whole(spec, _before(facts.graph, spec), reading, degrees, degrees[component])
                 if reason:
                     whole.append((spec, reason))
                 else:
@@ -145,19 +157,14 @@ class _Parameters:
 
 
 def _whole(
-    spec: ParameterSpec,
-    reading: set[str | None],
-    sharded: Mapping[str, TensorShard],
-    degrees: Mapping[str, int],
-    degree: int,
+    spec: ParameterSpec, shard: TensorShard, reading: set[str | None], degrees: Mapping[str, int], degree: int
 ) -> str:
-    """Why every replica holds a parameter whole; "" if they share it."""
+    """Why every replica holds all of a parameter, or of its rank's part; "" if they share it."""
     if len(spec.shape) < 2:
         return "vectors"
-    if spec.name in sharded:
-        return "shared by ranks of tensor parallelism"
     if any(name is None or degrees.get(name) != degree for name in reading):
         return "read by components of other replicas too"
-    if spec.shape[0] % degree:
-        return f"whose rows do not divide by {degree}"
+    if any(block % (shard.count * degree) for block in shard.blocks):
+        each = f" on each of {shard.count} ranks" if shard.count > 1 else ""
+        return f"whose {'rows' if shard.dim == 0 else 'columns'}{each} do not divide by {degree}"
     return ""

@@ -6,15 +6,17 @@ What a planner asks before it chooses degrees; the pass tensor-parallel then sha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
+from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.ir.graph import ModelGraph, info
 from mmcompile.passes.op_flops import keys_and_values
 from mmcompile.passes.tensor_facts import GraphFacts
 from mmcompile.passes.tensor_regions import Sharding, shardings
 from mmcompile.passes.tensor_report import kept_lines
+from mmcompile.passes.tensor_shares import tensor_shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,8 @@ class TensorAxes:
     """Legal degree -> part of the component's parameter elements that a rank holds only its part of, 0 to 1."""
     kept: Mapping[int, tuple[str, ...]]
     """Legal degree -> what stays whole and why, one line each."""
+    layers: Mapping[int, tuple[TensorShare, ...]] = field(default_factory=dict)
+    """Degree above 1, legal or not -> what each layer's ranks exchange for the captured batch, compute and hold in parts."""
 
 
 def tensor_axes(graph: ModelGraph, max_degree: int = 16) -> Mapping[str, TensorAxes]:
@@ -55,6 +59,7 @@ def _axes(facts: GraphFacts, name: str, found: Mapping[int, Sharding]) -> Tensor
         reasons=reasons,
         shares={1: 0.0, **{degree: _share(facts, found[degree]) for degree in legal}},
         kept={1: (), **{degree: tuple(kept_lines(facts, found[degree])) for degree in legal}},
+        layers={degree: tensor_shares(facts, sharding) for degree, sharding in found.items()},
     )
 
 

@@ -88,7 +88,7 @@ class ShardRewriter:
         carries = (node, value) in region.copies
         source = value = self._summed.get(value, value)
         if carries:
-            reader, copied = _smallest(node, value, region)
+            reader, copied = smallest(node, value, region)
             made = self._copy(reader, copied, region.count)
             if reader is node:
                 source = made
@@ -180,7 +180,7 @@ def _describe(made: fx.Node, like: fx.Node, full: Iterable[Any]) -> None:
     made.meta["symbolic_shape"] = full
 
 
-def _smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node, fx.Node]:
+def smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node, fx.Node]:
     """(reader, value) where gradients are added up: before keys of one head are repeated for every query head."""
     reader, best = node, (node, value)
     while True:

@@ -34,6 +34,8 @@ def random_layers(rng: random.Random, count: int) -> tuple[PartitionLayer, ...]:
             seconds=rng.randint(0, 20) * 1e-3,
             fixed_bytes=rng.randint(0, 10),
             saved_bytes=rng.randint(0, 3),
+            begin_fixed_bytes=rng.randint(0, 2),
+            begin_saved_bytes=rng.randint(0, 2),
             send_s=rng.randint(0, 4) * 1e-3,
             return_s=rng.randint(0, 4) * 1e-3,
         )
@@ -181,6 +183,7 @@ def memory(chains: Sequence[ExactChain], splits: Splits, microbatches: int) -> d
         for stage, (first, last) in enumerate(pairwise(split.boundaries)):
             held = min(depth[own.name, stage] + 1, microbatches)
             need = sum(layer.fixed_bytes + held * layer.saved_bytes for layer in variant.layers[first:last])
+            need += variant.layers[first].begin_fixed_bytes + held * variant.layers[first].begin_saved_bytes
             need += max(variant.working_bytes[first:last], default=0)
             key = where[own.name, stage] = own.ranks[stage] if own.ranks else (own.name, stage)
             on_ranks[key] = on_ranks.get(key, 0) + need

@@ -13,14 +13,18 @@ from torch import Tensor, nn
 from zoo.family import Family, Size
 from zoo.parts import Pretrained, text_config
 
+from mmcompile.costmodel.compute import Recompute
 from mmcompile.ir.capture import capture
 from mmcompile.ir.inputs import completed
+from mmcompile.lower.deferral import DeferredGradient
 from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import PreparedMicrobatch, StageProgram
+from mmcompile.lower.stage_module import StageModule
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.plan.by_layers import by_layers
 from mmcompile.plan.plan import ScheduleKind
+from mmcompile.plan.recompute import with_recompute
 
 Load = Callable[[StageProgram, Mapping[str, Tensor]], Callable[..., tuple[Tensor, ...]]]
 
@@ -37,12 +41,14 @@ def llama(num_layers: int) -> Family:
     )
 
 
-def layer_patterns(model: nn.Module, batch: Mapping[str, Any], schedule: ScheduleKind = "1f1b") -> Patterns:
+def layer_patterns(
+    model: nn.Module, batch: Mapping[str, Any], schedule: ScheduleKind = "1f1b", recompute: Recompute = "none"
+) -> Patterns:
     """Patterns of a model in which every layer is a stage of its own."""
     batch = completed(model, batch)
     found = capture(model, batch)
     Pipeline(passes=(GradientFlow(),)).run(found.graph)
-    plan = replace(by_layers(even_plan(found.graph, {})), schedule=schedule)
+    plan = replace(by_layers(with_recompute(even_plan(found.graph, {}), recompute)), schedule=schedule)
     return Patterns(model, plan, found, batch)
 
 
@@ -53,10 +59,13 @@ def run_layers(model: nn.Module, microbatch: PreparedMicrobatch, load: Load) -> 
     made: dict[str, Tensor] = {}
     back: dict[str, Tensor] = {}
     ran: list[tuple[StageProgram, list[Any], tuple[Tensor, ...]]] = []
+    deferred: list[DeferredGradient] = []
     for program in microbatch.programs.programs.values():
         given = [_given(port, microbatch, made, program.has_backward) for port in program.inputs]
+        stage = load(program, tensors)
         with torch.set_grad_enabled(program.has_backward):
-            results = load(program, tensors)(*given)
+            results, late = stage.run_deferring(*given) if isinstance(stage, StageModule) else (stage(*given), ())
+        deferred += late
         made |= {port.name: value for port, value in zip(program.outputs, results, strict=True)}
         ran.append((program, given, results))
     back["loss_sum"] = 1 / made["num_tokens"]
@@ -71,6 +80,8 @@ def run_layers(model: nn.Module, microbatch: PreparedMicrobatch, load: Load) -> 
         for port, value in zip(program.inputs, given, strict=True):
             if port.gradient and value.grad is not None:
                 back[port.name] = back.get(port.name, 0) + value.grad
+    for gradient in deferred:
+        gradient.add()
     return Outcome(
         loss=float(made["loss_sum"].detach() / made["num_tokens"]),
         gradients={name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},

@@ -1,7 +1,7 @@
 """`torch.ops.mmcompile.gather_parameter`: a whole parameter, from the parts that replicas hold.
 
     op                    forward                              backward
-    gather_parameter      parts of all ranks along dim 0       `scatter_gradient`
+    gather_parameter      the whole from parts of all ranks    `scatter_gradient`
     scatter_gradient      own part of the sum over ranks       none
 
 Each replica computes with the whole parameter on samples of its own, so the gradient of a part is a part of the sum of all
@@ -12,75 +12,79 @@ Source: SimpleFSDP (arXiv 2411.00284), where FSDP's collectives are ops of the g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mmcompile.kernels.process_groups import Channel, registered_group
+from mmcompile.kernels.tensor_parallel.blocks import block_part, join_blocks
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @torch.library.custom_op("mmcompile::gather_parameter", mutates_args=())
-def gather_parameter(part: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
+def gather_parameter(part: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
     """The whole parameter.
 
     Args:
-        part: [rows / count, ...], the rank's rows; the next rank has the rows that follow.
-        group_name: of a group given to `register_group`.
+        part: what the rank holds of each block along `dim`, one behind the other.
+        group_name: of a group given to `register_group`; its ranks hold parts in this order.
         count: its ranks.
+        blocks: sizes along `dim` in the whole, each divided evenly over ranks.
 
     Returns:
-        [rows, ...], contiguous, with the bits of the parts.
+        The whole, contiguous, with the bits of the parts. Parts along dim 0 of one block arrive in place; others are copied
+        once more.
 
     Raises:
         ConfigError: the group is not registered or has another size.
         ExchangeLost: a rank is gone.
     """
-    target = part.new_empty(_gathered(part, count))
-    return Channel(registered_group(group_name, count), part.device).gather(target, part.contiguous()).wait()
+    target = part.new_empty((count * part.shape[0], *part.shape[1:]))
+    made = Channel(registered_group(group_name, count), part.device).gather(target, part.contiguous()).wait()
+    return made if _in_place(dim, blocks) else join_blocks(made.chunk(count), dim, blocks)
 
 
 @gather_parameter.register_fake
-def _(part: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    return part.new_empty(_gathered(part, count))
+def _(part: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
+    return part.new_empty((*part.shape[:dim], sum(blocks), *part.shape[dim + 1 :]))
 
 
 @torch.library.custom_op("mmcompile::scatter_gradient", mutates_args=())
-def scatter_gradient(grad: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """A rank's rows of the sum over ranks; half-precision gradients are added up in float32 and rounded once.
+def scatter_gradient(grad: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
+    """A rank's part of the sum over ranks; half-precision gradients are added up in float32 and rounded once.
 
     Args:
-        grad: [rows, ...], of the whole parameter, from the rank's own samples.
+        grad: of the whole parameter, from the rank's own samples.
 
     Returns:
-        [rows / count, ...] in the dtype of `grad`.
+        Shaped as the rank's part of the parameter, in the dtype of `grad`.
     """
     wide = grad.to(torch.float32) if grad.dtype in _HALF else grad
-    target = wide.new_empty(_scattered(grad, count))
+    if not _in_place(dim, blocks):
+        wide = torch.cat([block_part(wide, dim, blocks, index, count) for index in range(count)])
+    target = wide.new_empty((wide.shape[0] // count, *wide.shape[1:]))
     channel = Channel(registered_group(group_name, count), grad.device)
     return channel.scatter_sum(target, wide.contiguous()).wait().to(grad.dtype)
 
 
 @scatter_gradient.register_fake
-def _(grad: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    return grad.new_empty(_scattered(grad, count))
+def _(grad: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
+    return grad.new_empty((*grad.shape[:dim], grad.shape[dim] // count, *grad.shape[dim + 1 :]))
 
 
-def _gathered(part: torch.Tensor, count: int) -> tuple[int, ...]:
-    return (part.shape[0] * count, *part.shape[1:])
-
-
-def _scattered(grad: torch.Tensor, count: int) -> tuple[int, ...]:
-    return (grad.shape[0] // count, *grad.shape[1:])
+def _in_place(dim: int, blocks: Sequence[int]) -> bool:
+    """Whether parts one behind the other in memory are the whole."""
+    return dim == 0 and len(blocks) == 1
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    _, ctx.group_name, ctx.count = inputs
+    _, *ctx.layout = inputs
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
-    return torch.ops.mmcompile.scatter_gradient(grad, ctx.group_name, ctx.count), None, None
+    return torch.ops.mmcompile.scatter_gradient(grad, *ctx.layout), None, None, None, None
 
 
 gather_parameter.register_autograd(_backward, setup_context=_save)

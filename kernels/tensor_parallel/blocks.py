@@ -13,6 +13,13 @@ def block_part(x: torch.Tensor, dim: int, blocks: Sequence[int], index: int, cou
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
+def join_blocks(parts: Sequence[torch.Tensor], dim: int, blocks: Sequence[int]) -> torch.Tensor:
+    """The whole, from the parts of all ranks in order: the inverse of `block_part`."""
+    sizes = [block // len(parts) for block in blocks]
+    pieces = [part.split(sizes, dim) for part in parts]
+    return torch.cat([piece for of_block in zip(*pieces, strict=True) for piece in of_block], dim)
+
+
 def block_ranges(blocks: Sequence[int], index: int, count: int) -> list[tuple[int, int]]:
     """(start, length) of a rank's part of each block."""
     ranges, begin = [], 0

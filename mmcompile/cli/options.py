@@ -81,7 +81,7 @@ class RecomputeChoice(StrEnum):
     NONE = "none"
     SELECTIVE = "selective"
     FULL = "full"
-    SEARCH = SEARCH
+    AUTO = "auto"
 
 
 class PlacementChoice(StrEnum):
@@ -175,7 +175,10 @@ ScheduleOption = Annotated[
 ]
 RecomputeOption = Annotated[
     RecomputeChoice | None,
-    typer.Option(help="What the backward computes again.", show_default="none; search with --global-batch"),
+    typer.Option(
+        help="What the backward computes again; 'auto': of each layer what the memory needs.",
+        show_default="none; auto with --global-batch",
+    ),
 ]
 PlacementOption = Annotated[
     PlacementChoice | None,

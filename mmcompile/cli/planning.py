@@ -24,14 +24,14 @@ from mmcompile.cli.options import (
     parse_degrees,
 )
 from mmcompile.costmodel.calibration import Calibration
-from mmcompile.costmodel.compute import Recompute
 from mmcompile.data.readers import read_stats
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.plan.constraints import Constraint, parse_constraint
 from mmcompile.plan.plan import Plan, ScheduleKind
-from mmcompile.plan.search.settings import Placing
+from mmcompile.plan.recompute import Recomputation
+from mmcompile.plan.search.settings import RECOMPUTES, Placing
 from mmcompile.step.collate import Sample
 
 DEFAULT_MICROBATCHES = 8
@@ -88,7 +88,7 @@ class Wanted:
     stats: DatasetStats | None = field(default=None, repr=False)
     strategy: Strategy = Strategy.AUTO
     schedule: ScheduleKind | None = None
-    recompute: Recompute | None = None
+    recompute: Recomputation | None = None
     placement: Placing | None = None
     tensor_parallel: int | Mapping[str, int] | None = None
     replicas: int | Mapping[str, int] | None = None
@@ -141,7 +141,6 @@ class Searched:
             return
         searched = {
             "--schedule": self.schedule,
-            "--recompute": self.recompute,
             "--placement": self.placement,
             "--tensor-parallel": SEARCH if SEARCH in (self.tensor_parallel or ()) else None,
             "--replicas": SEARCH if SEARCH in (self.replicas or ()) else None,
@@ -212,9 +211,10 @@ def _placement(choice: PlacementChoice) -> Placing:
     return next(kind for kind in get_args(Placing) if kind == choice.value)
 
 
-def recompute_kind(choice: RecomputeChoice | None) -> Recompute | None:
-    """None for `search` too."""
-    return next((kind for kind in get_args(Recompute) if choice is not None and kind == choice.value), None)
+def recompute_kind(choice: RecomputeChoice | None) -> Recomputation | None:
+    """The same as the search calls it."""
+    kinds: tuple[Recomputation, ...] = (*RECOMPUTES, "auto")
+    return next((kind for kind in kinds if choice is not None and kind == choice.value), None)
 
 
 def refuse_with_plan(**given: object) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -30,7 +30,6 @@ from mmcompile.cli.options import (
     ModelArgument,
     Projector,
     ProjectorOption,
-    RecomputeChoice,
     RecomputeOption,
     ReductionChoice,
     ReplicasOption,
@@ -180,7 +179,7 @@ def train(
         stages=parse_stages(stages),
         projector=projector,
         schedule=schedule_kind(_decided("--schedule", schedule)),
-        recompute=recompute_kind(_decided("--recompute", recompute)),
+        recompute=recompute_kind(recompute),
         autocast=parse_components(autocast),
         fsdp=parse_components(fsdp),
         attention=attention,
@@ -282,11 +281,8 @@ def train(
         _report(result, out, save, export, json)
 
 
-Choice = TypeVar("Choice", ScheduleChoice | None, RecomputeChoice | None)
-
-
-def _decided(option: str, choice: Choice) -> Choice:
-    if choice in (ScheduleChoice.SEARCH, RecomputeChoice.SEARCH):
+def _decided(option: str, choice: ScheduleChoice | None) -> ScheduleChoice | None:
+    if choice == ScheduleChoice.SEARCH:
         raise ConfigError(
             f"{option} search is for `mmcompile plan`, which knows the cluster; say which, or train by a --plan"
         )

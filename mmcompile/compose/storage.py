@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import msgspec
 from safetensors import SafetensorError
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from mmcompile.compose.callbacks import Callbacks
 from mmcompile.compose.encoder import Encoder
-from mmcompile.compose.folders import previous, replacing
 from mmcompile.compose.manifest import MANIFEST, VERSION, Composed, SavedEncoder, SavedProjector, path_of, read
 from mmcompile.compose.merge import KINDS, MergeFunction
 from mmcompile.compose.model import LANGUAGE_MODEL, ComposedModel, projector_of
 from mmcompile.compose.parts import load_part, save_part, saved_part
 from mmcompile.compose.projectors import MLP, QFormer
-from mmcompile.errors import CheckpointError, ConfigError
+from mmcompile.errors import CheckpointError, ConfigError, OutputError
 from mmcompile.files import write_atomic
+from mmcompile.runtime.checkpoints.folder import place_of, replacing, resolved, swap
 
 _JOINTS = "joints.safetensors"
 
@@ -42,13 +42,17 @@ def save(model: ComposedModel, folder: str | os.PathLike[str], state_dict: Mappi
 
     Raises:
         ConfigError: a part that cannot be loaded again: no model of transformers, adapters that are not a peft model's, a lambda.
-        OutputError: the folder cannot be written, or holds something else.
+        OutputError: the folder holds something else.
+        CheckpointError: it cannot be written; what was there is untouched.
     """
-    target = Path(folder).expanduser().resolve()
+    target = resolved(Path(folder))
+    if target.exists() and not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise OutputError(f"{target} exists and holds no {MANIFEST}; name another folder, or empty it")
     manifest = _manifest(model)
     weights = model.state_dict() if state_dict is None else dict(state_dict)
     there = read(target, folder) if (target / MANIFEST).is_file() else manifest
-    with replacing(target, MANIFEST, (MANIFEST, _JOINTS, LANGUAGE_MODEL, *there.encoders)) as fresh:
+    ours = (MANIFEST, _JOINTS, LANGUAGE_MODEL, *there.encoders)
+    with replacing(target) as fresh:
         parts = {name: saved.part for name, saved in manifest.encoders.items()} | {
             LANGUAGE_MODEL: manifest.language_model
         }
@@ -60,6 +64,7 @@ def save(model: ComposedModel, folder: str | os.PathLike[str], state_dict: Mappi
         }
         save_file({key: value.clone() for key, value in joints.items()}, fresh / _JOINTS)
         write_atomic(fresh / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+        swap(fresh, target, lambda path: PurePath(path).parts[0] in ours)
 
 
 def load(
@@ -74,8 +79,7 @@ def load(
         CheckpointError: there is none, another version wrote it, or it is damaged.
         ConfigError: it was saved with code of one's own that is not given, or the other way round.
     """
-    target = Path(folder).expanduser().resolve()
-    place = target if (target / MANIFEST).is_file() else previous(target)
+    place = place_of(Path(folder), MANIFEST) or resolved(Path(folder))
     manifest = read(place, folder)
     _check_code(
         "merge", {} if manifest.merge in KINDS else {"merge": manifest.merge}, {} if merge is None else {"merge": merge}

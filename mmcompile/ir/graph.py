@@ -121,9 +121,12 @@ class ParameterSpec:
         """The part of this parameter that a rank holds, as `<name>@<index>`; its aliases stay those of the whole."""
         return replace(self, name=f"{self.name}@{index}", shape=shard.local_shape(self.shape), shard=shard, index=index)
 
-    def renumbered(self, index: int) -> ParameterSpec:
-        """Another rank's part, if this is a part; else this."""
-        return self if self.shard is None else replace(self, name=f"{self.whole_name}@{index}", index=index)
+    def of_replica(self, replica: int) -> ParameterSpec:
+        """What a replica holds, of what is held by replica 0: another part, if they share this parameter; else the same."""
+        if self.shard is None or self.shard.replicas == 1:
+            return self
+        index = self.index + replica
+        return replace(self, name=f"{self.whole_name}@{index}", index=index)
 
     @property
     def num_elements(self) -> int:

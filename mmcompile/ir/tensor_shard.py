@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
 
-from mmcompile.kernels.tensor_parallel.blocks import block_part
+from mmcompile.kernels.tensor_parallel.blocks import block_part, join_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,11 +20,16 @@ class TensorShard:
         blocks (4, 2), count 2:   a a a a b b   ->   rank 0: a a b   rank 1: a a b
 
     So a projection to queries, keys and values in one weight is three blocks, and every rank gets heads of all three.
+
+    Replicas may share what a rank would hold once more: then `replicas` parts that follow each other are together what one of
+    `count / replicas` ranks computes with.
     """
 
     dim: int
     blocks: tuple[int, ...]
     count: int
+    replicas: int = 1
+    """That share the part of each rank that shares tensors; 1 if each holds it whole."""
 
     def __post_init__(self) -> None:
         uneven = [block for block in self.blocks if block % self.count]
@@ -32,6 +37,18 @@ class TensorShard:
             raise ValueError(
                 f"blocks {list(self.blocks)} in {self.count} parts: {uneven[0]} is no multiple of {self.count}"
             )
+
+    def spread(self, replicas: int) -> TensorShard:
+        """Each part in as many parts again. Raises ValueError if a block does not divide."""
+        return replace(self, count=self.count * replicas, replicas=self.replicas * replicas)
+
+    def index(self, rank: int, replica: int = 0) -> int:
+        """Of the part that a replica of a rank holds.
+
+        Args:
+            rank: among those that share tensors; any, where they do not share this one.
+        """
+        return rank % (self.count // self.replicas) * self.replicas + replica
 
     @property
     def size(self) -> int:
@@ -54,9 +71,7 @@ class TensorShard:
             raise ValueError(f"got {len(parts)} parts, wanted {self.count}")
         for part in parts:
             self._check(part.shape, self.size // self.count)
-        sizes = [block // self.count for block in self.blocks]
-        pieces = [part.split(sizes, self.dim) for part in parts]
-        return torch.cat([piece for of_block in zip(*pieces, strict=True) for piece in of_block], self.dim)
+        return join_blocks(parts, self.dim, self.blocks)
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of a part of a tensor of `shape`."""

@@ -18,7 +18,7 @@ from mmcompile.lower.expressions import NAMES
 _SYMBOL = re.compile(r"[A-Za-z_]\w*(?![\w(])")
 """A size symbol in the text of a size: a name that is not called."""
 _TENSOR = re.compile(r"\w+ \[(?P<shape>.*)\](?:, (?P<role>trained|gradient|tap))?")
-_KNOWN = NAMES | {"float", "slice", "tapped"}
+_KNOWN = NAMES | {"float", "slice", "tapped", "handed"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

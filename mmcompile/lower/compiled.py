@@ -10,7 +10,7 @@ import functools
 import hashlib
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,14 @@ from torch.utils.checkpoint import checkpoint
 import mmcompile.ir.nodes
 from mmcompile.costmodel.compute import Recompute
 from mmcompile.lower.canonical import CanonicalLayer, LayerArgument, canonical_layers
-from mmcompile.lower.deferral import tapped
+from mmcompile.lower.deferral import handed, tapped
 from mmcompile.lower.load import execute, load_stage
 from mmcompile.lower.program import StageProgram
 from mmcompile.lower.selective import selective_contexts
 from mmcompile.lower.stage_module import Layer, StageModule
+
+Backend = str | Callable[..., Any]
+"""Of `torch.compile`: a name, or a function that compiles a graph."""
 
 
 def load_compiled_stage(
@@ -33,7 +36,7 @@ def load_compiled_stage(
     tensors: Mapping[str, Tensor],
     device: torch.device | str = "cpu",
     *,
-    backend: str = "inductor",
+    backend: Backend = "inductor",
 ) -> StageModule:
     """A stage whose layer functions are compiled. Nothing is compiled before the first call.
 
@@ -62,7 +65,7 @@ class CompiledLayers:
     layers: Mapping[str, CanonicalLayer]
     """By name of the stage's function."""
     device: torch.device
-    backend: str
+    backend: Backend
 
     def __call__(self, layer: Layer, recompute: Recompute, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         found = self.layers[layer.__name__]
@@ -100,7 +103,7 @@ _AROUND: Mapping[Recompute, str] = {
 
 
 @functools.cache
-def compiled_layer(text: str, recompute: Recompute, backend: str | None) -> Layer:
+def compiled_layer(text: str, recompute: Recompute, backend: Backend | None) -> Layer:
     """The compiled function of a canonical text; the same for everyone who asks.
 
     Args:
@@ -112,8 +115,8 @@ def compiled_layer(text: str, recompute: Recompute, backend: str | None) -> Laye
     namespace = execute(
         text,
         f"<layer {hashlib.sha256(text.encode()).hexdigest()[:12]}>",
-        **{"aten": torch.ops.aten, "math": math, "mm": mmcompile.ir.nodes, "operator": operator, "tapped": tapped},
-        **{"checkpoint": checkpoint, "selective_contexts": selective_contexts},
+        **{"aten": torch.ops.aten, "math": math, "mm": mmcompile.ir.nodes, "operator": operator},
+        **{"tapped": tapped, "handed": handed, "checkpoint": checkpoint, "selective_contexts": selective_contexts},
     )
     layer: Any = namespace["recomputing" if around else "layer"]
     # Not dynamic: of sizes those vary that are marked, so nothing is compiled twice to find out which do.

@@ -5,6 +5,9 @@ makes dL/dx, and dL/dy as the gradient of the tap, which is I. From x and dL/dy 
 
     dL/dw = (dL/dy)^T x        dL/db = sum over rows of dL/dy
 
+A layer that computes its activations again must not keep x until then. There, a second tap takes up x itself in the place of a
+gradient, while the backward has it (`handed`): x is kept from I to W only, as dL/dy is.
+
 All of this is plain functional code, which a compiler takes as it takes any other.
 
 Source: splitting of the backward: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. The taps are ours.
@@ -40,6 +43,28 @@ def tapped(result: Tensor, tap: Tensor) -> Tensor:
     return _Tapped.apply(result, tap)
 
 
+class _Handed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tap: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return gradient, x
+
+
+def handed(x: Tensor, tap: Tensor) -> Tensor:
+    """`x`, which becomes the "gradient" of `tap` in the backward: under checkpointing, as it was computed again.
+
+    Args:
+        x: any shape; it must carry gradient, or the backward would not come by.
+        tap: of the same shape and dtype; its values are not read. Good for one backward: a second one would add x once more.
+    """
+    return _Handed.apply(x, tap)
+
+
 def new_tap(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A leaf of a shape, which takes the memory of one number."""
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)).requires_grad_()
@@ -52,20 +77,23 @@ class DeferredGradient:
     tap: Tensor
     """[..., out]: its gradient is that of the product's result."""
     x: Tensor
-    """[..., in]: what was multiplied."""
+    """[..., in]: what was multiplied; or, where that is computed again, the tap it is handed to."""
     weight: Tensor
     """[out, in]."""
     bias: Tensor | None
     """[out], if it trains."""
+    recomputed: bool = False
+    """x is a tap."""
 
     def add(self) -> None:
         """Add the gradients to `.grad` of weight and bias; nothing if the backward did not come by."""
-        given = self.tap.grad
+        given, x = self.tap.grad, self.x.grad if self.recomputed else self.x.detach()
         if given is None:
             return
+        assert x is not None, "a backward came by the product, not by what it multiplies"
         rows = given.reshape(-1, given.shape[-1])
         with torch.no_grad():
-            _add_product(self.weight, rows.T, self.x.detach().reshape(-1, self.x.shape[-1]).to(rows.dtype))
+            _add_product(self.weight, rows.T, x.reshape(-1, x.shape[-1]).to(rows.dtype))
             if self.bias is not None:
                 _add(self.bias, rows.sum(0))
 

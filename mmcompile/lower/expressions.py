@@ -32,7 +32,7 @@ OP_MODULES = {
 """Op of ours -> the module that registers it."""
 NAMES = frozenset(("aten", "math", "mm", "operator", "torch"))
 """What expressions read beside values, and `device`."""
-TAKEN = frozenset((*NAMES, "StageModule", "Stage", "device", "float", "mmcompile", "self", "slice"))
+TAKEN = frozenset((*NAMES, "StageModule", "Stage", "device", "float", "mmcompile", "self", "slice", "tapped", "handed"))
 """Names a source gives a meaning; `torch.mm` makes a node called "mm", and a model may call an input "aten"."""
 
 

@@ -16,10 +16,8 @@ from torch.utils import _pytree as pytree
 
 from mmcompile.ir.graph import info
 from mmcompile.passes.op_memory import is_view
+from mmcompile.passes.shared_values import Place, needing_layers
 from mmcompile.passes.values import op_name
-
-Place = tuple[str, int]
-"""(component, layer)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +79,7 @@ def _run(place: Place | None, own: Sequence[fx.Node], wanted: set[fx.Node]) -> R
 def _groups(nodes: list[fx.Node]) -> list[tuple[Place | None, list[fx.Node]]]:
     """Places and nodes of the runs, shared values first."""
     order = {node: index for index, node in enumerate(nodes)}
-    places = _places(nodes)
+    places = needing_layers(nodes[0].graph)
     shared = [node for node in nodes if info(node).shared and len(places[node]) != 1]
     own = [node for node in nodes if not info(node).shared]
     place_of: dict[fx.Node, Place] = {}
@@ -144,21 +142,6 @@ def _in_graph_order(
             group_of[node] = len(groups) - 1
         groups[group_of[node]][1].append(node)
     return groups
-
-
-def _places(nodes: Sequence[fx.Node]) -> dict[fx.Node, frozenset[Place]]:
-    """The layers of the whole model that need each node: its own, or for a shared value those that read it in the end."""
-    graph = nodes[0].graph
-    needing: dict[fx.Node, frozenset[Place]] = {}
-    for node in reversed(graph.nodes):
-        if node.op != "call_function":
-            continue
-        component = info(node).component
-        if component is not None:
-            needing[node] = frozenset([(component, info(node).layer)])
-        else:
-            needing[node] = frozenset[Place]().union(*(needing[user] for user in node.users if user in needing))
-    return needing
 
 
 def last_uses(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, fx.Node]:

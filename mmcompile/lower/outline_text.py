@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import sympy
 from torch import fx
 
 from mmcompile.costmodel.compute import Recompute
@@ -15,7 +13,7 @@ from mmcompile.ir.graph import dtype_name, info
 from mmcompile.ir.sizes import shape_of
 from mmcompile.lower.expressions import TAKEN, Expressions, comment_in_layer, identifier, variable
 from mmcompile.lower.outline import Run, last_uses, module_paths
-from mmcompile.passes.deferred_weights import DeferredWeight
+from mmcompile.lower.taps import Product, Tap
 
 _WIDTH = 108
 """Of a line inside of a method."""
@@ -46,31 +44,18 @@ class StageTensors:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tap:
-    """A product of a run whose weight gradient is computed later."""
-
-    node: fx.Node
-    weight: DeferredWeight
-    sizes: tuple[str, ...]
-    """Of the product's result, as expressions over what the run is called with."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.node.name}_tap"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerText:
     """Writes one run as a function and as a call of an equal function."""
 
     run: Run
     tensors: StageTensors
-    taps: tuple[Tap, ...]
+    products: tuple[Product, ...]
+    """Those whose weight gradient is computed later."""
 
     @property
     def returned(self) -> tuple[fx.Node, ...]:
         """What the function returns: also what later weight gradients read."""
-        kept = (tap.weight.x for tap in self.taps)
+        kept = (product.x for product in self.products if product.x_tap is None)
         return (
             *self.run.outputs,
             *dict.fromkeys(x for x in kept if x not in self.run.inputs and x not in self.run.outputs),
@@ -97,11 +82,11 @@ class LayerText:
         Args:
             recompute: what it computes again in the backward.
         """
-        for tap in self.taps:
+        for tap in self._taps:
             yield f"{tap.name} = self.tap([{', '.join(tap.sizes)}], {tap.node.meta['val'].dtype})"
         first = [function] if recompute == "none" else [f'"{recompute}"', function]
         lines = [*first, *(["self.device"] if self.run.needs_device else []), *map(self.tensors.expression, self._held)]
-        given = [variable(node) for node in self.run.inputs] + [tap.name for tap in self.taps]
+        given = [variable(node) for node in self.run.inputs] + [tap.name for tap in self._taps]
         start = f"{_target(self.returned)} = self.{'run' if recompute == 'none' else 'recompute'}("
         one = f"{start}{', '.join([*lines, *given])})"
         if len(one) <= _WIDTH:
@@ -114,10 +99,18 @@ class LayerText:
                     f"{', '.join(given)},", _WIDTH, initial_indent="    ", subsequent_indent="    "
                 )
             yield ")"
-        for tap in self.taps:
-            weight = tap.weight
-            bias = "None" if weight.bias is None else self.tensors.expression(weight.bias)
-            yield f"self.defer({tap.name}, {variable(weight.x)}, {self.tensors.expression(weight.weight)}, {bias})"
+        for product in self.products:
+            tensors = (product.weight, product.bias)
+            weight, bias = ("None" if node is None else self.tensors.expression(node) for node in tensors)
+            x = product.x_tap.name if product.x_tap is not None else variable(product.x)
+            again = ", recomputed=True" if product.x_tap is not None else ""
+            yield f"self.defer({product.tap.name}, {x}, {weight}, {bias}{again})"
+
+    @property
+    def _taps(self) -> tuple[Tap, ...]:
+        """All, each once."""
+        found = (tap for product in self.products for tap in (product.tap, product.x_tap))
+        return tuple(dict.fromkeys(tap for tap in found if tap is not None))
 
     @property
     def _held(self) -> tuple[fx.Node, ...]:
@@ -138,7 +131,7 @@ class LayerText:
             own[self.tensors.expression(node)] = name
             arguments.append(f'{name}: "{self.tensors.described(node)}"')
         arguments += (f'{variable(node)}: "{_value_described(node)}"' for node in self.run.inputs)
-        arguments += (f'{tap.name}: "{_described(tap.node)}, tap"' for tap in self.taps)
+        arguments += (f'{tap.name}: "{_described(tap.node)}, tap"' for tap in self._taps)
         return own, arguments
 
     def _body(self, own: Mapping[str, str], prefix: str) -> Iterator[str]:
@@ -149,60 +142,19 @@ class LayerText:
             return f"{name(node)}.detach()" if node.op == "get_attr" else variable(node)
 
         plain, detached = Expressions(name=name, device="device"), Expressions(name=cut, device="device")
-        taps = {tap.node: tap for tap in self.taps}
+        taps = {product.tap.node: product.tap for product in self.products}
+        x_taps = {product.x: product.x_tap for product in self.products if product.x_tap is not None}
         last_use, freed = last_uses(self.run.nodes), set(self.run.nodes) - set(self.returned)
         for _, nodes in module_paths(self.run.nodes):
             yield f"# {comment_in_layer(nodes[0], prefix)}"
             dead: list[str] = []
             for node in nodes:
-                if node in taps:
-                    yield f"{variable(node)} = tapped({detached.call(node)}, {taps[node].name})"
-                else:
-                    yield f"{variable(node)} = {plain.call(node)}"
+                made = f"tapped({detached.call(node)}, {taps[node].name})" if node in taps else plain.call(node)
+                yield f"{variable(node)} = {f'handed({made}, {x_taps[node].name})' if node in x_taps else made}"
                 read = dict.fromkeys([*node.all_input_nodes, node])
                 dead += [variable(value) for value in read if value in freed and last_use.get(value, node) is node]
             if dead:
                 yield f"del {', '.join(dead)}"
-
-
-def taps_of(run: Run, deferred: Mapping[fx.Node, DeferredWeight]) -> tuple[Tap, ...]:
-    """The products of a run whose weight gradient can wait: those of a result whose sizes follow from the run's inputs."""
-    known = _known_sizes(run)
-    found = []
-    for node in run.nodes:
-        if node in deferred:
-            shape = node.meta.get("symbolic_shape") or tuple(node.meta["val"].shape)
-            sizes = [_size(size, known) for size in shape]
-            if None not in sizes:
-                found.append(Tap(node=node, weight=deferred[node], sizes=tuple(map(str, sizes))))
-    return tuple(found)
-
-
-def _known_sizes(run: Run) -> dict[str, str]:
-    """Text of a size -> an expression for it."""
-    known: dict[str, str] = {}
-    for node in run.inputs:
-        if "size" in node.meta:
-            known.setdefault(node.meta["size"], variable(node))
-        elif "val" in node.meta:
-            for dim, size in enumerate(shape_of(node)):
-                if isinstance(size, str):
-                    known.setdefault(size, f"{variable(node)}.shape[{dim}]")
-    return known
-
-
-def _size(size: int | sympy.Expr, known: Mapping[str, str]) -> str | None:
-    """A size as an expression; None if the known ones do not tell it."""
-    if isinstance(size, int) or str(size) in known:
-        return known.get(str(size), str(size))
-    symbols = {str(symbol) for symbol in size.free_symbols}
-    if (
-        not symbols <= known.keys()
-        or not size.is_polynomial()
-        or not all(a.is_integer for a in size.atoms(sympy.Number))
-    ):
-        return None
-    return re.sub(r"[A-Za-z_]\w*", lambda match: known[match[0]], str(size))
 
 
 def _described(node: fx.Node) -> str:

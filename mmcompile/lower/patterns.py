@@ -20,7 +20,7 @@ from mmcompile.ir.capture import Capture, capture, differing_dims
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.sizes import Shape, evaluate
-from mmcompile.lower.axes import with_axes
+from mmcompile.lower.axes import ShardsRight, with_axes
 from mmcompile.lower.program import PatternPrograms, PreparedMicrobatch, RowCount
 from mmcompile.lower.rewrite import WORDS
 from mmcompile.lower.shards import local_tokens, shard_inputs
@@ -123,6 +123,7 @@ class Patterns:
         self._components = first.graph.components
         self._families: dict[Key, _Family] = {}
         self._on_capture = on_capture
+        self._right = ShardsRight()
         self.num_captures = 1
         batch = completed(model, batch)
         self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], example=batch)
@@ -169,7 +170,7 @@ class Patterns:
         return self._lowered(captured, batch)
 
     def _lowered(self, captured: Capture, batch: Mapping[str, Any]) -> _Pattern:
-        captured = with_axes(captured, self._plan)
+        captured = with_axes(captured, self._plan, batch, self._right)
         programs = lower(captured, self._plan)
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         sizes = captured.sizes.size_inputs(captured.sizes.bind(tensors) or {})

@@ -66,7 +66,7 @@ class StageProgram:
         """The program as a replica runs it that shares its parameters with others: with the parts of that number."""
         source, parameters = self.source, []
         for spec in self.parameters:
-            part = spec.renumbered(index)
+            part = spec.of_replica(index)
             source = source.replace(f'self.t["{spec.name}"]', f'self.t["{part.name}"]')
             parameters.append(part)
         return replace(self, source=source, parameters=tuple(parameters))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mmcompile.errors import BatchError
+from mmcompile.ir.graph import ModelGraph
 from mmcompile.kernels.bitfield_attention.classify import workload
 from mmcompile.kernels.bitfield_attention.words import PADDING
 from mmcompile.passes.context_parallel import INDEX, KV_POSITIONS, KV_WORDS, POSITIONS, WORDS
@@ -38,6 +39,17 @@ def shard_inputs(words: Mapping[str, Tensor], inputs: Mapping[str, str], num_ran
         for name, value in own.items():
             values[name if name.startswith((KV_POSITIONS, KV_WORDS)) else shard_name(name, rank)] = value
     return values
+
+
+def first_shard(graph: ModelGraph, values: Mapping[str, Tensor], num_ranks: int) -> dict[str, Tensor]:
+    """Values of the context-parallel inputs of a graph for its first shard, by the names in the graph."""
+    nodes = [node for node in graph.module.graph.nodes if node.op == "placeholder" and "words" in node.meta]
+    inputs = {str(node.target): node.meta["words"] for node in nodes if "shard" in node.meta}
+    found = shard_inputs({name: values[name] for name in inputs.values()}, inputs, num_ranks)
+    ending = shard_name("", 0)
+    return {
+        name.removesuffix(ending): value for name, value in found.items() if name.endswith(ending) or "@" not in name
+    }
 
 
 def shard_values(

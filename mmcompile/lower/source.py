@@ -13,9 +13,11 @@ from mmcompile.ir.graph import ModelGraph
 from mmcompile.lower.canonical import canonical_layers
 from mmcompile.lower.cut import StageCut
 from mmcompile.lower.expressions import TAKEN, Expressions, comment, identifier, registering_imports, variable
-from mmcompile.lower.outline import Place, Run, module_paths, runs_of
-from mmcompile.lower.outline_text import LayerText, StageTensors, taps_of
+from mmcompile.lower.outline import Run, module_paths, runs_of
+from mmcompile.lower.outline_text import LayerText, StageTensors
+from mmcompile.lower.taps import products_of
 from mmcompile.passes.deferred_weights import DeferredWeight
+from mmcompile.passes.shared_values import Place
 
 _HEADER = '''"""{title}
 
@@ -86,7 +88,7 @@ def stage_source(
     forward = list(writer.forward(runs))
     arguments = "".join(f", {variable(node)}" for node in (*part.roots, *part.received))
     text = [
-        _HEADER.format(title=title, notes=notes, imports=_imports(part.nodes, tapped=writer.has_taps)),
+        _HEADER.format(title=title, notes=notes, imports=_imports(part.nodes, writer.deferring)),
         *(f"\n\n{function}" for function in writer.functions()),
         f"\n\nclass Stage(StageModule):\n    def forward(self{arguments}):\n",
         *(f"        {line}\n" for line in forward),
@@ -116,7 +118,8 @@ class _Writer:
     """Names of all values of the stage."""
     found: dict[str, _Function] = field(default_factory=dict)
     """By canonical text."""
-    has_taps: bool = False
+    deferring: set[str] = field(default_factory=set)
+    """Functions of `mmcompile.lower.deferral` that are called."""
 
     def functions(self) -> Iterator[str]:
         """Text of all functions, in the order of their first call."""
@@ -129,14 +132,16 @@ class _Writer:
         last_reader = {node: at for at, run in enumerate(runs) for node in run.inputs}
         alive: list[fx.Node] = []
         for at, run in enumerate(runs):
-            layer = LayerText(run=run, tensors=self.tensors, taps=taps_of(run, self.choices.deferred))
-            self.has_taps = self.has_taps or bool(layer.taps)
+            recompute = self._recompute(run)
+            products = products_of(run, self.choices.deferred, recomputed=recompute != "none")
+            layer = LayerText(run=run, tensors=self.tensors, products=products)
+            self.deferring.update(name for product in products for name in product.functions)
             if run.is_inline:
                 yield from self._inline(run)
                 alive += run.nodes
             else:
                 yield f"# {self._title(run)}"
-                yield from layer.call(self._function(layer), self._recompute(run))
+                yield from layer.call(self._function(layer), recompute)
                 alive += layer.returned
             dead = [n for n in alive if last_reader.get(n, at) <= at and n not in self.results]
             alive = [n for n in alive if last_reader.get(n, at) > at]
@@ -184,10 +189,10 @@ class _Writer:
         return next(name for name in (base, *numbers) if name not in used)
 
 
-def _imports(nodes: Iterable[fx.Node], *, tapped: bool) -> str:
+def _imports(nodes: Iterable[fx.Node], deferring: Iterable[str]) -> str:
     lines = [
         *registering_imports(nodes).splitlines(),
-        *(["from mmcompile.lower.deferral import tapped"] if tapped else []),
+        *([f"from mmcompile.lower.deferral import {', '.join(names)}"] if (names := sorted(deferring)) else []),
         "from mmcompile.lower.stage_module import StageModule",
     ]
     return "\n".join(lines) + "\n"

@@ -92,11 +92,11 @@ class StageModule(nn.Module):
         return self.runner(layer, recompute, arguments)
 
     def tap(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What takes up the gradient of a product whose weight gradient is deferred."""
+        """What takes up the gradient of a product whose weight gradient is deferred, or what was multiplied."""
         return new_tap(shape, dtype, self.device)
 
-    def defer(self, tap: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Leave the gradient of a product's weight for later.
+    def defer(self, tap: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, recomputed: bool = False) -> None:
+        """Leave the gradient of a product's weight for later (arguments as of `DeferredGradient`).
 
         Raises:
             VerifyError: nobody would compute it.
@@ -107,7 +107,7 @@ class StageModule(nn.Module):
             raise VerifyError(
                 "this stage leaves weight gradients for later; call run_deferring, and add what it returns"
             )
-        self._deferred.append(DeferredGradient(tap=tap, x=x, weight=weight, bias=bias))
+        self._deferred.append(DeferredGradient(tap=tap, x=x, weight=weight, bias=bias, recomputed=recomputed))
 
 
 class _Namespace(nn.Module):

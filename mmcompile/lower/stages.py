@@ -14,6 +14,7 @@ from mmcompile.ir.compat import FakeTensor
 from mmcompile.ir.graph import ModelGraph, ParameterSpec, TensorSpec, dtype_name, results_of
 from mmcompile.ir.host import attribute
 from mmcompile.ir.sizes import shape_of
+from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.lower.cut import Cut, StageCut, cut
 from mmcompile.lower.program import PatternPrograms, Port, StageProgram
 from mmcompile.lower.source import LayerChoices, layer_names, stage_source
@@ -31,11 +32,11 @@ def lower(capture: Capture, plan: Plan) -> PatternPrograms:
     shards = _Shards.of(graph, plan, parts)
     choices = LayerChoices(
         names=layer_names(graph),
-        recompute=Recomputed(recompute=plan.recompute).run(graph),
+        recompute=Recomputed(modes=plan.modes).run(graph),
         deferred=DeferredWeights().run(graph) if plan.schedule == "zb-h1" else {},
     )
     programs = {
-        shard: shards.program(_program(graph, plan, parts, part, index, choices), index)
+        shard: shards.program(_program(graph, plan, parts, part, index % shards.tp[name], choices), index)
         for name, part in parts.stages.items()
         for index, shard in enumerate(shards.names[name])
     }
@@ -73,10 +74,10 @@ def _program(
     """The program of a stage, with ports between whole stages.
 
     Args:
-        index: of the shard of tensors that it is to hold, where the graph shares tensors.
+        index: of the rank among those that share tensors.
     """
     shards = graph.shards
-    specs = {s.name: s.part(shards[s.name], index) if s.name in shards else s for s in graph.parameters}
+    specs = {s.name: _part(s, shards[s.name], index) if s.name in shards else s for s in graph.parameters}
     held = {**{name: spec.name for name, spec in specs.items()}, **{name: name for name in graph.buffers}}
     names = {node: held[str(node.target)] for node in part.tensors if str(node.target) in held}
     constants = {node: str(node.target) for node in part.tensors if node not in names}
@@ -119,19 +120,27 @@ def _program(
     )
 
 
+def _part(spec: ParameterSpec, shard: TensorShard, index: int) -> ParameterSpec:
+    """What a rank's replica 0 holds."""
+    return spec.part(shard, shard.index(index))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shards:
     """Which shards of stages talk to which.
 
-    Stages of a chain are shared by equally many ranks: each shard talks to the one of the same number. What crosses between
-    chains is whole: the first shard of the stage that makes it sends it to all shards that read it, and gets all their
-    gradients. The other shards of tensors make it too, for nobody, and run its backward with the first (`tp_exit`).
+    Ranks that share tensors follow each other, for each part of the tokens. Stages of a chain are shared by equally many ranks:
+    each shard talks to the one of the same number. What crosses between chains is whole: the first shard of the stage that makes
+    it sends it to all shards that read it, and gets all their gradients. The other shards of tensors make it too, for nobody, and
+    run its backward with the first (`tp_exit`).
     """
 
     names: Mapping[str, tuple[str, ...]]
     """Stage -> what programs call its shards."""
     chains: Mapping[str, str]
     """Stage -> its chain."""
+    tp: Mapping[str, int]
+    """Stage -> ranks that share its tensors."""
     differing: frozenset[str]
     """Inputs whose value differs by shard."""
 
@@ -142,6 +151,7 @@ class _Shards:
         return cls(
             names={stage.name: shard_names(stage, chain.dp) for stage, chain in placed},
             chains={stage.name: chain.name for stage, chain in placed},
+            tp={stage.name: chain.tp for stage, chain in placed},
             differing=frozenset(str(n.target) for n in nodes if n.op == "placeholder" and "shard" in n.meta),
         )
 
@@ -157,7 +167,7 @@ class _Shards:
 
     def _input(self, port: Port, stage: str, index: int) -> Port:
         if port.kind == "host" and port.name in self.differing:
-            return replace(port, name=shard_name(port.name, index))
+            return replace(port, name=shard_name(port.name, index // self.tp[stage]))
         return replace(
             port, peers=tuple(self.names[peer][index if self._together(stage, peer) else 0] for peer in port.peers)
         )

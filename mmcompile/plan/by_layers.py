@@ -65,6 +65,7 @@ def _stages(chain: Chain, last_depth: int) -> Iterator[Stage]:
             name=layer_name(LayerId(chain=chain.name, index=index)),
             segments=(Segment(component=component, first=layer, last=layer + 1),),
             layer_names=(name,),
+            recompute=(stage.modes.get((component, layer)),),
             ranks=(0,),
             depth=last_depth + len(layers) - 1 - index,
         )

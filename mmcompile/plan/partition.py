@@ -41,6 +41,12 @@ class PartitionLayer:
     """Parameters, gradients and optimizer state."""
     saved_bytes: int = 0
     """Activations kept for the backward of one microbatch."""
+    begin_fixed_bytes: int = 0
+    """Beside `fixed_bytes`, of the stage that begins with this layer."""
+    begin_saved_bytes: int = 0
+    """Beside `saved_bytes`, of the stage that begins with this layer: what earlier layers read and keep too."""
+    working_bytes: int = 0
+    """Held while this layer alone runs; a stage needs the largest of its layers'."""
     send_s: float = 0.0
     """Sending its output on; paid by the stage that ends with this layer."""
     return_s: float = 0.0
@@ -104,6 +110,11 @@ class _Problem:
     fixed: NDArray[np.int64]
     """[N+1]: fixed bytes of the first i layers."""
     saved: NDArray[np.int64]
+    begin_fixed: NDArray[np.int64]
+    """[N+1]: fixed bytes of a stage that begins with layer i, beside those of its layers."""
+    begin_saved: NDArray[np.int64]
+    working: NDArray[np.int64] | None
+    """[N+1, N+1]: the largest working bytes of layers i..j-1; None where no layer has any."""
     memory_bytes: int | None
     tail: int
     num_microbatches: int | None
@@ -122,6 +133,9 @@ class _Problem:
             time=time,
             fixed=_prefix([layer.fixed_bytes for layer in layers]),
             saved=_prefix([layer.saved_bytes for layer in layers]),
+            begin_fixed=np.array([*(layer.begin_fixed_bytes for layer in layers), 0], dtype=np.int64),
+            begin_saved=np.array([*(layer.begin_saved_bytes for layer in layers), 0], dtype=np.int64),
+            working=_largest([layer.working_bytes for layer in layers]),
             memory_bytes=memory_bytes,
             tail=tail,
             num_microbatches=num_microbatches,
@@ -135,8 +149,12 @@ class _Problem:
         if self.num_microbatches is not None:
             in_flight = min(in_flight, self.num_microbatches)
         needed = self.fixed + in_flight * self.saved
+        free = self.memory_bytes - self.begin_fixed - in_flight * self.begin_saved
+        if self.working is not None:
+            fits = needed[None, :] - needed[:, None] + self.working <= free[:, None]
+            return np.where(fits, self.time, _INFINITE)
         # Memory grows with j, so each row has one last j that fits.
-        last = np.searchsorted(needed, needed + self.memory_bytes, side="right") - 1
+        last = np.searchsorted(needed, needed + free, side="right") - 1
         return np.where(np.arange(len(needed))[None, :] <= last[:, None], self.time, _INFINITE)
 
 
@@ -146,6 +164,16 @@ def _picoseconds(seconds: float) -> int:
 
 def _prefix(values: Sequence[int]) -> NDArray[np.int64]:
     return np.cumsum(np.array([0, *values], dtype=np.int64))
+
+
+def _largest(values: Sequence[int]) -> NDArray[np.int64] | None:
+    """[N+1, N+1]: the largest of values i..j-1, 0 of none; None if all are 0."""
+    if not any(values):
+        return None
+    size = len(values) + 1
+    table = np.zeros((size, size), dtype=np.int64)
+    table[:, 1:] = values
+    return np.maximum.accumulate(np.triu(table, k=1), axis=1)
 
 
 def _split(best: np.int64, cuts: Sequence[NDArray[np.int64]], num_layers: int) -> Split | None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from mmcompile.errors import PlanError
 from mmcompile.plan.plan import Chain, Plan, ScheduleKind, Stage
 from mmcompile.plan.towers import towers
-
-Axis: TypeAlias = Literal["", "cp", "tp"]
-"""What the ranks of a stage share: nothing, the tokens of every sequence, or the tensors of every layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,25 +21,48 @@ class PlacedStage:
     """The one rank it is on."""
     depth: int
     group: tuple[int, ...] = ()
-    """Ranks of all shards of the replica, in order of shards; () for a stage that is whole."""
-    axis: Axis = ""
-    """What the shards share; "" for a stage that is whole."""
+    """Ranks of all shards of the replica, in order of shards: those that share tensors follow each other; () for a stage that
+    is whole."""
+    tp: int = 1
+    """Ranks that share the tensors of every layer. Where there are more shards, they share the tokens of every sequence."""
     program: str = ""
     """What programs call it: the name without the replica; "" where it is `name`."""
     tower: str = ""
     """What is balanced as one with this stage: see `mmcompile.step.step_plan`."""
     replica: int = 0
     sharing: tuple[int, ...] = ()
-    """Ranks of all replicas, in order, where they share its parameters; () where each holds them whole."""
+    """Ranks of this shard's replicas, in order, where they share its parameters; () where each holds them whole."""
 
     @property
     def program_name(self) -> str:
         return self.program or self.name
 
     @property
+    def shard(self) -> int:
+        """Which one this is."""
+        return self.group.index(self.ranks[0]) if self.group else 0
+
+    @property
+    def tensor_group(self) -> tuple[int, ...]:
+        """Ranks that compute the same tokens with parts of the same tensors, in order; () where tensors are whole."""
+        first = self.shard - self.shard % self.tp
+        return self.group[first : first + self.tp] if self.tp > 1 else ()
+
+    @property
+    def token_group(self) -> tuple[int, ...]:
+        """Ranks that compute other tokens of the same sequences with the same tensors, in order; () where sequences are whole."""
+        return self.group[self.shard % self.tp :: self.tp] if len(self.group) > self.tp else ()
+
+    @property
     def repeats(self) -> bool:
         """Another shard has the same loss, and the same gradients of all parameters that both hold: they count once."""
-        return self.axis == "tp" and self.ranks[0] != self.group[0]
+        return self.shard % self.tp != 0
+
+    @property
+    def same_values(self) -> str:
+        """One word for all shards that compute the same where they compute alike, as dropout must be."""
+        stage = self.program_name.partition("@")[0]
+        return shard_name(stage, self.shard // self.tp) if self.token_group else stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,11 +107,6 @@ def check_runnable(plan: Plan) -> None:
     """
     last = plan.chains[-1]
     found = [
-        *(
-            f"{chain.name} has both tensor parallel degree {chain.tp} and context parallel degree {chain.cp}"
-            for chain in plan.chains
-            if chain.tp > 1 and chain.cp > 1
-        ),
         *(line for chain in plan.chains if chain.fsdp for line in _not_shared(chain, plan.schedule)),
         *_several_groups(plan),
         *(
@@ -100,18 +114,12 @@ def check_runnable(plan: Plan) -> None:
             for chain in plan.chains
             if chain.cp > 1 and chain != last
         ),
-        *(
-            [f"schedule zb-h1 keeps what weight gradients read, which recompute {plan.recompute} would not"]
-            if plan.schedule == "zb-h1" and plan.recompute != "none"
-            else []
-        ),
     ]
     if found:
         raise PlanError(
-            f"this plan can be simulated but not run: {'; '.join(found)}. The engine runs stages that are whole, share the "
-            "tensors of their layers, or share the tokens of the language model; replicas that share parameters only of whole "
-            "stages, and not with schedule zb-h1; and that schedule without recompute: plan with recompute='none' or another "
-            "schedule"
+            f"this plan can be simulated but not run: {'; '.join(found)}. The engine runs stages that are whole or share tensors "
+            "of their layers, and those of the language model their tokens too; replicas that share parameters on ranks of "
+            "their own, and not with schedule zb-h1. Choose other degrees, another schedule, or no fsdp"
         )
     towers(plan)
 
@@ -121,8 +129,6 @@ def _not_shared(chain: Chain, schedule: ScheduleKind) -> Iterable[str]:
     words = f"replicas of {chain.name} share its parameters (fsdp)"
     if chain.dp == 1:
         yield f"{words}, and there is one"
-    if chain.tp * chain.cp > 1:
-        yield f"{words}, and {chain.tp * chain.cp} ranks of each its tensors or tokens"
     if schedule == "zb-h1":
         yield f"{words}, and add gradients up in the backward, where schedule zb-h1 computes none of weights"
     if any(len(set(stage.ranks)) < len(stage.ranks) for stage in chain.stages):
@@ -131,25 +137,32 @@ def _not_shared(chain: Chain, schedule: ScheduleKind) -> Iterable[str]:
 
 def _several_groups(plan: Plan) -> Iterable[str]:
     """Ranks that would share parameters of one stage with some ranks, and of another with others."""
-    groups: dict[int, Stage] = {}
-    for stage in (stage for chain in plan.chains if chain.fsdp for stage in chain.stages):
-        for rank in stage.ranks:
-            other = groups.setdefault(rank, stage)
-            if other.ranks != stage.ranks:
-                yield (
-                    f"rank {rank} shares parameters of {other.name} with ranks {list(other.ranks)}, of {stage.name} with "
-                    f"{list(stage.ranks)}"
-                )
+    groups: dict[int, tuple[Stage, tuple[int, ...]]] = {}
+    for chain in plan.chains:
+        for stage in chain.stages if chain.fsdp else ():
+            for rank in stage.ranks:
+                sharing = _sharing(stage, chain, rank)
+                other, before = groups.setdefault(rank, (stage, sharing))
+                if before != sharing:
+                    yield (
+                        f"rank {rank} shares parameters of {other.name} with ranks {list(before)}, of {stage.name} with "
+                        f"{list(sharing)}"
+                    )
+
+
+def _sharing(stage: Stage, chain: Chain, rank: int) -> tuple[int, ...]:
+    """Ranks that hold the same shard of a stage, one of each replica."""
+    shards = chain.tp * chain.cp
+    return stage.ranks[stage.ranks.index(rank) % shards :: shards]
 
 
 def lockstep_of(stages: Sequence[PlacedStage]) -> list[list[int]]:
     """Stages, by index, that exchange values while they compute: shards of one, and replicas that share its parameters."""
     found: dict[tuple[str, int, str], list[int]] = {}
     for index, stage in enumerate(stages):
-        if stage.group:
-            found.setdefault((stage.tower, stage.replica, stage.program_name.partition("@")[0]), []).append(index)
-        elif stage.sharing:
-            found.setdefault((stage.tower, -1, stage.program_name), []).append(index)
+        if stage.group or stage.sharing:
+            replica = -1 if stage.sharing else stage.replica
+            found.setdefault((stage.tower, replica, stage.program_name.partition("@")[0]), []).append(index)
     return list(found.values())
 
 
@@ -186,9 +199,9 @@ def _placed(stage: Stage, chain: Chain, tower: str) -> Iterable[PlacedStage]:
                 ranks=(rank,),
                 depth=stage.depth,
                 group=ranks if len(ranks) > 1 else (),
-                axis="" if len(ranks) == 1 else "tp" if chain.tp > 1 else "cp",
+                tp=chain.tp,
                 program=program if chain.dp > 1 else "",
                 tower=tower,
                 replica=replica,
-                sharing=stage.ranks if chain.fsdp else (),
+                sharing=_sharing(stage, chain, rank) if chain.fsdp else (),
             )

@@ -20,11 +20,12 @@ from mmcompile.costmodel.load import Polynomial
 from mmcompile.errors import PlanError, StalePlanError
 from mmcompile.files import write_atomic
 from mmcompile.ir.graph import TensorSpec
+from mmcompile.plan.recompute import check_modes, uniform_mode
 from mmcompile.plan.sizes import Geometry
 from mmcompile.plan.table import format_plan
 from mmcompile.plan.templates.resilience import Resilience
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 Attention = Literal["model", "bitfield"]
 ScheduleKind = Literal["gpipe", "1f1b", "eager-1f1b", "zb-h1"]
@@ -90,6 +91,16 @@ class Stage:
     depth: int
     """Longest path, in stages, to the loss stage (0 there). Sets the 1F1B warm-up."""
     prediction: StagePrediction
+    recompute: tuple[Recompute | None, ...] = ()
+    """What each layer computes again in its backward; None for a layer without products there, which has nothing to win. ():
+    every layer keeps all it needs."""
+
+    @property
+    def modes(self) -> Mapping[tuple[str, int], Recompute]:
+        """(component, layer) -> what it computes again, of the layers with something to win."""
+        layers = [(own.component, layer) for own in self.segments for layer in range(own.first, own.last)]
+        modes = self.recompute or ("none" if self.has_backward else None,) * len(layers)
+        return {layer: mode for layer, mode in zip(layers, modes, strict=True) if mode is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +244,6 @@ class Plan:
     head_stride: int = 0
     """Key/value heads that context-parallel ranks exchange at a time; 0 for all."""
     schedule: ScheduleKind = "1f1b"
-    recompute: Recompute = "none"
     strategy: str = "auto"
     """Who decided: `auto`, a published search or a baseline (`mmcompile.plan.search.strategies`)."""
     microbatch_samples: float = 0.0
@@ -264,6 +274,16 @@ class Plan:
         raise KeyError(f"no stage {name!r}; stages are {', '.join(s.name for s in self.stages)}")
 
     @property
+    def recompute(self) -> Recompute | Literal["mixed"]:
+        """What all layers compute again, if they are alike in it."""
+        return uniform_mode(self.stages)
+
+    @property
+    def modes(self) -> Mapping[tuple[str, int], Recompute]:
+        """(component, layer) -> what it computes again, of the layers with something to win."""
+        return {place: mode for stage in self.stages for place, mode in stage.modes.items()}
+
+    @property
     def context_parallel(self) -> int:
         """Ranks that share the tokens of each stage of the language model."""
         return self.chains[-1].cp
@@ -292,8 +312,8 @@ class Plan:
             where: named in errors, the file for example.
 
         Raises:
-            PlanError: not JSON (with the position), another version, a missing, unknown or ill-typed field (with its path), or
-            templates that do not run the plan's layers.
+            PlanError: not JSON (with the position), another version, a missing, unknown or ill-typed field (with its path), a
+            recomputation for more or fewer layers than a stage has, or templates that do not run the plan's layers.
         """
         try:
             raw = msgspec.json.decode(text)
@@ -313,6 +333,7 @@ class Plan:
         if not plan.stages:
             raise PlanError(f"{where} is no plan: it has no stages; {_REMAKE}")
         try:
+            check_modes(plan)
             _check_templates(plan)
         except PlanError as error:
             raise PlanError(f"{where} is no plan: {error}; {_REMAKE}") from None

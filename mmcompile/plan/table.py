@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from mmcompile.plan.bottlenecks import CAUSE_WORDS, Cause, bottlenecks, causes
 from mmcompile.plan.layout import Node, lay_out
 from mmcompile.plan.line_art import line_art
+from mmcompile.plan.recompute import recompute_text
 from mmcompile.plan.stage_rows import counted, frozen_text, stage_table
 from mmcompile.units import format_bytes, format_seconds
 
@@ -47,7 +48,7 @@ def _header(plan: Plan) -> list[str]:
     )
     first = (
         f"{plan.fingerprint.model} on {plan.cluster}: {count} on {devices}, {plan.schedule}, "
-        f"recompute {plan.recompute}, {_batch(plan)}"
+        f"recompute {recompute_text(plan.stages)}, {_batch(plan)}"
     )
     second = [
         f"strategy {plan.strategy}",

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mmcompile.costmodel.compute import LayerCost
 from mmcompile.costmodel.load import Load
 from mmcompile.data.sample import SampleShape
 from mmcompile.ir.graph import Component, ComponentKind, ParameterSpec
 from mmcompile.plan.bottlenecks import EVEN, TIGHT, memory_bytes, rank_loads, times_text
 from mmcompile.plan.plan import Chain, Plan, Stage
+from mmcompile.plan.recompute import uniform_mode
 from mmcompile.plan.search.pricing import Pricing, Sharding
 from mmcompile.plan.stage_rows import milliseconds
 from mmcompile.report.sample_loads import slot_samples
@@ -217,9 +219,12 @@ def _stage_bytes(
     held = predicted.parameter_bytes + predicted.gradient_bytes + predicted.optimizer_bytes
     if not predicted.in_flight:
         return held + predicted.activation_bytes
-    sharding = Sharding(tp=chain.tp, cp=chain.cp, recompute=plan.recompute)
-    places = [(part.component, layer) for part in stage.segments for layer in range(part.first, part.last)]
-    heavy = [pricing.layers(component, worst[component], sharding)[layer][0] for component, layer in places]
+    modes, mixed = stage.modes, uniform_mode([stage]) == "mixed"
+    heavy: list[LayerCost] = []
+    for component, layer in ((part.component, at) for part in stage.segments for at in range(part.first, part.last)):
+        mode = modes.get((component, layer), "none")
+        sharding = Sharding(tp=chain.tp, cp=chain.cp, recompute=mode, mixed=mixed)
+        heavy.append(pricing.layers(component, worst[component], sharding)[layer][0])
     others = (predicted.in_flight - 1) * (predicted.activation_bytes // predicted.in_flight)
     return held + others + sum(cost.activation_bytes for cost in heavy) + max(cost.working_bytes for cost in heavy)
 

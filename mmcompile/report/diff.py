@@ -8,6 +8,7 @@ from typing import Literal
 
 from mmcompile.plan.bottlenecks import rank_loads
 from mmcompile.plan.plan import Chain, Plan, Stage
+from mmcompile.plan.recompute import recompute_text
 from mmcompile.plan.templates.resilience import figures
 from mmcompile.plan.templates.template import Template
 from mmcompile.units import format_bytes, format_seconds
@@ -139,7 +140,7 @@ def _settings(plan: Plan) -> dict[str, str]:
         "cluster": str(plan.cluster),
         "microbatches": str(plan.num_microbatches),
         "schedule": plan.schedule,
-        "recompute": plan.recompute,
+        "recompute": recompute_text(plan.stages),
         "attention": plan.attention,
         "strategy": plan.strategy,
         "data": plan.data or "the example batch",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mmcompile.plan.bottlenecks import CAUSE_WORDS, RankLoad, causes, chain_of_stage, memory_bytes, rank_loads
 from mmcompile.plan.layer_names import LayerLabel, NamedChain, Place, find
 from mmcompile.plan.plan import Chain, Link, Plan, Stage
+from mmcompile.plan.recompute import recompute_text
 from mmcompile.plan.stage_rows import frozen_text, rank_ranges
 from mmcompile.report.layer_work import LayerWork
 from mmcompile.report.moves import Move, Shares, boundary_moves, equal_shares, move_layers
@@ -48,6 +49,8 @@ class Explanation:
     in_flight: int
     saved_bytes: int
     """One microbatch's activations."""
+    recompute: str
+    """What the layers compute again."""
     frozen: str
     idle: float
     """Idle share of the stage's ranks, by simulation, 0..1."""
@@ -113,6 +116,7 @@ def explain(
         rank_bytes=own.num_bytes,
         in_flight=predicted.in_flight,
         saved_bytes=saved_bytes(stage),
+        recompute=recompute_text([stage]),
         frozen=frozen_text([stage]),
         idle=step.idle(group),
         waits={} if bubble is None else {CAUSE_WORDS[cause]: share for cause, share in causes(bubble).items() if share},
@@ -240,7 +244,10 @@ def _time(one: Explanation) -> str:
 
 def _memory(one: Explanation) -> list[str]:
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.memory_bytes.items() if name != "total")
-    flying = f" (activations: {one.in_flight} in flight x {format_bytes(one.saved_bytes)})" if one.in_flight else ""
+    again = "" if one.recompute == "none" else f", recompute {one.recompute}"
+    flying = (
+        f" (activations: {one.in_flight} in flight x {format_bytes(one.saved_bytes)}{again})" if one.in_flight else ""
+    )
     total = one.memory_bytes["total"]
     others = f", {format_bytes(one.rank_bytes)} with the stages beside it" if one.rank_bytes > total else ""
     share = one.rank_bytes / one.limit_bytes

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from mmcompile.costmodel.compute import Recompute
 from mmcompile.costmodel.load import Load
 from mmcompile.plan.plan import Chain, Plan
 from mmcompile.plan.search.pricing import Pricing, Sharding
@@ -25,8 +26,8 @@ def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) 
     found: dict[str, list[float]] = {}
     for chain in plan.chains:
         expected = _expected(plan, study, chain)
-        base = _seconds(pricing, plan, chain, {name: _arrays([load]) for name, load in expected.items()})[0]
-        own = _seconds(pricing, plan, chain, _served(drawn, chain, num_microbatches, replicas))
+        base = _seconds(pricing, chain, {name: _arrays([load]) for name, load in expected.items()})[0]
+        own = _seconds(pricing, chain, _served(drawn, chain, num_microbatches, replicas))
         found[chain.name] = [float(seconds / base) if base else 1.0 for seconds in own]
     return found
 
@@ -69,8 +70,16 @@ def _served(drawn: MicrobatchLoads, chain: Chain, count: int, replicas: int) -> 
     return {name: (own(rows), own(drawn.squares[name])) for name, rows in drawn.tokens.items()}
 
 
-def _seconds(pricing: Pricing, plan: Plan, chain: Chain, loads: Mapping[str, _Arrays]) -> NDArray[np.float64]:
+def _seconds(pricing: Pricing, chain: Chain, loads: Mapping[str, _Arrays]) -> NDArray[np.float64]:
     """Forward and backward of all layers of a chain, for each microbatch."""
-    sharding = Sharding(tp=chain.tp, cp=chain.cp, recompute=plan.recompute)
-    each = [pricing.durations(name, *loads[name], sharding).sum(axis=(0, 2)) for name in chain.components]
+    layers: dict[tuple[str, Recompute], list[int]] = {}
+    for stage in chain.stages:
+        for part in stage.segments:
+            for layer in range(part.first, part.last):
+                mode = stage.modes.get((part.component, layer), "none")
+                layers.setdefault((part.component, mode), []).append(layer)
+    each = [
+        pricing.durations(name, *loads[name], Sharding(tp=chain.tp, cp=chain.cp, recompute=mode))[own].sum(axis=(0, 2))
+        for (name, mode), own in layers.items()
+    ]
     return np.sum(each, axis=0)

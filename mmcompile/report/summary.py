@@ -7,12 +7,16 @@ from typing import Any
 import msgspec
 
 from mmcompile.plan.plan import Plan, Stage
+from mmcompile.plan.recompute import recompute_text
 from mmcompile.plan.templates.resilience import Resilience
 from mmcompile.plan.templates.template import Template
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
     """`components`, `stages`, `links`, `predicted`, `rejected`, and what the plan was made for. Times [s], sizes [bytes].
+
+    `recompute` is a mode, or of how many layers: `"full 3 of 8 layers"`; that of a stage has the mode of each of its layers, null
+    for one with nothing to win, and is empty where nothing is known of layers.
 
     `templates` has one object for each number of nodes that a pipeline is planned for, fewest nodes first: `nodes`; `stages`,
     each with `chain`, `first` and `last` (layers of the chain, the last excluded), `devices` (numbered node by node from 0) and
@@ -28,15 +32,19 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "processes": plan.num_ranks,
         "strategy": plan.strategy,
         "schedule": plan.schedule,
-        "recompute": plan.recompute,
+        "recompute": recompute_text(plan.stages),
         "attention": plan.attention,
+        "autocast": list(plan.autocast),
         "num_microbatches": plan.num_microbatches,
         "microbatch_samples": plan.microbatch_samples,
         "global_batch": plan.global_batch,
         "data": plan.data,
         "costs": plan.costs,
         "components": [name for chain in plan.chains for name in chain.components],
-        "stages": [_stage(stage) | {"tp": chain.tp, "cp": chain.cp, "dp": chain.dp} for chain, stage in chains],
+        "stages": [
+            _stage(stage) | {"tp": chain.tp, "cp": chain.cp, "dp": chain.dp, "fsdp": chain.fsdp}
+            for chain, stage in chains
+        ],
         "links": [
             {
                 "source": link.source,
@@ -84,6 +92,7 @@ def _stage(stage: Stage) -> dict[str, Any]:
             {"component": segment.component, "first": segment.first, "last": segment.last} for segment in stage.segments
         ],
         "devices": list(stage.ranks),
+        "recompute": list(stage.recompute),
         "forward_s": predicted.forward_s,
         "input_grad_s": predicted.input_grad_s,
         "weight_grad_s": predicted.weight_grad_s,

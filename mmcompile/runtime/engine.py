@@ -357,8 +357,8 @@ class Engine:
         return saving
 
     def export(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model as it is now, gathered on rank 0: a transformers model as its `save_pretrained` does, any other one as
-        model.safetensors with all names. Nothing of training is in it.
+        """Write the model as it is now, gathered on rank 0, as its `save_pretrained` does (models of transformers, composed ones;
+        adapters alone of a model of peft); any other one as model.safetensors with all names. Nothing of training is in it.
 
         Raises:
             CheckpointError: the disk is full or the folder not writable; what was there before is untouched.
@@ -378,7 +378,7 @@ class Engine:
         """Go on from a checkpoint: weights (the user's model gets them too), optimizer, step count, learning rate.
 
         Whatever plan and number of ranks it was saved with: every rank reads what it holds. The model must be the one that was
-        trained, with the same frozen weights.
+        trained, with the same frozen weights, which are not saved but compared by a sample of each.
 
         Returns:
             Where training was, for the data to go on from there.
@@ -573,6 +573,7 @@ class Engine:
             hyper=self._leader.rank.optimizer.hyper,
             seed=self._seed,
             num_samples=self._num_samples,
+            frozen=self._user.frozen(),
         )
         state = None if data is None else encoded(data)
         target = resolved(folder)

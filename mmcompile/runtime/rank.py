@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.errors import VerifyError
-from mmcompile.kernels.process_groups import REPLICA_GROUP, register_group
+from mmcompile.kernels.process_groups import CONTEXT_GROUP, REPLICA_GROUP, TENSOR_GROUP, register_group
 from mmcompile.lower.program import StageProgram
 from mmcompile.plan.placement import PlacedStage, lockstep_of
 from mmcompile.plan.plan import ScheduleKind
@@ -78,16 +78,19 @@ class Rank:
             torch.cuda.set_device(groups.device)
         self.groups = groups
         mine = [stage for stage in setup.stages if stage.ranks[0] == groups.rank]
-        found = {stage.group for stage in mine if stage.group}
-        assert len(found) <= 1, f"rank {groups.rank} shares stages in several groups: {sorted(found)}"
-        shards = found.pop() if found else ()
-        self._axes = {stage.axis for stage in mine if stage.axis}
-        self._shards = groups.shards(shards) if shards else None
-        self._shard = shards.index(groups.rank) if shards else 0
+        self._op_groups = {
+            name: groups.shards(ranks)
+            for name, ranks in (
+                (CONTEXT_GROUP, _only_group(stage.token_group for stage in mine)),
+                (TENSOR_GROUP, _only_group(stage.tensor_group for stage in mine)),
+                (REPLICA_GROUP, _only_group(stage.sharing for stage in mine)),
+            )
+            if ranks
+        }
+        """Groups that ops of this rank's stages call, by name."""
+        self._shard = max((stage.shard for stage in mine if stage.depth == 0), default=0)
+        """Of the loss stage."""
         self._num_shards = max(1, *(len(stage.group) for stage in setup.stages))
-        sharing = {stage.sharing for stage in mine if stage.sharing}
-        assert len(sharing) <= 1, f"rank {groups.rank} shares parameters in several groups: {sorted(sharing)}"
-        self._replicas = groups.shards(sharing.pop()) if sharing else None
         self.state = state or RankState(optimizer=RankOptimizer(setup.optimizer))
         self.parameters, self.buffers, self.optimizer = (
             self.state.parameters,
@@ -247,11 +250,8 @@ class Rank:
         self, command: Step, loaded: Sequence[Stages], mail: Mail, sums: GradientSums | CarriedSums
     ) -> StepResult:
         plan = command.plan
-        for axis in self._axes:
-            assert self._shards is not None, "an axis is shared in a group"
-            register_group(axis, self._shards)
-        if self._replicas is not None:
-            register_group(REPLICA_GROUP, self._replicas)
+        for name, group in self._op_groups.items():
+            register_group(name, group)
         executor = Executor(
             plan,
             loaded,
@@ -374,6 +374,13 @@ class Rank:
             faults=faults if limit < math.inf else None,
         )
         return add_up(self.groups, plan, own, names=self._names, limit=limit)
+
+
+def _only_group(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """That of all stages of a rank which have one; () if none has."""
+    groups = {ranks for ranks in found if ranks}
+    assert len(groups) <= 1, f"a rank shares stages in several groups: {sorted(groups)}"
+    return groups.pop() if groups else ()
 
 
 def _ordered(

@@ -140,11 +140,8 @@ def _position(program: StageProgram, name: str) -> int | None:
 
 
 def _key(stages: Sequence[PlacedStage], placed: int) -> int:
-    def program(stage: PlacedStage) -> tuple[str, str]:
-        name = stage.program_name
-        return stage.tower, name.partition("@")[0] if stage.axis == "tp" else name
-
-    return list(dict.fromkeys(map(program, stages))).index(program(stages[placed]))
+    names = [(stage.tower, stage.same_values) for stage in stages]
+    return list(dict.fromkeys(names)).index(names[placed])
 
 
 def _tower(program: StageProgram, stages: Sequence[PlacedStage], placed: int) -> dict[str, int]:

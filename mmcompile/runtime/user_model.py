@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmcompile.errors import CheckpointError
 from mmcompile.runtime.checkpoints.index import weight_key
 from mmcompile.runtime.checkpoints.pieces import whole_piece
-from mmcompile.runtime.checkpoints.state import Stored, TrainerState
+from mmcompile.runtime.checkpoints.state import Stored, TrainerState, fingerprint
 from mmcompile.runtime.master_weights import given_masters
 from mmcompile.runtime.optimizer import OptimizerSpec
 from mmcompile.runtime.param_groups import check_matches
@@ -42,6 +42,15 @@ class UserModel:
         tied = self.tied()
         parameters = self.source.parameters()
         return {name: complete[name] for name, t in parameters.items() if t.requires_grad and name not in tied}
+
+    def frozen(self) -> dict[str, str]:
+        """Fingerprints of parameters that do not train, each under one name."""
+        tied = self.tied()
+        return {
+            name: fingerprint(parameter)
+            for name, parameter in self.source.parameters().items()
+            if isinstance(parameter, nn.Parameter) and not parameter.requires_grad and name not in tied
+        }
 
     def tied(self) -> dict[str, str]:
         """Further name of a parameter -> its first one, under which `trainable` has it."""
@@ -135,4 +144,12 @@ class UserModel:
             raise CheckpointError(
                 f"this model trains {missing[0]} and {len(missing) - 1} others that {folder} does not have: it trained another "
                 "part of the model: train the same, or start anew from what engine.export() wrote"
+            )
+        own = self.frozen()
+        other = [name for name, wanted in trainer.frozen.items() if name in own and own[name] != wanted]
+        if other:
+            raise CheckpointError(
+                f"{folder} was trained with other weights that do not train: {other[0]} and {len(other) - 1} more differ in "
+                "dtype, shape or values from this model's; load the model that was trained, from the same files and in the "
+                "same dtype"
             )

@@ -41,7 +41,7 @@ def test_the_plan_in_json_has_what_scripts_need(run: Run, plan: Path) -> None:
     assert {"components", "stages", "predicted", "templates", "rejected", "notes", "cuts"} <= shown.keys()
     assert {"iteration_s", "bubble", "lower_bound_s", "gap", "bubbles"} <= shown["predicted"].keys()
     stage = shown["stages"][0]
-    assert {"name", "component", "layers", "devices", "tp", "cp", "dp"} <= stage.keys()
+    assert {"name", "component", "layers", "devices", "tp", "cp", "dp", "fsdp"} <= stage.keys()
     assert stage["memory_bytes"].keys() == {"parameters", "gradients", "optimizer", "activations", "total"}
 
 

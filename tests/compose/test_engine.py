@@ -33,10 +33,13 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     wanted = train(copy.deepcopy(model), steps, num_microbatches=2)
     with mm.parallelize(model, collate(steps[0][:2]), num_microbatches=2, optimizer=ADAMW) as engine:
         metrics = [engine.step(step) for step in steps]
+        for _ in range(2):  # the second replaces the first
+            engine.export(tmp_path / "exported")
         engine.pull()
     assert [step.loss for step in metrics] == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
     got = dict(model.named_parameters(remove_duplicate=False))
     assert all(torch.allclose(got[name], value, rtol=0, atol=TOLERANCE) for name, value in wanted.parameters.items())
-    model.save_pretrained(tmp_path)
-    again = mm.ComposedModel.from_pretrained(tmp_path)
-    assert all(torch.equal(value, got[name]) for name, value in again.named_parameters(remove_duplicate=False))
+    model.save_pretrained(tmp_path / "saved")
+    for folder in (tmp_path / "saved", tmp_path / "exported"):
+        again = mm.ComposedModel.from_pretrained(folder)
+        assert all(torch.equal(value, got[name]) for name, value in again.named_parameters(remove_duplicate=False))

@@ -8,9 +8,9 @@ import pytest
 from toy_plan import cost, frozen
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.comm import all_gather_s, reduce_scatter_s, ring_s
+from mmcompile.costmodel.comm import all_gather_s, all_reduce_s, reduce_scatter_s, ring_s
 from mmcompile.costmodel.compute import LayerCost, seconds
-from mmcompile.costmodel.sharding import context_parallel, element_bytes, fully_sharded, tensor_parallel
+from mmcompile.costmodel.sharding import TensorShare, context_parallel, element_bytes, fully_sharded, tensor_parallel
 from mmcompile.errors import ConfigError
 
 CLUSTER = Cluster.parse("2x8xH100")
@@ -50,8 +50,8 @@ def test_shared_tensors_divide_all_but_kernels(degree: int) -> None:
             assert got == whole // degree, field.name
 
 
-def test_blocks_gather_their_input_and_scatter_their_output() -> None:
-    block_s = all_gather_s(10**8, 4, CLUSTER) + reduce_scatter_s(10**8, 4, CLUSTER)
+def test_blocks_add_up_their_output_and_the_gradient_of_their_input() -> None:
+    block_s = all_reduce_s(10**8, 4, CLUSTER)
     share = tensor_parallel(LAYER, 4, CLUSTER)
     assert (share.forward_exchange_s, share.backward_exchange_s) == pytest.approx((2 * block_s, 2 * block_s))
     again = tensor_parallel(LAYER, 4, CLUSTER, recompute="full")
@@ -59,6 +59,20 @@ def test_blocks_gather_their_input_and_scatter_their_output() -> None:
     without = tensor_parallel(replace(LAYER, attention_flops=0), 4, CLUSTER)
     assert without.forward_exchange_s == pytest.approx(block_s)
     assert tensor_parallel(NO_BACKWARD, 4, CLUSTER, recompute="full").backward_exchange_s == 0
+
+
+def test_what_is_shared_may_be_known() -> None:
+    """Three results and one gradient are added up, and half of the parameters are whole on every rank."""
+    known = TensorShare(
+        sums=3, summed_bytes=6 * 10**7, copies=1, copied_bytes=10**6, parameter_bytes=4 * 10**8, trainable_bytes=10**8
+    )
+    share = tensor_parallel(LAYER, 4, CLUSTER, share=known)
+    assert share.forward_exchange_s == pytest.approx(3 * all_reduce_s(2 * 10**7, 4, CLUSTER))
+    assert share.backward_exchange_s == pytest.approx(all_reduce_s(10**6, 4, CLUSTER))
+    assert share.parameter_bytes == 5 * 10**8
+    assert share.trainable_bytes == LAYER.trainable_bytes - 75 * 10**6
+    nothing = replace(known, sums=0, summed_bytes=0, copies=0, copied_bytes=0)
+    assert tensor_parallel(LAYER, 4, CLUSTER, share=nothing).forward_exchange_s == 0
 
 
 def test_shared_tokens_keep_parameters_whole() -> None:

@@ -59,6 +59,9 @@ PARTS = {
     "mllama": Parts(
         encoders=("vision_model",), joints=("multi_modal_projector",), projectors=("multi_modal_projector",)
     ),
+    "llama4": Parts(
+        encoders=("vision_model",), joints=("multi_modal_projector",), projectors=("multi_modal_projector",)
+    ),
     "qwen2_audio": Parts(
         encoders=("audio_tower",), joints=("multi_modal_projector",), projectors=("multi_modal_projector",)
     ),

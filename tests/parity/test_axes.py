@@ -1,12 +1,16 @@
-"""Shared tensors, stages, replicas and sharded optimizers, unlike for encoder and language model, train as one process does."""
+"""Shared tensors, tokens and parameters, stages, replicas, unlike for encoder and language model, train as one process does."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
 import pytest
+import torch
+from oracles.eager import Outcome, difference
 from oracles.one_process import ADAMW
 from parity.layouts import PARTS, Freeze
 from parity.three_steps import MICROBATCHES, in_one_process, model_of, steps_of
@@ -20,6 +24,7 @@ from mmcompile.step.collate import collate
 TOLERANCE = 1e-9
 PARAMETER_TOLERANCE = 1e-6
 """AdamW turns the rounding of a small gradient into a larger step."""
+FLOAT32_TOLERANCE = 1e-5
 LIMIT_S = 240.0
 
 Replicas = Literal["plain", "zero1", "fsdp"]
@@ -31,11 +36,12 @@ class Degrees:
     """Of one tower."""
 
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     dp: int = 1
 
     def __str__(self) -> str:
-        return f"tp{self.tp}pp{self.pp}dp{self.dp}"
+        return f"tp{self.tp}{f'cp{self.cp}' if self.cp > 1 else ''}pp{self.pp}dp{self.dp}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,15 +64,14 @@ _FAMILIES = {
     "gemma3": Freeze.NONE,
     "mllama": Freeze.ENCODER,
     "qwen2_audio": Freeze.NONE,
+    "llama4": Freeze.ENCODER,
 }
+"""And what does not train. The last one has experts, which stay whole."""
 _ALL_DEGREES = [Degrees(tp=tp, pp=pp, dp=dp) for tp, pp, dp in product((1, 2), repeat=3)]
 
 
 def _kinds(language_model: Degrees) -> tuple[Replicas, ...]:
-    if language_model.dp == 1:
-        return ("plain",)
-    # Ranks that share tensors do not share parameters as well.
-    return ("plain", "zero1") if language_model.tp > 1 else ("plain", "zero1", "fsdp")
+    return ("plain", "zero1", "fsdp") if language_model.dp > 1 else ("plain",)
 
 
 GRID = [
@@ -91,42 +96,48 @@ CORE = [
 OTHERS = [
     Case(family="llava", freeze=Freeze.NONE, encoder=Degrees(tp=2), language_model=Degrees(pp=2)),
     Case(family="qwen2_5_vl", freeze=Freeze.NONE, encoder=Degrees(tp=2, dp=2), language_model=Degrees(tp=2, pp=2)),
+    Case(family="gemma3", freeze=Freeze.NONE, encoder=Degrees(), language_model=Degrees(tp=2, cp=2, pp=2)),
+    Case(
+        family="qwen2_5_vl",
+        freeze=Freeze.NONE,
+        encoder=Degrees(tp=2, dp=2),
+        language_model=Degrees(tp=2, cp=2, dp=2),
+        replicas="fsdp",
+    ),
+    Case(
+        family="llava",
+        freeze=Freeze.ENCODER_AND_LANGUAGE_MODEL,
+        encoder=Degrees(tp=2),
+        language_model=Degrees(tp=2, cp=2, dp=2),
+        replicas="fsdp",
+    ),
     *GRID,
 ]
 CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS if case not in CORE)]
 
 
+IN_FLOAT32 = [
+    Case(family="llava", freeze=Freeze.NONE, encoder=Degrees(), language_model=Degrees(tp=2)),
+    *(
+        Case(
+            family=family,
+            freeze=what,
+            encoder=Degrees(tp=2, pp=2) if replicas == "zero1" else Degrees(dp=2),
+            language_model=Degrees(tp=2, dp=2),
+            replicas=replicas,
+        )
+        for family, what in _FAMILIES.items()
+        for replicas in _kinds(Degrees(dp=2))
+    ),
+]
+LEARNING_RATE = 2.0**14
+"""Of plain SGD: what a step changed, divided by it, is a gradient to all its digits, however much larger the parameter was."""
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_processes_train_as_one_process_does(case: Case) -> None:
     steps, wanted = steps_of(case.family), in_one_process(case.family, case.freeze)
-    encoders = PARTS[case.family].encoders
-    degrees = {"language_model": case.language_model, **dict.fromkeys(encoders, case.encoder)}
-    model, batch = model_of(case.family, case.freeze), collate(steps[0][:2])
-    plan = mm.plan(
-        model,
-        batch,
-        num_microbatches=MICROBATCHES // case.language_model.dp,
-        stages={name: each.pp for name, each in degrees.items()},
-        tensor_parallel={name: each.tp for name, each in degrees.items()},
-        replicas={name: each.dp for name, each in degrees.items()},
-        fsdp=["language_model"] if case.replicas == "fsdp" else None,
-        projector="with_encoder" if PARTS[case.family].projectors else None,
-    )
-    assert {chain.name: (chain.tp, len(chain.stages), chain.dp) for chain in plan.chains} == {
-        name: (each.tp, each.pp, each.dp) for name, each in degrees.items()
-    }
-    with (
-        time_limit(LIMIT_S),
-        mm.parallelize(
-            model,
-            batch,
-            plan,
-            balance="arrival",
-            optimizer=ADAMW,
-            clip_norm=1e6,
-            shard_optimizer=case.replicas == "zero1",
-        ) as engine,
-    ):
+    with time_limit(LIMIT_S), _engine(case, torch.float64, ADAMW, clip_norm=1e6) as engine:
         metrics = [engine.step(step) for step in steps]
         got = engine.state_dict()
     assert [step.num_tokens for step in metrics] == list(wanted.num_tokens)
@@ -134,6 +145,54 @@ def test_processes_train_as_one_process_does(case: Case) -> None:
     norm = sum(float(gradient.square().sum()) for gradient in wanted.first_gradients.values()) ** 0.5
     assert metrics[0].grad_norm == pytest.approx(norm, rel=1e-7)
     _assert_same(got, wanted.parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_FLOAT32, ids=str)
+def test_gradients_in_float32_are_those_of_one_process(case: Case) -> None:
+    steps = steps_of(case.family, torch.float32)
+    wanted = in_one_process(case.family, case.freeze, torch.float32)
+    sgd = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
+    with time_limit(LIMIT_S), _engine(case, torch.float32, sgd) as engine:
+        before = engine.state_dict()
+        loss = engine.step(steps[0]).loss
+        after = engine.state_dict()
+    changes = {name: (tensor - after[name]) / LEARNING_RATE for name, tensor in before.items()}
+    assert not any(changes[name].any() for name in changes.keys() - wanted.first_gradients.keys())
+    got = Outcome(loss=loss, gradients={name: changes[name] for name in wanted.first_gradients})
+    found = difference(got, Outcome(loss=wanted.losses[0], gradients=wanted.first_gradients))
+    assert found.within(FLOAT32_TOLERANCE), str(found)
+
+
+def _engine(
+    case: Case, dtype: torch.dtype, optimizer: Callable[..., torch.optim.Optimizer], *, clip_norm: float | None = None
+) -> mm.Engine:
+    encoders = PARTS[case.family].encoders
+    degrees = {"language_model": case.language_model, **dict.fromkeys(encoders, case.encoder)}
+    model, batch = model_of(case.family, case.freeze, dtype), collate(steps_of(case.family, dtype)[0][:2])
+    plan = mm.plan(
+        model,
+        batch,
+        num_microbatches=MICROBATCHES // case.language_model.dp,
+        stages={name: each.pp for name, each in degrees.items()},
+        tensor_parallel={name: each.tp for name, each in degrees.items()},
+        context_parallel=case.language_model.cp,
+        replicas={name: each.dp for name, each in degrees.items()},
+        fsdp=["language_model"] if case.replicas == "fsdp" else None,
+        projector="with_encoder" if PARTS[case.family].projectors else None,
+    )
+    assert {chain.name: (chain.tp, chain.cp, len(chain.stages), chain.dp) for chain in plan.chains} == {
+        name: (each.tp, each.cp, each.pp, each.dp) for name, each in degrees.items()
+    }
+    return mm.parallelize(
+        model,
+        batch,
+        plan,
+        balance="arrival",
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        shard_optimizer=case.replicas == "zero1",
+    )
 
 
 def _assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -81,6 +81,12 @@ def _in_bfloat16() -> Run:
 
 
 @pytest.mark.slow
+def test_float32_learns() -> None:
+    """What the others are compared with."""
+    assert _in_float32().accuracy > 0.9
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["autocast", "language model under autocast", "bfloat16 with float32 masters"])
 def test_half_precision_tracks_float32(precision: str) -> None:
     wanted = _in_float32()

@@ -1,4 +1,4 @@
-"""Three steps of four samples each in float64, and a family trained on them in one process."""
+"""Three steps of four samples each, and a family trained on them in one process; in float64 where nothing is said."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ SAMPLES = 4
 
 
 @functools.cache
-def steps_of(family: str) -> tuple[list[Batch], ...]:
+def steps_of(family: str, dtype: torch.dtype = torch.float64) -> tuple[list[Batch], ...]:
     """Samples of three steps, of unequal lengths; the second one has no media where the family can do without."""
-    draw = functools.partial(samples, ALL[family], SAMPLES, dtype=torch.float64)
+    draw = functools.partial(samples, ALL[family], SAMPLES, dtype=dtype)
     return draw(seed=1), draw(seed=2, media=(0,)) if ALL[family].text_only else draw(seed=2), draw(seed=3)
 
 
-def model_of(family: str, what: Freeze) -> nn.Module:
-    model = ALL[family].build(torch.float64)
+def model_of(family: str, what: Freeze, dtype: torch.dtype = torch.float64) -> nn.Module:
+    model = ALL[family].build(dtype)
     freeze(model, PARTS[family], what)
     return model
 
 
 @functools.cache
-def in_one_process(family: str, what: Freeze) -> TrainingRun:
-    return train(model_of(family, what), steps_of(family), num_microbatches=MICROBATCHES)
+def in_one_process(family: str, what: Freeze, dtype: torch.dtype = torch.float64) -> TrainingRun:
+    return train(model_of(family, what, dtype), steps_of(family, dtype), num_microbatches=MICROBATCHES)

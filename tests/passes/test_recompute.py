@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from freezing import freeze
-from hand_graph import with_flags
+from hand_graph import Block, SmallModel, build_graph, small_batch, with_flags
 from lower.split import captured
-from torch import nn
+from torch import Tensor, nn
 
 from mmcompile.costmodel.compute import Recompute
 from mmcompile.ir.graph import ModelGraph
@@ -40,7 +41,8 @@ def test_layers_that_compute_again_are_those_of_the_memory_model(
         for layer in component.layers
         if table[component.name][layer.index].has_backward
     }
-    found = Recomputed(recompute=recompute).run(graph)
+    every = [(component.name, layer.index) for component in graph.components for layer in component.layers]
+    found = Recomputed(modes=dict.fromkeys(every, recompute)).run(graph)
     assert found == dict.fromkeys(wanted, recompute)
     assert ("vision_tower" in {component for component, _ in found}) == (trained != FROZEN)
     # A frozen language model above a projector that trains has input gradients.
@@ -49,6 +51,33 @@ def test_layers_that_compute_again_are_those_of_the_memory_model(
 
 def test_nothing_is_computed_again_where_not_asked_for() -> None:
     assert Recomputed().run(graph_of("llava")[1]) == {}
+
+
+class Counting(Block):
+    """Updates a running mean, as a batch norm that trains does."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(causal=True)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.mean.add_(hidden.detach().mean())
+        return super().forward(hidden)
+
+
+def test_a_layer_that_changes_a_buffer_does_not_run_twice_and_is_planned_so() -> None:
+    model = SmallModel()
+    model.layers[1] = Counting()
+    graph = build_graph(model, small_batch())
+    GradientFlow().run(graph)
+    every = [(component.name, layer.index) for component in graph.components for layer in component.layers]
+    found = Recomputed(modes=dict.fromkeys(every, "full")).run(graph)
+    assert ("language_model", 1) in found and ("language_model", 2) not in found
+    plain, counting = Cost().run(graph)["language_model"][1:3]
+    assert plain.full_bytes < plain.selective_bytes < plain.activation_bytes
+    assert counting.full_bytes == counting.selective_bytes == counting.activation_bytes > 0
 
 
 def test_weights_that_train_are_deferred_and_no_others() -> None:

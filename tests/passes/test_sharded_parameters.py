@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from torch import fx
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.passes.sharded_parameters import ShardedParameters
@@ -106,7 +108,7 @@ def test_a_tied_parameter_is_one_shard_that_each_layer_gathers(tied: ModelGraph)
     assert "layers.1.up.weight" not in graph.shards
 
 
-def test_rows_that_do_not_divide_and_what_others_share_stay_whole(tied: ModelGraph) -> None:
+def test_rows_that_do_not_divide_stay_whole(tied: ModelGraph) -> None:
     used = {str(node.target) for node in tied.module.graph.nodes if node.op == "get_attr" and node.users}
     rows = {spec.name: spec.shape[0] for spec in tied.parameters if len(spec.shape) > 1 and spec.name in used}
     degree = 16
@@ -114,17 +116,34 @@ def test_rows_that_do_not_divide_and_what_others_share_stay_whole(tied: ModelGra
     assert graph.shards.keys() == {name for name, number in rows.items() if number % degree == 0}
     assert graph.shards.keys() != rows.keys()
     assert f"whose rows do not divide by {degree}" in graph.rewrites[-1]
-    both = Pipeline(
-        passes=(
-            GradientFlow(),
-            TensorParallel(degrees=(("language_model", 2),)),
-            GradientFlow(),
-            ShardedParameters(degrees=(("language_model", 2),)),
-            GradientFlow(),
-        )
-    ).run(tied)
-    assert "shared by ranks of tensor parallelism" in both.graph.rewrites[-1]
-    assert "embed.weight" not in {gathered(node) for node in gathers(both.graph)}
+
+
+def test_parts_of_tensor_parallel_ranks_are_shared_again_along_the_same_dim(tied: ModelGraph) -> None:
+    passes = (
+        GradientFlow(),
+        TensorParallel(degrees=(("language_model", 2),)),
+        GradientFlow(),
+        ShardedParameters(degrees=(("language_model", 2),)),
+        GradientFlow(),
+    )
+    ranks, both = (Pipeline(passes=passes[:count]).run(tied).graph for count in (2, 5))
+    assert {shard.dim for shard in ranks.shards.values()} == {0, 1}
+    shapes = {spec.name: spec.shape for spec in tied.parameters}
+    for node in gathers(both):
+        name, shard = gathered(node), both.shards[gathered(node)]
+        assert shard.replicas == 2
+        # What is gathered is the part of a rank, or the whole parameter where ranks hold it whole.
+        before = ranks.shards[name].local_shape(shapes[name]) if name in ranks.shards else shapes[name]
+        assert node.meta["val"].shape == before
+        whole = torch.arange(math.prod(shapes[name])).reshape(shapes[name])
+        for rank in range(shard.count // 2):
+            computes = ranks.shards[name].part(whole, rank) if name in ranks.shards else whole
+            held = [shard.part(whole, shard.index(rank, replica)) for replica in range(2)]
+            dim, blocks = node.args[3:]
+            assert torch.equal(TensorShard(dim=dim, blocks=tuple(blocks), count=2).joined(held), computes)
+    # Vectors stay as the ranks hold them.
+    assert {shard.replicas for name, shard in both.shards.items() if len(shapes[name]) == 1} == {1}
+    assert "vectors" in both.rewrites[-1]
 
 
 def test_the_same_graph_gives_the_same_text_and_is_left_alone(llava: Capture) -> None:

@@ -63,6 +63,34 @@ def test_placement_names_shards_and_their_group() -> None:
     ]
 
 
+def test_ranks_that_share_tensors_follow_each_other_in_each_part_of_the_tokens() -> None:
+    plan = replicated(1, 2)
+    vision, language = plan.chains
+    stages = tuple(
+        replace(stage, ranks=tuple(range(10 + 8 * i, 18 + 8 * i))) for i, stage in enumerate(language.stages)
+    )
+    shared = replace(language, tp=2, cp=2, fsdp=True, stages=stages)
+    placed = [
+        stage
+        for stage in Placement.of(replace(plan, chains=(vision, shared))).stages
+        if stage.program_name.startswith("language_model.0")
+    ]
+    assert [(s.name, s.ranks[0], s.tensor_group, s.token_group, s.sharing) for s in placed] == [
+        ("language_model.0#0@0", 10, (10, 11), (10, 12), (10, 14)),
+        ("language_model.0#0@1", 11, (10, 11), (11, 13), (11, 15)),
+        ("language_model.0#0@2", 12, (12, 13), (10, 12), (12, 16)),
+        ("language_model.0#0@3", 13, (12, 13), (11, 13), (13, 17)),
+        ("language_model.0#1@0", 14, (14, 15), (14, 16), (10, 14)),
+        ("language_model.0#1@1", 15, (14, 15), (15, 17), (11, 15)),
+        ("language_model.0#1@2", 16, (16, 17), (14, 16), (12, 16)),
+        ("language_model.0#1@3", 17, (16, 17), (15, 17), (13, 17)),
+    ]
+    # The second rank of each pair has the loss and the gradients of the first one.
+    assert [s.repeats for s in placed] == [False, True] * 4
+    assert [s.same_values for s in placed] == [f"language_model.0@{part}" for part in (0, 0, 1, 1) * 2]
+    assert len(lockstep_of(placed)) == 1
+
+
 def test_a_whole_plan_keeps_its_names() -> None:
     plan = found(1, vision=1, language_model=2)
     assert [stage.name for stage in Placement.of(plan).stages] == [stage.name for stage in plan.stages]
@@ -118,18 +146,15 @@ def test_what_cannot_run_is_named_with_what_to_plan_instead() -> None:
     refused = replace(
         plan,
         chains=(replace(vision, cp=2, dp=1), replace(language, tp=2, dp=1, fsdp=True)),
-        recompute="full",
         schedule="zb-h1",
     )
     with pytest.raises(PlanError) as error:
         check_runnable(refused)
     for part in (
         "replicas of language_model share its parameters (fsdp), and there is one",
-        "replicas of language_model share its parameters (fsdp), and 2 ranks of each its tensors or tokens",
         "add gradients up in the backward, where schedule zb-h1 computes none of weights",
         "vision has context parallel degree 2",
-        "zb-h1 keeps what weight gradients read, which recompute full would not",
-        "plan with recompute='none' or another schedule",
+        "Choose other degrees, another schedule, or no fsdp",
     ):
         assert part in str(error.value)
     projector = replace(vision, name="projector", dp=1, stages=(replace(vision.stages[0], name="projector.0"),))

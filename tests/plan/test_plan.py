@@ -134,14 +134,22 @@ def test_what_is_no_plan_is_refused_with_file_place_and_remedy(plan: Plan, tmp_p
         (text[: len(text) // 2], "is no plan: Input data was truncated"),
         ("", "is no plan: Input data was truncated"),
         (text.replace("{", "{,", 1), "JSON is malformed: object keys must be strings (byte 1)"),
-        ("[1]", "has plan version None, this mmcompile reads 3; make it anew with `mmcompile plan`"),
-        (edited(plan, "version", value=7), "has plan version 7, this mmcompile reads 3"),
+        ("[1]", "has plan version None, this mmcompile reads 4; make it anew with `mmcompile plan`"),
+        (edited(plan, "version", value=7), "has plan version 7, this mmcompile reads 4"),
         (edited(plan, "colour", value="red"), "has an unknown field $.colour; remove it"),
         (edited(plan, "chains", 0, "stages", 0, "speed", value=1), "has an unknown field $.chains[0].stages[0].speed"),
         (edited(plan, "num_microbatches", value="8"), "Expected `int`, got `str` - at `$.num_microbatches`"),
         (edited(plan, "schedule", value="dualpipe"), "Invalid enum value 'dualpipe' - at `$.schedule`"),
         (edited(plan, "chains", 0, "stages", value=None), "at `$.chains[0].stages`"),
         (edited(plan, "chains", value=[]), "is no plan: it has no stages"),
+        (
+            edited(plan, "chains", 0, "stages", 0, "recompute", value=["full"]),
+            "is no plan: stage vision.0 says for 1 layers what they compute again, and has 7; make it anew",
+        ),
+        (
+            edited(plan, "chains", 0, "stages", 0, "recompute", value=["some"]),
+            "Invalid enum value 'some' - at `$.chains[0].stages[0].recompute[0]`",
+        ),
         ("[" * 100_000, "is no plan"),
     ]
     path = tmp_path / "plan.json"

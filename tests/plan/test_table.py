@@ -11,6 +11,7 @@ from hand_plan import Part, hand_plan
 from template_jobs import even_template
 
 from mmcompile.plan.plan import BubbleShare, Plan, Rejected, StagePrediction
+from mmcompile.plan.recompute import with_recompute
 from mmcompile.plan.stage_rows import folded, rank_ranges
 from mmcompile.plan.templates.resilience import Resilience
 
@@ -37,12 +38,11 @@ def test_three_modalities_with_everything(golden: Golden) -> None:
         "modalities.txt",
         str(
             replace(
-                plan,
+                with_recompute(plan, "selective"),
                 microbatch_samples=8.0,
                 data="10000 samples of mixed.jsonl",
                 costs="measured on A100-80G (bfloat16), 3 of 4 layer kinds",
                 schedule="zb-h1",
-                recompute="selective",
                 attention="bitfield",
                 predicted=replace(plan.predicted, reduce_s=0.04),
                 notes=("the worst microbatch has 3 times the mean patches; memory holds it",),
@@ -185,7 +185,7 @@ def test_memory_that_is_short_comes_with_advice() -> None:
     assert "(107%), mostly optimizer state; spread it over more stages" in held
     deep = hand_plan((replace(full, layers=288, stages=9),), num_microbatches=16)
     assert "mostly activations of 9 in flight; recompute more (--recompute full)" in str(deep)
-    assert "take fewer samples a microbatch" in str(replace(deep, recompute="full"))
+    assert "take fewer samples a microbatch" in str(with_recompute(deep, "full"))
 
 
 def test_nothing_else_is_said_without_something_to_say() -> None:

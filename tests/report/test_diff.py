@@ -10,6 +10,7 @@ from hand_plan import Part, hand_plan
 from template_jobs import even_template
 
 from mmcompile.plan.plan import Plan
+from mmcompile.plan.recompute import with_recompute
 from mmcompile.plan.templates.resilience import Resilience
 from mmcompile.report.diff import diff_plans
 
@@ -19,8 +20,7 @@ TEXT = Part(name="language_model", layers=12, stages=3)
 
 def other(plan: Plan) -> Plan:
     return replace(
-        plan,
-        recompute="full",
+        with_recompute(plan, "full"),
         predicted=replace(plan.predicted, iteration_s=1.0, bubble=0.25, gap=0.0),
     )
 

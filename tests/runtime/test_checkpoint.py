@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from mmcompile.errors import CheckpointError
 from mmcompile.runtime import checkpoint
 from mmcompile.runtime.checkpoint import Checkpoint, TrainerState
-from mmcompile.runtime.checkpoints.state import Stored
+from mmcompile.runtime.checkpoints.state import Stored, fingerprint
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.optimizer import OptimizerSpec
 
@@ -297,6 +297,39 @@ def test_other_parts_of_a_model_are_refused(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match=r"all trains blocks.1.\w+.\w+, which this model has frozen"),
     ):
         engine.load(tmp_path / "all")
+
+
+def test_other_frozen_weights_are_refused(tmp_path: Path) -> None:
+    """They are not in the checkpoint; what trained upon others would go on upon them and never be noticed."""
+    one_rank = hand_plan(1, lm0=0, lm1=0, lm2=0)
+    partly = new_model()
+    partly.blocks[1].requires_grad_(False)
+    with Engine(one_rank, HandSource(partly), optimizer=ADAMW) as engine:
+        engine.save(tmp_path / "saved")
+        engine.load(tmp_path / "saved")
+    assert checkpoint.read(tmp_path / "saved").trainer.frozen.keys() == {
+        f"blocks.1.{name}" for name, _ in partly.blocks[1].named_parameters()
+    }
+    with torch.no_grad():
+        partly.blocks[1].up.weight.add_(1.0)
+    with (
+        Engine(one_rank, HandSource(partly), optimizer=ADAMW) as engine,
+        pytest.raises(
+            CheckpointError, match=r"trained with other weights that do not train: blocks.1.up.weight and 0 more"
+        ),
+    ):
+        engine.load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
+def test_fingerprints_tell_tensors_apart(dtype: torch.dtype) -> None:
+    first = torch.randint(0, 100, (300, 40), generator=torch.Generator().manual_seed(0)).to(dtype)
+    other = torch.randint(0, 100, (300, 40), generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert fingerprint(first) == fingerprint(first.t().contiguous().t())
+    assert (
+        len({fingerprint(tensor) for tensor in (first, other, first.float(), first.t(), first[:1], first[0, 0])}) == 6
+    )
+    assert fingerprint(first[:0])
 
 
 def test_data_must_be_plain(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import cycle
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,29 +23,71 @@ from zoo.family import Family, Size
 from zoo.parts import text_config
 
 import mmcompile as mm
-from mmcompile.costmodel.compute import Recompute
-from mmcompile.costmodel.memory import recomputed, stage_activation_bytes
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.compute import LayerCost, Recompute
+from mmcompile.costmodel.memory import recomputed_layers, stage_activation_bytes
 from mmcompile.ir.capture import Capture, capture
+from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
+from mmcompile.lower.attention import AttentionChoice
 from mmcompile.lower.compiled import load_compiled_stage
 from mmcompile.lower.load import load_stage
 from mmcompile.lower.stages import lower
 from mmcompile.passes.cost import Cost
+from mmcompile.passes.cost_table import CostTable
 from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.plan.plan import Plan, Stage
+from mmcompile.plan.recompute import with_recompute
+from mmcompile.planning import Wanted, make_plan
 from mmcompile.step.collate import collate
+from mmcompile.subject import fingerprint_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 """Dynamo looks at inputs of compiled layers, and hides what torch says to that unless warnings are errors."""
 AGAIN: tuple[Recompute, ...] = ("selective", "full")
+PLANS: tuple[Recompute | Literal["mixed"], ...] = (*AGAIN, "mixed")
 STAGES = {"language_model": 3, "vision_tower": 2, "audio_tower": 2, "visual": 2}
 FROZEN_TOWER = {"encoder": False, "projector": True, "language_model": True, "adapter": True}
+EVERYTHING = dict.fromkeys(FROZEN_TOWER, True)
+LONG = Size(samples=4, length=200, media=2)
+"""Activations that are larger than the parameters of the test models."""
+TRAINED = {
+    "all": EVERYTHING,
+    "tower frozen": FROZEN_TOWER,
+    "projector": {**dict.fromkeys(FROZEN_TOWER, False), "projector": True},
+    "tower and projector": {**EVERYTHING, "language_model": False, "adapter": False},
+    "language model": {**dict.fromkeys(FROZEN_TOWER, False), "language_model": True},
+}
+
+
+def planned(graph: ModelGraph, recompute: Recompute | Literal["mixed"]) -> Plan:
+    """One mode for all layers, or the three in turns."""
+    plan = with_recompute(even_plan(graph, STAGES), "full" if recompute == "mixed" else recompute)
+    if recompute != "mixed":
+        return plan
+    turns: Iterator[Recompute] = cycle(("full", "none", "selective"))
+    chains = tuple(
+        replace(chain, stages=tuple(replace(stage, recompute=_dealt(stage, turns)) for stage in chain.stages))
+        for chain in plan.chains
+    )
+    found = replace(plan, chains=chains)
+    assert found.recompute == "mixed"
+    return found
+
+
+def _dealt(stage: Stage, turns: Iterator[Recompute]) -> tuple[Recompute | None, ...]:
+    return tuple(None if own is None else next(turns) for own in stage.recompute)
 
 
 def run(
-    model: nn.Module, found: Capture, batch: Mapping[str, Any], recompute: Recompute, backend: str = ""
+    model: nn.Module,
+    found: Capture,
+    batch: Mapping[str, Any],
+    recompute: Recompute | Literal["mixed"],
+    backend: str = "",
 ) -> SplitRun:
     """A forward and backward of all stages, in float64 if the model is."""
-    plan = replace(even_plan(found.graph, STAGES), recompute=recompute)
+    plan = planned(found.graph, recompute)
     load = partial(load_compiled_stage, backend=backend) if backend else load_stage
     torch.manual_seed(7)
     return run_split(model, lower(found, plan), root_values(found, batch), load)
@@ -58,7 +101,7 @@ def test_gradients_have_the_same_bits(name: str, trained: dict[str, bool]) -> No
     found = with_present_flags(model, found)
     wanted = run(model, found, batch, "none").outcome
     assert len(wanted.gradients) > 10
-    for recompute in AGAIN:
+    for recompute in PLANS:
         assert difference(run(model, found, batch, recompute).outcome, wanted).identical
 
 
@@ -92,7 +135,7 @@ def test_frozen_layers_with_nothing_trainable_below_run_once_and_keep_nothing() 
     model, batch, found = captured("llava")
     freeze(model, FROZEN_TOWER)
     found = with_present_flags(model, found)
-    programs = lower(found, replace(even_plan(found.graph, STAGES), recompute="full")).programs
+    programs = lower(found, with_recompute(even_plan(found.graph, STAGES), "full")).programs
     sources = {name: program.source for name, program in programs.items()}
     assert all("self.recompute(" not in source for name, source in sources.items() if name.startswith("vision_tower"))
     assert sources["language_model.1"].count('self.recompute(\n            "full"') == 2
@@ -102,27 +145,38 @@ def test_frozen_layers_with_nothing_trainable_below_run_once_and_keep_nothing() 
     assert kept_bytes(stage, given, tensors.values()) == 0
 
 
-def _memory_of(family: Family, batch: Mapping[str, Any]) -> None:
-    """Assert that every stage keeps what the memory model says, to 10 %."""
-    model = family.build().requires_grad_(True)
+def kept_by_stages(model: nn.Module, found: Capture, batch: Mapping[str, Any], plan: Plan) -> dict[str, int]:
+    """Bytes that each stage keeps for the backward of one microbatch, measured."""
+    roots = root_values(found, batch)
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    programs, made, kept = lower(found, plan).programs, dict[str, Tensor](), dict[str, int]()
+    for name in in_order(programs):
+        stage, ports = load_stage(programs[name], tensors), programs[name].inputs
+        given = [made[p.name].detach().requires_grad_(p.gradient) if p.kind == "link" else roots[p.name] for p in ports]
+        made |= {p.name: value for p, value in zip(programs[name].outputs, stage(*given), strict=True)}
+        kept[name] = kept_bytes(stage, given, tensors.values())
+        assert (kept[name] > 0) == programs[name].has_backward, name
+    return kept
+
+
+def costs_of(table: CostTable, stage: Stage) -> list[LayerCost]:
+    """Of its layers, as they are run."""
+    costs = [table[own.component][layer] for own in stage.segments for layer in range(own.first, own.last)]
+    return recomputed_layers(costs, stage.recompute)
+
+
+def _memory_of(family: Family, batch: Mapping[str, Any], trained: Mapping[str, bool] = EVERYTHING) -> None:
+    """Assert that every stage keeps what the memory model says, to 10 %, and nothing where nothing below trains."""
+    model = family.build()
+    freeze(model, dict(trained))
     found = capture(model, batch)
     GradientFlow().run(found.graph)
-    table, roots = Cost().run(found.graph), root_values(found, completed(model, batch))
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    for recompute in ("none", *AGAIN):
-        plan = replace(even_plan(found.graph, STAGES), recompute=recompute)
-        programs, made = lower(found, plan).programs, dict[str, Tensor]()
-        for name in in_order(programs):
-            stage, ports = load_stage(programs[name], tensors), programs[name].inputs
-            given = [
-                made[p.name].detach().requires_grad_(p.gradient) if p.kind == "link" else roots[p.name] for p in ports
-            ]
-            made |= {p.name: value for p, value in zip(programs[name].outputs, stage(*given), strict=True)}
-            costs = [table[s.component][at] for s in plan.stage(name).segments for at in range(s.first, s.last)]
-            predicted = stage_activation_bytes([recomputed(cost, recompute) for cost in costs])
-            kept = kept_bytes(stage, given, tensors.values())
-            assert kept == pytest.approx(predicted, rel=0.1), (recompute, name)
-            assert kept > 0
+    table, batch = Cost().run(found.graph), completed(model, batch)
+    for recompute in ("none", *PLANS):
+        plan = planned(found.graph, recompute)
+        for name, kept in kept_by_stages(model, found, batch, plan).items():
+            predicted = stage_activation_bytes(costs_of(table, plan.stage(name)))
+            assert kept == pytest.approx(predicted, rel=0.1, abs=0), (recompute, name)
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
@@ -133,18 +187,63 @@ def test_stages_keep_what_the_memory_model_predicts(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl", "mllama"])
-def test_longer_sequences_too(name: str) -> None:
-    _memory_of(ALL[name], ALL[name].draw(Size(samples=4, length=200, media=2), seed=0))
+@pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED)
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "mllama", "qwen2_audio", "llama4"])
+def test_longer_sequences_too(name: str, trained: dict[str, bool]) -> None:
+    _memory_of(ALL[name], ALL[name].draw(LONG, seed=0), trained)
+
+
+def crowded(plan: Plan, share: float) -> Cluster:
+    """Devices with so much of the memory that the fullest stage of a plan needs."""
+    needed = max(stage.prediction.total_bytes for stage in plan.stages)
+    return replace(plan.cluster, device=replace(plan.cluster.device, memory_bytes=round(share * needed)))
+
+
+def test_a_plan_recomputes_what_its_memory_needs_and_its_stages_do_that() -> None:
+    model = ALL["llava"].build(torch.float64)
+    batch = completed(model, ALL["llava"].draw(LONG, seed=0, dtype=torch.float64))
+    freeze(model, FROZEN_TOWER)
+    found = with_present_flags(model, capture(model, batch))
+
+    def planned_on(cluster: Cluster) -> Plan:
+        stages = {"language_model": 2, "vision_tower": 1}
+        wanted = Wanted(cluster=cluster, stages=stages, attention=AttentionChoice(attention="model"), recompute="auto")
+        return make_plan(found, batch, wanted, fingerprint_of(found.graph))
+
+    ample = planned_on(Cluster.parse("1x4xH100"))
+    assert ample.recompute == "none", "nothing where everything fits"
+    plan = planned_on(crowded(ample, 0.5))
+    limit = plan.cluster.device.memory_bytes
+    assert plan.recompute == "mixed" and all(stage.prediction.total_bytes <= limit for stage in plan.stages)
+    assert "vision_tower" not in {component for component, _ in plan.modes}, "nothing below trains"
+    assert any(note.startswith("recompute by layer, as the memory needs; ") for note in plan.notes)
+    programs, values = lower(found, plan), root_values(found, batch)
+    again = [mode for mode in plan.modes.values() if mode != "none"]
+    assert sum(program.source.count("self.recompute(") for program in programs.programs.values()) == len(again) > 0
+    got = run_split(model, programs, values, load_stage).outcome
+    wanted = run_split(model, lower(found, with_recompute(plan, "none")), values, load_stage).outcome
+    assert difference(got, wanted).identical
+    # What the plan itself says, of all microbatches in flight.
+    table = Cost().run(found.graph)
+    for name, kept in kept_by_stages(model, found, batch, plan).items():
+        stage = plan.stage(name)
+        working = max(cost.working_bytes for cost in costs_of(table, stage)) if stage.has_backward else 0
+        assert stage.prediction.activation_bytes == pytest.approx(
+            stage.prediction.in_flight * kept + working, rel=0.1, abs=0
+        ), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", AGAIN)
-def test_processes_train_as_one_process_does(recompute: Recompute) -> None:
+@pytest.mark.parametrize("recompute", [*AGAIN, "auto"])
+def test_processes_train_as_one_process_does(recompute: Recompute | Literal["auto"]) -> None:
     steps = [samples(ALL["llava"], 8, dtype=torch.float64, seed=seed) for seed in (1, 3)]
     wanted = train(ALL["llava"].build(torch.float64), steps, num_microbatches=4)
     model, batch = ALL["llava"].build(torch.float64), collate(steps[0][:2])
-    plan = replace(mm.plan(model, batch, num_microbatches=4, stages={"language_model": 2}), recompute=recompute)
+    options = {"num_microbatches": 4, "stages": {"language_model": 2, "vision_tower": 1}}
+    plan = mm.plan(model, batch, cluster="1x4xH100", recompute="none" if recompute == "auto" else recompute, **options)
+    if recompute == "auto":
+        plan = mm.plan(model, batch, cluster=crowded(plan, 0.95), recompute="auto", **options)
+        assert plan.recompute != "none"
     with mm.parallelize(model, batch, plan, optimizer=ADAMW) as engine:
         losses = [engine.step(step).loss for step in steps]
         got = engine.state_dict()

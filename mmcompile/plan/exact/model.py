@@ -233,8 +233,9 @@ class Model:
                 return total
             working = literals.largest(k, own.working_bytes)
             for tail, longer in enumerate(self._tails[chain]):
-                held = own.held(self._problem.in_flight(tail + k - 1))
-                needed = literals.value(k - 1, held) - literals.value(k, held) + working
+                in_flight = self._problem.in_flight(tail + k - 1)
+                held, before = own.held(in_flight), own.held_before(in_flight)
+                needed = literals.value(k - 1, held) - literals.value(k, before) + working
                 self._solver.add(z3.Implies(longer, total >= needed))
         return self._measures[key]
 

@@ -4,6 +4,7 @@ Stages of a chain are counted from its end (1 is the last): the distance to the 
 The stage that is k-th from the end, layers i to j-1, takes the picoseconds of `times` and needs
 
     bytes(i, j) = fixed(i..j) + in_flight(tail + k - 1) * saved(i..j) + the most that one layer of it works with
+                  + what a stage that begins with layer i holds beside, fixed and in flight
 
 where `tail` is the number of stages between the chain's end and the loss. A chain that feeds another has the tail of
 that one plus the stages from the one that holds the entry layer to the end.
@@ -59,10 +60,14 @@ class Variant:
         """[N+1]: bytes of the first i layers with so many microbatches in flight, what they work with left out."""
         return _sums([layer.fixed_bytes + in_flight * layer.saved_bytes for layer in self.layers])
 
+    def held_before(self, in_flight: int) -> Table:
+        """[N+1]: what of `held` a stage that begins with layer i does without; it holds `held[j] - held_before[i]`."""
+        begins = [layer.begin_fixed_bytes + in_flight * layer.begin_saved_bytes for layer in self.layers]
+        return self.held(in_flight) - np.array([*begins, 0], dtype=np.int64)
+
     def needs(self, in_flight: int) -> Table:
         """[N+1, N+1]: bytes of a stage of layers i..j-1; 0 unless i < j."""
-        held = self.held(in_flight)
-        table = held[None, :] - held[:, None] + self._most_working
+        table = self.held(in_flight)[None, :] - self.held_before(in_flight)[:, None] + self._most_working
         table[_backward(len(table))] = 0
         return table
 

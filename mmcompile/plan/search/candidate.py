@@ -14,6 +14,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from mmcompile.costmodel.compute import Recompute
 from mmcompile.plan.chains import ChainLayer, ChainSet
 from mmcompile.plan.plan import Chain, Segment, Stage, StagePrediction
 from mmcompile.plan.search.messages import Messages, place
@@ -54,6 +55,8 @@ class CandidateStage:
     """For backward, of the worst microbatch."""
     working_bytes: int
     in_flight: int
+    modes: tuple[Recompute | None, ...] | None = None
+    """What each layer computes again, None for a layer with nothing to win; None: that of the setting."""
 
     @property
     def backward_s(self) -> float:
@@ -184,22 +187,35 @@ class Candidate:
         """[draws, stages of the chain, microbatches, 3]."""
         degrees, layers = self.degrees[chain], self.chains.chains[chain].layers
         loads = self.problem.drawn_loads(self.setting, degrees, last=chain == len(self.degrees) - 1)
-        sharding = degrees.sharding(self.setting.recompute)
+        modes = self.modes_of(chain)
         draws, count = next(iter(loads.values())).shape[:2]
         own = [stage for stage in self.stages if stage.chain == chain]
         stage_of = np.repeat(np.arange(len(own)), [stage.last - stage.first for stage in own])
         seconds = np.zeros((len(own), draws * count * 3))
-        for component, share in dict.fromkeys((layer.component, layer.share) for layer in layers):
+        kinds: list[tuple[str, float, Recompute]] = [
+            (layer.component, layer.share, mode) for layer, mode in zip(layers, modes, strict=True)
+        ]
+        for kind in dict.fromkeys(kinds):
+            component, share, mode = kind
             rows = loads[component].reshape(-1, 2) * share
+            sharding = degrees.sharding(mode)
             each = self.problem.pricing.group_durations(component, rows[:, 0], rows[:, 1], sharding)
             group_of = self.problem.pricing.groups(component)
             # How many layers of each group a stage has.
             held = np.zeros((len(own), len(each)))
-            for stage, layer in zip(stage_of, layers, strict=True):
-                if layer.component == component and layer.share == share:
+            for stage, layer, own_kind in zip(stage_of, layers, kinds, strict=True):
+                if own_kind == kind:
                     held[stage, group_of[layer.index]] += 1.0
             seconds += held @ each.reshape(len(each), -1)
         return np.moveaxis(seconds.reshape(len(own), draws, count, 3), 0, 1)
+
+    def modes_of(self, chain: int) -> list[Recompute]:
+        """What each layer of a chain computes again."""
+        found: list[Recompute] = []
+        for stage in (own for own in self.stages if own.chain == chain):
+            for mode in stage.modes or (self.setting.recompute,) * (stage.last - stage.first):
+                found.append("none" if mode is None else mode)
+        return found
 
     def flow(self) -> Flow:
         """What one microbatch does: it passes through every stage."""
@@ -232,7 +248,12 @@ class Candidate:
         return tuple(self._stage(name, stage) for name, stage in zip(self.names, self.stages, strict=True))
 
     def _stage(self, name: str, stage: CandidateStage) -> Stage:
-        part = self.chains.chains[stage.chain].layers[stage.first : stage.last]
+        chain = self.chains.chains[stage.chain]
+        part = chain.layers[stage.first : stage.last]
+        backward = np.diff(self.problem.priced(chain, self.degrees[stage.chain], self.setting).backward)
+        uniform: list[Recompute | None] = [self.setting.recompute] * len(part)
+        for layer in np.flatnonzero(backward[stage.first : stage.last] == 0).tolist():
+            uniform[layer] = None
         return Stage(
             name=name,
             segments=_segments(part),
@@ -250,6 +271,7 @@ class Candidate:
                 activation_bytes=stage.activation_bytes,
                 in_flight=stage.in_flight,
             ),
+            recompute=stage.modes or tuple(uniform),
         )
 
 
@@ -364,8 +386,8 @@ def _stage(
         weight_grad_s=float(priced.weight_grad_s[last] - priced.weight_grad_s[first]),
         parameter_bytes=int(priced.parameter_bytes[last] - priced.parameter_bytes[first]),
         trainable_bytes=int(priced.trainable_bytes[last] - priced.trainable_bytes[first]),
-        saved_bytes=int(priced.saved_bytes[last] - priced.saved_bytes[first]),
-        worst_bytes=int(priced.worst_bytes[last] - priced.worst_bytes[first]),
+        saved_bytes=int(priced.saved_bytes[last] - priced.saved_bytes[first] + priced.shared_bytes[first]),
+        worst_bytes=int(priced.worst_bytes[last] - priced.worst_bytes[first] + priced.worst_shared_bytes[first]),
         working_bytes=int(priced.working_bytes[first:last].max()),
         in_flight=in_flight(setting.schedule, depth, setting.num_microbatches) if has_backward else 0,
     )

@@ -32,7 +32,6 @@ def plan_of(engine: BranchAndBound, best: Judged, *, strategy: str = "auto") -> 
         predicted=predicted(best, engine.lower_bound_s),
         rejected=tuple(_rejected(engine, best)),
         schedule=setting.schedule,
-        recompute=setting.recompute,
         strategy=strategy,
         microbatch_samples=0.0 if problem.global_batch is None else setting.samples,
         data=_data(problem),

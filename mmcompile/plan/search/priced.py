@@ -37,6 +37,10 @@ class PricedChain:
     """For backward, by the worst microbatch."""
     working_bytes: NDArray[np.int64]
     """[layers]: while the layer runs its backward, by the worst microbatch."""
+    shared_bytes: NDArray[np.int64]
+    """[layers]: for backward too, of a stage that begins with the layer, by the mean microbatch."""
+    worst_shared_bytes: NDArray[np.int64]
+    """[layers]: the same by the worst microbatch."""
     output_bytes: NDArray[np.int64]
     """[layers]: of one rank, by the mean microbatch."""
     whole_bytes: NDArray[np.int64]
@@ -86,7 +90,7 @@ def price_chain(pricing: Pricing, chain: ChainSpec, sharding: Sharding, loads: S
         np.add.at(parts[key].counts, group, 1)
         rows.append(parts[key].seconds[group])
         columns.append(parts[key].sizes[group])
-    seconds, sizes = np.concatenate(rows), np.concatenate(columns)  # [layers, loads, 3], [layers, loads, 8]
+    seconds, sizes = np.concatenate(rows), np.concatenate(columns)  # [layers, loads, 3], [layers, loads, 10]
     totals = seconds.sum(axis=2)
     running_s = np.concatenate([np.zeros((1, *seconds.shape[1:])), np.cumsum(seconds, axis=0)])
     running = np.concatenate([np.zeros((1, *sizes.shape[1:]), dtype=np.int64), np.cumsum(sizes, axis=0)])
@@ -105,6 +109,8 @@ def price_chain(pricing: Pricing, chain: ChainSpec, sharding: Sharding, loads: S
             working_bytes=sizes[:, index, 5],
             output_bytes=sizes[:, index, 6],
             whole_bytes=sizes[:, index, 7],
+            shared_bytes=sizes[:, index, 8],
+            worst_shared_bytes=sizes[:, index, 9],
             slowest_s=float(slowest[index]),
             waited=float(1.0 - late[index]),
             body=_body(list(parts.values()), index),
@@ -122,7 +128,8 @@ class _Part:
     seconds: NDArray[np.float64]
     """[groups, loads, 3]"""
     sizes: NDArray[np.int64]
-    """[groups, loads, 8]: backward, parameters, trainable, saved, saved by the worst, working, output, output of the replica."""
+    """[groups, loads, 10]: backward, parameters, trainable, saved, saved by the worst, working, output, output of the replica,
+    shared, shared by the worst."""
 
     @classmethod
     def of(
@@ -148,6 +155,8 @@ class _Part:
             np.maximum(worst.working, own.working),
             own.output,
             sent.output,
+            own.shared,
+            np.maximum(worst.shared, own.shared),
         )
         return cls(
             counts=np.zeros(len(seconds), dtype=np.int64),
@@ -168,7 +177,7 @@ def _body(parts: Sequence[_Part], index: int) -> Body:
         totals = part.seconds[:, index].sum(axis=1).tolist()
         for total, count, row in zip(totals, part.counts.tolist(), part.sizes[:, index].tolist(), strict=True):
             if count and (best is None or total * count > best[0]):
-                _, parameter, trainable, saved, worst, working, _, _ = row
+                _, parameter, trainable, saved, worst, working, *_ = row
                 fixed = parameter + (1 + OPTIMIZER_STATES) * trainable + worst - saved
                 best = (
                     total * count,

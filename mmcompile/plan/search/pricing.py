@@ -21,8 +21,9 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost, LayerTimes, Recompute, layer_times
 from mmcompile.costmodel.load import Load
 from mmcompile.costmodel.memory import recomputed
-from mmcompile.costmodel.sharding import context_parallel, fully_sharded, tensor_parallel
-from mmcompile.passes.cost_table import CostTable, GrowingCost
+from mmcompile.costmodel.sharding import TensorShare, context_parallel, fully_sharded, tensor_parallel
+from mmcompile.passes.cost_table import CostTable
+from mmcompile.plan.search.layer_groups import LayerGroup, LayerGroups
 
 _AMOUNTS = (
     "forward_flops",
@@ -39,6 +40,7 @@ _AMOUNTS = (
     "activation_bytes",
     "working_bytes",
     "output_bytes",
+    "shared_bytes",
 )
 """The first `_TIMED` make up the seconds, the others are those of `Sizes`."""
 _TIMED = 9
@@ -55,6 +57,8 @@ class Sharding:
     fsdp: int = 1
     """Replicas that share its parameters, gathering them when they are needed."""
     recompute: Recompute = "none"
+    mixed: bool = False
+    """Other layers of its stage compute again otherwise than this one."""
 
 
 WHOLE = Sharding()
@@ -71,6 +75,7 @@ class Sizes:
     activation: NDArray[np.int64]
     working: NDArray[np.int64]
     output: NDArray[np.int64]
+    shared: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +88,26 @@ class Pricing:
     dtype: str
     merging: frozenset[str] = frozenset()
     """Components whose first layer merges rows of other components: ranks that share tokens do all of its work."""
+    token_sharing: frozenset[str] | None = None
+    """Components whose tokens ranks can share; of others each does all of the work. None: of all components."""
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Component -> kind of each layer, as the calibration knows them."""
     calibration: Calibration | None = None
     given_cp: int = 1
     """Costs are already those of one of so many ranks that share the tokens."""
     tensor_degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Component -> numbers of ranks that can share its tensors; at any other, each does all of its work. Absent: all can."""
-    _groups: dict[str, _Groups] = field(default_factory=dict, repr=False, compare=False)
+    """Component -> numbers of ranks that can share its tensors; at any other, each does all of its work, if `tensor_shares` does
+    not know better. Absent: all can."""
+    tensor_shares: Mapping[str, Mapping[int, tuple[TensorShare, ...]]] = field(default_factory=dict)
+    """Component -> number of ranks -> what those that share the tensors of each layer exchange at the captured load, and hold in
+    parts. Absent: `TensorShare.assumed`."""
+    _groups: dict[str, LayerGroups] = field(default_factory=dict, repr=False, compare=False)
     _tables: dict[tuple[str, Load | None], tuple[LayerCost, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _shared: dict[tuple[LayerCost, Sharding, bool], LayerCost] = field(default_factory=dict, repr=False, compare=False)
+    _shared: dict[tuple[LayerCost, Sharding, bool, TensorShare | None], LayerCost] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _priced: dict[tuple[str, Load | None, Sharding], tuple[tuple[LayerCost, LayerTimes], ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -121,7 +134,7 @@ class Pricing:
         if key not in self._priced:
             groups = self._grouped(component)
             each = [
-                self._price(cost, group, load, sharding)
+                self._price(component, cost, group, load, sharding)
                 for cost, group in zip(self._costs(component, load), groups.groups, strict=True)
             ]
             self._priced[key] = tuple(each[group] for group in groups.of_layer)
@@ -163,6 +176,7 @@ class Pricing:
             activation=whole[:, 2] * runs,
             working=whole[:, 3] * runs,
             output=whole[:, 4] * runs,
+            shared=whole[:, 5] * runs,
         )
 
     def durations(
@@ -201,15 +215,23 @@ class Pricing:
 
     def _possible(self, component: str, sharding: Sharding) -> Sharding:
         """The sharding as far as the component goes along with it."""
+        if not self._shares_tokens(component):
+            sharding = replace(sharding, cp=1)
         degrees = self.tensor_degrees.get(component)
-        return sharding if degrees is None or sharding.tp in degrees else replace(sharding, tp=1)
+        known = sharding.tp in self.tensor_shares.get(component, ())
+        return sharding if known or degrees is None or sharding.tp in degrees else replace(sharding, tp=1)
 
-    def _grouped(self, component: str) -> _Groups:
+    def _shares_tokens(self, component: str) -> bool:
+        return self.token_sharing is None or component in self.token_sharing
+
+    def _grouped(self, component: str) -> LayerGroups:
         if component not in self._groups:
             growing = self.table.growing.get(component) or self.table[component]
             kinds = self.kinds.get(component, ("",) * len(growing))
             merges = (component in self.merging, *(False,) * (len(growing) - 1))
-            self._groups[component] = _Groups.of(growing, kinds, merges)
+            by_degree = self.tensor_shares.get(component, {})
+            shares = [tuple((tp, each[index]) for tp, each in by_degree.items()) for index in range(len(growing))]
+            self._groups[component] = LayerGroups.of(growing, kinds, merges, shares)
         return self._groups[component]
 
     def _costs(self, component: str, load: Load | None) -> tuple[LayerCost, ...]:
@@ -230,29 +252,43 @@ class Pricing:
                 self._tables[key] = tuple(table[component][index] for index in first)
         return self._tables[key]
 
-    def _share(self, cost: LayerCost, sharding: Sharding, merges: bool) -> LayerCost:
-        key = (cost, sharding, merges)
+    def _share(
+        self, component: str, cost: LayerCost, group: LayerGroup, load: Load | None, sharding: Sharding
+    ) -> LayerCost:
+        share = dict(group.shares).get(sharding.tp)
+        if share is not None:
+            already = self.given_cp if self._shares_tokens(component) and not group.merges else 1
+            share = share.scaled(self._rows(component, load) / already)
+        key = (cost, sharding, group.merges, share)
         if key not in self._shared:
             again, cluster = sharding.recompute, self.cluster
-            cost = tensor_parallel(recomputed(cost, again), sharding.tp, cluster, recompute=again)
-            if not merges:
+            cost = recomputed(cost, again, mixed=sharding.mixed)
+            cost = tensor_parallel(cost, sharding.tp, cluster, recompute=again, share=share)
+            if not group.merges:
                 stride = sharding.tp
                 cp = max(1, sharding.cp // self.given_cp)
                 cost = context_parallel(cost, cp, cluster, dtype=self.dtype, recompute=again, stride=stride)
             self._shared[key] = fully_sharded(cost, sharding.fsdp, cluster, dtype=self.dtype)
         return self._shared[key]
 
+    def _rows(self, component: str, load: Load | None) -> float:
+        """How many times the captured rows a load has."""
+        if load is None or component not in self.table.growing:
+            return 1.0
+        captured = self.table.captured_loads[component].tokens
+        return load.tokens / captured if captured else 0.0
+
     def _price(
-        self, whole: LayerCost, group: _Group, load: Load | None, sharding: Sharding
+        self, component: str, whole: LayerCost, group: LayerGroup, load: Load | None, sharding: Sharding
     ) -> tuple[LayerCost, LayerTimes]:
-        cost = self._share(whole, sharding, group.merges)
+        cost = self._share(component, whole, group, load, sharding)
         analytic = layer_times(cost, self.cluster.device, self.dtype)
         if self.calibration is None or load is None or load.tokens <= 0:
             return cost, analytic
         measured, known = self._known(group.kind, load, sharding.tp)
         if measured is None:
             return cost, analytic
-        base = layer_times(self._share(whole, known, group.merges), self.cluster.device, self.dtype)
+        base = layer_times(self._share(component, whole, group, load, known), self.cluster.device, self.dtype)
         return cost, LayerTimes(
             forward_s=_scaled(measured.forward_s, analytic.forward_s, base.forward_s),
             input_grad_s=_scaled(measured.input_grad_s, analytic.input_grad_s, base.input_grad_s),
@@ -293,7 +329,7 @@ class Pricing:
     def _amounts(self, component: str, load: Load | None, sharding: Sharding) -> NDArray[np.float64]:
         groups = self._grouped(component).groups
         costs = [
-            self._share(cost, sharding, group.merges)
+            self._share(component, cost, group, load, sharding)
             for cost, group in zip(self._costs(component, load), groups, strict=True)
         ]
         return np.array([[float(getattr(cost, name)) for name in _AMOUNTS] for cost in costs])
@@ -314,7 +350,7 @@ class Pricing:
         found[..., 2] = runs * backward_s * (1 - share)
         return found
 
-    def _measured(self, component: str, group: _Group, tp: int) -> tuple[NDArray[np.float64], Sharding] | None:
+    def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], Sharding] | None:
         """[3, 3]: measured forward, input gradient, weight gradient as fixed, per token, per square; in which sharding."""
         if component not in self.table.growing:
             return None
@@ -350,34 +386,3 @@ def _affine(points: NDArray[np.float64], at: Load) -> NDArray[np.float64]:
 def _scaled(measured_s: float, analytic_s: float, base_s: float) -> float:
     """Measured seconds of one layout, carried to another by the ratio of the roofline's."""
     return measured_s * analytic_s / base_s if base_s else analytic_s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Group:
-    """Layers of one component that cost the same at every load."""
-
-    first: int
-    """The first of them."""
-    kind: str
-    merges: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Groups:
-    of_layer: NDArray[np.int64]
-    """[layers]: the group of each."""
-    groups: tuple[_Group, ...]
-
-    @classmethod
-    def of(
-        cls, growing: Sequence[GrowingCost] | Sequence[LayerCost], kinds: Sequence[str], merges: Sequence[bool]
-    ) -> _Groups:
-        number: dict[tuple[GrowingCost | LayerCost, str, bool], int] = {}
-        groups: list[_Group] = []
-        of_layer: list[int] = []
-        for index, key in enumerate(zip(growing, kinds, merges, strict=True)):
-            if key not in number:
-                number[key] = len(groups)
-                groups.append(_Group(first=index, kind=key[1], merges=key[2]))
-            of_layer.append(number[key])
-        return cls(of_layer=np.array(of_layer), groups=tuple(groups))

@@ -16,8 +16,8 @@ from mmcompile.ir.graph import ModelGraph
 from mmcompile.plan.chains import ChainSet, ChainSpec
 from mmcompile.plan.plan import Fingerprint
 from mmcompile.plan.search.priced import OPTIMIZER_STATES as OPTIMIZER_STATES
+from mmcompile.plan.search.priced import Loads, price_chain
 from mmcompile.plan.search.priced import PricedChain as PricedChain
-from mmcompile.plan.search.priced import price_chain
 from mmcompile.plan.search.pricing import Pricing, Sharding
 from mmcompile.plan.search.replicas import Decided, decided_replicas
 from mmcompile.plan.search.settings import Degrees, SearchSpace, Setting
@@ -217,26 +217,27 @@ class Problem:
 
     def price(self, chain: ChainSpec, ways: Iterable[tuple[Degrees, Setting]]) -> None:
         """Do many of `priced` at once, which is several times faster."""
-        last = self.loss_component in chain.components
         new: dict[Sharding, dict[tuple[object, ...], tuple[Degrees, Setting]]] = {}
         for degrees, setting in ways:
             key = self._key(chain, degrees, setting)
             if key not in self._priced:
                 new.setdefault(degrees.sharding(setting.recompute), {}).setdefault(key, (degrees, setting))
         for sharding, missing in new.items():
-            loads = [
-                {
-                    name: (
-                        self.mean_load(name, setting, degrees, last=last),
-                        self.worst_load(name, setting.samples_of(degrees)),
-                    )
-                    for name in chain.components
-                }
-                for degrees, setting in missing.values()
-            ]
+            loads = [self.loads_of(chain, degrees, setting) for degrees, setting in missing.values()]
             for key, priced in zip(missing, price_chain(self.pricing, chain, sharding, loads), strict=True):
                 # The chain is kept with its prices, so that its id stays its own.
                 self._priced[key] = (chain, priced)
+
+    def loads_of(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> Loads:
+        """Mean and worst load of each component of a chain."""
+        last = self.loss_component in chain.components
+        return {
+            name: (
+                self.mean_load(name, setting, degrees, last=last),
+                self.worst_load(name, setting.samples_of(degrees)),
+            )
+            for name in chain.components
+        }
 
     def _key(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> tuple[object, ...]:
         drawn = self.workload is not None and self.workload.stats is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,16 +28,16 @@ def sample_rates(
     problem, setting = candidate.problem, candidate.setting
     pricing = pricing or problem.pricing
     found: list[SampleRate] = []
-    for chain, degrees in zip(candidate.chains.chains, candidate.degrees, strict=True):
+    for number, (chain, degrees) in enumerate(zip(candidate.chains.chains, candidate.degrees, strict=True)):
         last = problem.loss_component in chain.components
-        sharding = degrees.sharding(setting.recompute)
+        shardings = [degrees.sharding(mode) for mode in candidate.modes_of(number)]
         for component in chain.components:
             load = problem.mean_load(component, setting, degrees, last=last)
             if load is None:
                 load = pricing.table.loads[component] * (setting.samples_of(degrees) / problem.graph.num_samples)
             if load.tokens <= 0:
                 load = pricing.table.captured_loads[component]
-            slope = _Slope.of(pricing, chain, component, load, sharding)
+            slope = _Slope.of(pricing, chain, component, load, shardings)
             found.append(
                 SampleRate(
                     chain=chain.name,
@@ -57,13 +57,15 @@ class _Slope:
     activation_bytes: NDArray[np.float64]
 
     @classmethod
-    def of(cls, pricing: Pricing, chain: ChainSpec, component: str, at: Load, sharding: Sharding) -> _Slope:
+    def of(cls, pricing: Pricing, chain: ChainSpec, component: str, at: Load, shardings: Sequence[Sharding]) -> _Slope:
+        """`shardings`: of each layer of the chain."""
         tokens, squares = at.tokens * np.array([1.0, 2.0, 1.0]), at.squares * np.array([1.0, 1.0, 2.0])
         seconds, saved = np.zeros(3), np.zeros(3)
-        own = [layer for layer in chain.layers if layer.component == component]
-        for share in dict.fromkeys(layer.share for layer in own):
+        layers = zip(chain.layers, shardings, strict=True)
+        own = [(layer.index, layer.share, sharding) for layer, sharding in layers if layer.component == component]
+        for share, sharding in dict.fromkeys((share, sharding) for _, share, sharding in own):
             each, sizes = pricing.bulk(component, tokens * share, squares * share, sharding)
-            group = pricing.groups(component)[[layer.index for layer in own if layer.share == share]]
+            group = pricing.groups(component)[[index for index, *kind in own if tuple(kind) == (share, sharding)]]
             seconds += each[group].sum(axis=(0, 2))
             saved += sizes.activation[group].sum(axis=0)
         return cls(seconds=seconds, activation_bytes=saved)

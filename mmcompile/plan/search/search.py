@@ -15,6 +15,7 @@ from dataclasses import replace
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost
+from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost_table import CostTable
@@ -48,6 +49,7 @@ def search(
     replicas: Mapping[str, int] | None = None,
     tensor_parallel: Mapping[str, int] | None = None,
     tensor_degrees: Mapping[str, tuple[int, ...]] | None = None,
+    tensor_shares: Mapping[str, Mapping[int, tuple[TensorShare, ...]]] | None = None,
     fsdp: Collection[str] = (),
     projector: ProjectorPlacement | None = None,
     num_devices: int | None = None,
@@ -81,6 +83,7 @@ def search(
         replicas=replicas,
         tensor_parallel=tensor_parallel,
         tensor_degrees=tensor_degrees,
+        tensor_shares=tensor_shares,
         fsdp=fsdp,
         projector=projector,
         num_devices=num_devices,
@@ -110,6 +113,7 @@ def problem_of(
     replicas: Mapping[str, int] | None = None,
     tensor_parallel: Mapping[str, int] | None = None,
     tensor_degrees: Mapping[str, tuple[int, ...]] | None = None,
+    tensor_shares: Mapping[str, Mapping[int, tuple[TensorShare, ...]]] | None = None,
     fsdp: Collection[str] = (),
     projector: ProjectorPlacement | None = None,
     num_devices: int | None = None,
@@ -136,6 +140,7 @@ def problem_of(
             Without a global batch, chains left get as many as the last, which has 1 if it is not named.
         tensor_parallel: chain or component name -> ranks that share its tensors, 1 for those not named; None: any of the space.
         tensor_degrees: component name -> numbers of ranks that can share its tensors (`tensor_axes`); absent: all can.
+        tensor_shares: component name -> number of ranks -> what they exchange and hold in parts, by layer; absent: assumed.
         fsdp: chains and components whose replicas share their parameters.
         projector: where projectors go; None lets the simulator choose.
         num_devices: use only so many devices.
@@ -165,10 +170,12 @@ def problem_of(
         cluster=cluster,
         dtype=dtype,
         merging=frozenset(consumer for _, consumer, _ in graph.edges),
+        token_sharing=frozenset((graph.loss_component,)),
         kinds=kinds or {},
         calibration=calibration,
         given_cp=shards,
         tensor_degrees=tensor_degrees or {},
+        tensor_shares=tensor_shares or {},
     )
     if "disjoint" not in space.placements:
         sets = ()

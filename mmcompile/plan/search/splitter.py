@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -91,12 +90,15 @@ class Splitter:
         saved = np.diff(priced.saved_bytes)
         extra = np.diff(priced.worst_bytes) - saved
         fixed = np.diff(priced.parameter_bytes) + (1 + OPTIMIZER_STATES) * np.diff(priced.trainable_bytes) + extra
+        begin_extra = priced.worst_shared_bytes - priced.shared_bytes
         sends = [p2p_seconds(num_bytes, link) for num_bytes in priced.output_bytes.tolist()]
         return [
             PartitionLayer(
                 seconds=seconds[index],
                 fixed_bytes=int(fixed[index]),
                 saved_bytes=int(saved[index]),
+                begin_fixed_bytes=int(begin_extra[index]),
+                begin_saved_bytes=int(priced.shared_bytes[index]),
                 send_s=sends[index],
                 return_s=sends[index] if backward[index] else 0.0,
             )
@@ -109,25 +111,27 @@ def _scheduled(
 ) -> tuple[list[PartitionLayer], int | None, int]:
     """Layers, memory limit and microbatches in flight such that 1F1B's `min(depth + 1, n)` counts as the schedule's.
 
-    Activations computed again are alive one layer at a time: most layers' are set aside once, the rest of a larger one counts
-    with its layer.
+    Activations computed again, and gathered parameters, are alive one layer at a time.
     """
     if memory_bytes is None:
         return layers, None, flights
     working = priced.working_bytes.tolist()
-    usual = Counter(working).most_common(1)[0][0]
+    least = min(working)
     times, less, flights = _in_flight(setting, flights)
     layers = [
         PartitionLayer(
             seconds=layer.seconds,
-            fixed_bytes=layer.fixed_bytes + max(0, own - usual) - less * layer.saved_bytes,
+            fixed_bytes=layer.fixed_bytes - less * layer.saved_bytes,
             saved_bytes=times * layer.saved_bytes,
+            begin_fixed_bytes=layer.begin_fixed_bytes - less * layer.begin_saved_bytes,
+            begin_saved_bytes=times * layer.begin_saved_bytes,
+            working_bytes=own - least,
             send_s=layer.send_s,
             return_s=layer.return_s,
         )
         for layer, own in zip(layers, working, strict=True)
     ]
-    return layers, memory_bytes - usual, flights
+    return layers, memory_bytes - least, flights
 
 
 def _in_flight(setting: Setting, flights: int) -> tuple[int, int, int]:

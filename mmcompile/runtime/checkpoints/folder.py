@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from mmcompile.errors import CheckpointError
 from mmcompile.runtime.control.fail_points import fail_point
 
@@ -18,13 +20,13 @@ def replacing(folder: Path) -> Iterator[Path]:
     """An empty folder to fill, beside another one. `swap` puts it in the other's place; what is not swapped is removed.
 
     Raises:
-        CheckpointError: for an OSError of any kind (a full disk, no permission). The old folder is untouched.
+        CheckpointError: for an error of writing of any kind (a full disk, no permission). The old folder is untouched.
     """
     fresh = Path()
     try:
         fresh = make_fresh(folder)
         yield fresh
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise unwritable(folder, error) from error
     finally:
         if fresh != Path():

@@ -12,12 +12,15 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from mmcompile.errors import CheckpointError
 from mmcompile.runtime.checkpoints.folder import place_of
@@ -27,6 +30,7 @@ from mmcompile.runtime.optimizer import Hyper, OptimizerSpec
 CHECKPOINT_VERSION = 2
 STATE = "trainer.json"
 _DATA = "data.pt"
+_SAMPLED = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,8 @@ class TrainerState:
     """Trained on so far, over all steps and replicas."""
     cursor: str | None = None
     """Of the data, for a run that reads it by itself."""
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    """Parameter that does not train -> its `fingerprint`: it is not in the checkpoint, and what trains was trained with it."""
     version: int = CHECKPOINT_VERSION
     index: str = ""
     """Digest of the index."""
@@ -144,6 +150,16 @@ def read_state(place: Path) -> TrainerState:
     if _digest(trainer) != trainer.digest:
         raise damaged(place, f"{STATE} is not as it was written")
     return trainer
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Of a tensor's dtype, shape and about a thousand elements spread over it: told in microseconds, whatever its size.
+
+    Other weights (another model, another training of it) differ nearly everywhere, so a sample tells them apart.
+    """
+    flat = tensor.detach().reshape(-1)
+    drawn = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous().view(torch.uint8)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}:{zlib.crc32(drawn.numpy().tobytes()):08x}"
 
 
 def files_of(folder: Path) -> frozenset[str]:

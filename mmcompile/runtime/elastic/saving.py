@@ -85,7 +85,12 @@ def save(
     complete = job.user.complete(weights, aliases)
     content = Checkpoint(
         trainer=TrainerState(
-            step=moment.step, optimizer=job.optimizer, hyper=moment.hyper, seed=job.seed, cursor=moment.cursor
+            step=moment.step,
+            optimizer=job.optimizer,
+            hyper=moment.hyper,
+            seed=job.seed,
+            cursor=moment.cursor,
+            frozen=job.user.frozen(),
         ),
         weights=job.user.trainable(complete),
         optimizer=wire.under("state/", tensors),

@@ -150,7 +150,7 @@ def _run(program: StageProgram, values: _Values, backend: str) -> None:
     stage = load_compiled_stage(*values.held(program), values.device, backend=backend)
     inputs = values.inputs(program, gradient=program.has_backward)
     with torch.set_grad_enabled(program.has_backward):
-        results = stage(*inputs)
+        results, _ = stage.run_deferring(*inputs)
     wanted = [
         value
         for port, value in zip(program.outputs, results, strict=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import LayerCost
+from mmcompile.costmodel.comm import all_reduce_s
+from mmcompile.costmodel.compute import LayerCost, seconds
+from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ComponentKind
+from mmcompile.passes.cost_table import CostTable
 from mmcompile.plan.chains import chain_sets
 from mmcompile.plan.plan import Plan
 from mmcompile.plan.search.baselines import BASELINES, baseline
@@ -20,7 +24,7 @@ from mmcompile.plan.search.judge import expected_s
 from mmcompile.plan.search.pricing import Pricing
 from mmcompile.plan.search.problem import Problem
 from mmcompile.plan.search.search import search
-from mmcompile.plan.search.settings import SearchSpace
+from mmcompile.plan.search.settings import Degrees, SearchSpace
 
 GRAPH = toy_graph(
     {
@@ -150,6 +154,38 @@ def test_tensor_parallel_ranks_of_one_degree() -> None:
     found = baseline("frozen-unaware", problem("2x4xA100-80G", space=SearchSpace(tp=(2,), microbatches=(16,))))
     assert found.num_ranks == 8
     assert {degrees.tp for degrees in found.degrees} == {2}
+
+
+def test_a_degree_that_does_not_divide_is_priced_as_ranks_run_it() -> None:
+    """Eight ranks share half of the work of the vision tower (its heads do not divide), of the projector nothing is known."""
+    where = Cluster.parse("1x8xA100-80G")
+    half = TensorShare(
+        sums=1, summed_bytes=10**6, copies=0, copied_bytes=0, parameter_bytes=0, trainable_bytes=0, work=0.5
+    )
+    pricing = Pricing(
+        table=CostTable(layers=COSTS),
+        cluster=where,
+        dtype="bfloat16",
+        tensor_degrees={"vision": (1, 2, 4), "projector": (1,)},
+        tensor_shares={"vision": {8: (half,) * 6}},
+    )
+    whole = problem(space=SearchSpace(tp=(8,), microbatches=(16,)))
+    found = baseline("equal-layers", replace(whole, pricing=pricing))
+    assert found.degrees == (Degrees(tp=8),)
+
+    def flops(costs: Sequence[LayerCost]) -> float:
+        return sum(seconds(own.forward_flops, 0, 0, where.device, "bfloat16") for own in costs)
+
+    launches = sum(own.kernels for costs in COSTS.values() for own in costs) * where.device.launch_s
+
+    vision = flops(COSTS["vision"]) * (0.5 + 0.5 / 8) + 6 * all_reduce_s(10**6, 8, where)
+    rest = flops([*COSTS["audio"], *COSTS["language_model"]]) / 8
+    blocks = sum(
+        (2 if own.attention_flops else 1) * all_reduce_s(own.output_bytes, 8, where)
+        for own in (*COSTS["audio"], *COSTS["language_model"])
+    )
+    wanted = vision + rest + blocks + flops(COSTS["projector"]) + launches
+    assert found.stages[0].forward_s == pytest.approx(wanted, rel=1e-3)
 
 
 def test_as_strategies_they_propose_one_candidate_or_none() -> None:

@@ -7,13 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sized_plan import vision_language_72b
-from toy_plan import cost, frozen
+from toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
 from mmcompile.costmodel.calibration import Calibration, KindCosts, Measurement
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import LayerTimes, layer_times
+from mmcompile.costmodel.compute import LayerTimes, layer_times, seconds
 from mmcompile.costmodel.load import NO_LOAD, Load
+from mmcompile.ir.graph import ComponentKind
 from mmcompile.plan.search.pricing import WHOLE, Pricing, Sharding
+from mmcompile.plan.search.projector_only import fresh
+from mmcompile.plan.search.search import problem_of
+from mmcompile.plan.search.settings import Degrees, SearchSpace, Setting
 
 CLUSTER = Cluster.parse("2x8xH100")
 GRAPH, TABLE = vision_language_72b()
@@ -60,6 +64,42 @@ def test_many_loads_at_once_give_the_same_seconds_and_bytes(component: str, reco
                 pytest.approx(size, rel=1e-6) for size in wanted
             ]
             assert bool(sizes.backward[group[layer], index]) == own.has_backward
+
+
+def test_ranks_that_share_tokens_compute_encoders_whole() -> None:
+    """In one line with the language model, which alone shares its tokens; tensors are shared all the same."""
+    pricing = fresh(PRICING, token_sharing=frozenset({"language_model"}))
+    for component, cp in (("vision", 1), ("projector", 1), ("language_model", 4)):
+        for tp in (1, 2):
+            wanted = PRICING.layers(component, LOADS[1], Sharding(tp=tp, cp=cp))
+            assert pricing.layers(component, LOADS[1], Sharding(tp=tp, cp=4)) == wanted
+            bulk = [
+                priced.bulk(component, *columns(LOADS), Sharding(tp=tp, cp=n))[0]
+                for priced, n in ((pricing, 4), (PRICING, cp))
+            ]
+            assert np.array_equal(bulk[0], bulk[1])
+
+
+def test_problems_know_whose_tokens_are_shared() -> None:
+    """A line on two ranks: the encoder's products at full length, half of the language model's."""
+    graph = toy_graph(
+        {"vision": (ComponentKind.ENCODER, 2), "language_model": (ComponentKind.LANGUAGE_MODEL, 2)},
+        [("vision", "language_model")],
+    )
+    costs = {"vision": (frozen(300),) * 2, "language_model": (cost(200),) * 2}
+    space = SearchSpace(cp=(2,), placements=("colocated",), microbatches=(2,))
+    problem = problem_of(graph, costs, CLUSTER, dtype="bfloat16", fingerprint=FINGERPRINT, space=space, global_batch=2)
+    (chain,) = problem.sets[0].chains
+    priced = problem.priced(chain, Degrees(cp=2), Setting(num_microbatches=2, samples=1))
+    device = CLUSTER.device
+
+    def seconds_of(gflops: float) -> float:
+        return seconds(round(gflops * 1e9), 0, 10, device, "bfloat16")
+
+    forward_s = np.diff(priced.forward_s)
+    # The first layer of the language model merges the encoder's rows: it stays whole, too.
+    wanted = [seconds_of(300), seconds_of(300), seconds_of(200), seconds_of(100)]
+    assert forward_s.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_durations_are_those_of_the_layers_and_nothing_without_tokens() -> None:

@@ -21,14 +21,21 @@ from torch._dynamo.utils import counters
 from zoo import ALL
 from zoo.family import Family, Size
 
+from mmcompile.costmodel.compute import Recompute
 from mmcompile.ir.graph import ParameterSpec
 from mmcompile.lower.compiled import CompiledLayers, load_compiled_stage
 from mmcompile.lower.patterns import Patterns
 from mmcompile.lower.program import PatternPrograms, Port, PreparedMicrobatch, StageProgram
 from mmcompile.plan.placement import PlacedStage
+from mmcompile.plan.plan import ScheduleKind
 from mmcompile.runtime.elastic.warm_up import warm_up
 from mmcompile.runtime.stages import LoadedStage
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+"""Dynamo hides both unless warnings are errors."""
 CPU = torch.device("cpu")
 LLAMA = llama(4)
 
@@ -41,6 +48,8 @@ class Case:
     num_graphs: int
     frozen: str = ""
     """A module whose parameters do not train."""
+    schedule: ScheduleKind = "1f1b"
+    recompute: Recompute = "none"
 
 
 CASES = {
@@ -50,6 +59,7 @@ CASES = {
     "llava": Case(family=ALL["llava"], num_graphs=7),
     # The same; those of the tower are forwards without gradients.
     "llava, tower frozen": Case(family=ALL["llava"], num_graphs=7, frozen="model.vision_tower"),
+    "llama, backward in two parts": Case(family=LLAMA, num_graphs=4, schedule="zb-h1", recompute="full"),
 }
 INDUCTOR = [
     pytest.mark.slow,
@@ -64,7 +74,7 @@ def _known(case: Case) -> tuple[nn.Module, Patterns, PreparedMicrobatch]:
     model = case.family.build()
     if case.frozen:
         model.get_submodule(case.frozen).requires_grad_(False)
-    patterns = layer_patterns(model, case.family.batch())
+    patterns = layer_patterns(model, case.family.batch(), case.schedule, case.recompute)
     return model, patterns, patterns.prepare(case.family.second_batch())
 
 
@@ -72,6 +82,7 @@ def _known(case: Case) -> tuple[nn.Module, Patterns, PreparedMicrobatch]:
     ("name", "backend"),
     [
         ("llama", "aot_eager"),
+        ("llama, backward in two parts", "aot_eager"),
         pytest.param("llava, tower frozen", "aot_eager", marks=pytest.mark.slow),
         *(pytest.param(name, "inductor", marks=INDUCTOR) for name in CASES),
     ],

@@ -1,0 +1,203 @@
+"""What each layer of a rank computes again: as much as its memory needs, for the least time, exactly.
+
+A stage holds, beside what does not depend on the choice,
+
+    bytes = sum over layers l of bytes[l, mode(l)] + max over layers l of working[l, mode(l)]
+
+and takes the sum of seconds[l, mode(l)]; a rank with several stages holds and takes the sum of theirs. Wanted is the fastest
+choice of modes whose bytes are within a limit: a multiple-choice knapsack. It is solved with Pareto fronts (points that no other
+beats in bytes and seconds): layers that are alike are counted, not told apart; the fronts of two kinds of layers are added point
+by point, and what is beaten or too large is dropped. The maximum is decided first, once for each value it may have.
+
+Source: Nemhauser and Ullmann, Discrete Dynamic Programming and Capital Allocation (1969), for the fronts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.costmodel.compute import Recompute
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to run a layer."""
+
+    mode: Recompute | None
+    """None for a layer with nothing to win."""
+    num_bytes: int
+    """Held for the backward, of all microbatches in flight."""
+    working_bytes: int
+    """Held while the layer runs its backward."""
+    seconds: float
+
+
+LayerWays = tuple[Way, ...]
+StageWays = Sequence[LayerWays]
+"""The ways of each layer; the same number in the same order where layers are alike."""
+Modes = tuple[Recompute | None, ...]
+"""Of each layer of a stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageChoices:
+    """How a stage may be run."""
+
+    mixed: StageWays
+    """Layer by layer."""
+    kept: StageWays
+    """A way each, for the stage that computes nothing again; it may hold less than the same ways beside others."""
+    limit_bytes: int
+    """The most that the stage may hold of what is counted here."""
+
+
+def cheapest(stages: Sequence[StageChoices], limit_bytes: int) -> list[Modes] | None:
+    """The modes of all layers of a rank's stages that take the least time within the memory; of equals those that hold least.
+
+    Args:
+        stages: of the rank.
+        limit_bytes: that they may hold together.
+
+    Returns:
+        Modes of each stage: among layers that are alike, the first compute more again, so that later ones are done with their
+        backward by then. None if nothing fits.
+    """
+    fronts = [_stage_front(stage, min(stage.limit_bytes, limit_bytes)) for stage in stages]
+    together = reduce(lambda one, other: _added(one, other, limit_bytes), fronts, _NOTHING)
+    if not len(together.num_bytes):
+        return None
+    picks = together.picks[-1].tolist()  # points rise in bytes and fall in seconds
+    found: list[Modes] = []
+    for stage, front in zip(stages, fronts, strict=True):
+        own, picks = picks[: front.picks.shape[1]], picks[front.picks.shape[1] :]
+        found.append(_modes(stage, own))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Front:
+    """Points that rise in bytes and fall in seconds."""
+
+    num_bytes: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    picks: NDArray[np.int32]
+    """[points, kinds x ways]: layers of each kind that run each way; of a stage first 1 if it keeps all."""
+
+    @classmethod
+    def of(
+        cls, num_bytes: NDArray[np.int64], seconds: NDArray[np.float64], picks: NDArray[np.int32], limit: int
+    ) -> _Front:
+        """Of any points: those within the limit that none beats."""
+        order = np.lexsort((seconds, num_bytes))
+        order = order[num_bytes[order] <= limit]
+        falling = np.minimum.accumulate(seconds[order])
+        kept = order[np.concatenate([[True], seconds[order][1:] < falling[:-1]])[: len(order)]]
+        return cls(num_bytes=num_bytes[kept], seconds=seconds[kept], picks=picks[kept])
+
+
+_NOTHING = _Front(num_bytes=np.zeros(1, np.int64), seconds=np.zeros(1), picks=np.zeros((1, 0), np.int32))
+
+
+def _added(one: _Front, other: _Front, limit: int) -> _Front:
+    first, second = np.meshgrid(np.arange(len(one.seconds)), np.arange(len(other.seconds)), indexing="ij")
+    first, second = first.ravel(), second.ravel()
+    return _Front.of(
+        one.num_bytes[first] + other.num_bytes[second],
+        one.seconds[first] + other.seconds[second],
+        np.concatenate([one.picks[first], other.picks[second]], axis=1),
+        limit,
+    )
+
+
+def _stage_front(stage: StageChoices, limit: int) -> _Front:
+    kinds = _kinds(stage.mixed)
+    columns = sum(len(ways) for ways in kinds)
+    kept = np.zeros((1, 1 + columns), np.int32)
+    kept[0, 0] = 1
+    fronts = [
+        _Front(
+            num_bytes=np.array([_held(stage.kept)], np.int64),
+            seconds=np.array([sum(ways[0].seconds for ways in stage.kept)]),
+            picks=kept,
+        )
+    ]
+    for working in sorted({way.working_bytes for ways in kinds for way in ways}):
+        fronts += _with_working(kinds, working, limit)
+    return _Front.of(
+        np.concatenate([front.num_bytes for front in fronts]),
+        np.concatenate([front.seconds for front in fronts]),
+        np.concatenate([front.picks for front in fronts]),
+        limit,
+    )
+
+
+def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -> Iterator[_Front]:
+    """The front of the ways whose working set is at most that large, if every layer has one."""
+    front = _NOTHING
+    for ways, members in kinds.items():
+        counts = _counts(len(members), [way.working_bytes <= working for way in ways])
+        if not len(counts):
+            return
+        each = _Front.of(
+            counts @ np.array([way.num_bytes for way in ways], np.int64),
+            counts @ np.array([way.seconds for way in ways], np.float64),
+            counts,
+            limit - working,
+        )
+        front = _added(front, each, limit - working)
+    yield _Front(
+        num_bytes=front.num_bytes + working,
+        seconds=front.seconds,
+        picks=np.concatenate([np.zeros((len(front.seconds), 1), np.int32), front.picks], axis=1),
+    )
+
+
+def _counts(number: int, possible: Sequence[bool]) -> NDArray[np.int32]:
+    """[points, ways]: all ways to deal so many layers to the possible ways."""
+    rows = [[]] if any(possible) else []
+    last = max((index for index, may in enumerate(possible) if may), default=0)
+    for index, may in enumerate(possible):
+        rows = [
+            [*row, taken]
+            for row in rows
+            for left in [number - sum(row)]
+            for taken in ([left] if index == last else range(left + 1) if may else [0])
+        ]
+    return np.array(rows, np.int32).reshape(-1, len(possible))
+
+
+def _held(ways: StageWays) -> int:
+    return sum(own[0].num_bytes for own in ways) + max(own[0].working_bytes for own in ways)
+
+
+def _kinds(layers: StageWays) -> dict[LayerWays, list[int]]:
+    """Layers that are alike, by their ways."""
+    found: dict[LayerWays, list[int]] = {}
+    for index, ways in enumerate(layers):
+        found.setdefault(ways, []).append(index)
+    return found
+
+
+_ORDER: tuple[Recompute | None, ...] = ("full", "selective", "none", None)
+
+
+def _modes(stage: StageChoices, picks: Sequence[int]) -> Modes:
+    """Of each layer, from the layers of each kind that run each way."""
+    if picks[0]:
+        return tuple(ways[0].mode for ways in stage.kept)
+    modes: list[Recompute | None] = [None] * len(stage.mixed)
+    position = 1
+    for ways, members in _kinds(stage.mixed).items():
+        numbers = picks[position : position + len(ways)]
+        position += len(ways)
+        left = iter(members)
+        for way, number in sorted(zip(ways, numbers, strict=True), key=lambda own: _ORDER.index(own[0].mode)):
+            for member in islice(left, number):
+                modes[member] = way.mode
+    return tuple(modes)

@@ -1,0 +1,100 @@
+"""`LayerMatches`: which values that enter and leave a layer of a sharded graph stand for which of the whole graph.
+
+The pass tensor-parallel keeps the order of values: the n-th one that leaves a layer stands for the n-th that left it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from mmcompile.errors import VerifyError
+from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.passes.values import op_name
+
+Place = tuple[str, int]
+"""(component, layer)."""
+_EXIT = "mmcompile.tp_exit"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMatches:
+    """Of two graphs. A method that takes nodes takes those of a layer of either; values are always nodes of the whole graph."""
+
+    whole: Mapping[Place, Sequence[fx.Node]]
+    """Calls of every layer in graph order."""
+    sharded: Mapping[Place, Sequence[fx.Node]]
+    _value_of: Mapping[fx.Node, fx.Node]
+
+    @classmethod
+    def of(cls, whole: ModelGraph, sharded: ModelGraph) -> LayerMatches:
+        """Match two graphs.
+
+        Raises:
+            VerifyError: another number of values leaves a layer.
+        """
+        before, after = _layers(whole), _layers(sharded)
+        names = {node.name: node for node in whole.module.graph.nodes}
+        value_of = {node: node for node in whole.module.graph.nodes}
+        value_of |= {node: names[node.name] for node in sharded.module.graph.nodes if node.name in names}
+        for place, nodes in after.items():
+            wanted, found = _leaving(before.get(place, ())), _leaving(nodes)
+            if len(wanted) != len(found):
+                raise VerifyError(
+                    f"layer {place[1]} of {place[0]} gives others {len(found)} values once sharded ({_listed(found)}), and "
+                    f"{len(wanted)} before ({_listed(wanted)}); please report the model"
+                )
+            value_of |= zip(found, wanted, strict=True)
+        return cls(whole=before, sharded=after, _value_of=value_of)
+
+    def sources(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+        """Value that another layer or nobody's node makes -> the nodes that stand for it."""
+        members, found = set(nodes), dict[fx.Node, list[fx.Node]]()
+        for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):
+            if source.op == "call_function" and source not in members:
+                made = source.all_input_nodes[0] if op_name(source) == _EXIT else source
+                found.setdefault(self._value_of[made], []).append(source)
+        return found
+
+    def outputs(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+        """(value that others read, the node that makes it)."""
+        return [(self._value_of[node], node) for node in _leaving(nodes)]
+
+    def ends(self, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
+        """(value, node that others read it from, whether these are of another component): where gradient comes back."""
+        members = set(nodes)
+        for value, node in self.outputs(nodes):
+            exits = [user for user in node.users if _is_exit(user)]
+            readers = [user for user in node.users if user not in members]
+            foreign = {user.op == "call_function" and info(user).component != info(node).component for user in readers}
+            if False in foreign:
+                yield value, node, False
+            if exits:
+                yield value, exits[0], True
+            elif True in foreign:
+                yield value, node, True
+
+
+def _layers(graph: ModelGraph) -> dict[Place, list[fx.Node]]:
+    found: dict[Place, list[fx.Node]] = {}
+    for node in graph.module.graph.nodes:
+        if node.op == "call_function" and not info(node).shared:
+            found.setdefault((str(info(node).component), info(node).layer), []).append(node)
+    return found
+
+
+def _leaving(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those that others read, `tp_exit` of them or the node itself."""
+    members = set(nodes)
+    own = [node for node in nodes if op_name(node) != _EXIT]
+    return [node for node in own if any(user not in members or _is_exit(user) for user in node.users)]
+
+
+def _is_exit(node: fx.Node) -> bool:
+    return node.op == "call_function" and op_name(node) == _EXIT and bool(node.users)
+
+
+def _listed(nodes: Sequence[fx.Node]) -> str:
+    return ", ".join(node.name for node in nodes)

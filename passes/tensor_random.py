@@ -1,0 +1,42 @@
+"""`RandomValues`: weights and values to try a layer with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mmcompile.ir.graph import ParameterSpec
+
+PERIOD = 1_000_003
+"""Random numbers drawn for a weight, a prime: drawing takes longer than computing with them."""
+
+
+@dataclass(slots=True)
+class RandomValues:
+    """Always the same ones."""
+
+    dtype: torch.dtype
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def like(self, value: torch.Tensor) -> torch.Tensor:
+        """Normal numbers in the shape of a recorded value."""
+        return torch.randn(tuple(value.shape), generator=self.generator, dtype=self.dtype)
+
+    def weight(self, spec: ParameterSpec) -> torch.Tensor:
+        """Numbers that keep the size of activations: near 1 for scales and biases, about 1/sqrt(inputs) for matrices.
+
+        They repeat after `PERIOD`, which shares no factor with a width: no two rows of a matrix are equal.
+        """
+        low, high = 0.5, 1.5
+        if len(spec.shape) > 1:
+            high = (3 / max(spec.num_elements // max(spec.shape[0], 1), 1)) ** 0.5
+            low = -high
+        drawn = torch.empty(min(spec.num_elements, PERIOD), dtype=self.dtype)
+        drawn.uniform_(low, high, generator=self.generator)
+        if spec.num_elements <= PERIOD:
+            return drawn.view(spec.shape)
+        made = torch.empty(spec.shape, dtype=self.dtype)
+        for part in made.view(-1).split(PERIOD):
+            part.copy_(drawn[: len(part)])
+        return made
