@@ -1,7 +1,7 @@
 """A layer's cost on one of several ranks that share it: its tensors, its tokens, or its parameters.
 
 Each is a function LayerCost -> LayerCost; the seconds of collectives that no computation hides go to `forward_exchange_s` and
-`backward_exchange_s`. Applied in the order recompute, tensors, tokens. With degree 1 the cost is returned as it is.
+`backward_exchange_s`. Applied in the order tensors, recompute, tokens. With degree 1 the cost is returned as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHARED = (
     ),
     "kept_forward_bytes",
 )
-"""Fields of `LayerCost`."""
+"""Fields of `LayerCost` of which every rank has its share, whether tensors or tokens are shared."""
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES = 4
 """Gradients of keys and values travel in float32."""
@@ -48,8 +48,9 @@ class TensorShare:
     parameter_bytes: int
     """Of the layer's parameters of which each rank holds a part; the others are whole on every rank."""
     trainable_bytes: int
-    work: float = 1.0
-    """Part of the layer's FLOPs that ranks share, 0 to 1; the rest (experts, routers, heads that do not divide) each does."""
+    parts: tuple[tuple[str, float], ...] = ()
+    """(Field of `LayerCost`, what a rank has of it): 1 where each has all of it (values between products, experts, heads that do
+    not divide), more where exchanges add to it. Fields not named are divided."""
 
     @classmethod
     def assumed(cls, cost: LayerCost) -> TensorShare:
@@ -85,13 +86,15 @@ def tensor_parallel(
 ) -> LayerCost:
     """Cost of a layer on one of `degree` ranks that share its tensors.
 
-    FLOPs and all that is saved or sent on are divided, as far as products are; kernels are as many as before. Ranks add up
-    results in the forward and gradients in the backward; with full recompute the backward also repeats the sums of the forward.
-    None of it is hidden.
+    FLOPs and all that is saved or sent on are divided, if not known better; kernels are as many as before. Ranks add up results
+    in the forward and gradients in the backward; with full recompute the backward also repeats the sums of the forward. None of
+    it is hidden.
 
-    Assumed: the ranks share a node; what is computed and saved whole beside shared products (norms, residuals) is nothing.
+    Assumed: the ranks share a node.
 
     Args:
+        cost: of the layer that keeps everything.
+        recompute: what the backward is going to compute again (`mmcompile.costmodel.memory.recomputed` counts the rest of it).
         share: what is computed and held in parts, and what is added up; by default `TensorShare.assumed`.
 
     Source: the conjugate operators f and g of Megatron-LM (arXiv 1909.08053, section 3), as `passes.tensor_parallel` puts them.
@@ -103,11 +106,11 @@ def tensor_parallel(
     backward_s = _added_up_s(share.copies, share.copied_bytes, degree, cluster)
     if recompute == "full":
         backward_s += forward_s
-    slices = degree if share.work == 1 else 1 / (1 - share.work + share.work / degree)
+    parts = dict(share.parts)
+    amounts = {name: getattr(cost, name) for name in (*_SHARED, "forward_bytes", "backward_bytes", *parts)}
     return replace(
-        _divided(cost, slices),
-        forward_bytes=int(cost.forward_bytes // slices),
-        backward_bytes=int(cost.backward_bytes // slices),
+        cost,
+        **{name: round(n * parts[name]) if name in parts else n // degree for name, n in amounts.items()},
         parameter_bytes=_held(cost.parameter_bytes, share.parameter_bytes, degree),
         trainable_bytes=_held(cost.trainable_bytes, share.trainable_bytes, degree),
         forward_exchange_s=cost.forward_exchange_s + forward_s,
@@ -206,9 +209,8 @@ def element_bytes(dtype: str) -> int:
     return ELEMENT_BYTES[dtype]
 
 
-def _divided(cost: LayerCost, degree: float) -> LayerCost:
-    """What every rank has its share of, whether tensors or tokens are shared."""
-    return replace(cost, **{name: int(getattr(cost, name) // degree) for name in _SHARED})
+def _divided(cost: LayerCost, degree: int) -> LayerCost:
+    return replace(cost, **{name: getattr(cost, name) // degree for name in _SHARED})
 
 
 def _attention_s(flops: int, degree: int, cluster: Cluster, dtype: str) -> float:

@@ -227,7 +227,7 @@ def make_plan(
     packed = wanted.packing is not None
     workload = None if engine_runs_it else Workload.of(graph, table, batch, wanted.stats, packed=packed)
     space = wanted.space(can_share)
-    axes = tensor_axes(graph, max_degree=max(space.tp)) if max(space.tp) > 1 else {}
+    axes = tensor_axes(graph, max(space.tp), table) if max(space.tp) > 1 else {}
     clock.done("cost")
     problem = problem_of(
         graph,

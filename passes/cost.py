@@ -22,13 +22,14 @@ from mmcompile.passes.gradient_flow import makes_gradient, trainable_names
 from mmcompile.passes.op_backward import backward_kernels, is_joint
 from mmcompile.passes.op_flops import ATTENTION, keys_and_values, op_flops
 from mmcompile.passes.op_load import Growth, Growths, captured_sequences
-from mmcompile.passes.op_memory import Saved, is_view, saved_for_backward
+from mmcompile.passes.op_memory import EXCHANGES, Saved, is_view, saved_for_backward
 from mmcompile.passes.shared_values import Place, needing_layers
 from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, storage_of, tensors, written
 
 Work = Counter[tuple[str, Growth]]
 """Amounts by field of `LayerCost` and by what they grow with."""
 
+_EXCHANGES = {f"mmcompile.{name}" for name in EXCHANGES}
 LOOKUPS = aten_ops("embedding index index_select gather")
 
 
@@ -165,8 +166,8 @@ def _add_forward_bytes(node: fx.Node, growths: Growths, work: Work) -> None:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Whether selective recomputation keeps the node's result: a product, a convolution, attention."""
-    return bool(op_flops(node).forward)
+    """Whether selective recomputation keeps the node's result: a product, a convolution, attention, an exchange."""
+    return bool(op_flops(node).forward) or op_name(node) in _EXCHANGES
 
 
 def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:

@@ -40,6 +40,8 @@ SAVES_NOTHING = (
     | {f"mmcompile.tp_{name}" for name in ("copy", "sum", "exit", "enter", "slice", "heads")}
     | {"mmcompile.gather_parameter"}
 )
+EXCHANGES = ("tp_sum", "tp_token_loss")
+"""Our ops that wait for other ranks in the forward; selective recomputation keeps their results."""
 # Only indices or masks.
 SAVES_INDICES = aten_ops(
     "index index_select index_put gather scatter scatter_add index_add index_copy masked_fill masked_scatter where "

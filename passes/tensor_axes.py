@@ -12,7 +12,9 @@ from torch import fx
 
 from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.passes.cost_table import CostTable
 from mmcompile.passes.op_flops import keys_and_values
+from mmcompile.passes.tensor_costs import Parts, rank_parts
 from mmcompile.passes.tensor_facts import GraphFacts
 from mmcompile.passes.tensor_regions import Sharding, shardings
 from mmcompile.passes.tensor_report import kept_lines
@@ -35,21 +37,39 @@ class TensorAxes:
     """Degree above 1, legal or not -> what each layer's ranks exchange for the captured batch, compute and hold in parts."""
 
 
-def tensor_axes(graph: ModelGraph, max_degree: int = 16) -> Mapping[str, TensorAxes]:
+def tensor_axes(graph: ModelGraph, max_degree: int = 16, costs: CostTable | None = None) -> Mapping[str, TensorAxes]:
     """Component -> its degrees among 1, 2, 4, ... up to `max_degree`.
 
     Args:
         graph: with `carries_gradient` set (pass gradient-flow); not changed. Tensors may be fake.
         max_degree: most ranks that can share a component's weights.
+        costs: of the graph; with them `layers` say what a rank has of each.
     """
     facts = GraphFacts(graph=graph)
     names = [component.name for component in graph.components]
     degrees = [1 << power for power in range(1, max_degree.bit_length()) if 1 << power <= max_degree]
     found = {degree: shardings(facts, dict.fromkeys(names, degree)) for degree in degrees}
-    return {name: _axes(facts, name, {degree: each[name] for degree, each in found.items()}) for name in names}
+    parts = {} if costs is None else {degree: _parts(graph, costs, own, degree) for degree, own in found.items()}
+    return {
+        name: _axes(
+            facts,
+            name,
+            {degree: each[name] for degree, each in found.items()},
+            {degree: each[name] for degree, each in parts.items() if name in each},
+        )
+        for name in names
+    }
 
 
-def _axes(facts: GraphFacts, name: str, found: Mapping[int, Sharding]) -> TensorAxes:
+def _parts(
+    graph: ModelGraph, costs: CostTable, found: Mapping[str, Sharding], degree: int
+) -> Mapping[str, tuple[Parts, ...]]:
+    return rank_parts(graph, costs, [name for name, own in found.items() if own.regions or own.embeddings], degree)
+
+
+def _axes(
+    facts: GraphFacts, name: str, found: Mapping[int, Sharding], parts: Mapping[int, tuple[Parts, ...]]
+) -> TensorAxes:
     reasons = {
         degree: why for degree, sharding in found.items() if (why := _illegal(facts, sharding, found)) is not None
     }
@@ -59,7 +79,7 @@ def _axes(facts: GraphFacts, name: str, found: Mapping[int, Sharding]) -> Tensor
         reasons=reasons,
         shares={1: 0.0, **{degree: _share(facts, found[degree]) for degree in legal}},
         kept={1: (), **{degree: tuple(kept_lines(facts, found[degree])) for degree in legal}},
-        layers={degree: tensor_shares(facts, sharding) for degree, sharding in found.items()},
+        layers={degree: tensor_shares(facts, sharding, parts.get(degree)) for degree, sharding in found.items()},
     )
 
 

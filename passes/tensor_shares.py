@@ -8,7 +8,7 @@ from torch import fx
 
 from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.ir.graph import info
-from mmcompile.passes.op_flops import op_flops
+from mmcompile.passes.tensor_costs import Parts
 from mmcompile.passes.tensor_facts import GraphFacts
 from mmcompile.passes.tensor_flow import ShardFlow
 from mmcompile.passes.tensor_regions import Sharding
@@ -19,8 +19,14 @@ LOSS_NUMBERS = 3
 """Numbers a token that a loss over a sharded vocabulary adds up, in two messages (`tp_token_loss`)."""
 
 
-def tensor_shares(facts: GraphFacts, sharding: Sharding) -> tuple[TensorShare, ...]:
-    """Of every layer of the component, for the captured batch."""
+def tensor_shares(
+    facts: GraphFacts, sharding: Sharding, parts: Sequence[Parts] | None = None
+) -> tuple[TensorShare, ...]:
+    """Of every layer of the component, for the captured batch.
+
+    Args:
+        parts: what a rank has of each layer's cost; None: nothing is known of it.
+    """
     component = facts.graph.component(sharding.component)
     sizes = {spec.name: spec for spec in facts.graph.parameters}
     sharded = {facts.parameters[str(parameter.target)] for _, parameter in sharding.weights()}
@@ -39,7 +45,7 @@ def tensor_shares(facts: GraphFacts, sharding: Sharding) -> tuple[TensorShare, .
             copied.setdefault(layer, []).extend(_bytes(node) for node in nodes if _is_sent_away(facts, node))
     made = []
     for layer in component.layers:
-        parts = [sizes[name] for name in {facts.parameters[name] for name in layer.parameters} & sharded]
+        held = [sizes[name] for name in {facts.parameters[name] for name in layer.parameters} & sharded]
         sums, copies = summed.get(layer.index, []), copied.get(layer.index, [])
         made.append(
             TensorShare(
@@ -47,20 +53,12 @@ def tensor_shares(facts: GraphFacts, sharding: Sharding) -> tuple[TensorShare, .
                 summed_bytes=sum(sums),
                 copies=len(copies),
                 copied_bytes=sum(copies),
-                parameter_bytes=sum(spec.num_bytes for spec in parts),
-                trainable_bytes=sum(spec.num_bytes for spec in parts if spec.trainable),
-                work=_work(facts.layers.get((component.name, layer.index), ()), regions.get(layer.index, ())),
+                parameter_bytes=sum(spec.num_bytes for spec in held),
+                trainable_bytes=sum(spec.num_bytes for spec in held if spec.trainable),
+                parts=() if parts is None else parts[layer.index],
             )
         )
     return tuple(made)
-
-
-def _work(nodes: Sequence[fx.Node], regions: Iterable[ShardFlow]) -> float:
-    """Part of the forward FLOPs that is in regions."""
-    shared = {node for region in regions for node in (*region.shards, *region.sums, *region.losses)}
-    flops = {node: op_flops(node).forward for node in nodes}
-    total = sum(flops.values())
-    return sum(flops[node] for node in shared) / total if total else 0.0
 
 
 def _sums(region: ShardFlow) -> Iterable[int]:

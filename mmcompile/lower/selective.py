@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from mmcompile.passes.op_memory import EXCHANGES
+
 aten = torch.ops.aten
 
 # What composite products and attention consist of once autograd has taken them apart.
@@ -29,7 +31,7 @@ _KEPT = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     )
 )
-_OWN_KEPT = ("packed_attention", "bitfield_attention", "context_parallel_attention", "tp_")
+_OWN_KEPT = ("packed_attention", "bitfield_attention", "context_parallel_attention", *EXCHANGES)
 """Of our own ops, by how their names begin."""
 
 

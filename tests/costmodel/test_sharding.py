@@ -71,6 +71,12 @@ def test_what_is_shared_may_be_known() -> None:
     assert share.backward_exchange_s == pytest.approx(all_reduce_s(10**6, 4, CLUSTER))
     assert share.parameter_bytes == 5 * 10**8
     assert share.trainable_bytes == LAYER.trainable_bytes - 75 * 10**6
+    whole = replace(known, parts=(("full_bytes", 1.0), ("activation_bytes", 0.4), ("kernels", 1.5)))
+    share = tensor_parallel(LAYER, 4, CLUSTER, share=whole)
+    assert share.full_bytes == LAYER.full_bytes
+    assert share.activation_bytes == round(0.4 * LAYER.activation_bytes)
+    assert share.kernels == round(1.5 * LAYER.kernels)
+    assert share.selective_bytes == LAYER.selective_bytes // 4
     nothing = replace(known, sums=0, summed_bytes=0, copies=0, copied_bytes=0)
     assert tensor_parallel(LAYER, 4, CLUSTER, share=nothing).forward_exchange_s == 0
 

@@ -17,7 +17,6 @@ from mmcompile.ir.capture import capture
 from mmcompile.ir.graph import ModelGraph, info
 from mmcompile.passes.cost import Cost
 from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.passes.op_flops import op_flops
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.passes.tensor_axes import tensor_axes
 from mmcompile.passes.tensor_parallel import TensorParallel
@@ -29,8 +28,8 @@ BACKWARD = ("mmcompile.tp_copy", "mmcompile.tp_exit")
 IN_CORE = ("llava", "qwen2_5_vl")
 
 
-def counted(before: ModelGraph, graph: ModelGraph, component: str) -> list[TensorShare]:
-    """Exchanges and FLOPs of a sharded graph, layer by layer."""
+def counted(graph: ModelGraph, component: str) -> list[TensorShare]:
+    """Exchanges of a sharded graph, layer by layer."""
     sent: dict[str, Counter[int]] = {name: Counter() for name in ("sums", "summed", "copies", "copied")}
     for node in graph.module.graph.nodes:
         if node.op != "call_function" or info(node).component != component:
@@ -45,22 +44,13 @@ def counted(before: ModelGraph, graph: ModelGraph, component: str) -> list[Tenso
             of_tokens = tensors(node)[2]
             sent["sums"][layer] += 2
             sent["summed"][layer] += 3 * num_bytes(of_tokens)
-    flops: Counter[tuple[int, bool]] = Counter()
-    whole = {node.name: node for node in before.module.graph.nodes}
-    for node in graph.module.graph.nodes:
-        if node.op == "call_function" and info(node).component == component and node.name in whole:
-            now, was = op_flops(node).forward, op_flops(whole[node.name]).forward
-            # A rank's part of a product, or the whole of it.
-            flops[info(node).layer, now < was] += was
     specs = {spec.name: spec for spec in graph.parameters}
     first = {name: spec.name for spec in graph.parameters for name in (spec.name, *spec.aliases)}
     found = []
     for layer in graph.component(component).layers:
         own = [specs[name] for name in {first[name] for name in layer.parameters} if name in graph.shards]
-        total = flops[layer.index, True] + flops[layer.index, False]
         found.append(
             TensorShare(
-                work=pytest.approx(flops[layer.index, True] / total if total else 0.0),  # type: ignore[arg-type]
                 **{name: sent[name][layer.index] for name in ("sums", "copies")},
                 summed_bytes=sent["summed"][layer.index],
                 copied_bytes=sent["copied"][layer.index],
@@ -92,10 +82,12 @@ def test_shares_are_those_of_the_rewritten_graph(name: str) -> None:
     axes = tensor_axes(graph, 4)
     for degree in (2, 4):
         # Legal or not: what divides is shared.
-        parts = {part: degree for part, found in axes.items() if any(each.work for each in found.layers[degree])}
+        parts = {
+            part: degree for part, found in axes.items() if any(each.parameter_bytes for each in found.layers[degree])
+        }
         made = sharded(graph, parts)
         for part in parts:
-            assert list(axes[part].layers[degree]) == counted(graph, made, part), part
+            assert list(axes[part].layers[degree]) == counted(made, part), part
 
 
 def test_layers_are_priced_at_what_they_exchange() -> None:
@@ -112,7 +104,7 @@ def test_layers_are_priced_at_what_they_exchange() -> None:
         tensor_shares={name: found.layers for name, found in axes.items()},
     )
     for part in axes:
-        wanted = counted(graph, sharded(graph, {part: 2}), part)
+        wanted = counted(sharded(graph, {part: 2}), part)
         for (cost, _), share, whole in zip(
             pricing.layers(part, table.loads[part], Sharding(tp=2)), wanted, table[part], strict=True
         ):

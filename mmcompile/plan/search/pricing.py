@@ -262,8 +262,8 @@ class Pricing:
         key = (cost, sharding, group.merges, share)
         if key not in self._shared:
             again, cluster = sharding.recompute, self.cluster
-            cost = recomputed(cost, again, mixed=sharding.mixed)
             cost = tensor_parallel(cost, sharding.tp, cluster, recompute=again, share=share)
+            cost = recomputed(cost, again, mixed=sharding.mixed)
             if not group.merges:
                 stride = sharding.tp
                 cp = max(1, sharding.cp // self.given_cp)

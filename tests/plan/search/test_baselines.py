@@ -160,7 +160,13 @@ def test_a_degree_that_does_not_divide_is_priced_as_ranks_run_it() -> None:
     """Eight ranks share half of the work of the vision tower (its heads do not divide), of the projector nothing is known."""
     where = Cluster.parse("1x8xA100-80G")
     half = TensorShare(
-        sums=1, summed_bytes=10**6, copies=0, copied_bytes=0, parameter_bytes=0, trainable_bytes=0, work=0.5
+        sums=1,
+        summed_bytes=10**6,
+        copies=0,
+        copied_bytes=0,
+        parameter_bytes=0,
+        trainable_bytes=0,
+        parts=(("forward_flops", 0.5 + 0.5 / 8),),
     )
     pricing = Pricing(
         table=CostTable(layers=COSTS),
