@@ -44,9 +44,8 @@ ASSUMPTIONS = (
     "InternVL of thirteen tiles of 448 (13,325 patches, 3,328 tokens).",
     "Seconds are analytic: half of the data sheet's peak, memory bandwidth, 4 us a kernel, collectives by NCCL's model.",
     "Blocks are captured three deep at full width; the middle one stands for all others.",
-    "Tensor parallelism divides all of a layer that the pass shards at that degree; at others each rank does the whole layer.",
-    "Tensor parallelism exchanges what a layer passes on. With the audio encoder's rows go biases of attention, eight times as "
-    "many bytes in the smallest: its tp is priced too high.",
+    "Tensor parallelism: what a rank computes, keeps and exchanges is counted on the graph that ranks run; values between blocks "
+    "are whole on each.",
     "Context parallelism shares the tokens of the language model's chain only.",
     "'apart': every component on devices of its own, as in the publications. 'free': all in one line as well, which then has no "
     "context parallelism, or FSDP; listed where that is one line.",
@@ -111,6 +110,7 @@ def layout(model: Model, captured: Captured, view: str, space: SearchSpace) -> F
         dtype="bfloat16",
         fingerprint=Fingerprint(model=model.name, parameters="", torch=torch.__version__, transformers=""),
         tensor_degrees={name: own.degrees for name, own in captured.tensor.items()},
+        tensor_shares={name: own.layers for name, own in captured.tensor.items()},
         space=space,
         global_batch=model.global_batch,
     )

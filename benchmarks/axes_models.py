@@ -13,7 +13,7 @@ from typing import Any
 
 import frozen_aware
 import mllm
-from frozen_aware import DEPTH, deepened
+from frozen_aware import DEPTH, deepened, repeated
 from mllm import Tower
 from torch import nn
 from transformers import (
@@ -80,9 +80,16 @@ class Captured:
         found = capture(module, batch)
         cost = Cost()
         table = Pipeline(passes=(GradientFlow(), cost)).run(found.graph).of(cost)
-        tensor = tensor_axes(found.graph, max_degree=Cluster.parse(model.cluster).devices_per_node)
+        shallow = tensor_axes(found.graph, Cluster.parse(model.cluster).devices_per_node, table)
+        tensor = {name: _deepened(own, model.towers.get(name)) for name, own in shallow.items()}
         graph, table = deepened(found.graph, table, model.towers)
         return cls(graph=graph, table=table, tensor=tensor, no_cp=_no_cp(found))
+
+
+def _deepened(axes: TensorAxes, tower: Tower | None) -> TensorAxes:
+    if tower is None:
+        return axes
+    return replace(axes, layers={degree: repeated(own, tower) for degree, own in axes.layers.items()})
 
 
 def _no_cp(found: Capture) -> str:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich import box
@@ -42,6 +43,8 @@ from mmcompile.plan.search.settings import Degrees, SearchSpace
 sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
 
 from mllm import AUDIOS, LANGUAGE, VISION, Sample, Tower, batch_of, without_weights  # noqa: E402
+
+T = TypeVar("T")
 
 ASSUMPTIONS = (
     "24 A40 in 6 nodes of 4 share one 200 Gb/s port a node: 6.25 GB/s a device. All devices of a node talk over PCIe 4.0; the "
@@ -202,16 +205,18 @@ def deepened(graph: ModelGraph, table: CostTable, towers: Mapping[str, Tower]) -
         if component.name not in towers:
             components.append(component)
             continue
-        # Before the blocks an embedding, behind them a norm, a merger or the head, if any.
-        middle = 2
-        extra = towers[component.name].layers - DEPTH
-        costs = growing[component.name]
-        growing[component.name] = (*costs[:middle], *[costs[middle]] * extra, *costs[middle:])
-        names = [layer.name for layer in component.layers]
-        names = [*names[:middle], *[f"{names[middle]} again"] * extra, *names[middle:]]
+        tower = towers[component.name]
+        growing[component.name] = repeated(growing[component.name], tower)
+        names = repeated([layer.name for layer in component.layers], tower)
         layers = tuple(Layer(index=index, name=name, parameters=()) for index, name in enumerate(names))
         components.append(replace(component, layers=layers))
     return replace(graph, components=tuple(components)), table_of(growing, table)
+
+
+def repeated(layers: Sequence[T], tower: Tower) -> tuple[T, ...]:
+    """As many as the tower has, of those captured: before the blocks an embedding, behind them a norm, a merger or the head."""
+    middle = 2
+    return (*layers[:middle], *[layers[middle]] * (tower.layers - DEPTH), *layers[middle:])
 
 
 def table_of(growing: Mapping[str, tuple[GrowingCost, ...]], like: CostTable) -> CostTable:

@@ -12,12 +12,14 @@ Source: SimpleFSDP (arXiv 2411.00284), where FSDP's collectives are ops of the g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mmcompile.kernels.process_groups import Channel, registered_group
+from mmcompile.kernels.sharded_parameters.regather import note_gathered
 from mmcompile.kernels.tensor_parallel.blocks import block_part, join_blocks
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -41,6 +43,13 @@ def gather_parameter(part: torch.Tensor, group_name: str, count: int, dim: int, 
         ConfigError: the group is not registered or has another size.
         ExchangeLost: a rank is gone.
     """
+    again = functools.partial(_gathered, part.detach(), group_name, count, dim, tuple(blocks))
+    whole = again()
+    note_gathered(whole, again)
+    return whole
+
+
+def _gathered(part: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
     target = part.new_empty((count * part.shape[0], *part.shape[1:]))
     made = Channel(registered_group(group_name, count), part.device).gather(target, part.contiguous()).wait()
     return made if _in_place(dim, blocks) else join_blocks(made.chunk(count), dim, blocks)

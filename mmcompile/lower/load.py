@@ -38,7 +38,8 @@ def load_stage(
         VerifyError: the source does not compile, defines no `Stage(StageModule)`, or a tensor is missing.
     """
     parameters, buffers = held_tensors(program, tensors)
-    return _stage_class(program)(parameters, buffers, program.constants, device, runner)
+    stage = _stage_class(program)
+    return stage(parameters, buffers, program.constants, device, runner, gathers=bool(program.gathered))
 
 
 def held_tensors(

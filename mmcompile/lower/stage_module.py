@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmcompile.costmodel.compute import Recompute
 from mmcompile.errors import VerifyError
+from mmcompile.kernels.sharded_parameters.regather import regathering
 from mmcompile.lower.deferral import DeferredGradient, new_tap
 from mmcompile.lower.selective import selective_contexts
 
@@ -43,6 +45,7 @@ class StageModule(nn.Module):
         constants: values known at capture, by attribute name.
         device: where all of them are.
         runner: of layer functions.
+        gathers: it gathers parameters that replicas share, and keeps none of them whole for its backward.
     """
 
     t: dict[str, Tensor]
@@ -58,12 +61,15 @@ class StageModule(nn.Module):
         constants: Mapping[str, Tensor],
         device: torch.device | str = "cpu",
         runner: LayerRunner = run_eagerly,
+        *,
+        gathers: bool = False,
     ) -> None:
         super().__init__()
         self.t = {**parameters, **buffers}
         self.c = dict(constants)
         self.device = torch.device(device)
         self.runner = runner
+        self._gathers = gathers
         self._deferred: list[DeferredGradient] | None = None
         for name, parameter in parameters.items():
             owner, leaf = _owner(self, name)
@@ -71,6 +77,10 @@ class StageModule(nn.Module):
         for name, buffer in buffers.items():
             owner, leaf = _owner(self, name)
             owner.register_buffer(leaf, buffer)
+
+    def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
+        with regathering() if self._gathers else nullcontext():
+            return super().__call__(*inputs)
 
     def run_deferring(self, *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[DeferredGradient, ...]]:
         """The stage's results, and the weight gradients that their backward leaves out.

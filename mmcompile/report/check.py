@@ -180,7 +180,7 @@ def _too_long(study: Study) -> Iterator[Finding]:
 def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
     """Whether the heaviest microbatch fits each stage, and whose samples make it."""
     limit = memory_bytes(plan)
-    pricing = Pricing(table=study.table, cluster=plan.cluster, dtype=study.dtype)
+    pricing = study.pricing(plan)
     needs: dict[str, int] = {}
     causes: dict[str, tuple[str, ...]] = {}
     for chain in plan.chains:
@@ -223,7 +223,7 @@ def _stage_bytes(
     heavy: list[LayerCost] = []
     for component, layer in ((part.component, at) for part in stage.segments for at in range(part.first, part.last)):
         mode = modes.get((component, layer), "none")
-        sharding = Sharding(tp=chain.tp, cp=chain.cp, recompute=mode, mixed=mixed)
+        sharding = Sharding(tp=chain.tp, cp=chain.cp, fsdp=chain.dp if chain.fsdp else 1, recompute=mode, mixed=mixed)
         heavy.append(pricing.layers(component, worst[component], sharding)[layer][0])
     others = (predicted.in_flight - 1) * (predicted.activation_bytes // predicted.in_flight)
     return held + others + sum(cost.activation_bytes for cost in heavy) + max(cost.working_bytes for cost in heavy)

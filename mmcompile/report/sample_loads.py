@@ -20,7 +20,7 @@ def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) 
 
     At each slot, the samples of all replicas of the last chain are shared evenly by the replicas of the others.
     """
-    pricing = Pricing(table=study.table, cluster=plan.cluster, dtype=study.dtype)
+    pricing = study.pricing(plan)
     samples, replicas = microbatch_samples(plan, study), plan.chains[-1].dp
     drawn = study.workload.draw(num_microbatches * replicas, samples, seed)
     found: dict[str, list[float]] = {}

@@ -15,6 +15,9 @@ from mmcompile.ir.inputs import completed
 from mmcompile.passes.cost import Cost
 from mmcompile.passes.cost_table import CostTable
 from mmcompile.passes.gradient_flow import GradientFlow, GradientReport
+from mmcompile.passes.tensor_axes import tensor_axes
+from mmcompile.plan.plan import Plan
+from mmcompile.plan.search.pricing import Pricing
 from mmcompile.plan.workload import Workload
 
 
@@ -30,6 +33,19 @@ class Study:
     """Of most parameters."""
     max_positions: int | None
     """Longest sequence that the text model has positions for; None where its config says nothing."""
+
+    def pricing(self, plan: Plan) -> Pricing:
+        """Prices of its layers as the ranks of a plan run them."""
+        tp = max(chain.tp for chain in plan.chains)
+        axes = tensor_axes(self.graph, tp, self.table) if tp > 1 else {}
+        return Pricing(
+            table=self.table,
+            cluster=plan.cluster,
+            dtype=self.dtype,
+            token_sharing=frozenset((self.graph.loss_component,)),
+            tensor_degrees={name: found.degrees for name, found in axes.items()},
+            tensor_shares={name: found.layers for name, found in axes.items()},
+        )
 
 
 def study(model: nn.Module, batch: Mapping[str, Any], stats: DatasetStats | None) -> Study:
