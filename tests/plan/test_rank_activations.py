@@ -115,7 +115,9 @@ def test_ranks_that_share_tensors_keep_what_is_predicted(name: str, degree: int)
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
-@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize(
+    "recompute", ["none", *(pytest.param(mode, marks=pytest.mark.slow) for mode in RECOMPUTES[1:])]
+)
 def test_replicas_that_share_parameters_keep_none_of_them_whole(recompute: Recompute) -> None:
     """They keep for the backward what replicas with parameters of their own do, to the byte."""
     model = ALL["llava"].build()
