@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ class StageModule(nn.Module):
         self.c = dict(constants)
         self.device = torch.device(device)
         self.runner = runner
-        self._gathers = gathers
+        if gathers:
+            self.forward = _forgetting(self.forward)
         self._deferred: list[DeferredGradient] | None = None
         for name, parameter in parameters.items():
             owner, leaf = _owner(self, name)
@@ -77,10 +78,6 @@ class StageModule(nn.Module):
         for name, buffer in buffers.items():
             owner, leaf = _owner(self, name)
             owner.register_buffer(leaf, buffer)
-
-    def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
-        with regathering() if self._gathers else nullcontext():
-            return super().__call__(*inputs)
 
     def run_deferring(self, *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[DeferredGradient, ...]]:
         """The stage's results, and the weight gradients that their backward leaves out.
@@ -118,6 +115,17 @@ class StageModule(nn.Module):
                 "this stage leaves weight gradients for later; call run_deferring, and add what it returns"
             )
         self._deferred.append(DeferredGradient(tap=tap, x=x, weight=weight, bias=bias, recomputed=recomputed))
+
+
+def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that keeps no gathered parameters for its backward."""
+
+    @functools.wraps(forward)
+    def run(*inputs: Any) -> Any:
+        with regathering():
+            return forward(*inputs)
+
+    return run
 
 
 class _Namespace(nn.Module):
