@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracles.one_process import ADAMW
 from parity.layouts import PARTS, Freeze
-from parity.three_steps import MICROBATCHES, in_one_process, model_of, steps_of
+from parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
 from torch import Tensor, nn
 from zoo import ALL, Batch, samples
 
@@ -68,18 +68,12 @@ def test_training_equals_dense_masks_in_one_process(case: Case) -> None:
         got = engine.state_dict()
     assert [step.num_tokens for step in metrics] == list(wanted.num_tokens)
     assert [step.loss for step in metrics] == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
-    _assert_same(got, wanted.parameters)
+    assert_same_parameters(got, wanted.parameters, PARAMETER_TOLERANCE)
 
 
 def _language_model_sources(model: nn.Module, batch: Batch, plan: Plan) -> str:
     programs = mm.stage_programs(model, batch, plan)
     return "".join(program.source for name, program in programs.items() if name.startswith("language_model"))
-
-
-def _assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    errors = {name: float((got[name] - tensor).abs().max()) for name, tensor in wanted.items()}
-    far = {name: error for name, error in errors.items() if not error <= PARAMETER_TOLERANCE}
-    assert not far, f"{len(far)} of {len(errors)} parameters differ; the worst {max(far.items(), key=lambda x: x[1])}"
 
 
 def test_a_packed_row_trains_as_its_documents_apart() -> None:
@@ -95,7 +89,7 @@ def test_a_packed_row_trains_as_its_documents_apart() -> None:
     packed["position_ids"] = torch.cat([torch.arange(sample["input_ids"].shape[1]) for sample in apart])[None]
     runs = [_one_step(batches) for batches in ([packed], apart)]
     assert runs[0][0] == pytest.approx(runs[1][0], rel=TOLERANCE)
-    _assert_same(runs[0][1], runs[1][1])
+    assert_same_parameters(runs[0][1], runs[1][1], PARAMETER_TOLERANCE)
 
 
 def _without_mask(sample: Batch) -> Batch:

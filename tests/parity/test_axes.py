@@ -13,9 +13,8 @@ import torch
 from oracles.eager import Outcome, difference
 from oracles.one_process import ADAMW
 from parity.layouts import PARTS, Freeze
-from parity.three_steps import MICROBATCHES, in_one_process, model_of, steps_of
+from parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
 from time_limit import time_limit
-from torch import Tensor
 
 import mmcompile as mm
 from mmcompile.errors import ConfigError, PlanError
@@ -144,7 +143,7 @@ def test_processes_train_as_one_process_does(case: Case) -> None:
     assert [step.loss for step in metrics] == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
     norm = sum(float(gradient.square().sum()) for gradient in wanted.first_gradients.values()) ** 0.5
     assert metrics[0].grad_norm == pytest.approx(norm, rel=1e-7)
-    _assert_same(got, wanted.parameters)
+    assert_same_parameters(got, wanted.parameters, PARAMETER_TOLERANCE)
 
 
 @pytest.mark.slow
@@ -193,12 +192,6 @@ def _engine(
         clip_norm=clip_norm,
         shard_optimizer=case.replicas == "zero1",
     )
-
-
-def _assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    errors = {name: float((got[name] - tensor).abs().max()) for name, tensor in wanted.items()}
-    far = {name: error for name, error in errors.items() if not error <= PARAMETER_TOLERANCE}
-    assert not far, f"{len(far)} of {len(errors)} parameters differ; the worst {max(far.items(), key=lambda x: x[1])}"
 
 
 def test_a_plan_decides_who_shares_tensors() -> None:

@@ -31,8 +31,9 @@ from parity.balanced_steps import (
     in_one_process,
 )
 from parity.layouts import PARTS, Freeze, freeze
+from parity.three_steps import assert_same_parameters
 from time_limit import time_limit
-from torch import Tensor, nn
+from torch import nn
 from zoo import ALL, Batch
 
 import mmcompile as mm
@@ -192,12 +193,6 @@ def _only(outcome: Outcome, names: AbstractSet[str]) -> Outcome:
     return replace(outcome, gradients={name: outcome.gradients[name] for name in names})
 
 
-def _assert_parameters(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    errors = {name: float((got[name] - tensor).abs().max()) for name, tensor in wanted.items()}
-    far = {name: error for name, error in errors.items() if not error <= PARAMETER_TOLERANCE}
-    assert not far, f"{len(far)} of {len(errors)} parameters differ; the worst {max(far.items(), key=lambda x: x[1])}"
-
-
 def _assert_every_replica_worked(seen: Sequence[Assignment]) -> None:
     for row, name in enumerate(seen[0].components):
         used = {int(replica) for assignment in seen for replica in assignment.replica[row] if replica >= 0}
@@ -229,7 +224,7 @@ def test_replicas_keep_equal_optimizer_states() -> None:
         assert "; correction on: saves" in engine.step(steps[0]).balance
     losses, expected = ([outcome.loss for outcome in run.outcomes] for run in (got, wanted))
     assert losses == pytest.approx(expected, rel=LOSS_TOLERANCE, abs=0)
-    _assert_parameters(got.parameters, wanted.parameters)
+    assert_same_parameters(got.parameters, wanted.parameters, PARAMETER_TOLERANCE)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import reporting_adamw
 import torch
 from oracles.one_process import ADAMW
 from parity.layouts import PARTS, Freeze
-from parity.three_steps import MICROBATCHES, in_one_process, model_of, steps_of
+from parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
 from reporting_adamw import FOLDER, ReportingAdamW, reported
 from time_limit import time_limit
 from torch import Tensor, nn
@@ -106,13 +106,7 @@ def test_processes_train_as_one_process_does(case: Case) -> None:
     assert [step.loss for step in metrics] == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
     norm = sum(float(gradient.square().sum()) for gradient in wanted.first_gradients.values()) ** 0.5
     assert metrics[0].grad_norm == pytest.approx(norm, rel=1e-7)
-    _assert_same(got, wanted.parameters)
-
-
-def _assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    errors = {name: float((got[name] - tensor).abs().max()) for name, tensor in wanted.items()}
-    far = {name: error for name, error in errors.items() if not error <= PARAMETER_TOLERANCE}
-    assert not far, f"{len(far)} of {len(errors)} parameters differ; the worst {max(far.items(), key=lambda x: x[1])}"
+    assert_same_parameters(got, wanted.parameters, PARAMETER_TOLERANCE)
 
 
 SHARED = Case(encoder=2, recompute="full")
@@ -137,7 +131,7 @@ def test_state_is_halved_and_what_cannot_go_in_lockstep_is_refused(
         with pytest.raises(BatchError, match="replica 1 with sample 1 has no token to learn from, and replica 0 has"):
             engine.step([steps[0][0], mute])
         metrics += [engine.step(step) for step in steps[1:]]
-        _assert_same(engine.state_dict(), wanted.parameters)
+        assert_same_parameters(engine.state_dict(), wanted.parameters, PARAMETER_TOLERANCE)
     assert [step.loss for step in metrics] == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
     half, whole = (_moments(model, part) for part in (2, 1))
     assert reported(tmp_path)[-2:] == [half, half]
@@ -165,7 +159,7 @@ def test_compiled_layers_compute_what_they_do_with_whole_parameters() -> None:
             losses.append([engine.step(step).loss for step in steps])
             weights.append(engine.state_dict())
     assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE, abs=0)
-    _assert_same(*weights)
+    assert_same_parameters(weights[0], weights[1], PARAMETER_TOLERANCE)
 
 
 @pytest.mark.slow
@@ -185,7 +179,7 @@ def test_a_checkpoint_goes_on_under_another_plan(first: str, tmp_path: Path) -> 
     with time_limit(LIMIT_S), _engine(model, batch, after) as engine:
         engine.load(tmp_path / "saved")
         assert engine.step(steps[2]).loss == pytest.approx(wanted.losses[2], rel=TOLERANCE, abs=0)
-        _assert_same(engine.state_dict(), wanted.parameters)
+        assert_same_parameters(engine.state_dict(), wanted.parameters, PARAMETER_TOLERANCE)
 
 
 def test_options_without_effect_are_refused() -> None:

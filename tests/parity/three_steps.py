@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 from oracles.one_process import TrainingRun, train
 from parity.layouts import PARTS, Freeze, freeze
-from torch import nn
+from torch import Tensor, nn
 from zoo import ALL, Batch, samples
 
 MICROBATCHES = 2
@@ -30,3 +31,10 @@ def model_of(family: str, what: Freeze, dtype: torch.dtype = torch.float64) -> n
 @functools.cache
 def in_one_process(family: str, what: Freeze, dtype: torch.dtype = torch.float64) -> TrainingRun:
     return train(model_of(family, what, dtype), steps_of(family, dtype), num_microbatches=MICROBATCHES)
+
+
+def assert_same_parameters(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float) -> None:
+    """All of `wanted` must be in `got`, within `tolerance` in every element."""
+    errors = {name: float((got[name] - tensor).abs().max()) for name, tensor in wanted.items()}
+    far = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not far, f"{len(far)} of {len(errors)} parameters differ; the worst {max(far.items(), key=lambda x: x[1])}"
