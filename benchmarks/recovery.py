@@ -274,9 +274,15 @@ def _check(events: Sequence[Event]) -> None:
 
 
 def _workers(pid: int) -> list[int]:
-    """Worker processes of a plain engine, without those that plan."""
-    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return [child for child in children if "mmcompile.runtime.worker" in Path(f"/proc/{child}/cmdline").read_text()]
+    """Worker processes of a plain engine, without the one they were forked from and those that plan."""
+    parents = [
+        child for child in _children(pid) if "mmcompile.runtime.worker" in Path(f"/proc/{child}/cmdline").read_text()
+    ]
+    return [worker for parent in parents for worker in _children(parent)]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _plain(folder: Path) -> subprocess.Popen[str]:

@@ -1,26 +1,33 @@
-"""A worker process: `python -P -m mmcompile.runtime.worker ORDER`, started by rank 0 of a plain script."""
+"""Worker processes of a plain script: `python -P -m mmcompile.runtime.worker ORDERS`, started by rank 0.
+
+That process loads torch once, forks a worker for each order, and tells rank 0 how each one ended. So eight workers start in the
+time of one, and share the memory of what was loaded. When rank 0 ends, or closes its end of the socket, it stops them all.
+"""
 
 # pyright: reportPrivateImportUsage=false
 # torch.distributed re-exports its C++ classes without saying so.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
 import sys
-import threading
 import traceback
+from functools import partial
 from typing import NoReturn
 
 import msgspec
 import torch
+import torch._dynamo  # noqa: F401 # pyright: ignore[reportUnusedImport]  (the first optimizer of a process loads it, in a second)
 import torch.distributed as dist
 
+from mmcompile.runtime.control.processes import fork_process, kill_group
 from mmcompile.runtime.follower import Follower
 from mmcompile.runtime.groups import Groups, PeerLost
-from mmcompile.runtime.launch import Report, WorkerOrder
+from mmcompile.runtime.launch import Exit, Report, WorkerOrder, WorkerOrders
 from mmcompile.runtime.status import StatusBoard
 
 _POLL_S = 0.5
@@ -28,34 +35,55 @@ _TRACEBACK_LINES = 30
 
 
 def main(text: str) -> NoReturn:
-    """Serve rank 0 until it closes the engine, or dies."""
-    order = msgspec.json.decode(text, type=WorkerOrder)
-    lifeline = socket.socket(fileno=order.lifeline)
-    threading.Thread(target=_exit_with_rank_0, args=(lifeline, os.getppid()), daemon=True).start()
+    """Start the workers, and stay until the last one has ended."""
+    orders = msgspec.json.decode(text, type=WorkerOrders)
+    rank_0 = os.getppid()
+    ranks = {
+        fork_process(partial(work, order), keep=(order.report, order.board)): order.rank for order in orders.workers
+    }
+    for order in orders.workers:
+        os.close(order.report)
+    with socket.socket(fileno=orders.exits) as exits:
+        _watch(ranks, exits, rank_0)
+    os._exit(0)  # To unload torch takes a second, and rank 0 waits.
+
+
+def _watch(ranks: dict[int, int], exits: socket.socket, rank_0: int) -> None:
+    """Write an `Exit` for every process of `ranks` that ends; kill those left once rank 0 wants no more of them."""
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    wanted = True
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in ranks:
+            how = Exit(rank=ranks.pop(pid), code=os.waitstatus_to_exitcode(status))
+            with contextlib.suppress(OSError):
+                exits.sendall(msgspec.json.encode(how) + b"\n")
+        elif not pid:
+            readable = select.select([ended, *([exits] if wanted else [])], [], [], _POLL_S)[0]
+            if ended in readable:
+                os.read(ended, 4096)
+            # A child that rank 0 forked may hold the other end of the socket open; then our parent has changed.
+            if wanted and (exits in readable or os.getppid() != rank_0):
+                wanted = False
+                for other in ranks:
+                    kill_group(other)
+
+
+def work(order: WorkerOrder) -> int:
+    """Serve rank 0 until it closes the engine; returns the exit code."""
     try:
-        _serve(order)
+        store = dist.TCPStore("127.0.0.1", order.port, is_master=False)
+        store.set(f"ready/{order.rank}", "1")
+        groups = Groups.connect(store, order.rank, order.world_size, torch.device(order.device), local=True)
+        Follower(groups, StatusBoard(order.board, order.world_size)).serve()
     except BaseException as error:
-        lifeline.sendall(msgspec.json.encode(_report(order.rank, error)))
-        _end(1)
-    _end(0)
-
-
-def _serve(order: WorkerOrder) -> None:
-    store = dist.TCPStore("127.0.0.1", order.port, is_master=False)
-    store.set(f"ready/{order.rank}", "1")
-    groups = Groups.connect(store, order.rank, order.world_size, torch.device(order.device), local=True)
-    Follower(groups, StatusBoard(order.board, order.world_size)).serve()
-
-
-def _exit_with_rank_0(lifeline: socket.socket, parent: int) -> None:
-    """End this process and its children once rank 0 is gone.
-
-    The socket says so at once, unless a child that rank 0 forked still holds the other end; then our parent has changed.
-    """
-    while os.getppid() == parent:
-        if select.select([lifeline], [], [], _POLL_S)[0] and not lifeline.recv(1):
-            break
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+        with socket.socket(fileno=order.report) as report:
+            report.sendall(msgspec.json.encode(_report(order.rank, error)))
+        return 1
+    return 0
 
 
 def _report(rank: int, error: BaseException) -> Report:
@@ -66,13 +94,6 @@ def _report(rank: int, error: BaseException) -> Report:
         traceback="\n".join(lines),
         peer_lost=isinstance(error, PeerLost),
     )
-
-
-def _end(code: int) -> NoReturn:
-    """Exit without tearing down gloo, which may wait for ranks that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

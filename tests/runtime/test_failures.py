@@ -88,27 +88,63 @@ engine.step(hand_samples(4))
 """
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
-def test_signal_to_rank_0_in_a_step_leaves_no_process_behind(number: signal.Signals) -> None:
-    process = subprocess.Popen(
+def started() -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-P", "-c", SCRIPT],
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def in_a_step() -> tuple[subprocess.Popen[str], list[int]]:
+    """Rank 0, and its descendants: the process that forks workers, and the one worker."""
+    process = started()
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    workers = children(process.pid)
+    (parent,) = children(process.pid)
+    workers = children(parent)
     assert len(workers) == 1
     time.sleep(0.3)  # Into the step, so that both ranks wait for the sleeping stage.
+    return process, [parent, *workers]
+
+
+def await_end(pids: list[int]) -> None:
     start = time.monotonic()
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() - start < 40
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_signal_to_rank_0_in_a_step_leaves_no_process_behind(number: signal.Signals) -> None:
+    process, others = in_a_step()
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert ("KeyboardInterrupt" in errors) == (number is signal.SIGINT)
-    while any(alive(worker) for worker in workers):
-        assert time.monotonic() - start < 40
-        time.sleep(0.02)
+    await_end(others)
     assert process.returncode == -number
+
+
+def test_without_the_process_that_forks_workers_a_step_ends() -> None:
+    process, others = in_a_step()
+    os.kill(others[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert "EngineError: rank 1 (stage language_model.1) died with signal 9 (SIGKILL) in step 1" in errors
+    await_end(others)
+    assert process.returncode == 1
+
+
+def test_ctrl_c_while_workers_load_leaves_no_process_behind() -> None:
+    process = started()
+    while not (others := children(process.pid)):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors
+    await_end(others)
+    assert process.returncode == -signal.SIGINT

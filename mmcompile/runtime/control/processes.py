@@ -56,7 +56,11 @@ def kill_group(pid: int) -> None:
 
 def describe_exit(status: int) -> str:
     """A status of `waitpid` in words."""
-    code = os.waitstatus_to_exitcode(status)
+    return describe_code(os.waitstatus_to_exitcode(status))
+
+
+def describe_code(code: int) -> str:
+    """An exit code in words; negative: the signal that killed the process."""
     return f"died with signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
 
 
