@@ -1,6 +1,6 @@
 """Pipelines of unlike templates, one of which loses a node on the way, train exactly as one process does.
 
-Samples and steps are those of `test_parity`: the second step has no media at all. A worker is killed in that step.
+The second step has no media at all. A worker is killed in that step.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import msgspec
 import pytest
 from oracles.one_process import ADAMW
 from parity.layouts import PARTS, Freeze
-from parity.test_parity import MICROBATCHES, SAMPLES, TOLERANCE, _assert_same, _in_one_process, _model, _steps
+from parity.three_steps import assert_same_parameters, in_one_process, model_of, steps_of
 
 import mmcompile as mm
 from mmcompile.plan.plan import Plan
 from mmcompile.runtime.control.fail_points import VARIABLE, Action, Strike
 from mmcompile.step.collate import collate
+
+TOLERANCE = 1e-9
+MICROBATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +55,8 @@ def planned(case: Case) -> Plan:
     """A plan whose only templates have `smallest` and one more nodes."""
     nodes = 2 * case.smallest + 1
     made = mm.plan(
-        _model(case.family, case.freeze),
-        collate(_steps(case.family)[0][:2]),
+        model_of(case.family, case.freeze),
+        collate(steps_of(case.family, num_microbatches=MICROBATCHES)[0][:2]),
         cluster=f"{nodes}x1xcpu",
         num_microbatches=MICROBATCHES,
         projector="with_encoder" if PARTS[case.family].projectors else None,
@@ -68,18 +71,18 @@ def planned(case: Case) -> Plan:
 def test_a_run_that_loses_a_node_trains_as_one_process_does(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = _steps(case.family)
-    wanted = _in_one_process(case.family, case.freeze)
+    steps = steps_of(case.family, num_microbatches=MICROBATCHES)
+    wanted = in_one_process(case.family, case.freeze, num_microbatches=MICROBATCHES)
     plan = planned(case)
     strike = Strike(point="before-step", action=Action.KILL, rank=case.victim, step=2, marker=str(tmp_path / "struck"))
     monkeypatch.setenv(VARIABLE, msgspec.json.encode([strike]).decode())
-    model = _model(case.family, case.freeze)
+    model = model_of(case.family, case.freeze)
     samples = [sample for step in steps for sample in step]
     with mm.elastic(
         model,
         collate(steps[0][:2]),
         plan,
-        data=mm.MapBatches(samples, SAMPLES, seed=0, shuffle=False),
+        data=mm.MapBatches(samples, len(steps[0]), seed=0, shuffle=False),
         num_steps=len(steps),
         folder=tmp_path / "run",
         optimizer=ADAMW,
@@ -91,4 +94,4 @@ def test_a_run_that_loses_a_node_trains_as_one_process_does(
     assert "SIGKILL" in recovery.cause
     assert [step.num_tokens for step in metrics] == list(wanted.num_tokens)
     assert [step.loss for step in metrics] == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
-    _assert_same(model.state_dict(), wanted.parameters)
+    assert_same_parameters(model.state_dict(), wanted.parameters, TOLERANCE)

@@ -1,4 +1,4 @@
-"""Three steps of four samples each, and a family trained on them in one process; in float64 where nothing is said."""
+"""Three steps of two samples a microbatch, and a family trained on them in one process; in float64 where nothing is said."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from zoo import ALL, Batch, samples
 
 MICROBATCHES = 2
-SAMPLES = 4
+"""Of a step, where nothing is said."""
 
 
 @functools.cache
-def steps_of(family: str, dtype: torch.dtype = torch.float64) -> tuple[list[Batch], ...]:
+def steps_of(
+    family: str, dtype: torch.dtype = torch.float64, num_microbatches: int = MICROBATCHES
+) -> tuple[list[Batch], ...]:
     """Samples of three steps, of unequal lengths; the second one has no media where the family can do without."""
-    draw = functools.partial(samples, ALL[family], SAMPLES, dtype=dtype)
+    draw = functools.partial(samples, ALL[family], 2 * num_microbatches, dtype=dtype)
     return draw(seed=1), draw(seed=2, media=(0,)) if ALL[family].text_only else draw(seed=2), draw(seed=3)
 
 
@@ -29,8 +31,11 @@ def model_of(family: str, what: Freeze, dtype: torch.dtype = torch.float64) -> n
 
 
 @functools.cache
-def in_one_process(family: str, what: Freeze, dtype: torch.dtype = torch.float64) -> TrainingRun:
-    return train(model_of(family, what, dtype), steps_of(family, dtype), num_microbatches=MICROBATCHES)
+def in_one_process(
+    family: str, what: Freeze, dtype: torch.dtype = torch.float64, num_microbatches: int = MICROBATCHES
+) -> TrainingRun:
+    steps = steps_of(family, dtype, num_microbatches)
+    return train(model_of(family, what, dtype), steps, num_microbatches=num_microbatches)
 
 
 def assert_same_parameters(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float) -> None:
