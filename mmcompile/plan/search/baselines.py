@@ -10,7 +10,7 @@ the rule by which layers are cut are theirs.
     replicated       every stage of the language model, cut by forward time, runs all encoders on the whole microbatch again
     equal-layers     one line; every stage has as many layers
     pinned           one line; all encoders in the first stage, and every stage as many layers of the language model
-    fsdp             no pipeline: every device a replica, parameters spread over all
+    fsdp             no pipeline: every device, or every few that share tensors, a replica; parameters spread over all
 
 Source: Oobleck / Cornstarch / Entrain dissertation §3.5 (frozen-unaware, megatron, fsdp) and Cornstarch §2.2 (replicated, as in
 Llama 3); torchtitan and NeMo Automodel pin the encoder and count layers.
@@ -220,18 +220,21 @@ def _frames(problem: Problem) -> Iterator[Frame]:
 
 
 def _replicas(problem: Problem) -> Iterator[Frame]:
-    """As many replicas as the batch can be shared between, whatever replicas the search may choose.
+    """For each tensor-parallel degree as many replicas as can share the batch, whatever replicas the search may choose.
 
     Microbatches are those of the space, if a replica's share of the batch divides so.
     """
     batch = problem.global_batch
     if batch is None:
         raise PlanError("strategy fsdp shares a batch between replicas; say how many samples it has (--global-batch)")
-    dp = max(count for count in range(1, min(batch, problem.num_devices) + 1) if batch % count == 0)
-    counts = problem.space.microbatches
-    if counts is not None and not any(batch // dp % count == 0 for count in counts):
-        counts = None
-    yield from _frames(replace(problem, space=replace(problem.space, dp=(dp,), tp=(1,), microbatches=counts)))
+    for tp in problem.space.tp:
+        most = min(batch, problem.num_devices // tp)
+        dp = max((count for count in range(1, most + 1) if batch % count == 0), default=0)
+        if dp:
+            counts = problem.space.microbatches
+            if counts is not None and not any(batch // dp % count == 0 for count in counts):
+                counts = None
+            yield from _frames(replace(problem, space=replace(problem.space, dp=(dp,), tp=(tp,), microbatches=counts)))
 
 
 def _frozen_unaware(frame: Frame) -> Iterator[Candidate]:

@@ -150,6 +150,16 @@ def test_every_device_is_a_replica_that_holds_its_share() -> None:
     assert found.stages[0].parameter_bytes == pytest.approx(whole / 8, rel=1e-3)
 
 
+def test_replicas_that_share_parameters_may_share_tensors() -> None:
+    found = baseline("fsdp", problem(space=SearchSpace(tp=(2,))))
+    (degrees,) = found.degrees
+    assert (degrees.dp, degrees.tp, degrees.fsdp) == (4, 2, True)
+    assert found.num_ranks == 8
+    assert found.setting.num_microbatches * found.setting.samples == pytest.approx(4)
+    best = baseline("fsdp", problem(space=SearchSpace(tp=(1, 2))))
+    assert min(expected_s([found])) >= min(expected_s([best]))
+
+
 def test_tensor_parallel_ranks_of_one_degree() -> None:
     found = baseline("frozen-unaware", problem("2x4xA100-80G", space=SearchSpace(tp=(2,), microbatches=(16,))))
     assert found.num_ranks == 8
