@@ -20,8 +20,8 @@ _STANDARD = 3
 def fork_process(function: Callable[[], int], *, keep: Collection[int]) -> int:
     """Start a process that runs `function` and exits with what it returns; 1 if it raises.
 
-    It leads a session of its own, is killed when the process that started it ends, reads nothing from the terminal, and
-    has no open files of the parent but standard output and error and those in `keep`.
+    It leads a session of its own, is killed when the process that started it ends (on Linux), reads nothing from the terminal,
+    and has no open files of the parent but standard output and error and those in `keep`.
 
     Returns:
         its process id.
@@ -69,12 +69,13 @@ def _settle(parent: int, keep: Collection[int]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    for file in map(int, os.listdir("/proc/self/fd")):
+    for file in map(int, os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")):
         if file >= _STANDARD and file not in keep and file != null:
             # Not closed: objects of the parent still name these numbers, and would write to, or close, what takes them next.
             with contextlib.suppress(OSError):
