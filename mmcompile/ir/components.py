@@ -74,7 +74,9 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
         before = node.all_input_nodes
         roots[node] = frozenset().union(*(roots[source] for source in before))
         if node.op == "placeholder":
-            roots[node] = node.meta.get("roots", frozenset((str(node.target),)))
+            # A size is of no input: where inputs have one in common, any of them may have been asked for it.
+            is_size = isinstance(node.meta["val"], torch.SymInt | int)
+            roots[node] = frozenset() if is_size else node.meta.get("roots", frozenset((str(node.target),)))
             result[node] = roots[node] if _is_data(node) else None
         elif node.op == "get_attr":
             result[node] = frozenset() if isinstance(attribute(module, str(node.target)), nn.Parameter) else None

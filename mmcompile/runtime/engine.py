@@ -172,6 +172,7 @@ class Engine:
             source,
             collate=collate or functools.partial(_collate, pad),
             balancer=self._balancer,
+            pad=pad,
             costs=costs,
             corrector=corrector,
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mmcompile.errors import BatchError, CaptureError, PlanError, VerifyError
@@ -24,13 +27,15 @@ from mmcompile.step.assignment import ABSENT, Assignment, Grid, SampleCosts
 from mmcompile.step.balance.balancer import Balancer
 from mmcompile.step.balance.baselines import Arrival
 from mmcompile.step.balance.correction import Corrector
-from mmcompile.step.collate import Sample, Value, check_labels
+from mmcompile.step.collate import Sample, Value, check_labels, padded_alike, with_batch_dim
 from mmcompile.step.step_plan import MicrobatchPlan, RowExchange, StepPlan, ValueShape
 
 Costs = Callable[[Sequence[Sample]], SampleCosts]
 """What each sample of a step costs each tower, the language model last."""
 Collate = Callable[[Sequence[Sample], Sequence[int]], dict[str, Value]]
 """Samples, and what errors call them, into one batch."""
+_Known: TypeAlias = dict[tuple[int, ...], PreparedMicrobatch]
+"""Groups of samples that were matched with their patterns already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,6 +77,7 @@ class StepPlanner:
         source: matches batches with patterns.
         collate: joins samples into a batch.
         balancer: decides who computes what.
+        pad: padding value by key, as for `mmcompile.step.collate.collate`.
         costs: of samples; None where there is one tower: all samples cost the same then.
         corrector: learns from measured times; None to take costs as predicted.
     """
@@ -83,6 +89,7 @@ class StepPlanner:
         *,
         collate: Collate,
         balancer: Balancer,
+        pad: Mapping[str, int | float] | None = None,
         costs: Costs | None = None,
         corrector: Corrector | None = None,
     ) -> None:
@@ -99,6 +106,7 @@ class StepPlanner:
         self._source = source
         self._collate = collate
         self._balancer = balancer
+        self._pad = pad
         self._costs = costs or self._equal
         self._corrector = corrector
         self._measured: list[tuple[PlannedStep, np.ndarray]] = []
@@ -130,15 +138,20 @@ class StepPlanner:
         costs = self._costs(samples)
         corrected = costs if self._corrector is None else self._corrector.corrected(costs)
         assignment, reason = self._assign(corrected)
-        known: dict[tuple[int, ...], PreparedMicrobatch] = {}
+        known: _Known = {}
+        planned = None
         try:
             planned = self._with(step, samples, assignment, known, update, before)
         except (BatchError, CaptureError) as error:
-            arrival = Arrival().assign(costs, self._grid)
-            if arrival == assignment:
+            refused = f"{reason} would need what the model refuses ({error})"
+            for other in self._others(costs, samples, assignment, known):
+                assignment, given, its_known, how = other
+                reason = f"{how}: {refused}"
+                with contextlib.suppress(BatchError, CaptureError):
+                    planned = self._with(step, given, assignment, its_known, update, before)
+                    break
+            if planned is None:
                 raise
-            planned = self._with(step, samples, arrival, known, update, before)
-            assignment, reason = arrival, f"{Arrival.name}: {reason} would need what the model refuses ({error})"
         if self._corrector is not None:
             reason += f"; {self._corrector.report().summary}"
         plan, prepared, repeated = planned
@@ -179,6 +192,18 @@ class StepPlanner:
             self._corrector.observe(planned.assignment, planned.costs, measured, self._learning_s)
             self._learning_s = time.perf_counter() - start
 
+    def _others(
+        self, costs: SampleCosts, samples: Sequence[Sample], assignment: Assignment, known: _Known
+    ) -> Iterator[tuple[Assignment, Sequence[Sample], _Known, str]]:
+        """What to try when the model refuses an assignment, and how to call it, best first."""
+        arrival = Arrival().assign(costs, self._grid)
+        if arrival != assignment:
+            yield arrival, samples, known, Arrival.name
+        if len(self._towers) > 1:
+            alike = padded_alike(samples, self._pad)
+            if any(_sizes(one) != _sizes(with_batch_dim(other)) for one, other in zip(alike, samples, strict=True)):
+                yield assignment, alike, {}, "media padded to the largest of the step"
+
     def _equal(self, samples: Sequence[Sample]) -> SampleCosts:
         return SampleCosts(components=self._towers, costs=np.ones((1, len(samples))))
 
@@ -192,14 +217,14 @@ class StepPlanner:
         step: int,
         samples: Sequence[Sample],
         assignment: Assignment,
-        known: dict[tuple[int, ...], PreparedMicrobatch],
+        known: _Known,
         update: bool,
         before: Accumulated,
     ) -> tuple[StepPlan, tuple[PreparedMicrobatch, ...], frozenset[int]]:
         """The plan of an assignment, what its microbatches were prepared from, and which of them are repeated.
 
         Args:
-            known: groups of samples that were matched with their patterns already; gains those matched here.
+            known: gains what is matched here.
         """
 
         def prepare(group: tuple[int, ...]) -> PreparedMicrobatch:
@@ -308,6 +333,10 @@ class StepPlanner:
         if key not in self._flows:
             self._flows[key] = flow_of(prepared.programs, self._stages[tower])
         return self._flows[key]
+
+
+def _sizes(sample: Sample) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in sample.items() if isinstance(value, Tensor)}
 
 
 def _num_tokens(prepared: Sequence[PreparedMicrobatch], parts: Sequence[_Part], last: int, num_samples: int) -> int:

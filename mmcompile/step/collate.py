@@ -57,6 +57,33 @@ def collate(
     }
 
 
+def padded_alike(samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None) -> list[dict[str, Value]]:
+    """Samples whose media are padded to the sizes of the largest, so that it does not matter which of them are joined.
+
+    A model that pads media to the largest of a batch (images of a conversation, tiles of an image) makes as many rows of a sample
+    then, in whatever microbatch it is. Dims that are as long as the text in every sample stay as they are.
+
+    Args:
+        pad: padding value by key, as for `collate`.
+    """
+    rows = [with_batch_dim(sample) for sample in samples]
+    fill = {**_PAD, **(pad or {})}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        having = [(row, value) for row in rows if isinstance(value := row.get(key), Tensor)]
+        if len({value.dim() for _, value in having}) != 1:
+            continue  # collate says what is wrong with them.
+        lengths = [len(ids[0]) if isinstance(ids := row.get("input_ids"), Tensor) else None for row, _ in having]
+        for row, value in having:
+            sizes = [
+                value.shape[dim]
+                if all(other.shape[dim] == length for (_, other), length in zip(having, lengths, strict=True))
+                else max(other.shape[dim] for _, other in having)
+                for dim in range(1, value.dim())
+            ]
+            row[key] = _padded(value, sizes, fill.get(key, 0))
+    return rows
+
+
 def check_labels(samples: Sequence[Sample]) -> None:
     """Refuse a step without a single label to learn from.
 

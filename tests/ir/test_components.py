@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from lower.split import captured
 from torch import Tensor, nn
-from zoo import ALL
+from zoo import ALL, samples
 
 from mmcompile.ir.capture import capture
 from mmcompile.ir.components import INPUTS, OUTPUTS
 from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.step.collate import collate
 
 Parts = dict[str, tuple[str, int]]
 """Component -> kind and number of layers, in order."""
@@ -237,6 +238,16 @@ class _Skipping(nn.Module):
 def _ways(number: int) -> dict[str, Tensor]:
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     return {"input_ids": ids, "ways": torch.tensor([number]), "labels": ids}
+
+
+def test_sizes_that_inputs_share_are_of_none_of_them() -> None:
+    """Mllama looks ids up that it expands by the number of samples, which may be read from what belongs to the text."""
+    family = ALL["mllama"]
+    model, batch = family.build(torch.float32), collate(samples(family, 2, seed=0))
+    fixed = capture(model, batch).graph
+    varying = {name: {0} for name, value in batch.items() if isinstance(value, Tensor)}
+    symbolic = capture(model, batch, varying=varying, reference=fixed.components).graph
+    assert symbolic.edges == fixed.edges
 
 
 def test_a_batch_that_skips_the_last_block_leaves_the_head_where_it_is() -> None:

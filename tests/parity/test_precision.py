@@ -1,10 +1,13 @@
-"""Half precision trains as float32 does: the demo's model on scanned digits, on two processes."""
+"""Half precision trains as float32 does: the demo's model on scanned digits, on two processes.
+
+The images held out are others in each of three trainings, since one image more or less of the demo's 297 is a third of a point.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +24,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from digits_llava import NUM_HELD_OUT, Sample, accuracy_of, batch_of, build_model, build_samples  # noqa: E402 # pyright: ignore[reportMissingImports]
 
 STEPS, BATCH_SIZE, MICROBATCHES = 900, 60, 4
+FOLDS = 3
+"""Trainings, each without other images."""
 TRACKED = 200
 """Steps whose losses are compared; accuracies are those of the end."""
 PEAK_LEARNING_RATE = 3e-3
-LOSS_TOLERANCE = 0.25
-"""Of the mean loss of ten steps, against float32, in nats, while the loss falls from 4 to 1, some steps earlier in one run than
-in another. Measured: 0.14 under autocast, 0.24 with the language model alone under it."""
-END_TOLERANCE = 0.12
-"""Of the last four of these means. Measured: 0.12 and 0.07."""
+WINDOW, TOLERANCE = 40, 0.2
+"""Of mean losses over so many steps, against float32, in nats; the loss falls from 4 to 0.6."""
+FIRST, FIRST_TOLERANCE = 80, 0.02
+"""Of those over ten steps, while rounding is not yet enlarged: from step 100 to 150 the loss falls by 1, in any two runs some
+steps earlier in one."""
 ACCURACY_TOLERANCE = 0.01
-"""By which half precision may be worse. (It was 96.0 % under autocast against 94.6 %, of 297 images.)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +42,12 @@ class Run:
     """What training reached."""
 
     losses: tuple[float, ...]
-    """Means over ten steps."""
+    """Of the first `TRACKED` steps."""
     accuracy: float
     """On held-out images, in float32."""
+
+    def means(self, window: int, steps: int = TRACKED) -> list[float]:
+        return [sum(self.losses[first : first + window]) / window for first in range(0, steps, window)]
 
 
 def _one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -48,14 +55,18 @@ def _one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 
 def _batches(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(1)).tolist()
-    for step in range(STEPS):
-        yield [samples[order[(step * BATCH_SIZE + index) % len(order)]] for index in range(BATCH_SIZE)]
+    """All images in another order each time."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(0, STEPS, len(samples) // BATCH_SIZE):
+        order = torch.randperm(len(samples), generator=generator).tolist()
+        for first in range(0, len(samples) - BATCH_SIZE + 1, BATCH_SIZE):
+            yield [samples[index] for index in order[first : first + BATCH_SIZE]]
 
 
-def _train(model: nn.Module, **options: Any) -> Run:
+def _train(model: nn.Module, fold: int, **options: Any) -> Run:
     samples = build_samples()
-    held_out, training = samples[:NUM_HELD_OUT], samples[NUM_HELD_OUT:]
+    first, last = fold * NUM_HELD_OUT, (fold + 1) * NUM_HELD_OUT
+    held_out, training = samples[first:last], samples[:first] + samples[last:]
     with mm.parallelize(
         model,
         batch_of(training[: BATCH_SIZE // MICROBATCHES]),
@@ -69,39 +80,39 @@ def _train(model: nn.Module, **options: Any) -> Run:
     ) as engine:
         losses = [metrics.loss for metrics in engine.train(_batches(training))]
         engine.pull()
-    means = tuple(sum(losses[first : first + 10]) / 10 for first in range(0, TRACKED, 10))
-    return Run(losses=means, accuracy=accuracy_of(model.float(), held_out))
+    return Run(losses=tuple(losses[:TRACKED]), accuracy=accuracy_of(model.float(), held_out))
 
 
 @functools.cache
-def _in_float32() -> Run:
-    return _train(build_model())
+def _in_float32(fold: int) -> Run:
+    return _train(build_model(), fold)
 
 
-def _in_bfloat16() -> Run:
+def _in_half_precision(precision: str, fold: int) -> Run:
     model = build_model()
-    masters: Mapping[str, torch.Tensor] = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return _train(model.to(torch.bfloat16), master_weights=masters)
+    match precision:
+        case "autocast":
+            return _train(model, fold, autocast=True)
+        case "language model under autocast":
+            return _train(model, fold, autocast=["language_model"])
+        case _:
+            masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            return _train(model.to(torch.bfloat16), fold, master_weights=masters)
 
 
 @pytest.mark.slow
 def test_float32_learns() -> None:
     """What the others are compared with."""
-    assert _in_float32().accuracy > 0.9
+    assert all(_in_float32(fold).accuracy > 0.9 for fold in range(FOLDS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["autocast", "language model under autocast", "bfloat16 with float32 masters"])
 def test_half_precision_tracks_float32(precision: str) -> None:
-    wanted = _in_float32()
-    match precision:
-        case "autocast":
-            got = _train(build_model(), autocast=True)
-        case "language model under autocast":
-            got = _train(build_model(), autocast=["language_model"])
-        case _:
-            got = _in_bfloat16()
-    apart = [abs(a - b) for a, b in zip(got.losses, wanted.losses, strict=True)]
-    assert max(apart) < LOSS_TOLERANCE, f"{got.losses} against {wanted.losses}"
-    assert max(apart[-4:]) < END_TOLERANCE, f"{got.losses} against {wanted.losses}"
-    assert got.accuracy >= wanted.accuracy - ACCURACY_TOLERANCE, f"{got.accuracy} against {wanted.accuracy}"
+    better = 0.0
+    for fold in range(FOLDS):
+        got, wanted = _in_half_precision(precision, fold), _in_float32(fold)
+        assert got.means(10, FIRST) == pytest.approx(wanted.means(10, FIRST), rel=0, abs=FIRST_TOLERANCE)
+        assert got.means(WINDOW) == pytest.approx(wanted.means(WINDOW), rel=0, abs=TOLERANCE)
+        better += (got.accuracy - wanted.accuracy) / FOLDS
+    assert abs(better) <= ACCURACY_TOLERANCE

@@ -8,7 +8,7 @@ from oracles.one_process import split_microbatches
 from torch import Tensor
 
 from mmcompile.errors import BatchError
-from mmcompile.step.collate import Value, check_labels, collate
+from mmcompile.step.collate import Value, check_labels, collate, padded_alike
 
 
 def text(*ids: int, **more: Value) -> dict[str, Value]:
@@ -48,6 +48,19 @@ def test_images_of_some_samples_are_joined_on_dim_0() -> None:
     assert pixels.shape == (3, 3, 4, 6)
     assert pixels[:2, ..., 4:].abs().sum() == 0
     assert rows(batch["image_grid_thw"]) == [[1, 2, 2], [1, 2, 4], [1, 4, 4]]
+
+
+def test_media_are_padded_to_the_largest_and_texts_are_not() -> None:
+    short = {"input_ids": torch.ones(1, 3), "pixels": torch.ones(1, 1, 5), "mask": torch.ones(1, 3, 1)}
+    long = {"input_ids": torch.ones(4), "pixels": torch.ones(1, 2, 3), "mask": torch.ones(1, 4, 2), "text_only": True}
+    first, second = padded_alike([short, long], {"pixels": 7})
+    shapes = [{name: tuple(v.shape) for name, v in row.items() if isinstance(v, Tensor)} for row in (first, second)]
+    assert shapes[0] == {"input_ids": (1, 3), "pixels": (1, 2, 5), "mask": (1, 3, 2)}
+    assert shapes[1] == {"input_ids": (1, 4), "pixels": (1, 2, 5), "mask": (1, 4, 2)}
+    assert first["pixels"].tolist() == [[[1] * 5, [7] * 5]]  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    together, alone = collate([short, long], {"pixels": 7}), collate([first, second], {"pixels": 7})
+    assert together.keys() == alone.keys()
+    assert all(torch.equal(v, alone[name]) for name, v in together.items() if isinstance(v, Tensor))  # pyright: ignore[reportArgumentType]
 
 
 def test_one_dimensional_texts_gain_the_batch_dim() -> None:
