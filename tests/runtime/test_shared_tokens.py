@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -18,16 +17,14 @@ from mmcompile.step.collate import collate
 
 
 def _process_of_rank(rank: int) -> int:
-    """The worker of this process that was started as `rank`, by its command line."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            order = (path / "cmdline").read_bytes().split(b"\0")[-2]
-        except (OSError, IndexError):  # It ended while we looked.
-            continue
-        if parent == os.getpid() and order.startswith(b"{") and json.loads(order)["rank"] == rank:
-            return int(path.name)
-    raise AssertionError(f"no process of rank {rank}")
+    """The worker of this process that was started as `rank`: one process forks them all, in order."""
+    (parent,) = (pid for pid in _children(os.getpid()) if "runtime.worker" in Path(f"/proc/{pid}/cmdline").read_text())
+    return _children(parent)[rank - 1]
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("[0-9]*")
+    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
 
 
 def test_a_killed_shard_ends_the_run_and_is_named() -> None:
