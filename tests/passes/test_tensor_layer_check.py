@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lower.split import captured, root_values
+from lower.split import captured, root_values, with_present_flags
 from tensor_blocks import SHARDED, Block, Ways, batch, gated
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -229,7 +229,8 @@ def test_other_sizes_are_no_other_kinds() -> None:
     """A graph for longer rows needs no second check."""
     family = ALL["llava"]
     model, given, found = captured("llava")
-    known = checked(found, given, LLAVA).right
+    model.requires_grad_(True)  # Other tests freeze parts of it.
+    known = checked(with_present_flags(model, found), given, LLAVA).right
     longer = completed(
         model, family.draw(replace(family.first, length=family.first.length + 7), seed=2, dtype=torch.float64)
     )
