@@ -144,11 +144,10 @@ class StepPlanner:
             planned = self._with(step, samples, assignment, known, update, before)
         except (BatchError, CaptureError) as error:
             refused = f"{reason} would need what the model refuses ({error})"
-            for other in self._others(costs, samples, assignment, known):
-                assignment, given, its_known, how = other
-                reason = f"{how}: {refused}"
+            for other, given, given_known, how in self._others(costs, samples, assignment, known):
                 with contextlib.suppress(BatchError, CaptureError):
-                    planned = self._with(step, given, assignment, its_known, update, before)
+                    planned = self._with(step, given, other, given_known, update, before)
+                    assignment, reason = other, f"{how}: {refused}"
                     break
             if planned is None:
                 raise
