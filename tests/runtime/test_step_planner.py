@@ -75,7 +75,12 @@ def _members(plan: StepPlan, tower: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "chosen"), [("llava", Dealt()), pytest.param("qwen2_5_vl", balancer("joint"), marks=pytest.mark.slow)]
+    ("name", "chosen"),
+    [
+        ("llava", Dealt()),
+        pytest.param("qwen2_5_vl", balancer("joint"), marks=pytest.mark.slow),
+        pytest.param("mllama", Dealt(), marks=pytest.mark.slow),
+    ],
 )
 def test_every_sample_is_computed_once_and_its_rows_arrive_once(name: str, chosen: Balancer) -> None:
     drawn = _family(name)[-1]
@@ -115,6 +120,13 @@ def test_what_the_model_refuses_is_run_in_arrival_order_and_said() -> None:
     planned = _planner("mllama", Dealt(), placement).plan(1, [*with_images, *without])
     assert planned.balance.startswith("arrival: dealt would need what the model refuses (")
     assert [m.samples for m in planned.plan.microbatches if m.tower == "language_model"] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.slow
+def test_media_are_padded_alike_where_no_order_will_do_and_it_is_said() -> None:
+    planned = _planner("mllama", balancer("arrival")).plan(1, _family("mllama")[-1])
+    assert planned.balance.startswith("media padded to the largest of the step: ")
+    assert "would need what the model refuses (" in planned.balance
 
 
 def test_errors_call_samples_by_their_place_in_the_step() -> None:
