@@ -76,6 +76,7 @@ def _language_model_sources(model: nn.Module, batch: Batch, plan: Plan) -> str:
     return "".join(program.source for name, program in programs.items() if name.startswith("language_model"))
 
 
+@pytest.mark.slow
 def test_a_packed_row_trains_as_its_documents_apart() -> None:
     """Two documents end to end in one row, told apart by their positions, against the same two as samples."""
     first, second = samples(ALL["llava"], 2, seed=7, media=(1, 1), dtype=torch.float64)
