@@ -87,12 +87,15 @@ GRID = [
 ]
 """Every degree of the language model, with all those of the encoder in turn."""
 CORE = [
+    Case(
+        family="llava", freeze=Freeze.NONE, encoder=Degrees(tp=2), language_model=Degrees(tp=2, dp=2), replicas="zero1"
+    ),
+]
+OTHERS = [
     Case(family="llava", freeze=Freeze.ENCODER, encoder=Degrees(), language_model=Degrees(tp=2)),
     Case(
         family="gemma3", freeze=Freeze.NONE, encoder=Degrees(tp=2), language_model=Degrees(tp=2, dp=2), replicas="zero1"
     ),
-]
-OTHERS = [
     Case(family="llava", freeze=Freeze.NONE, encoder=Degrees(tp=2), language_model=Degrees(pp=2)),
     Case(family="qwen2_5_vl", freeze=Freeze.NONE, encoder=Degrees(tp=2, dp=2), language_model=Degrees(tp=2, pp=2)),
     Case(family="gemma3", freeze=Freeze.NONE, encoder=Degrees(), language_model=Degrees(tp=2, cp=2, pp=2)),

@@ -92,11 +92,11 @@ class Case:
 _LAYOUTS = ((2, 1), (1, 2), (3, 2), (2, 3))
 """Replicas of the encoder and of the language model."""
 CORE = [
-    Case(encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=3),
     Case(encoders=(2, 1), language_model=2, balance="auto"),
     Case(encoders=(2,), language_model=2, balance="post-balance", placement="colocated"),
 ]
 SLOW = [
+    Case(encoders=(3,), language_model=2, balance=Scrambled.name, microbatches=3),
     Case(family="llava", encoders=(2,), language_model=1, balance=ALL_DEFERRED, num_steps=2),
     Case(encoders=(2,), language_model=1, balance="arrival", stages=2),
     Case(encoders=(1,), language_model=2, balance="post-balance"),
@@ -214,6 +214,7 @@ def test_balanced_steps_train_as_one_process_does(case: Case) -> None:
         assert deferred == (case.balance in _DEFERRING)
 
 
+@pytest.mark.slow
 def test_replicas_keep_equal_optimizer_states() -> None:
     """AdamW, step after step, on parameters that two ranks hold; costs are corrected by what steps took."""
     case = Case(encoders=(2,), language_model=2, balance=ALL_DEFERRED)

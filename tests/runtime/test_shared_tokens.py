@@ -27,6 +27,7 @@ def _children(pid: int) -> list[int]:
     return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
 
 
+@pytest.mark.slow
 def test_a_killed_shard_ends_the_run_and_is_named() -> None:
     batches = samples(ALL["llava"], 4, seed=1)
     model, batch = ALL["llava"].build(), collate(batches[:2])
