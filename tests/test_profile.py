@@ -73,7 +73,7 @@ def test_larger_batches_take_longer() -> None:
     made = profile(family.build(), [family.draw(size, seed=0) for size in sizes], device_name="cpu", rounds=2)
     (block,) = (costs for costs in made.kinds if costs.kind.startswith("language_model.layers"))
     small, large = (point.times.total_s for point in block.measurements)
-    assert large > small
+    assert large > 3 * small
 
 
 def test_nothing_to_measure_is_refused() -> None:

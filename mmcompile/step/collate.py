@@ -73,14 +73,11 @@ def padded_alike(samples: Sequence[Sample], pad: Mapping[str, int | float] | Non
         if len({value.dim() for _, value in having}) != 1:
             continue  # collate says what is wrong with them.
         lengths = [len(ids[0]) if isinstance(ids := row.get("input_ids"), Tensor) else None for row, _ in having]
+        by_dim = list(zip(*(value.shape[1:] for _, value in having), strict=True))
+        largest = [None if list(sizes) == lengths else max(sizes) for sizes in by_dim]
         for row, value in having:
-            sizes = [
-                value.shape[dim]
-                if all(other.shape[dim] == length for (_, other), length in zip(having, lengths, strict=True))
-                else max(other.shape[dim] for _, other in having)
-                for dim in range(1, value.dim())
-            ]
-            row[key] = _padded(value, sizes, fill.get(key, 0))
+            wanted = [size or own for size, own in zip(largest, value.shape[1:], strict=True)]
+            row[key] = _padded(value, wanted, fill.get(key, 0))
     return rows
 
 

@@ -160,9 +160,8 @@ def test_gradients_in_float32_are_those_of_one_process(case: Case) -> None:
         loss = engine.step(steps[0]).loss
         after = engine.state_dict()
     changes = {name: (tensor - after[name]) / LEARNING_RATE for name, tensor in before.items()}
-    names = dict(
-        model_of(case.family, case.freeze, torch.float32).named_parameters()
-    )  # Tied weights have one name here.
+    # Tied weights have one name here.
+    names = dict(model_of(case.family, case.freeze, torch.float32).named_parameters())
     assert not any(changes[name].any() for name in names.keys() - wanted.first_gradients.keys())
     got = Outcome(loss=loss, gradients={name: changes[name] for name in wanted.first_gradients})
     found = difference(got, Outcome(loss=wanted.losses[0], gradients=wanted.first_gradients))

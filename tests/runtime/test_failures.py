@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from control_jobs import children
 from hand_stages import HandModel, HandSource, hand_plan, hand_samples
 
 from mmcompile.errors import EngineError
@@ -34,10 +35,6 @@ def run_until_error(plan: Placement, fault: str) -> tuple[str, float, Engine]:
             assert set(children(os.getpid())) <= before
             return str(error), time.monotonic() - start, engine
     pytest.fail("two steps ran without an error")
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid: int) -> bool:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from control_jobs import children
 from zoo import ALL, samples
 
 import mmcompile as mm
@@ -18,13 +19,8 @@ from mmcompile.step.collate import collate
 
 def _process_of_rank(rank: int) -> int:
     """The worker of this process that was started as `rank`: one process forks them all, in order."""
-    (parent,) = (pid for pid in _children(os.getpid()) if "runtime.worker" in Path(f"/proc/{pid}/cmdline").read_text())
-    return _children(parent)[rank - 1]
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("[0-9]*")
-    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
+    (parent,) = (pid for pid in children(os.getpid()) if "runtime.worker" in Path(f"/proc/{pid}/cmdline").read_text())
+    return children(parent)[rank - 1]
 
 
 @pytest.mark.slow
