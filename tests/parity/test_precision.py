@@ -35,8 +35,8 @@ FIRST, FIRST_TOLERANCE = 80, 0.05
 """Of those over ten steps, while rounding is not yet enlarged: from step 100 to 150 the loss falls by 1, in any two runs some
 steps earlier in one. Measured: 0.021, mostly 0.002."""
 ACCURACY_TOLERANCE = 0.01
-"""By which half precision may be worse, over all folds. Measured on 891 images, against 96.5 % in float32: 1.0 point better under
-autocast, 0.2 better with the language model alone under it, 0.2 worse with bfloat16 weights and float32 masters."""
+"""Over all folds, either way. Measured on 891 images, against 96.5 % in float32: 1.01 points better under autocast (nine images:
+one too many), 0.2 better with the language model alone under it, 0.2 worse with bfloat16 weights and float32 masters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,4 +125,4 @@ def test_losses_of_half_precision_track_those_of_float32(precision: str, fold: i
 def test_accuracy_of_half_precision_is_that_of_float32(precision: str) -> None:
     """Trainings are those of the tests above; alone it takes ten minutes."""
     gains = [_run(precision, fold).accuracy - _run(FLOAT32, fold).accuracy for fold in range(FOLDS)]
-    assert sum(gains) / FOLDS >= -ACCURACY_TOLERANCE
+    assert abs(sum(gains) / FOLDS) <= ACCURACY_TOLERANCE
