@@ -21,8 +21,9 @@ from mmcompile.errors import ConfigError, PlanError
 from mmcompile.step.collate import collate
 
 TOLERANCE = 1e-9
-PARAMETER_TOLERANCE = 1e-6
-"""AdamW turns the rounding of a small gradient into a larger step."""
+PARAMETER_TOLERANCE = {"gemma3": 1e-6}
+"""Where it is not `TOLERANCE`. Gemma3 rounds to float32 in every norm, so a sum in another order may end as the neighbouring
+number, and AdamW enlarges that where gradients are small. Measured: 9e-8."""
 FLOAT32_TOLERANCE = 1e-5
 LIMIT_S = 240.0
 
@@ -146,7 +147,7 @@ def test_processes_train_as_one_process_does(case: Case) -> None:
     assert [step.loss for step in metrics] == pytest.approx(wanted.losses, rel=TOLERANCE, abs=0)
     norm = sum(float(gradient.square().sum()) for gradient in wanted.first_gradients.values()) ** 0.5
     assert metrics[0].grad_norm == pytest.approx(norm, rel=1e-7)
-    assert_same_parameters(got, wanted.parameters, PARAMETER_TOLERANCE)
+    assert_same_parameters(got, wanted.parameters, PARAMETER_TOLERANCE.get(case.family, TOLERANCE))
 
 
 @pytest.mark.slow
