@@ -26,12 +26,12 @@ import transformers
 from torch import nn
 
 import mmcompile as mm
-from mmcompile.runtime.balance_process import AsideBalancer, Recipe
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
+from mmcompile.batching.balance.auto import Auto
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.data.collate import Sample, collate
 from mmcompile.runtime.engine import Engine
-from mmcompile.step.assignment import Assignment, Grid, SampleCosts
-from mmcompile.step.balance.auto import Auto
-from mmcompile.step.balance.balancer import Balancer
-from mmcompile.step.collate import Sample, collate
+from mmcompile.runtime.launch.background_balancer import AsideBalancer, Recipe
 
 SLOWER_S = 0.030
 NUM_SAMPLES = 9

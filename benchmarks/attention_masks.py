@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmcompile.kernels.bitfield_attention.words import pack
+from mmcompile.kernels.bitfield_attention.masks.words import pack
 
 MASKS = ("causal", "EP", "EE", "EE-Gemma", "MP", "MP-Gemma")
 """Names `benchmark_mask` knows."""

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from attention_timing import Call, run_backward, run_forward
 
-from mmcompile.kernels.bitfield_attention.plan import BlockPlan, TileLists
-from mmcompile.kernels.bitfield_attention.words import MAX_DOCUMENT, visible
+from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan, TileLists
+from mmcompile.kernels.bitfield_attention.masks.words import MAX_DOCUMENT, visible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from attention_masks import benchmark_mask
 
-from mmcompile.kernels.bitfield_attention import eager, triton
-from mmcompile.kernels.bitfield_attention.plan import BlockPlan, plan_blocks, visible_pairs
-from mmcompile.kernels.bitfield_attention.triton_configs import Config
-from mmcompile.kernels.bitfield_attention.words import document, pack
+from mmcompile.kernels.bitfield_attention.impl import eager
+from mmcompile.kernels.bitfield_attention.impl import triton_launch as triton
+from mmcompile.kernels.bitfield_attention.impl.triton_configs import Config
+from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan, plan_blocks, visible_pairs
+from mmcompile.kernels.bitfield_attention.masks.words import document, pack
 
 DOCUMENTS = "documents"
 """The documents of MP, causal text throughout."""

@@ -24,10 +24,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.plan.plan import Fingerprint
-from mmcompile.plan.search.candidate import Candidate
-from mmcompile.plan.search.search import problem_of, searched
-from mmcompile.plan.search.settings import SearchSpace
+from mmcompile.planner.plan.plan import Fingerprint
+from mmcompile.planner.search.candidate import Candidate
+from mmcompile.planner.search.settings import SearchSpace
+from mmcompile.planner.strategies.search import problem_of, searched
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
 

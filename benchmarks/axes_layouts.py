@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from mmcompile.plan.chains import ChainSet
-from mmcompile.plan.search.candidate import Candidate
-from mmcompile.plan.search.replicas import towers_of
-from mmcompile.plan.search.settings import Degrees, Setting
+from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.search.candidate import Candidate
+from mmcompile.planner.search.replicas import towers_of
+from mmcompile.planner.search.settings import Degrees, Setting
 
 Axis = Literal["tp", "cp", "pp", "dp", "fsdp"]
 AXES: tuple[Axis, ...] = get_args(Axis)

@@ -26,18 +26,18 @@ from transformers import (
 )
 from transformers.models.internvl.configuration_internvl import InternVLVisionConfig
 
+from mmcompile.codegen.attention_choice import AttentionChoice, with_shared_tokens, with_words
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import MMCompileError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ModelGraph
+from mmcompile.ir.meta_model import skeleton
 from mmcompile.ir.sample_inputs import example_batch
-from mmcompile.ir.skeleton import skeleton
-from mmcompile.lower.attention import AttentionChoice, with_shared_tokens, with_words
-from mmcompile.passes.cost import Cost
-from mmcompile.passes.cost_table import CostTable
+from mmcompile.passes.cost.cost import Cost
+from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
-from mmcompile.passes.tensor_axes import TensorAxes, tensor_axes
+from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes, tensor_axes
 
 Built = tuple[nn.Module, Mapping[str, Any]]
 """A model without weights, and a batch for it."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from axes_layouts import AXES, Axis, Layout, Spent, differences, shares
 
 from mmcompile.ir.graph import ComponentKind
-from mmcompile.passes.tensor_axes import TensorAxes
-from mmcompile.plan.chains import ChainSpec
-from mmcompile.plan.search.branch_and_bound import TOLERANCE, BranchAndBound
-from mmcompile.plan.search.candidate import Candidate, assemble
-from mmcompile.plan.search.judge import lower_bound_s
-from mmcompile.plan.search.problem import Problem
-from mmcompile.plan.search.settings import RECOMPUTES, Setting
+from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes
+from mmcompile.planner.plan.chains import ChainSpec
+from mmcompile.planner.search.bounds import lower_bound_s
+from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
+from mmcompile.planner.search.candidate import Candidate, assemble
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.settings import RECOMPUTES, Setting
 
 WORTH_A_LOOK = 1.3
 """Candidates whose bound is further above the step are not simulated, once one that fits is known."""

@@ -34,20 +34,20 @@ import numpy as np  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from mmcompile.batching.balance.arrival_order import Arrival  # noqa: E402
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts  # noqa: E402
+from mmcompile.batching.balance.auto import Auto  # noqa: E402
+from mmcompile.batching.balance.balancer import Balancer  # noqa: E402
+from mmcompile.batching.balance.bucket_bounds import bottleneck, step_bound  # noqa: E402
+from mmcompile.batching.balance.buckets import Joint  # noqa: E402
+from mmcompile.batching.balance.exchange import from_arrival  # noqa: E402
+from mmcompile.batching.balance.hierarchical import Defer, Hierarchical, stratified  # noqa: E402
+from mmcompile.batching.balance.integer_program import Limits  # noqa: E402
+from mmcompile.batching.balance.lpt import lpt  # noqa: E402
+from mmcompile.batching.balance.node_local import NodeLocal  # noqa: E402
+from mmcompile.batching.balance.post_balance import PostBalance  # noqa: E402
+from mmcompile.batching.balance.rearrange import rearrange  # noqa: E402
 from mmcompile.data.synthetic import synthetic  # noqa: E402
-from mmcompile.step.assignment import Assignment, Grid, SampleCosts  # noqa: E402
-from mmcompile.step.balance.auto import Auto  # noqa: E402
-from mmcompile.step.balance.balancer import Balancer  # noqa: E402
-from mmcompile.step.balance.baselines import Arrival  # noqa: E402
-from mmcompile.step.balance.bounds import bottleneck, step_bound  # noqa: E402
-from mmcompile.step.balance.buckets import Joint  # noqa: E402
-from mmcompile.step.balance.exact import Limits  # noqa: E402
-from mmcompile.step.balance.exchange import from_arrival  # noqa: E402
-from mmcompile.step.balance.hierarchical import Defer, Hierarchical, stratified  # noqa: E402
-from mmcompile.step.balance.lpt import lpt  # noqa: E402
-from mmcompile.step.balance.node_local import NodeLocal  # noqa: E402
-from mmcompile.step.balance.post_balance import PostBalance  # noqa: E402
-from mmcompile.step.balance.rearrange import rearrange  # noqa: E402
 
 HEURISTICS = Limits(variables=0)
 RANKS_PER_NODE = 8

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
+from mmcompile.codegen.program import PatternPrograms, Port, PreparedMicrobatch, StageProgram
+from mmcompile.data.collate import Sample, Value
 from mmcompile.ir.graph import ParameterSpec
-from mmcompile.lower.program import PatternPrograms, Port, PreparedMicrobatch, StageProgram
-from mmcompile.plan.placement import PlacedStage, Placement
+from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.runtime.engine import Engine
-from mmcompile.step.collate import Sample, Value
 
 NUM_STAGES = 2
 BLOCKS_PER_STAGE = 4

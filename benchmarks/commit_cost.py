@@ -41,25 +41,25 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
 from elastic_llava import OPTIMIZER, conversations, llava, load  # noqa: E402
 
 import mmcompile as mm  # noqa: E402
-from mmcompile.fault_tolerant import elastic_job  # noqa: E402
+from mmcompile.batching.balance.arrival_order import Arrival  # noqa: E402
+from mmcompile.data.batches import MapBatches  # noqa: E402
+from mmcompile.data.collate import collate  # noqa: E402
+from mmcompile.elastic_run import elastic_job  # noqa: E402
+from mmcompile.runtime.comm.groups import Groups  # noqa: E402
 from mmcompile.runtime.control.effects import EventKind  # noqa: E402
-from mmcompile.runtime.control.planner import Change, Planned  # noqa: E402
+from mmcompile.runtime.control.membership_planner import Change, Planned  # noqa: E402
 from mmcompile.runtime.control.processes import fork_process  # noqa: E402
-from mmcompile.runtime.elastic.data import MapBatches  # noqa: E402
-from mmcompile.runtime.elastic.engine import ElasticEngine  # noqa: E402
+from mmcompile.runtime.elastic.elastic_engine import ElasticEngine  # noqa: E402
+from mmcompile.runtime.elastic.elastic_job import ElasticJob  # noqa: E402
+from mmcompile.runtime.elastic.generation_layout import Layout  # noqa: E402
 from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan  # noqa: E402
-from mmcompile.runtime.elastic.job import ElasticJob  # noqa: E402
 from mmcompile.runtime.elastic.layer_store import LayerStore  # noqa: E402
-from mmcompile.runtime.elastic.layout import Layout  # noqa: E402
 from mmcompile.runtime.elastic.lead import Lead  # noqa: E402
-from mmcompile.runtime.elastic.planner import TemplatePlanner  # noqa: E402
 from mmcompile.runtime.elastic.programs import Programs  # noqa: E402
-from mmcompile.runtime.elastic.rates import Rates  # noqa: E402
 from mmcompile.runtime.elastic.reader import Reader  # noqa: E402
 from mmcompile.runtime.elastic.team import Team  # noqa: E402
-from mmcompile.runtime.groups import Groups  # noqa: E402
-from mmcompile.step.balance.baselines import Arrival  # noqa: E402
-from mmcompile.step.collate import collate  # noqa: E402
+from mmcompile.runtime.elastic.template_planner import TemplatePlanner  # noqa: E402
+from mmcompile.runtime.optim.rates import Rates  # noqa: E402
 
 NUM_NODES, NUM_MICROBATCHES, BATCH_SIZE = 4, 8, 16
 NODES = tuple(f"node{index}" for index in range(NUM_NODES))

@@ -68,10 +68,10 @@ def measure(depth: int) -> Spent:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     import mmcompile as mm
+    from mmcompile.codegen.compiled import load_compiled_stage
+    from mmcompile.codegen.program_cache import Patterns
     from mmcompile.ir.capture import capture
     from mmcompile.ir.inputs import completed
-    from mmcompile.lower.compiled import load_compiled_stage
-    from mmcompile.lower.patterns import Patterns
     from mmcompile.runtime.elastic.warm_up import num_graphs
 
     torch.manual_seed(0)

@@ -24,9 +24,9 @@ import msgspec  # noqa: E402  (after the path)
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import typer  # noqa: E402
-from oracles.eager import NEGLIGIBLE, difference, eager_outcome, graph_outcome, misfit  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
+from support.oracles.eager import NEGLIGIBLE, difference, eager_outcome, graph_outcome, misfit  # noqa: E402
 from zoo import ALL, FAMILIES, Batch, Family  # noqa: E402
 
 from mmcompile.errors import MMCompileError  # noqa: E402

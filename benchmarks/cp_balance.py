@@ -27,9 +27,9 @@ from attention_masks import benchmark_mask  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from mmcompile.kernels.bitfield_attention.plan import BLOCK, workload  # noqa: E402
-from mmcompile.kernels.bitfield_attention.words import pack  # noqa: E402
-from mmcompile.step.token_blocks import BlockPolicy, TokenBlocks, distribute  # noqa: E402
+from mmcompile.kernels.bitfield_attention.masks.block_plan import BLOCK, workload  # noqa: E402
+from mmcompile.kernels.bitfield_attention.masks.words import pack  # noqa: E402
+from mmcompile.kernels.bitfield_attention.parallel.token_blocks import BlockPolicy, TokenBlocks, distribute  # noqa: E402
 
 TOKENS = (16384, 65536, 262144, 1048576)
 RANKS = (2, 4, 8, 16, 32, 64)

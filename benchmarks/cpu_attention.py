@@ -138,7 +138,7 @@ def _bitfield(words: torch.Tensor, positions: torch.Tensor) -> Callable[..., tor
 def _dense(words: torch.Tensor, positions: torch.Tensor) -> Callable[..., torch.Tensor]:
     import torch
 
-    from mmcompile.kernels.bitfield_attention.words import visible
+    from mmcompile.kernels.bitfield_attention.masks.words import visible
 
     tokens = words.shape[1]
     mask = torch.empty(1, 1, tokens, tokens, dtype=torch.bool)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from mmcompile.step.collate import Sample
+from mmcompile.data.collate import Sample
 
 IMAGE, VOCABULARY, IMAGE_TOKENS, TEXT_TOKENS = 1000, 1024, 16, 48
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)

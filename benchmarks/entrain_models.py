@@ -16,8 +16,8 @@ from transformers import Qwen2_5_VLConfig
 from mmcompile import capture, example_batch, skeleton
 from mmcompile.costmodel.load import Polynomial
 from mmcompile.data.sample import SampleShape
-from mmcompile.passes.cost import Cost
-from mmcompile.plan.workload import Workload
+from mmcompile.passes.cost.cost import Cost
+from mmcompile.planner.pricing.workload import Workload
 
 PATCH_FEATURES = 3 * 2 * 14 * 14  # channels, frames, height and width of a patch
 MERGED = 4

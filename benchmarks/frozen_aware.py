@@ -28,17 +28,17 @@ from rich.table import Table
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.capture import capture
 from mmcompile.ir.graph import Component, Layer, ModelGraph
-from mmcompile.passes.cost import Cost
-from mmcompile.passes.cost_table import CostTable, GrowingCost
+from mmcompile.passes.cost.cost import Cost
+from mmcompile.passes.cost.cost_table import CostTable, GrowingCost
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
-from mmcompile.plan.plan import Fingerprint
-from mmcompile.plan.search.baselines import baseline
-from mmcompile.plan.search.branch_and_bound import TOLERANCE, BranchAndBound
-from mmcompile.plan.search.candidate import Candidate
-from mmcompile.plan.search.problem import Problem
-from mmcompile.plan.search.search import problem_of, searched
-from mmcompile.plan.search.settings import Degrees, SearchSpace
+from mmcompile.planner.plan.plan import Fingerprint
+from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
+from mmcompile.planner.search.candidate import Candidate
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.settings import Degrees, SearchSpace
+from mmcompile.planner.strategies.baselines import baseline
+from mmcompile.planner.strategies.search import problem_of, searched
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
 

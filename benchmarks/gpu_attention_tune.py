@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from attention_timing import Budget, Call, Case, Tiles, compile_all, make_call, run_backward, run_forward, time_ms
 
-from mmcompile.kernels.bitfield_attention.plan import BlockPlan
-from mmcompile.kernels.bitfield_attention.triton_configs import Config, Kernel
+from mmcompile.kernels.bitfield_attention.impl.triton_configs import Config, Kernel
+from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan
 
 _MASKS = ("causal", "EE")
 _TOKENS = 16384

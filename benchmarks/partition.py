@@ -12,11 +12,11 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from mmcompile.plan.exact.problem import ExactChain, ExactProblem, Variant
-from mmcompile.plan.exact.rules import Cap, Demand
-from mmcompile.plan.exact.solver import BUDGET_S, Exact, solve
-from mmcompile.plan.layer_names import LayerLabel
-from mmcompile.plan.partition import PartitionLayer, Split, partition
+from mmcompile.planner.exact.rules import Cap, Demand
+from mmcompile.planner.exact.solver import BUDGET_S, Exact, solve
+from mmcompile.planner.exact.split_problem import ExactChain, ExactProblem, Variant
+from mmcompile.planner.plan.layer_names import LayerLabel
+from mmcompile.planner.search.partition import PartitionLayer, Split, partition
 
 NUM_LAYERS = 126
 """Of the largest dense language models published (Llama 3.1 405B)."""

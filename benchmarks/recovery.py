@@ -49,12 +49,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
 from elastic_llava import OPTIMIZER, conversations, llava, load  # noqa: E402
 
 import mmcompile as mm  # noqa: E402
-from mmcompile.fault_tolerant import elastic  # noqa: E402
+from mmcompile.data.batches import MapBatches  # noqa: E402
+from mmcompile.data.collate import collate  # noqa: E402
+from mmcompile.elastic_run import elastic  # noqa: E402
 from mmcompile.runtime.control.effects import EventKind  # noqa: E402
 from mmcompile.runtime.control.events import Event, Recovery, recoveries  # noqa: E402
-from mmcompile.runtime.elastic.data import MapBatches  # noqa: E402
-from mmcompile.runtime.elastic.engine import ElasticEngine  # noqa: E402
-from mmcompile.step.collate import collate  # noqa: E402
+from mmcompile.runtime.elastic.elastic_engine import ElasticEngine  # noqa: E402
 
 NUM_NODES, NUM_MICROBATCHES = 5, 8
 MEDIAN_S, WORST_S, RATIO = 0.3, 2.0, 20.0
@@ -276,7 +276,9 @@ def _check(events: Sequence[Event]) -> None:
 def _workers(pid: int) -> list[int]:
     """Worker processes of a plain engine, without the one they were forked from and those that plan."""
     parents = [
-        child for child in _children(pid) if "mmcompile.runtime.worker" in Path(f"/proc/{child}/cmdline").read_text()
+        child
+        for child in _children(pid)
+        if "mmcompile.runtime.worker_main" in Path(f"/proc/{child}/cmdline").read_text()
     ]
     return [worker for parent in parents for worker in _children(parent)]
 

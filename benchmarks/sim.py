@@ -25,17 +25,17 @@ from mmcompile.costmodel.calibration import Calibration, RuntimeCosts
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.costmodel.load import Load
+from mmcompile.data.collate import Sample, collate
 from mmcompile.ir.graph import ModelGraph, TensorSpec, torch_dtype
 from mmcompile.ir.sample_inputs import example_batch
-from mmcompile.passes.cost import Cost
+from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.layer_kinds import layer_kinds
-from mmcompile.plan.chains import ProjectorPlacement
-from mmcompile.plan.measured import MeasuredStep, Messages, Trained, predict_measured
-from mmcompile.plan.placement import Placement
-from mmcompile.plan.plan import Link, Plan
+from mmcompile.planner.plan.chains import ProjectorPlacement
+from mmcompile.planner.plan.placement import Placement
+from mmcompile.planner.plan.plan import Link, Plan
+from mmcompile.planner.schedule.measured import MeasuredStep, Messages, Trained, predict_measured
 from mmcompile.profile import profile
-from mmcompile.runtime.probe import probe_runtime
-from mmcompile.step.collate import Sample, collate
+from mmcompile.runtime.runtime_probe import probe_runtime
 
 LIMIT = 0.10
 WARM_UP = 3

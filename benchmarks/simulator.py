@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from mmcompile.plan.plan import ScheduleKind
-from mmcompile.plan.simulator.schedule import Flow, FlowEdge, build_schedule
-from mmcompile.plan.simulator.simulate import StageDuration, simulate
+from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
+from mmcompile.planner.schedule.simulate import StageDuration, simulate
 
 TARGET_ACTIONS_PER_S = 200_000
 NUM_MICROBATCHES = 128

@@ -39,12 +39,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this on
 from step_models import Decoder, Encoder, vision  # noqa: E402
 from step_report import Pool, Row, arguments, show  # noqa: E402
 
+from mmcompile.batching.balance.arrival_order import Arrival  # noqa: E402
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts  # noqa: E402
+from mmcompile.batching.balance.auto import Auto  # noqa: E402
+from mmcompile.batching.balance.buckets import Joint  # noqa: E402
+from mmcompile.batching.balance.simulated_step import StageShare, StepShape, simulate_step, step_time  # noqa: E402
 from mmcompile.costmodel.hardware import find_device  # noqa: E402
-from mmcompile.step.assignment import Assignment, Grid, SampleCosts  # noqa: E402
-from mmcompile.step.balance.auto import Auto  # noqa: E402
-from mmcompile.step.balance.baselines import Arrival  # noqa: E402
-from mmcompile.step.balance.buckets import Joint  # noqa: E402
-from mmcompile.step.simulated import StageShare, StepShape, simulate_step, step_time  # noqa: E402
 
 COMPONENTS = ("vision", "language_model")
 SIGLIP = vision(27, 1152, 4304)

@@ -42,17 +42,17 @@ from entrain_models import LLAMA_1B, LLAMA_3B, MERGED, VISION, Language  # noqa:
 from step_models import STEP  # noqa: E402
 from step_report import Pool, Row, arguments, show  # noqa: E402
 
+from mmcompile.batching.balance.arrival_order import Arrival, DistTrain  # noqa: E402
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts  # noqa: E402
+from mmcompile.batching.balance.auto import Auto, Choice  # noqa: E402
+from mmcompile.batching.balance.hierarchical import Hierarchical  # noqa: E402
+from mmcompile.batching.balance.simulated_step import StageShare, StepShape, simulate_step, step_time  # noqa: E402
 from mmcompile.costmodel.comm import p2p_seconds  # noqa: E402
 from mmcompile.costmodel.hardware import find_device  # noqa: E402
-from mmcompile.plan.partition import PartitionLayer, partition  # noqa: E402
-from mmcompile.plan.plan import ScheduleKind  # noqa: E402
-from mmcompile.plan.simulator.schedule import Action, ActionKind, Schedule  # noqa: E402
-from mmcompile.plan.simulator.simulate import StageDuration, simulate  # noqa: E402
-from mmcompile.step.assignment import Assignment, Grid, SampleCosts  # noqa: E402
-from mmcompile.step.balance.auto import Auto, Choice  # noqa: E402
-from mmcompile.step.balance.baselines import Arrival, DistTrain  # noqa: E402
-from mmcompile.step.balance.hierarchical import Hierarchical  # noqa: E402
-from mmcompile.step.simulated import StageShare, StepShape, simulate_step, step_time  # noqa: E402
+from mmcompile.planner.plan.plan import ScheduleKind  # noqa: E402
+from mmcompile.planner.schedule.schedule import Action, ActionKind, Schedule  # noqa: E402
+from mmcompile.planner.schedule.simulate import StageDuration, simulate  # noqa: E402
+from mmcompile.planner.search.partition import PartitionLayer, partition  # noqa: E402
 
 REPLICAS, TENSOR_PARALLEL, GLOBAL_BATCH, PER_MICROBATCH, DEVICES = 4, 2, 512, 4, 8
 DEVICE, _, NETWORK = find_device("A40")

@@ -42,15 +42,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this on
 from step_models import STEP, Decoder, Encoder, audio, vision  # noqa: E402
 from step_report import Pool, Row, arguments, show  # noqa: E402
 
+from mmcompile.batching.balance.arrival_order import Arrival  # noqa: E402
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts  # noqa: E402
+from mmcompile.batching.balance.exchange import from_arrival  # noqa: E402
+from mmcompile.batching.balance.lengths import BatchKind, batch_costs  # noqa: E402
+from mmcompile.batching.balance.lpt import lpt  # noqa: E402
+from mmcompile.batching.balance.node_local import NodeLocal  # noqa: E402
+from mmcompile.batching.balance.post_balance import Algorithm, PostBalance  # noqa: E402
+from mmcompile.batching.balance.rearrange import rearrange  # noqa: E402
 from mmcompile.costmodel.hardware import find_device  # noqa: E402
-from mmcompile.step.assignment import Assignment, Grid, SampleCosts  # noqa: E402
-from mmcompile.step.balance.baselines import Arrival  # noqa: E402
-from mmcompile.step.balance.exchange import from_arrival  # noqa: E402
-from mmcompile.step.balance.lengths import BatchKind, batch_costs  # noqa: E402
-from mmcompile.step.balance.lpt import lpt  # noqa: E402
-from mmcompile.step.balance.node_local import NodeLocal  # noqa: E402
-from mmcompile.step.balance.post_balance import Algorithm, PostBalance  # noqa: E402
-from mmcompile.step.balance.rearrange import rearrange  # noqa: E402
 
 COMPONENTS = ("vision", "audio", "language_model")
 VISION, AUDIO, LANGUAGE = range(3)

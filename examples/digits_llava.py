@@ -34,11 +34,11 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 import mmcompile as mm
 from mmcompile.files import write_atomic
-from mmcompile.report.perfetto import write_chrome_trace
+from mmcompile.report.pictures.perfetto import write_chrome_trace
+from mmcompile.report.pictures.stage_graph import stage_graph_text
+from mmcompile.report.pictures.timeline import draw_timeline
 from mmcompile.report.run_folder import write_programs
-from mmcompile.report.stage_graph import stage_graph_text
-from mmcompile.report.timeline import draw_timeline
-from mmcompile.runtime.elastic.engine import ElasticEngine
+from mmcompile.runtime.elastic.elastic_engine import ElasticEngine
 
 IMAGE_SIZE, PATCH_SIZE = 32, 8
 NUM_PATCHES = (IMAGE_SIZE // PATCH_SIZE) ** 2

@@ -10,38 +10,38 @@ from typing import Any, get_args
 
 from torch import nn
 
+from mmcompile.batching.balance.auto import Auto
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.batching.balance.correction import Correction, Corrector
+from mmcompile.batching.balance.plan_balancer import balancer_of_json, plan_balancer
+from mmcompile.batching.balance.simulated_step import StepShape, step_time
+from mmcompile.batching.pack import Packer
+from mmcompile.batching.sample_costs import costs_of_samples
+from mmcompile.captured_model import built, captured_step, fingerprint_of, padding, subject_of
+from mmcompile.codegen.attention_choice import AttentionChoice
+from mmcompile.codegen.program import StageProgram
+from mmcompile.codegen.program_cache import Patterns
+from mmcompile.codegen.stage_passes import with_axes
+from mmcompile.codegen.stage_programs import lower
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
+from mmcompile.data.collate import Sample, Value
 from mmcompile.data.readers import read_stats
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.parameter_patterns import matches
-from mmcompile.lower.attention import AttentionChoice
-from mmcompile.lower.axes import with_axes
-from mmcompile.lower.patterns import Patterns
-from mmcompile.lower.program import StageProgram
-from mmcompile.lower.stages import lower
-from mmcompile.plan.chains import ProjectorPlacement
-from mmcompile.plan.constraints import Constraint, parse_constraint
-from mmcompile.plan.placement import Placement, check_runnable
-from mmcompile.plan.plan import Attention, Plan, ScheduleKind, check_fingerprint
-from mmcompile.plan.recompute import Recomputation
-from mmcompile.plan.search.settings import Placing
-from mmcompile.plan.search.strategies import AUTO
+from mmcompile.planner.plan.chains import ProjectorPlacement
+from mmcompile.planner.plan.constraints import Constraint, parse_constraint
+from mmcompile.planner.plan.placement import Placement, check_runnable
+from mmcompile.planner.plan.plan import Attention, Plan, ScheduleKind, check_fingerprint
+from mmcompile.planner.plan.recompute import Recomputation
+from mmcompile.planner.search.settings import Placing
+from mmcompile.planner.strategies.strategies import AUTO
 from mmcompile.planning import Wanted, check_agrees, make_plan
-from mmcompile.runtime.balance_process import AsideBalancer, Recipe
 from mmcompile.runtime.engine import Engine
-from mmcompile.step.balance.auto import Auto
-from mmcompile.step.balance.balancer import Balancer
-from mmcompile.step.balance.correction import Correction, Corrector
-from mmcompile.step.collate import Sample, Value
-from mmcompile.step.pack import Packer
-from mmcompile.step.plan_balancer import balancer_of_json, plan_balancer
-from mmcompile.step.sample_costs import costs_of_samples
-from mmcompile.step.simulated import StepShape, step_time
-from mmcompile.subject import built, captured_step, fingerprint_of, padding, subject_of
+from mmcompile.runtime.launch.background_balancer import AsideBalancer, Recipe
 
 
 def capture(
@@ -138,7 +138,7 @@ def plan(
         global_batch: samples of a step.
         stats: the dataset that the step is predicted for, or where to read it (`mmcompile.data.readers.read_stats`); without
             it, all samples are like those of the captured batch.
-        strategy: `"auto"`, or the name of a published search or a baseline (`mmcompile.plan.search.strategies`).
+        strategy: `"auto"`, or the name of a published search or a baseline (`mmcompile.planner.strategies.strategies`).
         schedule: None: 1F1B, or searched with a global batch.
         recompute: what the backward of every layer computes again: `"none"`, `"selective"` (all but products, convolutions and
             attention) or `"full"`; or `"auto"`: for each layer what its rank's memory needs, with least time, so nothing where
@@ -158,7 +158,7 @@ def plan(
             batch: there `strategy="fsdp"` does it.
         packing: two or more conversations, as a processor returns them, which stand for a microbatch in place of `batch`. The
             plan is then for microbatches that are one row of documents without padding, and says what keeps documents apart.
-        constraints: values or texts (`mmcompile.plan.constraints`): layers together or apart, on a stage, memory caps.
+        constraints: values or texts (`mmcompile.planner.plan.constraints`): layers together or apart, on a stage, memory caps.
         calibration: measured times of layers, or the file they are in (`mmcompile profile`).
         solver_seconds: time for Z3 to prove the cuts; 5 with constraints, else only on demand.
         fault_tolerance: nodes that may fail at once without losing a layer. The plan then has a pipeline template for every
@@ -276,8 +276,8 @@ def parallelize(
             tensor_parallel, replicas, fsdp: as for `plan`, when none is given.
         packing: as for `plan`. With a plan for packed samples it is needed too: what stands for a microbatch.
         balance: which samples each replica of each encoder and of the language model computes together: a balancer's name
-            (`mmcompile.step.balance.registry`), or a balancer. `"auto"` takes the one whose step is predicted to be shortest, and
-            arrival order where that is as good.
+            (`mmcompile.batching.balance.registry`), or a balancer. `"auto"` takes the one whose step is predicted to be shortest,
+            and arrival order where that is as good.
         correct: learn from measured times what samples cost. Steps then depend on the machine, not on their samples alone.
         on_capture: called before each later capture with the number of captures so far.
         options: of `Engine` (optimizer, scheduler, clip_norm, compile, ...).

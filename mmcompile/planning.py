@@ -9,39 +9,39 @@ from typing import Any
 
 import torch
 
+from mmcompile.codegen.attention_choice import AttentionChoice, with_shared_tokens, with_words
+from mmcompile.codegen.cut import cut
+from mmcompile.codegen.stage_passes import with_autocast
+from mmcompile.codegen.stage_programs import links
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import Recompute
+from mmcompile.data.collate import Sample
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.graph import ModelGraph, component_of, info
-from mmcompile.lower.attention import AttentionChoice, with_shared_tokens, with_words
-from mmcompile.lower.axes import with_autocast
-from mmcompile.lower.cut import cut
-from mmcompile.lower.stages import links
-from mmcompile.passes.cost import Cost
-from mmcompile.passes.cost_table import CostTable
+from mmcompile.passes.cost.cost import Cost
+from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.layer_kinds import layer_kinds
-from mmcompile.passes.tensor_axes import TensorAxes, tensor_axes
-from mmcompile.plan.chains import ProjectorPlacement
-from mmcompile.plan.constraints import Constraint, decided_stages
-from mmcompile.plan.geometry import geometries
-from mmcompile.plan.plan import Attention, Fingerprint, Packing, Plan, ScheduleKind
-from mmcompile.plan.recompute import Recomputation
-from mmcompile.plan.search.infeasible import explain
-from mmcompile.plan.search.outcome import plan_of
-from mmcompile.plan.search.projector_only import fresh
-from mmcompile.plan.search.rates import sample_rates
-from mmcompile.plan.search.relaxed import by_layer
-from mmcompile.plan.search.search import problem_of, searched
-from mmcompile.plan.search.settings import RECOMPUTES, Placing, SearchSpace
-from mmcompile.plan.search.strategies import AUTO
-from mmcompile.plan.shared_tokens import SharedTokens
-from mmcompile.plan.templates.plan_resilience import notes_of, plan_resilience
-from mmcompile.plan.workload import Workload
-from mmcompile.runtime.timer import processor_name
-from mmcompile.step.collate import Sample
+from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes, tensor_axes
+from mmcompile.planner.plan.chains import ProjectorPlacement
+from mmcompile.planner.plan.constraints import Constraint, decided_stages
+from mmcompile.planner.plan.plan import Attention, Fingerprint, Packing, Plan, ScheduleKind
+from mmcompile.planner.plan.recompute import Recomputation
+from mmcompile.planner.pricing.geometry import geometries
+from mmcompile.planner.pricing.shared_tokens import SharedTokens
+from mmcompile.planner.pricing.workload import Workload
+from mmcompile.planner.search.infeasible import explain
+from mmcompile.planner.search.outcome import plan_of
+from mmcompile.planner.search.projector_only import fresh
+from mmcompile.planner.search.recompute_by_layer import by_layer
+from mmcompile.planner.search.sample_rates import sample_rates
+from mmcompile.planner.search.settings import RECOMPUTES, Placing, SearchSpace
+from mmcompile.planner.strategies.search import problem_of, searched
+from mmcompile.planner.strategies.strategies import AUTO
+from mmcompile.planner.templates.plan_resilience import notes_of, plan_resilience
+from mmcompile.runtime.monitoring.timer import processor_name
 from mmcompile.units import format_seconds
 
 DEFAULT_MICROBATCHES = 4
@@ -52,7 +52,7 @@ _KEPT = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a plan is asked to be; the arguments of `mmcompile.plan`, read and checked."""
+    """What a plan is asked to be; the arguments of `mmcompile.planner`, read and checked."""
 
     cluster: Cluster
     num_microbatches: int | None = None
@@ -210,7 +210,7 @@ def make_plan(
         on_phase: told the seconds of `"cost"`, `"search"`, `"proof"` and `"templates"` where there are any, and `"links"`.
 
     Raises:
-        PlanError, ConfigError: as `mmcompile.plan`.
+        PlanError, ConfigError: as `mmcompile.planner`.
     """
     choice, clock = wanted.attention, _Clock(on_phase)
     autocast = _autocast(captured.graph, wanted)
@@ -257,7 +257,7 @@ def make_plan(
     notes: tuple[str, ...] = ()
     if wanted.constraints or wanted.solver_seconds is not None:
         # Z3 is a large library, and workers need none.
-        from mmcompile.plan.exact.constrained import constrained
+        from mmcompile.planner.exact.constrained import constrained
 
         outcome = constrained(search, wanted.constraints, budget_s=wanted.solver_seconds or SOLVER_SECONDS)
         best, notes = outcome.best, outcome.notes

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmcompile.codegen.layer_program import LayerProgram, Place, layer_programs, real, shared_values
+from mmcompile.codegen.load import load_stage
 from mmcompile.costmodel.calibration import Calibration, HostCosts, KindCosts, Measurement, installed
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.costmodel.fit import fit_polynomial
 from mmcompile.costmodel.load import Load
+from mmcompile.data.collate import collate
 from mmcompile.errors import ConfigError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ModelGraph, info, torch_dtype
-from mmcompile.ir.host import attribute
+from mmcompile.ir.host_shapes import attribute
 from mmcompile.ir.inputs import completed
-from mmcompile.lower.layer_program import LayerProgram, Place, layer_programs, real, shared_values
-from mmcompile.lower.load import load_stage
-from mmcompile.passes.cost import Cost
+from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.passes.pipeline import Pipeline
-from mmcompile.runtime.timer import Timer, one_thread, processor_name
-from mmcompile.step.collate import collate
+from mmcompile.runtime.monitoring.timer import Timer, one_thread, processor_name
 
 WARM_UP = 1
 ROUNDS = 4

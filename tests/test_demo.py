@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import EXAMPLES
 
-from mmcompile.plan.plan import Plan
+from mmcompile.planner.plan.plan import Plan
 
-DEMO = Path(__file__).parent.parent / "examples" / "digits_llava.py"
+DEMO = EXAMPLES / "digits_llava.py"
 
 
 @pytest.mark.slow

@@ -20,11 +20,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mmcompile.ir",),
     ("mmcompile.costmodel", "mmcompile.data"),
     ("mmcompile.passes",),
-    ("mmcompile.plan", "mmcompile.step"),
-    ("mmcompile.lower",),
-    ("mmcompile.runtime",),
-    ("mmcompile.subject", "mmcompile.planning", "mmcompile.profile", "mmcompile.compose"),
-    ("mmcompile.report", "mmcompile.api", "mmcompile.fault_tolerant", "mmcompile", "mmcompile.cli"),
+    ("mmcompile.planner",),
+    ("mmcompile.codegen",),
+    ("mmcompile.batching", "mmcompile.runtime"),
+    ("mmcompile.captured_model", "mmcompile.planning", "mmcompile.profile", "mmcompile.composition"),
+    ("mmcompile.report", "mmcompile.api", "mmcompile.elastic_run", "mmcompile", "mmcompile.cli"),
 )
 
 
@@ -94,7 +94,7 @@ def test_imports_point_down() -> None:
     ("source", "module", "expected"),
     [
         (
-            "import os\nfrom mmcompile.plan.plan import Plan\n",
+            "import os\nfrom mmcompile.planner.plan.plan import Plan\n",
             "mmcompile.ir.capture",
             "x.py:2: mmcompile.ir.capture imports",
         ),
@@ -104,7 +104,7 @@ def test_imports_point_down() -> None:
             "x.py:2: mmcompile.runtime.engine imports",
         ),
         ("from ..passes import cost\n", "mmcompile.costmodel.compute", "imports mmcompile.passes"),
-        ("from mmcompile import api\n", "mmcompile.lower.source", "imports mmcompile.api"),
+        ("from mmcompile import api\n", "mmcompile.codegen.source", "imports mmcompile.api"),
         ("", "mmcompile.novel.thing", "is in no layer"),
     ],
 )
@@ -115,9 +115,9 @@ def test_a_planted_upward_import_is_reported(source: str, module: str, expected:
 
 def test_downward_and_sideways_imports_pass() -> None:
     source = (
-        "from mmcompile.errors import PlanError\nfrom mmcompile.plan.simulator.schedule import Flow\nimport torch\n"
+        "from mmcompile.errors import PlanError\nfrom mmcompile.planner.schedule.schedule import Flow\nimport torch\n"
     )
-    assert upward_imports(source, "mmcompile.plan.search.search", "x.py") == []
+    assert upward_imports(source, "mmcompile.planner.strategies.search", "x.py") == []
 
 
 @pytest.mark.parametrize("name", LINKS)

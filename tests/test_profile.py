@@ -15,8 +15,8 @@ from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.profile import profile
-from mmcompile.runtime.probe import probe_runtime
-from mmcompile.runtime.timer import one_thread
+from mmcompile.runtime.monitoring.timer import one_thread
+from mmcompile.runtime.runtime_probe import probe_runtime
 
 LLAVA = ALL["llava"]
 

@@ -5,16 +5,18 @@ them behind one torch op, and `huggingface` puts the op into models.
 """
 
 from mmcompile.kernels.bitfield_attention.api import bitfield_attention as bitfield_attention
-from mmcompile.kernels.bitfield_attention.convert import from_cornstarch as from_cornstarch
-from mmcompile.kernels.bitfield_attention.convert import words_from_ids as words_from_ids
-from mmcompile.kernels.bitfield_attention.masks import Audio as Audio
-from mmcompile.kernels.bitfield_attention.masks import Document as Document
-from mmcompile.kernels.bitfield_attention.masks import Image as Image
-from mmcompile.kernels.bitfield_attention.masks import Padding as Padding
-from mmcompile.kernels.bitfield_attention.masks import Prefix as Prefix
-from mmcompile.kernels.bitfield_attention.masks import Text as Text
-from mmcompile.kernels.bitfield_attention.masks import Video as Video
-from mmcompile.kernels.bitfield_attention.masks import build_mask as build_mask
-from mmcompile.kernels.bitfield_attention.pairs import visible_pairs as visible_pairs
-from mmcompile.kernels.bitfield_attention.plan import plan_blocks as plan_blocks
-from mmcompile.kernels.bitfield_attention.reference import bitfield_attention_reference as bitfield_attention_reference
+from mmcompile.kernels.bitfield_attention.impl.dense_reference import (
+    bitfield_attention_reference as bitfield_attention_reference,
+)
+from mmcompile.kernels.bitfield_attention.masks.block_plan import plan_blocks as plan_blocks
+from mmcompile.kernels.bitfield_attention.masks.builder import Audio as Audio
+from mmcompile.kernels.bitfield_attention.masks.builder import Document as Document
+from mmcompile.kernels.bitfield_attention.masks.builder import Image as Image
+from mmcompile.kernels.bitfield_attention.masks.builder import Padding as Padding
+from mmcompile.kernels.bitfield_attention.masks.builder import Prefix as Prefix
+from mmcompile.kernels.bitfield_attention.masks.builder import Text as Text
+from mmcompile.kernels.bitfield_attention.masks.builder import Video as Video
+from mmcompile.kernels.bitfield_attention.masks.builder import build_mask as build_mask
+from mmcompile.kernels.bitfield_attention.masks.convert import from_cornstarch as from_cornstarch
+from mmcompile.kernels.bitfield_attention.masks.convert import words_from_ids as words_from_ids
+from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs as visible_pairs

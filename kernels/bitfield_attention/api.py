@@ -7,8 +7,8 @@ from typing import Literal, overload
 import torch
 
 from mmcompile.errors import ConfigError, MaskError
-from mmcompile.kernels.bitfield_attention.backends import Impl, resolve
-from mmcompile.kernels.bitfield_attention.convert import check_words
+from mmcompile.kernels.bitfield_attention.impl.backends import Impl, resolve
+from mmcompile.kernels.bitfield_attention.masks.convert import check_words
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_op
 
 

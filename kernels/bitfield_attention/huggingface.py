@@ -24,9 +24,9 @@ import torch
 
 from mmcompile.errors import ConfigError, MaskError
 from mmcompile.kernels.bitfield_attention.api import bitfield_attention
-from mmcompile.kernels.bitfield_attention.convert import words_from_ids
 from mmcompile.kernels.bitfield_attention.huggingface_trace import note_call, note_other_call, note_own_mask
-from mmcompile.kernels.bitfield_attention.words import visible
+from mmcompile.kernels.bitfield_attention.masks.convert import words_from_ids
+from mmcompile.kernels.bitfield_attention.masks.words import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

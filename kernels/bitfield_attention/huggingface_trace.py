@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mmcompile.errors import MaskError
-from mmcompile.kernels.bitfield_attention.words import document, instance
+from mmcompile.kernels.bitfield_attention.masks.words import document, instance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,11 +13,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mmcompile.kernels.bitfield_attention import eager, triton
-from mmcompile.kernels.bitfield_attention.backends import resolve
-from mmcompile.kernels.bitfield_attention.pairs import visible_pairs
-from mmcompile.kernels.bitfield_attention.plan import BLOCK
-from mmcompile.kernels.bitfield_attention.plan_cache import PlanCache
+from mmcompile.kernels.bitfield_attention.impl import eager
+from mmcompile.kernels.bitfield_attention.impl import triton_launch as triton
+from mmcompile.kernels.bitfield_attention.impl.backends import resolve
+from mmcompile.kernels.bitfield_attention.masks.block_plan import BLOCK
+from mmcompile.kernels.bitfield_attention.masks.plan_cache import PlanCache
+from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs
 
 _PLANS = PlanCache()  # One for the process: an op has nowhere else to keep what its calls share.
 

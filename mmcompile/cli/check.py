@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from mmcompile.captured_model import fingerprint_of
 from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.options import (
     AudiosOption,
@@ -27,11 +28,10 @@ from mmcompile.cli.planning import Example, Subject, Wanted, load_subject, make_
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import PlanError
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
-from mmcompile.plan.plan import Plan, check_fingerprint
+from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.report.check import Checked
 from mmcompile.report.check import check as checked
 from mmcompile.report.study import study
-from mmcompile.subject import fingerprint_of
 
 
 def check(

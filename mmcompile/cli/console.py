@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from mmcompile.plan.plan import Plan
+from mmcompile.planner.plan.plan import Plan
 
 ERRORS = Console(stderr=True, highlight=False)
 

@@ -10,7 +10,7 @@ import typer
 from mmcompile.cli.console import print_text
 from mmcompile.cli.run_display import RunDisplay
 from mmcompile.errors import PlanError
-from mmcompile.plan.plan import Plan
+from mmcompile.planner.plan.plan import Plan
 from mmcompile.runtime.control.secret import read_secret
 from mmcompile.runtime.elastic.node import Address, RunAt
 from mmcompile.runtime.elastic.node import coordinate as serve

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from mmcompile.cli.model import function_of
+from mmcompile.data.collate import Sample
 from mmcompile.errors import ConfigError
-from mmcompile.step.collate import Sample
 
 DATA_HELP = (
     "A folder of .safetensors files, each one sample (input_ids, labels, pixel_values, ... as a processor returns them), or "

@@ -10,7 +10,7 @@ import typer
 
 from mmcompile.cli.console import print_json, print_text
 from mmcompile.cli.options import JsonOption
-from mmcompile.plan.plan import Plan
+from mmcompile.planner.plan.plan import Plan
 from mmcompile.report.diff import diff_plans
 
 

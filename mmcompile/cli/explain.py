@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from mmcompile import api
+from mmcompile.captured_model import fingerprint_of
 from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.options import (
     MODEL_HELP,
@@ -24,12 +25,11 @@ from mmcompile.cli.options import (
 from mmcompile.cli.planning import Example, Subject, load_subject
 from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
-from mmcompile.passes.cost import Cost
-from mmcompile.plan.plan import Plan, check_fingerprint
+from mmcompile.passes.cost.cost import Cost
+from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.report.explain import Explanation
 from mmcompile.report.explain import explain as explained
 from mmcompile.report.layer_work import layer_shares, layer_work
-from mmcompile.subject import fingerprint_of
 
 
 def explain(

@@ -14,7 +14,7 @@ from torch import nn
 
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import torch_dtype
-from mmcompile.ir.skeleton import read_config, skeleton
+from mmcompile.ir.meta_model import read_config, skeleton
 
 
 class Weights(StrEnum):

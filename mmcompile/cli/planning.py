@@ -24,15 +24,15 @@ from mmcompile.cli.options import (
     parse_degrees,
 )
 from mmcompile.costmodel.calibration import Calibration
+from mmcompile.data.collate import Sample
 from mmcompile.data.readers import read_stats
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import example_batch
-from mmcompile.plan.constraints import Constraint, parse_constraint
-from mmcompile.plan.plan import Plan, ScheduleKind
-from mmcompile.plan.recompute import Recomputation
-from mmcompile.plan.search.settings import RECOMPUTES, Placing
-from mmcompile.step.collate import Sample
+from mmcompile.planner.plan.constraints import Constraint, parse_constraint
+from mmcompile.planner.plan.plan import Plan, ScheduleKind
+from mmcompile.planner.plan.recompute import Recomputation
+from mmcompile.planner.search.settings import RECOMPUTES, Placing
 
 DEFAULT_MICROBATCHES = 8
 

@@ -26,12 +26,12 @@ from mmcompile.cli.options import (
 )
 from mmcompile.cli.planning import set_trainable
 from mmcompile.costmodel.cluster import Cluster
+from mmcompile.data.collate import collate
 from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, example_batch
 from mmcompile.profile import CPU_SIZES, GPU_SIZES, ROUNDS
 from mmcompile.profile import profile as measure
-from mmcompile.runtime.probe import probe_runtime
-from mmcompile.step.collate import collate
+from mmcompile.runtime.runtime_probe import probe_runtime
 
 LEAST_TEXT = 8
 """Text tokens of a sample, besides those of its images and sounds."""

@@ -9,8 +9,8 @@ import typer
 
 from mmcompile.cli.console import print_json, print_text
 from mmcompile.cli.options import JsonOption
-from mmcompile.plan.plan import Plan
-from mmcompile.report.stage_graph import stage_graph_text
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.report.pictures.stage_graph import stage_graph_text
 from mmcompile.report.summary import plan_summary
 
 MAX_DRAWN = 12

@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from mmcompile.captured_model import fingerprint_of
 from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.options import (
     MODEL_HELP,
@@ -26,15 +27,14 @@ from mmcompile.cli.options import (
 from mmcompile.cli.planning import Example, load_subject, read_dataset
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
-from mmcompile.plan.plan import Plan, ScheduleKind, check_fingerprint
-from mmcompile.report.perfetto import write_chrome_trace
-from mmcompile.report.replay import Replay, replay
+from mmcompile.planner.plan.plan import Plan, ScheduleKind, check_fingerprint
+from mmcompile.report.pictures.perfetto import write_chrome_trace
+from mmcompile.report.pictures.timeline import draw_timeline
 from mmcompile.report.sample_loads import chain_loads
 from mmcompile.report.simulation import compare, summarize, timeline_text
+from mmcompile.report.step_replay import Replay, replay
 from mmcompile.report.study import study
-from mmcompile.report.timeline import draw_timeline
 from mmcompile.report.trace_replay import draw_trace, remarks, replay_resilience, trace_text
-from mmcompile.subject import fingerprint_of
 
 
 class Order(StrEnum):

@@ -31,13 +31,13 @@ from mmcompile.cli.options import (
     parse_stages,
 )
 from mmcompile.cli.planning import Example, Wanted, load_subject, make_plan, refuse_with_plan
+from mmcompile.codegen.program import StageProgram
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
-from mmcompile.lower.program import StageProgram
-from mmcompile.plan.plan import Plan
-from mmcompile.report.program_graph import program_dot, program_svg, program_text
-from mmcompile.report.stage_graph import stage_graph_dot, stage_graph_svg, stage_graph_text
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.report.pictures.program_graph import program_dot, program_svg, program_text
+from mmcompile.report.pictures.stage_graph import stage_graph_dot, stage_graph_svg, stage_graph_text
 
 
 class Emit(StrEnum):

@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
+from mmcompile.batching.balance.auto import Auto
+from mmcompile.batching.balance.registry import BALANCERS, balancer
 from mmcompile.cli.console import busy, print_json, print_text
 from mmcompile.cli.options import STATS_HELP, JsonOption, PlanOption
 from mmcompile.cli.planning import read_dataset
 from mmcompile.errors import ConfigError
-from mmcompile.plan.plan import Plan
-from mmcompile.report.step_balance import balanced_step
-from mmcompile.report.step_picture import draw_step
-from mmcompile.report.step_text import MAX_ROWS, step_text
-from mmcompile.step.balance.auto import Auto
-from mmcompile.step.balance.registry import BALANCERS, balancer
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.report.step.step_balance import balanced_step
+from mmcompile.report.step.step_picture import draw_step
+from mmcompile.report.step.step_text import MAX_ROWS, step_text
 
 
 def step(

@@ -9,10 +9,10 @@ import typer
 
 from mmcompile.cli.console import print_json, print_text
 from mmcompile.cli.options import JsonOption
-from mmcompile.report.perfetto import write_chrome_trace
+from mmcompile.report.pictures.perfetto import write_chrome_trace
+from mmcompile.report.pictures.timeline import computing, draw_timeline, idle_share, length_s
 from mmcompile.report.predict import predict
 from mmcompile.report.run_folder import read_run
-from mmcompile.report.timeline import computing, draw_timeline, idle_share, length_s
 
 
 def trace(

@@ -16,6 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from mmcompile import api
+from mmcompile.batching.balance.arrival_order import Arrival
+from mmcompile.batching.balance.auto import Auto
+from mmcompile.batching.balance.registry import BALANCERS, balancer
 from mmcompile.cli.console import ERRORS, busy, print_json, print_text
 from mmcompile.cli.data import DATA_HELP, epochs, load_samples, richest
 from mmcompile.cli.model import Weights, load_model
@@ -53,16 +56,13 @@ from mmcompile.cli.planning import (
 )
 from mmcompile.cli.train_elastic import RUN, ElasticOptions, node_at, refuse_elastic, train_elastic
 from mmcompile.costmodel.hardware import LOCAL_NAME
+from mmcompile.data.collate import Sample, collate
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
-from mmcompile.plan.plan import Plan
+from mmcompile.planner.plan.plan import Plan
 from mmcompile.planning import DEFAULT_MICROBATCHES
 from mmcompile.report.run_folder import PLAN, write_events, write_programs
 from mmcompile.runtime.engine import Engine, StepMetrics
-from mmcompile.step.balance.auto import Auto
-from mmcompile.step.balance.baselines import Arrival
-from mmcompile.step.balance.registry import BALANCERS, balancer
-from mmcompile.step.collate import Sample, collate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,15 +16,15 @@ from torch import nn
 
 from mmcompile.cli.planning import Subject
 from mmcompile.cli.run_display import RunDisplay
+from mmcompile.data.batches import MapBatches
+from mmcompile.data.collate import Sample
+from mmcompile.elastic_run import elastic, join
 from mmcompile.errors import ConfigError
-from mmcompile.fault_tolerant import elastic, join
-from mmcompile.plan.plan import Plan
+from mmcompile.planner.plan.plan import Plan
 from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.control.secret import read_secret
-from mmcompile.runtime.elastic.data import MapBatches
 from mmcompile.runtime.elastic.node import Address, RunAt
-from mmcompile.runtime.metrics import StepMetrics
-from mmcompile.step.collate import Sample
+from mmcompile.runtime.monitoring.metrics import StepMetrics
 
 RUN = "run"
 """Folder of the log, the events and the checkpoint, inside the run folder."""

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from mmcompile.ir.graph import META_KEY, Component, ComponentKind, Layer, NodeInfo, component_of, info
-from mmcompile.ir.host import attribute
+from mmcompile.ir.host_shapes import attribute
 
 MAIN = "language_model"
 INPUTS, OUTPUTS = "inputs", "outputs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from mmcompile.ir.graph import ModelGraph, info
-from mmcompile.ir.host import attribute
+from mmcompile.ir.host_shapes import attribute
 
 
 def component_module(graph: ModelGraph, name: str) -> fx.GraphModule:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.fx.node import has_side_effect
 
 from mmcompile.errors import MaskError
-from mmcompile.kernels.bitfield_attention.convert import words_from_ids
+from mmcompile.kernels.bitfield_attention.masks.convert import words_from_ids
 
 MERGE = "merge_features"
 

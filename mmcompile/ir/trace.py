@@ -20,7 +20,7 @@ from mmcompile.errors import BatchError, CaptureError
 from mmcompile.ir.compat import FakeTensor, fake_mode_of, transformers_eager_paths
 from mmcompile.ir.functional import functionalize
 from mmcompile.ir.graph import LossInfo, results_of
-from mmcompile.ir.host import HostProgram, attribute, split_host_program
+from mmcompile.ir.host_shapes import HostProgram, attribute, split_host_program
 from mmcompile.ir.implementations import packed_towers, traceable_experts
 from mmcompile.ir.known_values import KnownValues, known_values
 from mmcompile.ir.nodes import VALUE_READ, merge_features, token_loss

@@ -10,11 +10,11 @@ from mmcompile.costmodel.compute import LayerCost
 from mmcompile.costmodel.load import Load
 from mmcompile.data.sample import SampleShape
 from mmcompile.ir.graph import Component, ComponentKind, ParameterSpec
-from mmcompile.plan.bottlenecks import EVEN, TIGHT, memory_bytes, rank_loads, times_text
-from mmcompile.plan.plan import Chain, Plan, Stage
-from mmcompile.plan.recompute import uniform_mode
-from mmcompile.plan.search.pricing import Pricing, Sharding
-from mmcompile.plan.stage_rows import milliseconds
+from mmcompile.planner.plan.bottlenecks import EVEN, TIGHT, memory_bytes, rank_loads, times_text
+from mmcompile.planner.plan.plan import Chain, Plan, Stage
+from mmcompile.planner.plan.recompute import uniform_mode
+from mmcompile.planner.plan.stage_rows import milliseconds
+from mmcompile.planner.pricing.pricing import Pricing, Sharding
 from mmcompile.report.sample_loads import slot_samples
 from mmcompile.report.study import Study
 from mmcompile.units import format_bytes, format_count

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mmcompile.plan.bottlenecks import rank_loads
-from mmcompile.plan.plan import Chain, Plan, Stage
-from mmcompile.plan.recompute import recompute_text
-from mmcompile.plan.templates.resilience import figures
-from mmcompile.plan.templates.template import Template
+from mmcompile.planner.plan.bottlenecks import rank_loads
+from mmcompile.planner.plan.plan import Chain, Plan, Stage
+from mmcompile.planner.plan.recompute import recompute_text
+from mmcompile.planner.resilience.resilience import figures
+from mmcompile.planner.resilience.template import Template
 from mmcompile.units import format_bytes, format_seconds
 
 Unit = Literal["s", "bytes", "share", ""]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mmcompile.plan.bottlenecks import CAUSE_WORDS, RankLoad, causes, chain_of_stage, memory_bytes, rank_loads
-from mmcompile.plan.layer_names import LayerLabel, NamedChain, Place, find
-from mmcompile.plan.plan import Chain, Link, Plan, Stage
-from mmcompile.plan.recompute import recompute_text
-from mmcompile.plan.stage_rows import frozen_text, rank_ranges
+from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, RankLoad, causes, chain_of_stage, memory_bytes, rank_loads
+from mmcompile.planner.plan.layer_names import LayerLabel, NamedChain, Place, find
+from mmcompile.planner.plan.plan import Chain, Link, Plan, Stage
+from mmcompile.planner.plan.recompute import recompute_text
+from mmcompile.planner.plan.stage_rows import frozen_text, rank_ranges
 from mmcompile.report.layer_work import LayerWork
 from mmcompile.report.moves import Move, Shares, boundary_moves, equal_shares, move_layers
-from mmcompile.report.replay import replay, saved_bytes
+from mmcompile.report.step_replay import replay, saved_bytes
 from mmcompile.units import format_bytes, format_seconds
 
 _LABEL = 12

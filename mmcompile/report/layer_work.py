@@ -10,8 +10,8 @@ import sympy
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost, LayerTimes, layer_times
 from mmcompile.ir.graph import ModelGraph
-from mmcompile.passes.cost_table import CostTable
-from mmcompile.plan.plan import Plan, Stage
+from mmcompile.passes.cost.cost_table import CostTable
+from mmcompile.planner.plan.plan import Plan, Stage
 from mmcompile.report.moves import LayerShare, Shares
 from mmcompile.units import format_bytes, format_seconds
 

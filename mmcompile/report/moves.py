@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from mmcompile.plan.bottlenecks import chain_of_stage, memory_bytes, rank_loads
-from mmcompile.plan.plan import Chain, Plan, Segment, Stage, StagePrediction
-from mmcompile.report.replay import replay, saved_bytes
+from mmcompile.planner.plan.bottlenecks import chain_of_stage, memory_bytes, rank_loads
+from mmcompile.planner.plan.plan import Chain, Plan, Segment, Stage, StagePrediction
+from mmcompile.report.step_replay import replay, saved_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

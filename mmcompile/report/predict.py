@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import product
 
 from mmcompile.costmodel.comm import p2p_seconds
-from mmcompile.plan.placement import Placement, shard_names
-from mmcompile.plan.plan import Link, Plan
-from mmcompile.plan.simulator.schedule import Flow, FlowEdge, build_schedule
-from mmcompile.plan.simulator.simulate import StageDuration, Timeline, simulate
+from mmcompile.planner.plan.placement import Placement, shard_names
+from mmcompile.planner.plan.plan import Link, Plan
+from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
+from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
 
 
 def predict(plan: Plan) -> Timeline:

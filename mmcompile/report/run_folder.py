@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from mmcompile.codegen.program import StageProgram
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
-from mmcompile.lower.program import StageProgram
-from mmcompile.plan.plan import Plan
-from mmcompile.plan.simulator.simulate import Event
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.schedule.simulate import Event
 
 PLAN, EVENTS, STAGES = "plan.json", "events.json", "stages"
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from mmcompile.costmodel.compute import Recompute
 from mmcompile.costmodel.load import Load
-from mmcompile.plan.plan import Chain, Plan
-from mmcompile.plan.search.pricing import Pricing, Sharding
-from mmcompile.plan.workload import MicrobatchLoads
+from mmcompile.planner.plan.plan import Chain, Plan
+from mmcompile.planner.pricing.pricing import Pricing, Sharding
+from mmcompile.planner.pricing.workload import MicrobatchLoads
 from mmcompile.report.study import Study
 
 

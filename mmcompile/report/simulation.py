@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from mmcompile.plan.bottlenecks import CAUSE_WORDS, causes, memory_bytes
-from mmcompile.plan.plan import BubbleShare, ScheduleKind
-from mmcompile.plan.stage_rows import columns, rank_ranges
-from mmcompile.report.replay import Replay
-from mmcompile.report.text_timeline import text_timeline
+from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, causes, memory_bytes
+from mmcompile.planner.plan.plan import BubbleShare, ScheduleKind
+from mmcompile.planner.plan.stage_rows import columns, rank_ranges
+from mmcompile.report.pictures.text_timeline import text_timeline
+from mmcompile.report.step_replay import Replay
 from mmcompile.units import format_bytes, format_seconds
 
 _MAX_GROUPS = 24

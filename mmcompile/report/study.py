@@ -12,13 +12,13 @@ from mmcompile import api
 from mmcompile.data.stats import DatasetStats
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
-from mmcompile.passes.cost import Cost
-from mmcompile.passes.cost_table import CostTable
+from mmcompile.passes.cost.cost import Cost
+from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.gradient_flow import GradientFlow, GradientReport
-from mmcompile.passes.tensor_axes import tensor_axes
-from mmcompile.plan.plan import Plan
-from mmcompile.plan.search.pricing import Pricing
-from mmcompile.plan.workload import Workload
+from mmcompile.passes.tensor_parallel.tensor_axes import tensor_axes
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.pricing.pricing import Pricing
+from mmcompile.planner.pricing.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

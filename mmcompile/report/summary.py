@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from mmcompile.plan.plan import Plan, Stage
-from mmcompile.plan.recompute import recompute_text
-from mmcompile.plan.templates.resilience import Resilience
-from mmcompile.plan.templates.template import Template
+from mmcompile.planner.plan.plan import Plan, Stage
+from mmcompile.planner.plan.recompute import recompute_text
+from mmcompile.planner.resilience.resilience import Resilience
+from mmcompile.planner.resilience.template import Template
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
-from mmcompile.plan.stage_rows import columns
-from mmcompile.plan.templates.job import Job
-from mmcompile.plan.templates.replay import ReplayConstants, Spent
-from mmcompile.plan.templates.resilience import Resilience
-from mmcompile.plan.templates.systems import CURVE_WINDOWS, TraceReplay, replay_trace
-from mmcompile.plan.templates.trace import TimeUnit, read_trace
-from mmcompile.report.palette import colours
+from mmcompile.planner.plan.stage_rows import columns
+from mmcompile.planner.resilience.job import Job
+from mmcompile.planner.resilience.replay.replay_run import ReplayConstants, Spent
+from mmcompile.planner.resilience.replay.spot_trace import TimeUnit, read_trace
+from mmcompile.planner.resilience.replay.systems import CURVE_WINDOWS, TraceReplay, replay_trace
+from mmcompile.planner.resilience.resilience import Resilience
+from mmcompile.report.pictures.palette import colours
 from mmcompile.units import format_count, format_seconds
 
 if TYPE_CHECKING:

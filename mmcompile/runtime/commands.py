@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from mmcompile.batching.step_plan import PROTOCOL_VERSION, StepPlan
 from mmcompile.errors import EngineError
-from mmcompile.plan.placement import PlacedStage
-from mmcompile.plan.plan import ScheduleKind
-from mmcompile.runtime import wire
-from mmcompile.runtime.groups import Groups
-from mmcompile.runtime.optimizer import Hyper, OptimizerSpec
-from mmcompile.step.step_plan import PROTOCOL_VERSION, StepPlan
+from mmcompile.planner.plan.placement import PlacedStage
+from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.runtime.comm import wire
+from mmcompile.runtime.comm.groups import Groups
+from mmcompile.runtime.optim.optimizer import Hyper, OptimizerSpec
 
 Reduction: TypeAlias = Literal["fast", "fp64", "fixed"]
 """How gradients of microbatches are added up: as torch does, in order of ranks; in float64; or in whole numbers, whose sum does
-not depend on the order, so that it is the same whichever ranks computed the microbatches (`mmcompile.runtime.arithmetic`)."""
+not depend on the order, so that it is the same whichever ranks computed the microbatches
+(`mmcompile.runtime.optim.arithmetic`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,32 +23,32 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mmcompile import errors
+from mmcompile.batching.accumulation import NOTHING, Accumulated
+from mmcompile.batching.balance.arrival_order import Arrival
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.batching.balance.correction import Corrector
+from mmcompile.batching.program_source import PatternSource
+from mmcompile.batching.step_plan import StepPlan
+from mmcompile.batching.step_planner import Collate, Costs, PlannedStep, StepPlanner
+from mmcompile.data.collate import Sample, Value, collate
 from mmcompile.errors import CheckpointError, ConfigError, EngineError
-from mmcompile.plan.placement import Placement
-from mmcompile.plan.simulator.simulate import Event
-from mmcompile.runtime.balance_process import AsideBalancer
-from mmcompile.runtime.checkpoint import shapes_of
-from mmcompile.runtime.checkpoints.export import export
-from mmcompile.runtime.checkpoints.folder import make_fresh, resolved, unwritable
-from mmcompile.runtime.checkpoints.leader_side import SaveOrder
-from mmcompile.runtime.checkpoints.saving import Saving
-from mmcompile.runtime.checkpoints.state import Resumed, Stored, TrainerState, encoded
+from mmcompile.planner.plan.placement import Placement
+from mmcompile.planner.schedule.simulate import Event
+from mmcompile.runtime.checkpoint.checkpoint_folder import make_fresh, resolved, unwritable
+from mmcompile.runtime.checkpoint.export import export
+from mmcompile.runtime.checkpoint.leader_side import SaveOrder
+from mmcompile.runtime.checkpoint.saving import Saving
+from mmcompile.runtime.checkpoint.trainer_state import Resumed, Stored, TrainerState, encoded
+from mmcompile.runtime.checkpoint.whole_checkpoint import shapes_of
 from mmcompile.runtime.commands import Close, Done, Reduction, Refuse, Setup, Step
 from mmcompile.runtime.follower import Follower
+from mmcompile.runtime.launch.background_balancer import AsideBalancer
 from mmcompile.runtime.leader import Leader
-from mmcompile.runtime.metrics import StepMetrics, StepTotals
-from mmcompile.runtime.optimizer import MASTER, OptimizerSpec, SchedulerFactory, scheduler_after
-from mmcompile.runtime.param_groups import ParameterGroup
+from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals
+from mmcompile.runtime.optim.optimizer import MASTER, OptimizerSpec, SchedulerFactory, scheduler_after
+from mmcompile.runtime.optim.param_groups import ParameterGroup
 from mmcompile.runtime.session import Session, open_session
-from mmcompile.runtime.source import PatternSource
-from mmcompile.runtime.step_planner import Collate, Costs, PlannedStep, StepPlanner
 from mmcompile.runtime.user_model import UserModel
-from mmcompile.step.accumulation import NOTHING, Accumulated
-from mmcompile.step.balance.balancer import Balancer
-from mmcompile.step.balance.baselines import Arrival
-from mmcompile.step.balance.correction import Corrector
-from mmcompile.step.collate import Sample, Value, collate
-from mmcompile.step.step_plan import StepPlan
 
 _Batch: TypeAlias = tuple[Sequence[Sample], object]
 """Samples, and what the data says of itself once they are read."""
@@ -101,7 +101,7 @@ class Engine:
         reduction: how gradients of microbatches are added up. "fast" as torch does, in the parameter's dtype. "fp64" in float64,
             rounded once; 8 bytes of memory an element while a step runs. "fixed" in whole numbers, rounded once; 16 bytes. With
             "fixed", losses, gradients and parameters have the same bits however the same microbatches are spread over replicas;
-            gradients of 2^23 or more, infinite ones and NaN are an EngineError. Precision: `mmcompile.runtime.arithmetic`.
+            gradients of 2^23 or more, infinite ones and NaN are an EngineError. Precision: `mmcompile.runtime.optim.arithmetic`.
             Only "fast" goes with replicas that share parameters (fsdp): the sum over replicas of one microbatch's gradients is
             rounded to the parameter's dtype there, and microbatches are added up as said.
         compile: run stages through torch.compile(backend="inductor").

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mmcompile.lower.program import StageProgram
-from mmcompile.runtime import wire
-from mmcompile.runtime.checkpoints.rank_side import RankCheckpoints
+from mmcompile.codegen.program import StageProgram
+from mmcompile.runtime.comm import wire
+from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.commands import (
     Apply,
     Close,
@@ -21,9 +21,9 @@ from mmcompile.runtime.commands import (
     Step,
     hear,
 )
-from mmcompile.runtime.groups import Groups
+from mmcompile.runtime.monitoring.status import StatusBoard
 from mmcompile.runtime.rank import Rank
-from mmcompile.runtime.status import StatusBoard
+from mmcompile.runtime.rank_checkpoints import RankCheckpoints
 
 
 class Follower:

@@ -9,24 +9,24 @@ from typing import Literal
 
 from torch import Tensor
 
+from mmcompile.codegen.program import PatternPrograms, StageProgram
 from mmcompile.ir.graph import torch_dtype
-from mmcompile.lower.program import PatternPrograms, StageProgram
-from mmcompile.plan.simulator.simulate import Event
-from mmcompile.runtime import wire
-from mmcompile.runtime.checkpoints.index import state_key, weight_key
-from mmcompile.runtime.checkpoints.leader_side import Restored, SaveOrder, whole_job
-from mmcompile.runtime.checkpoints.pieces import Piece, whole_piece
-from mmcompile.runtime.checkpoints.rank_side import RankCheckpoints, balanced
-from mmcompile.runtime.checkpoints.saving import Saving
-from mmcompile.runtime.checkpoints.state import Stored
+from mmcompile.planner.schedule.simulate import Event
+from mmcompile.runtime.checkpoint.index import state_key, weight_key
+from mmcompile.runtime.checkpoint.leader_side import Restored, SaveOrder, whole_job
+from mmcompile.runtime.checkpoint.pieces import Piece, whole_piece
+from mmcompile.runtime.checkpoint.saving import Saving
+from mmcompile.runtime.checkpoint.trainer_state import Stored
+from mmcompile.runtime.comm import wire
+from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.commands import Apply, Command, Events, Gather, Install, Load, Save, Setup, Step, announce
-from mmcompile.runtime.groups import Groups
-from mmcompile.runtime.metrics import StepTotals
+from mmcompile.runtime.executor.loaded_stage import root_names
+from mmcompile.runtime.monitoring.metrics import StepTotals
+from mmcompile.runtime.monitoring.status import StatusBoard
+from mmcompile.runtime.optim.sharded_optimizer import assign_updaters
+from mmcompile.runtime.optim.tensor_parts import TensorParts
 from mmcompile.runtime.rank import Rank, RootValues
-from mmcompile.runtime.sharded_optimizer import assign_updaters
-from mmcompile.runtime.stages import root_names
-from mmcompile.runtime.status import StatusBoard
-from mmcompile.runtime.tensor_parts import TensorParts
+from mmcompile.runtime.rank_checkpoints import RankCheckpoints, balanced
 
 
 class Leader:

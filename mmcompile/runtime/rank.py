@@ -11,31 +11,31 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from mmcompile.batching.schedule_units import num_slots, units_of
+from mmcompile.batching.step_plan import MicrobatchPlan, StepPlan
+from mmcompile.codegen.program import StageProgram
 from mmcompile.errors import VerifyError
 from mmcompile.kernels.process_groups import CONTEXT_GROUP, REPLICA_GROUP, TENSOR_GROUP, register_group
-from mmcompile.lower.program import StageProgram
-from mmcompile.plan.placement import PlacedStage, lockstep_of
-from mmcompile.plan.plan import ScheduleKind
-from mmcompile.plan.simulator.schedule import Action, CrossEdge, Unit, schedule_units
-from mmcompile.plan.simulator.simulate import Event
-from mmcompile.runtime import gradients
-from mmcompile.runtime.arithmetic import arithmetic_of
-from mmcompile.runtime.carried_sums import CarriedSums
+from mmcompile.planner.plan.placement import PlacedStage, lockstep_of
+from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.planner.schedule.schedule import Action, CrossEdge, Unit, schedule_units
+from mmcompile.planner.schedule.simulate import Event
+from mmcompile.runtime.comm.groups import Groups
+from mmcompile.runtime.comm.wire import under
 from mmcompile.runtime.commands import Install, Setup, Step
-from mmcompile.runtime.control.fail_points import fail_point
-from mmcompile.runtime.executor import Executor, StepResult, num_backwards
-from mmcompile.runtime.gradients import GradientSums, Shared
-from mmcompile.runtime.groups import Groups
-from mmcompile.runtime.links import Mail
-from mmcompile.runtime.metrics import StepTotals
-from mmcompile.runtime.optimizer import RankOptimizer
-from mmcompile.runtime.sharded_optimizer import NewValues
-from mmcompile.runtime.stages import LoadedStage, Stages
-from mmcompile.runtime.status import StatusBoard
-from mmcompile.runtime.totals import OwnTotals, add_up
-from mmcompile.runtime.units import num_slots, units_of
-from mmcompile.runtime.wire import under
-from mmcompile.step.step_plan import MicrobatchPlan, StepPlan
+from mmcompile.runtime.executor.executor import Executor, StepResult, num_backwards
+from mmcompile.runtime.executor.loaded_stage import LoadedStage, Stages
+from mmcompile.runtime.executor.p2p import Mail
+from mmcompile.runtime.executor.totals import OwnTotals, add_up
+from mmcompile.runtime.monitoring.fail_points import fail_point
+from mmcompile.runtime.monitoring.metrics import StepTotals
+from mmcompile.runtime.monitoring.status import StatusBoard
+from mmcompile.runtime.optim import gradients
+from mmcompile.runtime.optim.arithmetic import arithmetic_of
+from mmcompile.runtime.optim.carried_sums import CarriedSums
+from mmcompile.runtime.optim.gradients import GradientSums, Shared
+from mmcompile.runtime.optim.optimizer import RankOptimizer
+from mmcompile.runtime.optim.sharded_optimizer import NewValues
 
 RootValues = tuple[Sequence[Mapping[str, Tensor]], Sequence[Mapping[int, frozenset[str]]]]
 """On rank 0: per microbatch the batch inputs by name, and per rank the names it reads."""

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from mmcompile.errors import ConfigError, EngineError
-from mmcompile.plan.placement import PlacedStage
-from mmcompile.plan.simulator.schedule import ActionKind
-from mmcompile.runtime.groups import Groups, PeerLost
-from mmcompile.runtime.launch import Failure, Workers
-from mmcompile.runtime.runner import Runner
-from mmcompile.runtime.status import IDLE, Status, StatusBoard
+from mmcompile.planner.plan.placement import PlacedStage
+from mmcompile.planner.schedule.schedule import ActionKind
+from mmcompile.runtime.comm.groups import Groups, PeerLost
+from mmcompile.runtime.comm.runner import Runner
+from mmcompile.runtime.launch.local_workers import Failure, Workers
+from mmcompile.runtime.monitoring.status import IDLE, Status, StatusBoard
 
 T = TypeVar("T")
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mmcompile.batching.program_source import PatternSource
 from mmcompile.errors import CheckpointError
-from mmcompile.runtime.checkpoints.index import weight_key
-from mmcompile.runtime.checkpoints.pieces import whole_piece
-from mmcompile.runtime.checkpoints.state import Stored, TrainerState, fingerprint
-from mmcompile.runtime.master_weights import given_masters
-from mmcompile.runtime.optimizer import OptimizerSpec
-from mmcompile.runtime.param_groups import check_matches
-from mmcompile.runtime.source import PatternSource
+from mmcompile.runtime.checkpoint.index import weight_key
+from mmcompile.runtime.checkpoint.pieces import whole_piece
+from mmcompile.runtime.checkpoint.trainer_state import Stored, TrainerState, fingerprint
+from mmcompile.runtime.optim.master_weights import given_masters
+from mmcompile.runtime.optim.optimizer import OptimizerSpec
+from mmcompile.runtime.optim.param_groups import check_matches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,14 +82,14 @@ class UserModel:
     def check_weights(self, stored: Stored) -> None:
         """See that the weights of a checkpoint are as they were written. Raises CheckpointError."""
         # It takes most of a second to import.
-        from mmcompile.runtime.checkpoints import dcp
+        from mmcompile.runtime.checkpoint import dcp
 
         dcp.check_chunks(stored.place, map(weight_key, stored.index.weights), stored.index)
 
     @torch.no_grad()
     def read(self, stored: Stored) -> None:
         """Read trained weights from a checkpoint into the model, one after the other. Raises CheckpointError."""
-        from mmcompile.runtime.checkpoints import dcp
+        from mmcompile.runtime.checkpoint import dcp
 
         parameters = self.source.parameters()
         for name in stored.index.weights:

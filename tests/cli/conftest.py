@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_run import CONFIGS, Outcome, Run
+from support.processes.cli_run import CONFIGS, Outcome, Run
 
 from mmcompile.cli.main import main
 

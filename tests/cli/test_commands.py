@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from cli_run import Run
 from safetensors.torch import save_file
+from support.processes.cli_run import Run
 
 from mmcompile.cli.data import epochs, load_samples, richest
-from mmcompile.plan.plan import Plan
+from mmcompile.planner.plan.plan import Plan
 
 TWO = ("--stages", "language_model=2", "--projector", "with_encoder", "--microbatches", 2)
 STAGES = ["vision_tower.0", "language_model.0", "language_model.1"]

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_run import CONFIGS, Run
+from support.paths import ROOT
+from support.processes.cli_run import CONFIGS, Run
 
-from mmcompile.runtime import checkpoint
+from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
 
-ROOT = Path(__file__).parent.parent.parent
 SCRIPT = str(Path(sys.executable).parent / "mmcompile")
 MODEL, DATA = "examples.digits_llava:build_model", "examples.digits_llava:build_samples"
 STEPS = 40

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_run import CONFIGS, Run
+from support.processes.cli_run import CONFIGS, Run
 
 TINY = str(CONFIGS / "llava-tiny.json")
 

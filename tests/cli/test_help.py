@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_run import Run
+from support.paths import ROOT
+from support.processes.cli_run import Run
 
 from mmcompile.cli.main import EXAMPLES
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("command", EXAMPLES)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli_run import Run
+from support.processes.cli_run import Run
 
 from mmcompile.cli.profile import make_batches
 from mmcompile.costmodel.calibration import Calibration
-from mmcompile.ir.skeleton import skeleton
+from mmcompile.ir.meta_model import skeleton
 
 QUICK = ("--dtype", "float32", "--sizes", "32,96", "--rounds", 1, "--no-runtime")
 

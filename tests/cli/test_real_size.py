@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.paths import BENCHMARKS
 
-BENCHMARK = Path(__file__).parent.parent.parent / "benchmarks" / "real_size.py"
+BENCHMARK = BENCHMARKS / "real_size.py"
 
 
 @pytest.mark.slow

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_run import CONFIGS, Run
+from support.processes.cli_run import CONFIGS, Run
 
-from mmcompile.plan.plan import Plan
-from mmcompile.plan.towers import towers
-from mmcompile.step.assignment import Assignment
-from mmcompile.step.balance.registry import BALANCERS
+from mmcompile.batching.balance.assignment import Assignment
+from mmcompile.batching.balance.registry import BALANCERS
+from mmcompile.planner.plan.balance_groups import towers
+from mmcompile.planner.plan.plan import Plan
 
 DATA = "synthetic:chartqa:64"
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_run import CONFIGS, Run
+from support.processes.cli_run import CONFIGS, Run
 
-from mmcompile.plan.plan import Plan
+from mmcompile.planner.plan.plan import Plan
 
 TINY = str(CONFIGS / "llava-tiny.json")
 OPTIONS = ("--train", "projector", "--projector", "with_encoder", "--text-tokens", "32", "--cluster", "6x1xcpu")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cli_run import Run
+from support.paths import ROOT
+from support.processes.cli_run import Run
 from transformers import LlavaForConditionalGeneration
 
 from mmcompile.runtime.control.events import read_events
 
 MODEL, DATA = "examples.digits_llava:build_model", "examples.digits_llava:build_samples"
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(autouse=True)

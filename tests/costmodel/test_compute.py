@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from toy_plan import cost, frozen
+from support.plans.toy_plan import cost, frozen
 
 from mmcompile.costmodel.cluster import Cluster, Interconnect
 from mmcompile.costmodel.comm import p2p_seconds

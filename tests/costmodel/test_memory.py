@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from checkpoint_oracle import checkpointed_bytes
-from freezing import freeze
-from hand_graph import PARTS, with_flags
-from stage_oracle import LoweredStages, lowered
+from support.graphs.hand_graph import PARTS, with_flags
+from support.models.freezing import freeze
+from support.oracles.checkpoint_oracle import checkpointed_bytes
+from support.oracles.stage_oracle import LoweredStages, lowered
 from torch import nn
 from zoo import FAMILIES
 
@@ -18,7 +18,7 @@ from mmcompile.costmodel.memory import recomputed, stage_activation_bytes
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.ir.inputs import completed
-from mmcompile.passes.cost import Cost
+from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.gradient_flow import GradientFlow
 
 COST = LayerCost(

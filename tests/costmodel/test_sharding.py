@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from toy_plan import cost, frozen
+from support.plans.toy_plan import cost, frozen
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.comm import all_gather_s, all_reduce_s, reduce_scatter_s, ring_s

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from oracles.eager import difference, eager_outcome, graph_outcome, holds_for
+from support.oracles.eager import difference, eager_outcome, graph_outcome, holds_for
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo import ALL, PARITY_FAMILIES, Batch, Family

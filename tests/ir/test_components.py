@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from lower.split import captured
+from support.graphs.split import captured
 from torch import Tensor, nn
 from zoo import ALL, samples
 
+from mmcompile.data.collate import collate
 from mmcompile.ir.capture import capture
 from mmcompile.ir.components import INPUTS, OUTPUTS
 from mmcompile.ir.graph import ModelGraph, info
-from mmcompile.step.collate import collate
 
 Parts = dict[str, tuple[str, int]]
 """Component -> kind and number of layers, in order."""

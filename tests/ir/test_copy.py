@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hand_graph import small_graph
+from support.graphs.hand_graph import small_graph
 
 from mmcompile.ir.copy import copied
 from mmcompile.ir.graph import annotate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lower.split import captured, root_values
+from support.graphs.split import captured, root_values
 from torch import Tensor, nn
 
 from mmcompile.ir.extract import component_module

@@ -7,7 +7,7 @@ import torch
 
 from mmcompile.errors import MaskError
 from mmcompile.ir.nodes import attention_words, token_positions
-from mmcompile.kernels.bitfield_attention.words import PADDING, visible
+from mmcompile.kernels.bitfield_attention.masks.words import PADDING, visible
 
 VALID = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 DOCUMENTS = torch.tensor([[-3, -3, -3, 5, 5, 5], [1, 1, 1, 1, 2, 2]])

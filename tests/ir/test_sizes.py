@@ -6,7 +6,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from oracles.eager import difference, eager_outcome, graph_outcome, holds_for
+from support.oracles.eager import difference, eager_outcome, graph_outcome, holds_for
 from torch import Tensor, nn
 
 from mmcompile.ir.capture import Capture, capture

@@ -9,15 +9,15 @@ from typing import ClassVar, final
 
 import numpy as np
 import torch
-from oracles.eager import Outcome
-from oracles.one_process import IGNORE, accumulate
+from support.oracles.eager import Outcome
+from support.oracles.one_process import IGNORE, accumulate
 from torch import Tensor, nn
 from zoo import ALL, Batch, Draw, Size
 from zoo.parts import AUDIO, IMAGE, conversation
 
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts, assignment_of
+from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.runtime.engine import Engine
-from mmcompile.step.assignment import Assignment, Grid, SampleCosts, assignment_of
-from mmcompile.step.balance.balancer import Balancer
 
 LEARNING_RATE = 0.1
 SGD = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)

@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-from oracles.one_process import accumulate
+from support.oracles.one_process import accumulate
 from torch import nn
 from zoo import ALL, samples
 
 import mmcompile as mm
-from mmcompile.step.collate import collate
+from mmcompile.data.collate import collate
 
 LORA_RATE, REST_RATE = 1e-2, 1e-3
 MICROBATCHES = 2

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from oracles.one_process import ADAMW
 from parity.layouts import PARTS, Freeze
 from parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
+from support.oracles.one_process import ADAMW
 from torch import Tensor, nn
 from zoo import ALL, Batch, samples
 
 import mmcompile as mm
+from mmcompile.data.collate import collate
 from mmcompile.errors import ConfigError, PlanError
-from mmcompile.plan.plan import Plan
-from mmcompile.step.collate import collate
+from mmcompile.planner.plan.plan import Plan
 
 TOLERANCE = 1e-9
 PARAMETER_TOLERANCE = 1e-6

@@ -10,15 +10,15 @@ from typing import Literal
 
 import pytest
 import torch
-from oracles.eager import Outcome, difference
-from oracles.one_process import ADAMW
 from parity.layouts import PARTS, Freeze
 from parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
-from time_limit import time_limit
+from support.oracles.eager import Outcome, difference
+from support.oracles.one_process import ADAMW
+from support.processes.time_limit import time_limit
 
 import mmcompile as mm
+from mmcompile.data.collate import collate
 from mmcompile.errors import ConfigError, PlanError
-from mmcompile.step.collate import collate
 
 TOLERANCE = 1e-9
 PARAMETER_TOLERANCE = {"gemma3": 1e-6}

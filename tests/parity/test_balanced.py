@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from oracles.eager import Outcome, difference
-from oracles.one_process import ADAMW
 from parity.balanced_steps import (
     LEARNING_RATE,
     MIXED,
@@ -32,19 +30,21 @@ from parity.balanced_steps import (
 )
 from parity.layouts import PARTS, Freeze, freeze
 from parity.three_steps import assert_same_parameters
-from time_limit import time_limit
+from support.oracles.eager import Outcome, difference
+from support.oracles.one_process import ADAMW
+from support.processes.time_limit import time_limit
 from torch import nn
 from zoo import ALL, Batch
 
 import mmcompile as mm
-from mmcompile.plan.search.settings import Placing
+from mmcompile.batching.balance.assignment import Assignment
+from mmcompile.batching.balance.auto import Auto
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.batching.balance.hierarchical import Defer, Hierarchical
+from mmcompile.batching.balance.registry import BALANCERS
+from mmcompile.data.collate import collate
+from mmcompile.planner.search.settings import Placing
 from mmcompile.runtime.engine import Engine
-from mmcompile.step.assignment import Assignment
-from mmcompile.step.balance.auto import Auto
-from mmcompile.step.balance.balancer import Balancer
-from mmcompile.step.balance.hierarchical import Defer, Hierarchical
-from mmcompile.step.balance.registry import BALANCERS
-from mmcompile.step.collate import collate
 
 LIMIT_S = 240.0
 LOSS_TOLERANCE = 1e-9

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from oracles.one_process import ADAMW
 from parity.layouts import PARTS, Freeze
 from parity.three_steps import assert_same_parameters, in_one_process, model_of, steps_of
+from support.oracles.one_process import ADAMW
 
 import mmcompile as mm
-from mmcompile.plan.plan import Plan
-from mmcompile.runtime.control.fail_points import VARIABLE, Action, Strike
-from mmcompile.step.collate import collate
+from mmcompile.data.collate import collate
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.runtime.monitoring.fail_points import VARIABLE, Action, Strike
 
 TOLERANCE = 1e-9
 MICROBATCHES = 4

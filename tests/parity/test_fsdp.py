@@ -10,29 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reporting_adamw
 import torch
-from oracles.one_process import ADAMW
 from parity.layouts import PARTS, Freeze
 from parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
-from reporting_adamw import FOLDER, ReportingAdamW, reported
-from time_limit import time_limit
+from support.oracles.one_process import ADAMW
+from support.paths import TESTS
+from support.processes.reporting_adamw import FOLDER, ReportingAdamW, reported
+from support.processes.time_limit import time_limit
 from torch import Tensor, nn
 from zoo import Batch
 
 import mmcompile as mm
+from mmcompile.captured_model import captured_step, fingerprint_of
+from mmcompile.codegen.attention_choice import AttentionChoice
+from mmcompile.codegen.program_cache import Patterns
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import Recompute
+from mmcompile.data.collate import IGNORED_LABEL, collate
 from mmcompile.errors import BatchError, ConfigError, PlanError
 from mmcompile.ir.inputs import completed
-from mmcompile.lower.attention import AttentionChoice
-from mmcompile.lower.patterns import Patterns
-from mmcompile.plan.placement import Placement
-from mmcompile.plan.plan import Plan
+from mmcompile.planner.plan.placement import Placement
+from mmcompile.planner.plan.plan import Plan
 from mmcompile.planning import Wanted, make_plan
 from mmcompile.runtime.engine import Engine
-from mmcompile.step.collate import IGNORED_LABEL, collate
-from mmcompile.subject import captured_step, fingerprint_of
 
 TOLERANCE = 1e-9
 PARAMETER_TOLERANCE = 1e-6
@@ -117,7 +117,7 @@ def test_state_is_halved_and_what_cannot_go_in_lockstep_is_refused(
 ) -> None:
     steps, wanted = steps_of(SHARED.family), in_one_process(SHARED.family, SHARED.freeze)
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(Path(reporting_adamw.__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     optimizer = functools.partial(ReportingAdamW, lr=1e-3)
     model, batch = model_of(SHARED.family, SHARED.freeze), collate(steps[0][:2])
     plan = _planned(SHARED, model, batch, fsdp=["vision_tower", "language_model"])

@@ -12,26 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-from lower.split import SplitRun, even_plan, root_values, run_split
-from oracles.eager import Difference, Outcome, difference
-from oracles.one_process import ADAMW, IGNORE, accumulate, train
+from support.graphs.split import SplitRun, even_plan, root_values, run_split
+from support.oracles.eager import Difference, Outcome, difference
+from support.oracles.one_process import ADAMW, IGNORE, accumulate, train
 from torch import Tensor, fx, nn
 from zoo import ALL, Batch, samples
 
 import mmcompile as mm
+from mmcompile.batching.isolation import check_packing
+from mmcompile.batching.pack import Packer
+from mmcompile.codegen.attention_choice import AttentionChoice, with_attention
+from mmcompile.codegen.load import load_stage
+from mmcompile.codegen.program import PatternPrograms
+from mmcompile.codegen.program_cache import Patterns
+from mmcompile.codegen.stage_programs import lower
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.nodes import token_loss
-from mmcompile.lower.attention import AttentionChoice, with_attention
-from mmcompile.lower.load import load_stage
-from mmcompile.lower.patterns import Patterns
-from mmcompile.lower.program import PatternPrograms
-from mmcompile.lower.stages import lower
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
-from mmcompile.plan.plan import Attention
-from mmcompile.step.isolation import check_packing
-from mmcompile.step.pack import Packer
+from mmcompile.planner.plan.plan import Attention
 
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "qwen2_audio")
 """Plain positions; three positions a token; features added in the middle of the language model; sounds."""

@@ -11,13 +11,13 @@ from itertools import product
 
 import pytest
 import torch
-from oracles.one_process import ADAMW
 from parity.layouts import LAYOUTS, PARTS, Freeze, Layout, stages
 from parity.three_steps import assert_same_parameters, in_one_process, model_of, steps_of
+from support.oracles.one_process import ADAMW
 from zoo import PARITY_FAMILIES
 
 import mmcompile as mm
-from mmcompile.step.collate import collate
+from mmcompile.data.collate import collate
 
 TOLERANCE = 1e-9
 MICROBATCHES = 4

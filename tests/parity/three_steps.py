@@ -6,8 +6,8 @@ import functools
 from collections.abc import Mapping
 
 import torch
-from oracles.one_process import TrainingRun, train
 from parity.layouts import PARTS, Freeze, freeze
+from support.oracles.one_process import TrainingRun, train
 from torch import Tensor, nn
 from zoo import ALL, Batch, samples
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from zoo import ALL, Batch, samples
 
+from mmcompile.data.collate import collate
 from mmcompile.errors import ConfigError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ModelGraph, info
@@ -17,7 +18,6 @@ from mmcompile.passes.autocast import Autocast
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.passes.values import op_name
-from mmcompile.step.collate import collate
 
 
 def _captured(family: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Batch, Capture]:

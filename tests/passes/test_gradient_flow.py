@@ -7,7 +7,15 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from hand_graph import PARTS, SmallModel, build_graph, set_trainable, small_batch, small_graph, with_flags
+from support.graphs.hand_graph import (
+    PARTS,
+    SmallModel,
+    build_graph,
+    set_trainable,
+    small_batch,
+    small_graph,
+    with_flags,
+)
 from torch import nn
 
 from mmcompile.errors import VerifyError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from freezing import PATTERNS, add_adapter, freeze, part_of
-from hand_graph import PARTS, with_flags
+from support.graphs.hand_graph import PARTS, with_flags
+from support.models.freezing import PATTERNS, add_adapter, freeze, part_of
 from torch import nn
 from zoo import FAMILIES
 

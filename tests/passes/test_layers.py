@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hand_graph import small_graph
+from support.graphs.hand_graph import small_graph
 
 from mmcompile.passes.layers import Layers
 

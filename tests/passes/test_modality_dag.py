@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import networkx as nx
 import pytest
-from hand_graph import small_graph
+from support.graphs.hand_graph import small_graph
 
 from mmcompile.errors import VerifyError
 from mmcompile.ir.graph import Component, ComponentKind, ModelGraph

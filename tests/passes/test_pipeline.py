@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hand_graph import small_graph
+from support.graphs.hand_graph import small_graph
 
 from mmcompile.errors import ConfigError, VerifyError
 from mmcompile.ir.copy import copied
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.base import Fact, Rewrite
-from mmcompile.passes.cost import Cost
+from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.debug import DebugLevel, debug_level
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.layers import Layers

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hand_graph import SmallModel, build_graph, small_batch, small_graph
+from support.graphs.hand_graph import SmallModel, build_graph, small_batch, small_graph
 from torch import fx, nn
 
 from mmcompile.errors import VerifyError

@@ -6,9 +6,9 @@ import pytest
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.graph import TensorSpec
-from mmcompile.plan.plan import Chain, Fingerprint, Link, Plan, Prediction, Segment, Stage, StagePrediction
-from mmcompile.plan.simulator.schedule import Flow, FlowEdge, build_schedule
-from mmcompile.plan.simulator.simulate import Event, StageDuration, simulate
+from mmcompile.planner.plan.plan import Chain, Fingerprint, Link, Plan, Prediction, Segment, Stage, StagePrediction
+from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
+from mmcompile.planner.schedule.simulate import Event, StageDuration, simulate
 
 EDGES = (
     ("vision.0", "language_model.0", False),

@@ -7,24 +7,24 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from cli_run import CONFIGS
+from support.processes.cli_run import CONFIGS
 from torch import nn
 
 from mmcompile import api
+from mmcompile.captured_model import fingerprint_of
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.data.sample import SampleShape
 from mmcompile.data.stats import DatasetStats
 from mmcompile.ir.inputs import completed
+from mmcompile.ir.meta_model import skeleton
 from mmcompile.ir.sample_inputs import example_batch
-from mmcompile.ir.skeleton import skeleton
-from mmcompile.plan.plan import Chain, Link, Plan, Prediction, Segment, Stage, StagePrediction
-from mmcompile.plan.workload import Workload
+from mmcompile.planner.plan.plan import Chain, Link, Plan, Prediction, Segment, Stage, StagePrediction
+from mmcompile.planner.pricing.workload import Workload
 from mmcompile.report.check import Checked, check
 from mmcompile.report.explain import explain
 from mmcompile.report.layer_work import layer_shares, layer_work
 from mmcompile.report.sample_loads import chain_loads
 from mmcompile.report.study import Study, study
-from mmcompile.subject import fingerprint_of
 
 TEXT_TOKENS = 32
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hand_plan import Part, hand_plan
-from template_jobs import even_template
+from support.plans.hand_plan import Part, hand_plan
+from support.plans.template_jobs import even_template
 
-from mmcompile.plan.plan import Plan
-from mmcompile.plan.recompute import with_recompute
-from mmcompile.plan.templates.resilience import Resilience
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.recompute import with_recompute
+from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.report.diff import diff_plans
 
 VISION = Part(name="vision_tower", layers=6, stages=1, trains=False)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hand_plan import Part, hand_plan
+from support.plans.hand_plan import Part, hand_plan
 
 from mmcompile.errors import ConfigError
-from mmcompile.plan.plan import Plan
+from mmcompile.planner.plan.plan import Plan
 from mmcompile.report.explain import explain
 from mmcompile.report.moves import boundary_moves, equal_shares, move_layers
-from mmcompile.report.replay import replay
+from mmcompile.report.step_replay import replay
 
 VISION = Part(name="vision_tower", layers=6, stages=1, trains=False)
 TEXT = Part(name="language_model", layers=12, stages=3, tp=2)

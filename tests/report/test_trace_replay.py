@@ -6,12 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from template_jobs import even_job
+from support.plans.template_jobs import even_job
 
-from mmcompile.plan.templates.job import Job
-from mmcompile.plan.templates.replay import SystemReplay
-from mmcompile.plan.templates.resilience import Resilience
-from mmcompile.plan.templates.systems import TraceReplay
+from mmcompile.planner.resilience.job import Job
+from mmcompile.planner.resilience.replay.replay_run import SystemReplay
+from mmcompile.planner.resilience.replay.systems import TraceReplay
+from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.report.trace_replay import draw_trace, remarks, replay_resilience, simulate_trace, trace_text
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import ClassVar, final
 
 import pytest
-from hand_stages import HandModel, HandSource, hand_plan, hand_samples
-from time_limit import Hung, time_limit
+from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
+from support.processes.time_limit import Hung, time_limit
 
+from mmcompile.batching.balance.arrival_order import Arrival
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.data.collate import Sample
 from mmcompile.errors import BatchError, EngineError
 from mmcompile.runtime.engine import Engine
-from mmcompile.step.assignment import Assignment, Grid, SampleCosts
-from mmcompile.step.balance.balancer import Balancer
-from mmcompile.step.balance.baselines import Arrival
-from mmcompile.step.collate import Sample
 
 NUM_STEPS = 4
 PLANNING_S = 0.05

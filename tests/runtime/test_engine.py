@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hand_stages import HandModel, HandSource, hand_plan, hand_samples
+from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
 
 from mmcompile.errors import BatchError, ConfigError, EngineError
-from mmcompile.plan.simulator.schedule import ActionKind
+from mmcompile.planner.schedule.schedule import ActionKind
 from mmcompile.runtime.engine import Engine
-from mmcompile.runtime.optimizer import OptimizerSpec, RankOptimizer
+from mmcompile.runtime.optim.optimizer import OptimizerSpec, RankOptimizer
 
 ONE_RANK = hand_plan(2, lm0=0, lm1=0, lm2=0)
 

@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from control_jobs import children
-from hand_stages import HandModel, HandSource, hand_plan, hand_samples
+from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
+from support.paths import TESTS
+from support.processes.control_jobs import children
 
 from mmcompile.errors import EngineError
-from mmcompile.plan.placement import Placement
+from mmcompile.planner.plan.placement import Placement
 from mmcompile.runtime.engine import Engine
 
-TESTS = Path(__file__).parent.parent
 TWO_RANKS = {"lm0": 0, "lm1": 1, "lm2": 0}
 SECOND_STEP = "self.calls = getattr(self, 'calls', 0) + 1; import os; self.calls < 7 or "
 """Precedes an expression evaluated in microbatch 2 of step 2."""
@@ -76,7 +76,7 @@ import signal
 # A shell starts what it runs in the background with this signal ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from hand_stages import HandModel, HandSource, hand_plan, hand_samples
+from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
 from mmcompile.runtime.engine import Engine
 
 engine = Engine(hand_plan(lm0=0, lm1=1, lm2=0), HandSource(HandModel(), "import time; time.sleep(60)"))

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hand_stages import HandModel, HandSource, hand_plan, hand_samples
-from oracles.one_process import split_microbatches
+from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
+from support.oracles.one_process import split_microbatches
 from torch import nn
 
-from mmcompile.plan.placement import Placement
-from mmcompile.plan.plan import ScheduleKind
+from mmcompile.data.collate import Sample, collate
+from mmcompile.planner.plan.placement import Placement
+from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.runtime.engine import Engine
-from mmcompile.step.collate import Sample, collate
 
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.8, 0.9))
 SCHEDULER = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.7)

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hand_stages import LANGUAGE, HandModel, HandSource, hand_samples
-from oracles.one_process import ADAMW, train
+from support.graphs.hand_stages import LANGUAGE, HandModel, HandSource, hand_samples
+from support.oracles.one_process import ADAMW, train
 from torch import Tensor, nn
 from zoo import ALL, samples
 
 import mmcompile as mm
+from mmcompile.data.collate import Sample, collate
 from mmcompile.errors import EngineError
-from mmcompile.plan.placement import PlacedStage, Placement
+from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.runtime.engine import Engine
-from mmcompile.step.collate import Sample, collate
 
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-2)
 NAMES = ("vision.0", *LANGUAGE)

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from control_jobs import children
+from support.processes.control_jobs import children
 from zoo import ALL, samples
 
 import mmcompile as mm
+from mmcompile.data.collate import collate
 from mmcompile.errors import EngineError
-from mmcompile.step.collate import collate
 
 
 def _process_of_rank(rank: int) -> int:

@@ -8,12 +8,12 @@ import time
 from dataclasses import dataclass, field
 
 from mmcompile.runtime.control import secret
+from mmcompile.runtime.control.control_errors import ProtocolError
 from mmcompile.runtime.control.effects import Arm, Close, Effect, Emit, EventKind, Send, Timer, Write
-from mmcompile.runtime.control.errors import ProtocolError
 from mmcompile.runtime.control.events import EventLog
-from mmcompile.runtime.control.fail_points import fail_point
 from mmcompile.runtime.control.generations import Generations
 from mmcompile.runtime.control.log import Committed, Log
+from mmcompile.runtime.control.membership_planner import Planner
 from mmcompile.runtime.control.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -33,9 +33,9 @@ from mmcompile.runtime.control.messages import (
     Reduced,
     Refused,
 )
-from mmcompile.runtime.control.planner import Planner
 from mmcompile.runtime.control.stream import FRAME_BYTES, STRANGER_FRAME_BYTES, Stream
 from mmcompile.runtime.control.times import Times
+from mmcompile.runtime.monitoring.fail_points import fail_point
 
 _MAX_STRANGERS = 64
 """Connections that have not proved anything yet."""

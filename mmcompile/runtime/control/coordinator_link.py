@@ -7,7 +7,7 @@ import socket
 import time
 
 from mmcompile.runtime.control import secret
-from mmcompile.runtime.control.errors import ProtocolError
+from mmcompile.runtime.control.control_errors import ProtocolError
 from mmcompile.runtime.control.messages import (
     PROTOCOL_VERSION,
     Accepted,

@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Container
 
 from mmcompile.errors import MMCompileError
-from mmcompile.runtime.control.composition import change_of, holders, in_order, prepares_of, refusal_of
 from mmcompile.runtime.control.effects import Effect, Effects, EventKind, Timer
 from mmcompile.runtime.control.log import Activated, Committed, Ended, History, Member, Prepared, Record, RolledBack
+from mmcompile.runtime.control.membership_planner import Decision, Planned, Planner, StateLost, Stop, Wait
+from mmcompile.runtime.control.membership_view import change_of, holders, in_order, prepares_of, refusal_of
 from mmcompile.runtime.control.messages import (
     Abort,
     Advance,
@@ -34,7 +35,6 @@ from mmcompile.runtime.control.messages import (
     Release,
     Suspend,
 )
-from mmcompile.runtime.control.planner import Decision, Planned, Planner, StateLost, Stop, Wait
 
 _NEXT = {Phase.PREPARE: Phase.RENDEZVOUS, Phase.RENDEZVOUS: Phase.READY, Phase.READY: Phase.ACTIVE}
 _DONE = {Phase.PREPARE: EventKind.PREPARED, Phase.RENDEZVOUS: EventKind.RENDEZVOUS, Phase.READY: EventKind.READY}

@@ -12,7 +12,7 @@ from pathlib import Path
 from mmcompile.errors import ConfigError
 from mmcompile.runtime.control.agent import Agent, AgentOrder
 from mmcompile.runtime.control.membership import Membership
-from mmcompile.runtime.control.planner import Planner
+from mmcompile.runtime.control.membership_planner import Planner
 from mmcompile.runtime.control.processes import fork_process, kill_group
 from mmcompile.runtime.control.secret import make_secret
 from mmcompile.runtime.control.supervisor import SupervisorOrder, listen, supervise

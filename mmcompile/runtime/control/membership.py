@@ -28,8 +28,7 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from mmcompile.runtime.control.errors import Released, Superseded
-from mmcompile.runtime.control.fail_points import fail_point
+from mmcompile.runtime.control.control_errors import Released, Superseded
 from mmcompile.runtime.control.messages import (
     Abort,
     Advance,
@@ -50,6 +49,7 @@ from mmcompile.runtime.control.messages import (
 )
 from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
 from mmcompile.runtime.control.times import Times
+from mmcompile.runtime.monitoring.fail_points import fail_point
 
 _TRACEBACK_LINES = 30
 _ORDER = list(Phase)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from mmcompile.runtime.control.errors import ProtocolError
+from mmcompile.runtime.control.control_errors import ProtocolError
 
 PROTOCOL_VERSION = 1
 

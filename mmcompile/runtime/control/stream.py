@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from mmcompile.runtime.control.errors import ProtocolError
+from mmcompile.runtime.control.control_errors import ProtocolError
 from mmcompile.runtime.control.messages import Message, decode, encode
 
 _HEAD = 4

@@ -17,7 +17,7 @@ from mmcompile.errors import ConfigError
 from mmcompile.runtime.control.coordinator import Coordinator
 from mmcompile.runtime.control.events import EventLog
 from mmcompile.runtime.control.log import Log
-from mmcompile.runtime.control.planner import Planner
+from mmcompile.runtime.control.membership_planner import Planner
 from mmcompile.runtime.control.processes import describe_exit, fork_process, kill_group
 from mmcompile.runtime.control.store import serve_store
 from mmcompile.runtime.control.times import Times

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mmcompile.plan.templates.job import LayerId
+from mmcompile.planner.resilience.job import LayerId
 
 Range = tuple[int, int]
 """Layers `first` (included) to `last` (excluded)."""
@@ -66,7 +66,7 @@ class GenerationPlan:
     idle: tuple[IdleNode, ...] = ()
     copies: tuple[LayerCopy, ...] = ()
     rule: str
-    """`mmcompile.plan.templates.regroup.Rule`."""
+    """`mmcompile.planner.resilience.regroup.Rule`."""
     reason: str
     """Why this and not another."""
     iteration_s: float

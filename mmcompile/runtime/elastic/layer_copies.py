@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmcompile.errors import EngineError, VerifyError
-from mmcompile.runtime.control.fail_points import fail_point
+from mmcompile.runtime.comm.groups import Groups, Work, wait
 from mmcompile.runtime.elastic.generation_plan import Device, LayerCopy
 from mmcompile.runtime.elastic.layer_message import (
     FRAME_BYTES,
@@ -29,7 +29,7 @@ from mmcompile.runtime.elastic.layer_message import (
     seal,
 )
 from mmcompile.runtime.elastic.layer_store import LayerStore, digest_of
-from mmcompile.runtime.groups import Groups, Work, wait
+from mmcompile.runtime.monitoring.fail_points import fail_point
 
 CHUNK_BYTES = 16 * 2**20
 _WINDOW = 2

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mmcompile.ir.graph import dtype_name, torch_dtype
-from mmcompile.plan.templates.job import LayerId
-from mmcompile.runtime import wire
+from mmcompile.planner.resilience.job import LayerId
+from mmcompile.runtime.comm import wire
 from mmcompile.runtime.elastic.layer_store import bytes_of
 
 _HASH_BYTES = 16

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from mmcompile.errors import CheckpointError, VerifyError
 from mmcompile.ir.graph import ParameterSpec, dtype_name
-from mmcompile.plan.templates.job import LayerId
-from mmcompile.runtime import wire
-from mmcompile.runtime.optimizer import OptimizerSpec, RankOptimizer
+from mmcompile.planner.resilience.job import LayerId
+from mmcompile.runtime.comm import wire
+from mmcompile.runtime.optim.optimizer import OptimizerSpec, RankOptimizer
 from mmcompile.runtime.rank import RankState
 
 _VALUE, _STATE = "value/", "state/"

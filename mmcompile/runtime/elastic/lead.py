@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from mmcompile.batching.step_planner import Collate, PlannedStep, StepPlanner
+from mmcompile.data.collate import Sample, Value
 from mmcompile.errors import DataError, MMCompileError
-from mmcompile.plan.placement import Placement
+from mmcompile.planner.plan.placement import Placement
+from mmcompile.runtime.elastic.elastic_job import ElasticJob
+from mmcompile.runtime.elastic.generation_layout import Dealt, shares_of
 from mmcompile.runtime.elastic.generation_plan import GenerationPlan
-from mmcompile.runtime.elastic.job import ElasticJob
-from mmcompile.runtime.elastic.layout import Dealt, shares_of
 from mmcompile.runtime.elastic.reader import Reader
-from mmcompile.runtime.step_planner import Collate, PlannedStep, StepPlanner
-from mmcompile.step.collate import Sample, Value
 
 _POLL_S = 0.02
 

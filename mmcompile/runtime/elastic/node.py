@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 
 from mmcompile.errors import ConfigError, EngineError
-from mmcompile.plan.templates.resilience import Resilience
+from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.runtime.control.agent import Agent, AgentOrder
 from mmcompile.runtime.control.effects import EventKind
 from mmcompile.runtime.control.events import Event
 from mmcompile.runtime.control.processes import fork_process, kill_group
 from mmcompile.runtime.control.supervisor import SupervisorOrder, listen, supervise
 from mmcompile.runtime.control.times import Times
+from mmcompile.runtime.elastic.elastic_job import ElasticJob, checkpoints_in
+from mmcompile.runtime.elastic.elastic_worker import work
 from mmcompile.runtime.elastic.event_reader import EventReader, follow
-from mmcompile.runtime.elastic.job import ElasticJob, checkpoints_in
-from mmcompile.runtime.elastic.planner import TemplatePlanner
-from mmcompile.runtime.elastic.worker import work
+from mmcompile.runtime.elastic.template_planner import TemplatePlanner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

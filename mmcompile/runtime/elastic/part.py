@@ -10,24 +10,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mmcompile.errors import CheckpointError, EngineError, VerifyError
-from mmcompile.runtime import checkpoint
-from mmcompile.runtime.connections import Connection
-from mmcompile.runtime.control.fail_points import fail_point
+from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
 from mmcompile.runtime.control.membership import Generation
 from mmcompile.runtime.control.store import forget_before
-from mmcompile.runtime.elastic import saving, tracing
+from mmcompile.runtime.elastic import elastic_saving as saving
+from mmcompile.runtime.elastic.connections import Connection
+from mmcompile.runtime.elastic.generation_layout import Layout
 from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan
 from mmcompile.runtime.elastic.layer_copies import run_copies
-from mmcompile.runtime.elastic.layout import Layout
 from mmcompile.runtime.elastic.lead import Lead
 from mmcompile.runtime.elastic.programs import share
 from mmcompile.runtime.elastic.record import StepRecord
 from mmcompile.runtime.elastic.team import Team
 from mmcompile.runtime.elastic.warm_up import num_graphs
-from mmcompile.runtime.metrics import StepTotals
+from mmcompile.runtime.monitoring import tracing
+from mmcompile.runtime.monitoring.fail_points import fail_point
+from mmcompile.runtime.monitoring.metrics import StepTotals
 
 if TYPE_CHECKING:
-    from mmcompile.runtime.elastic.worker import Worker
+    from mmcompile.runtime.elastic.elastic_worker import Worker
 
 
 class Part:

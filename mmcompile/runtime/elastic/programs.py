@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from mmcompile.codegen.program import PatternPrograms, StageProgram
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ParameterSpec
-from mmcompile.lower.program import PatternPrograms, StageProgram
-from mmcompile.plan.by_layers import layer_of
-from mmcompile.plan.placement import PlacedStage
-from mmcompile.plan.templates.job import LayerId
-from mmcompile.plan.templates.resilience import Resilience
-from mmcompile.runtime import wire
-from mmcompile.runtime.groups import Groups
-from mmcompile.runtime.stages import root_names
+from mmcompile.planner.plan.by_layers import layer_of
+from mmcompile.planner.plan.placement import PlacedStage
+from mmcompile.planner.resilience.job import LayerId
+from mmcompile.planner.resilience.resilience import Resilience
+from mmcompile.runtime.comm import wire
+from mmcompile.runtime.comm.groups import Groups
+from mmcompile.runtime.executor.loaded_stage import root_names
 
 
 class Programs:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmcompile.runtime.elastic.data import Batches
-from mmcompile.step.collate import Sample
+from mmcompile.data.batches import Batches
+from mmcompile.data.collate import Sample
 
 
 class Reader:

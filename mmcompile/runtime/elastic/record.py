@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mmcompile.runtime.metrics import StepMetrics
+from mmcompile.runtime.monitoring.metrics import StepMetrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,7 +14,7 @@ class StepRecord:
     """The cursor of the commit protocol. JSON by `encode` and `decode`."""
 
     data: str
-    """Cursor of the data after this step (`mmcompile.runtime.elastic.data.Batches.cursor`)."""
+    """Cursor of the data after this step (`mmcompile.data.batches.Batches.cursor`)."""
     metrics: StepMetrics
 
     def encode(self) -> str:

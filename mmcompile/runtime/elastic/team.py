@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mmcompile.lower.program import PatternPrograms
-from mmcompile.plan.placement import Placement
-from mmcompile.plan.templates.job import LayerId
-from mmcompile.runtime import wire
+from mmcompile.batching.step_plan import StepPlan
+from mmcompile.batching.step_planner import PlannedStep
+from mmcompile.codegen.program import PatternPrograms
+from mmcompile.planner.plan.placement import Placement
+from mmcompile.planner.resilience.job import LayerId
+from mmcompile.runtime.comm import wire
+from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.commands import Install, Setup, Step
+from mmcompile.runtime.elastic.elastic_job import ElasticJob
+from mmcompile.runtime.elastic.generation_layout import shares_of
 from mmcompile.runtime.elastic.generation_plan import GenerationPlan
-from mmcompile.runtime.elastic.job import ElasticJob
 from mmcompile.runtime.elastic.layer_store import LayerStore
-from mmcompile.runtime.elastic.layout import shares_of
 from mmcompile.runtime.elastic.programs import Programs, share
-from mmcompile.runtime.groups import Groups
-from mmcompile.runtime.metrics import StepMetrics, StepTotals
-from mmcompile.runtime.optimizer import Hyper
+from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals
+from mmcompile.runtime.monitoring.status import StatusBoard
+from mmcompile.runtime.optim.optimizer import Hyper
 from mmcompile.runtime.rank import Rank
-from mmcompile.runtime.status import StatusBoard
-from mmcompile.runtime.step_planner import PlannedStep
-from mmcompile.step.step_plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mmcompile.codegen.canonical import canonical_layers
+from mmcompile.codegen.compiled import load_compiled_stage
+from mmcompile.codegen.load import load_stage
+from mmcompile.codegen.program import Port, PreparedMicrobatch, StageProgram
 from mmcompile.ir.graph import torch_dtype
-from mmcompile.lower.canonical import canonical_layers
-from mmcompile.lower.compiled import load_compiled_stage
-from mmcompile.lower.load import load_stage
-from mmcompile.lower.program import Port, PreparedMicrobatch, StageProgram
-from mmcompile.runtime.timer import one_thread
+from mmcompile.runtime.monitoring.timer import one_thread
 
 _RUNS = 2
 """Of a layer whose sizes vary: one that compiles, and one of other sizes, to find out now if they need code of their own."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from masks_oracle import dense_mask
+from support.oracles.masks_oracle import dense_mask
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from masks_oracle import KINDS, Token, dense_mask, random_words, words_of
+from support.oracles.masks_oracle import KINDS, Token, dense_mask, random_words, words_of
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,10 +17,10 @@ from mmcompile.kernels.bitfield_attention import (
     build_mask,
     visible_pairs,
 )
-from mmcompile.kernels.bitfield_attention.backends import resolve
-from mmcompile.kernels.bitfield_attention.masks import Document, Text
+from mmcompile.kernels.bitfield_attention.impl.backends import resolve
+from mmcompile.kernels.bitfield_attention.masks.builder import Document, Text
+from mmcompile.kernels.bitfield_attention.masks.plan_cache import PlanCache
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_backward_op, bitfield_attention_op
-from mmcompile.kernels.bitfield_attention.plan_cache import PlanCache
 
 
 def inputs(tokens: int = 140, batch: int = 2, dim: int = 8, **options: Any) -> tuple[Tensor, Tensor, Tensor]:

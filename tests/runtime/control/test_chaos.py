@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from control_jobs import MICROBATCHES, Act, Job, Jobs, value
+from support.processes.control_jobs import MICROBATCHES, Act, Job, Jobs, value
 
 from mmcompile.runtime.control.effects import EventKind
 from mmcompile.runtime.control.events import Event, read_events, recoveries
-from mmcompile.runtime.control.fail_points import Action, Strike
 from mmcompile.runtime.control.log import Log
+from mmcompile.runtime.monitoring.fail_points import Action, Strike
 
 THREE = {"a": 1, "b": 1, "c": 1}
 FOUR = {**THREE, "d": 1}

@@ -9,8 +9,8 @@ import pytest
 from mmcompile.errors import ConfigError
 from mmcompile.runtime.control.effects import Emit, EventKind
 from mmcompile.runtime.control.events import Event, EventLog, read_events, recoveries
-from mmcompile.runtime.control.fail_points import VARIABLE, InjectedFault, fail_point
 from mmcompile.runtime.control.log import Committed, Ended, History, RolledBack
+from mmcompile.runtime.monitoring.fail_points import VARIABLE, InjectedFault, fail_point
 
 
 def events_of(*moments: tuple[EventKind, float]) -> list[Event]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from control_world import Budget, World, explore
+from support.processes.control_world import Budget, World, explore
 
 from mmcompile.runtime.control.effects import Arm, Close, Effect, Emit, EventKind, Send, Timer, Write
 from mmcompile.runtime.control.generations import Generations
 from mmcompile.runtime.control.log import History
+from mmcompile.runtime.control.membership_planner import Change, Decision, Planned, StateLost, Stop, Wait
 from mmcompile.runtime.control.messages import (
     Advice,
     Commit,
@@ -24,7 +25,6 @@ from mmcompile.runtime.control.messages import (
     Release,
     Suspend,
 )
-from mmcompile.runtime.control.planner import Change, Decision, Planned, StateLost, Stop, Wait
 
 ORDERS = {
     "nothing": (2, Budget()),

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import pytest
 from runtime.control.test_stream import PREPARE
 
-from mmcompile.runtime.control.errors import Released, Superseded
+from mmcompile.runtime.control.control_errors import Released, Superseded
 from mmcompile.runtime.control.membership import Membership
 from mmcompile.runtime.control.messages import (
     Advance,

@@ -11,7 +11,7 @@ import pytest
 
 from mmcompile.errors import ConfigError
 from mmcompile.runtime.control import secret
-from mmcompile.runtime.control.errors import ProtocolError
+from mmcompile.runtime.control.control_errors import ProtocolError
 from mmcompile.runtime.control.messages import (
     Advice,
     Commit,

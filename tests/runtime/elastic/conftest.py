@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from elastic_checks import Chaos
-from elastic_jobs import Runs
+from support.processes.elastic_checks import Chaos
+from support.processes.elastic_jobs import Runs
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from control_jobs import Act
-from elastic_checks import (
+from support.processes.control_jobs import Act
+from support.processes.elastic_checks import (
     IN_A_STEP,
     LEASE,
     STEP_S,
@@ -17,7 +17,7 @@ from elastic_checks import (
     quick,
     strike,
 )
-from elastic_jobs import Run
+from support.processes.elastic_jobs import Run
 
 from mmcompile.runtime.control.effects import EventKind
 from mmcompile.runtime.control.events import recoveries

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from control_jobs import Act
-from elastic_checks import (
+from support.models.elastic_model import Data
+from support.processes.control_jobs import Act
+from support.processes.elastic_checks import (
     IN_A_STEP,
     LEASE,
     STEP_S,
@@ -20,8 +21,7 @@ from elastic_checks import (
     quick,
     strike,
 )
-from elastic_jobs import Run
-from elastic_model import Data
+from support.processes.elastic_jobs import Run
 
 from mmcompile.runtime.control.effects import EventKind
 from mmcompile.runtime.control.events import recoveries

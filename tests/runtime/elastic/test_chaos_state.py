@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from elastic_checks import LEASE, STEP_S, Chaos, check, check_saved, quick, strike
-from elastic_jobs import Run
-from elastic_model import BROKEN, Data, batches
+from support.models.elastic_model import BROKEN, Data, batches
+from support.processes.elastic_checks import LEASE, STEP_S, Chaos, check, check_saved, quick, strike
+from support.processes.elastic_jobs import Run
 
-from mmcompile.runtime import checkpoint
+from mmcompile.data.batches import MapBatches
+from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
 from mmcompile.runtime.control.effects import EventKind
 from mmcompile.runtime.control.events import read_events
-from mmcompile.runtime.elastic.data import MapBatches
 
 SLOW = pytest.mark.slow
 

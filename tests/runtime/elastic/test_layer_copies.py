@@ -7,13 +7,23 @@ import random
 import numpy as np
 import pytest
 import torch
-from copy_ranks import NUM_RANKS, Case, Outcome, copied, copy, device
-from layer_models import CHAIN, FROZEN_ONLY, NOTHING, NUM_LAYERS, OPTIMIZERS, bits, initial, layer, trained_store
-from template_jobs import even_template
+from support.models.layer_models import (
+    CHAIN,
+    FROZEN_ONLY,
+    NOTHING,
+    NUM_LAYERS,
+    OPTIMIZERS,
+    bits,
+    initial,
+    layer,
+    trained_store,
+)
+from support.plans.template_jobs import even_template
+from support.processes.copy_ranks import NUM_RANKS, Case, Outcome, copied, copy, device
 from torch import Tensor
 
-from mmcompile.plan.templates.copies import plan_copies
-from mmcompile.plan.templates.job import Job
+from mmcompile.planner.resilience.copies import plan_copies
+from mmcompile.planner.resilience.job import Job
 from mmcompile.runtime.elastic.generation_plan import LayerCopy
 from mmcompile.runtime.elastic.layer_message import (
     FRAME_BYTES,

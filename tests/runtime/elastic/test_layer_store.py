@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_models import (
+from support.models.layer_models import (
     FROZEN_ONLY,
     NOTHING,
     NUM_LAYERS,
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from mmcompile.errors import CheckpointError, VerifyError
 from mmcompile.ir.graph import ParameterSpec
 from mmcompile.runtime.elastic.layer_store import LayerStore, digest_of
-from mmcompile.runtime.optimizer import OptimizerSpec, RankOptimizer
+from mmcompile.runtime.optim.optimizer import OptimizerSpec, RankOptimizer
 
 ALL = range(NUM_LAYERS)
 EVERY = frozenset(layers(*ALL)) - {layer(NOTHING)}

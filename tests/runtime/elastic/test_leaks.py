@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from control_jobs import children
-from elastic_jobs import KINDS, job_of
+from support.processes.control_jobs import children
+from support.processes.elastic_jobs import KINDS, job_of
 
-from mmcompile.fault_tolerant import compile_layers
+from mmcompile.elastic_run import compile_layers
 from mmcompile.runtime.control.effects import EventKind
-from mmcompile.runtime.elastic.engine import ElasticEngine
+from mmcompile.runtime.elastic.elastic_engine import ElasticEngine
 
 VICTIM = "e"
 SETTLED = 8

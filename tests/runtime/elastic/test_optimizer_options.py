@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_model import batches
-from hand_plan import Part, hand_plan
-from hand_stages import HandModel
-from layer_models import OPTIMIZERS, bits, initial, layer, layers, specs
-from runtime.test_param_groups import ADAMW, GROUPS, RATES, scheduled
+from runtime.optim.test_param_groups import ADAMW, GROUPS, RATES, scheduled
+from support.graphs.hand_stages import HandModel
+from support.models.elastic_model import batches
+from support.models.layer_models import OPTIMIZERS, bits, initial, layer, layers, specs
+from support.plans.hand_plan import Part, hand_plan
 
+from mmcompile.elastic_run import elastic_job
 from mmcompile.errors import ConfigError
-from mmcompile.fault_tolerant import elastic_job
 from mmcompile.runtime.elastic.layer_store import LayerStore
-from mmcompile.runtime.elastic.rates import Rates
-from mmcompile.runtime.optimizer import OptimizerSpec
-from mmcompile.runtime.param_groups import ParameterGroup
+from mmcompile.runtime.optim.optimizer import OptimizerSpec
+from mmcompile.runtime.optim.param_groups import ParameterGroup
+from mmcompile.runtime.optim.rates import Rates
 
 SPEC = OptimizerSpec.of(
     OPTIMIZERS["adamw"],

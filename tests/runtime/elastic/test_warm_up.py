@@ -13,23 +13,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from layer_run import layer_patterns, llama, run_layers
-from oracles.eager import Outcome, difference, eager_outcome
-from time_limit import time_limit
+from support.graphs.layer_run import layer_patterns, llama, run_layers
+from support.oracles.eager import Outcome, difference, eager_outcome
+from support.processes.time_limit import time_limit
 from torch import nn
 from torch._dynamo.utils import counters
 from zoo import ALL
 from zoo.family import Family, Size
 
+from mmcompile.codegen.compiled import CompiledLayers, load_compiled_stage
+from mmcompile.codegen.program import PatternPrograms, Port, PreparedMicrobatch, StageProgram
+from mmcompile.codegen.program_cache import Patterns
 from mmcompile.costmodel.compute import Recompute
 from mmcompile.ir.graph import ParameterSpec
-from mmcompile.lower.compiled import CompiledLayers, load_compiled_stage
-from mmcompile.lower.patterns import Patterns
-from mmcompile.lower.program import PatternPrograms, Port, PreparedMicrobatch, StageProgram
-from mmcompile.plan.placement import PlacedStage
-from mmcompile.plan.plan import ScheduleKind
+from mmcompile.planner.plan.placement import PlacedStage
+from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.runtime.elastic.warm_up import warm_up
-from mmcompile.runtime.stages import LoadedStage
+from mmcompile.runtime.executor.loaded_stage import LoadedStage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),

@@ -1,0 +1,1 @@
+"""Implementations of bitfield attention: eager PyTorch, Triton, and the dense reference."""

@@ -1,0 +1,1 @@
+"""Mask words, their builder, and the block plans that kernels read."""

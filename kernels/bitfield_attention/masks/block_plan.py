@@ -1,0 +1,175 @@
+"""`BlockPlan`: which tiles of a mask a kernel visits, how it masks each, and in which order work is launched.
+
+Tiles are classed from per-block summaries of words, never from a [Tq, Tk] mask:
+
+    EMPTY    nothing visible: never visited
+    FULL     everything visible: no mask
+    ROW      one document, every key before every query: what a query sees of the first key, it sees of all
+    GENERAL  the predicate is evaluated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from mmcompile.errors import MaskError
+from mmcompile.kernels.bitfield_attention.masks.classify import BLOCK as BLOCK
+from mmcompile.kernels.bitfield_attention.masks.classify import Masks, unpack_classes
+from mmcompile.kernels.bitfield_attention.masks.classify import TileClass as TileClass
+from mmcompile.kernels.bitfield_attention.masks.classify import class_map as class_map
+from mmcompile.kernels.bitfield_attention.masks.classify import workload as workload
+from mmcompile.kernels.bitfield_attention.masks.launch_order import best_cap, work_items
+from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs as visible_pairs
+
+_CELLS_AT_ONCE = 1 << 21
+_CLASSES = (TileClass.FULL, TileClass.ROW, TileClass.GENERAL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileLists:
+    """Non-empty tiles of every block of one side, in compressed rows: FULL first, then ROW, then GENERAL."""
+
+    bounds: torch.Tensor = field(repr=False)
+    """int32 [batch * blocks, 4]: begin of FULL, of ROW, of GENERAL, end of GENERAL; offsets into `other`."""
+    other: torch.Tensor = field(repr=False)
+    """int32 [tiles]: block index on the other side, ascending within a class."""
+    items: torch.Tensor = field(repr=False)
+    """int32 [items, 8] in launch order (longest first): row of `bounds`, slot, begin and end of FULL, of ROW, of GENERAL.
+    Slot -1: the only item of its block, which writes the result itself; else the index of a partial result."""
+    splits: torch.Tensor = field(repr=False)
+    """int32 [split blocks, 3]: row of `bounds`, first slot, end slot of its partial results."""
+    num_slots: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPlan:
+    """The work of one attention call, shared by all its heads and by all layers with the same words and window."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    block_q: int
+    block_kv: int
+    window: int | None
+    queries: TileLists
+    """Per block of queries, its blocks of keys: forward and dQ."""
+    keys: TileLists
+    """Per block of keys, its blocks of queries: dK and dV."""
+    num_tiles: tuple[int, int, int]
+    """FULL, ROW and GENERAL tiles."""
+
+
+def plan_blocks(
+    words: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    kv_words: torch.Tensor | None = None,
+    kv_positions: torch.Tensor | None = None,
+    *,
+    window: int | None = None,
+    block_q: int = BLOCK,
+    block_kv: int = BLOCK,
+    cap: int | Literal["auto"] | None = None,
+    num_programs: int = 264,
+    heads_per_launch: int = 1,
+) -> BlockPlan:
+    """Plan the tiles of one attention call, on the CPU; the lists go to the device of `words`.
+
+    Args:
+        words: [batch, Tq] int64. positions: [batch, Tq] integer, or None for 0, 1, 2, ...
+        kv_words, kv_positions: [batch, Tk], of the keys; None for those of the queries.
+        window: reach of the causal term in tokens, or None.
+        block_q, block_kv: tokens of a block; tokens past the end of a sequence count as padding.
+        cap: most tiles of one item of work; None never splits, "auto" takes what the model of `launch` says is fastest.
+        num_programs: for "auto": items in flight at a time (two per multiprocessor of an H100).
+        heads_per_launch: for "auto": heads of one launch.
+
+    Returns:
+        The plan: every tile that is not EMPTY belongs to exactly one item of either side, every block to an item that writes it.
+
+    Raises:
+        MaskError: words or positions of a wrong dtype or shape, a cap below 1, or more than 2^31 tiles.
+    """
+    if isinstance(cap, int) and cap < 1:
+        raise MaskError(f"an item of at most {cap} tiles does nothing; wanted a cap of 1 or more, None or 'auto'")
+    masks = Masks(words, positions, kv_words, kv_positions, window, block_q, block_kv)
+    packed = masks.packed()
+    by_query, by_key = (_compress(rows(packed, masks.blocks_kv)) for rows in (_query_rows, _key_rows))
+    full, row, general = np.diff(by_query[0]).sum(0, dtype=np.int64).tolist()
+    queries, keys = (
+        _tile_lists(
+            bounds,
+            other,
+            best_cap(bounds[:, 3] - bounds[:, 0], num_programs, heads_per_launch) if cap == "auto" else cap,
+            words.device,
+        )
+        for bounds, other in (by_query, by_key)
+    )
+    return BlockPlan(
+        batch=masks.batch,
+        q_len=masks.q_len,
+        kv_len=masks.kv_len,
+        block_q=block_q,
+        block_kv=block_kv,
+        window=window,
+        queries=queries,
+        keys=keys,
+        num_tiles=(full, row, general),
+    )
+
+
+def _query_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
+    """Classes of query blocks in turn: uint8 [rows, key blocks]."""
+    flat = packed.reshape(-1, packed.shape[-1])
+    step = max(1, _CELLS_AT_ONCE // blocks_kv)
+    for first in range(0, len(flat), step):
+        yield unpack_classes(flat[first : first + step])[:, :blocks_kv]
+
+
+def _key_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
+    """Classes of key blocks in turn, batch row by batch row: uint8 [rows, query blocks]."""
+    blocks_q = packed.shape[1]
+    rows = max(1, _CELLS_AT_ONCE // (blocks_q * blocks_kv))
+    columns = blocks_kv if rows > 1 else max(4, _CELLS_AT_ONCE // blocks_q // 4 * 4)
+    for first in range(0, len(packed), rows):
+        for column in range(0, blocks_kv, columns):
+            classes = unpack_classes(packed[first : first + rows, :, column // 4 : -(-(column + columns) // 4)])
+            classes = classes[..., : min(columns, blocks_kv - column)].swapaxes(1, 2)
+            yield np.ascontiguousarray(classes).reshape(-1, blocks_q)
+
+
+def _compress(chunks: Iterator[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Compressed rows: bounds int32 [rows, 4] and other int32 [tiles], class by class within a row."""
+    bounds, other, begin = [], [], 0
+    for classes in chunks:
+        cells = np.arange(len(classes) + 1) * classes.shape[1]
+        found = [np.flatnonzero(classes == kind) for kind in _CLASSES]
+        ends = np.stack([np.searchsorted(flat, cells) for flat in found])  # within the class
+        counts = np.diff(ends)
+        places = np.cumsum(counts.T).reshape(counts.T.shape)
+        tiles = np.empty(sum(map(len, found)), dtype=np.int32)
+        for flat, count, end, place in zip(found, counts, ends[:, 1:], places.T, strict=True):
+            tiles[np.arange(len(flat)) + np.repeat(place - end, count)] = flat - np.repeat(cells[:-1], count)
+        bounds.append(np.concatenate([places[:, :1] - counts[:1].T, places], axis=1) + begin)
+        other.append(tiles)
+        begin += len(tiles)
+    if begin > np.iinfo(np.int32).max:
+        raise MaskError(
+            f"a plan of {begin} tiles; offsets hold {np.iinfo(np.int32).max}: use larger blocks or shorter rows"
+        )
+    return np.concatenate(bounds).astype(np.int32), np.concatenate(other)
+
+
+def _tile_lists(bounds: np.ndarray, other: np.ndarray, cap: int | None, device: torch.device) -> TileLists:
+    items, splits = work_items(bounds, cap)
+    return TileLists(
+        bounds=torch.from_numpy(bounds).to(device),
+        other=torch.from_numpy(other).to(device),
+        items=torch.from_numpy(items).to(device),
+        splits=torch.from_numpy(splits).to(device),
+        num_slots=int(splits[-1, 2]) if len(splits) else 0,
+    )

@@ -1,0 +1,133 @@
+"""Words from other forms of a mask: ids per token, and the bitfields of the papers; and a check of words from anywhere."""
+
+from __future__ import annotations
+
+import torch
+
+from mmcompile.errors import MaskError
+from mmcompile.kernels.bitfield_attention.masks.words import (
+    MAX_DOCUMENT,
+    MAX_INSTANCE,
+    NUM_MODALITIES,
+    PADDING,
+    document,
+    pack,
+)
+
+_TEXT_BIT = 1
+_IGNORED_BIT = 1 << 62
+
+
+def words_from_ids(
+    documents: torch.Tensor,
+    islands: torch.Tensor | None = None,
+    *,
+    causal: bool | torch.Tensor = True,
+    modalities: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Words of (causal or same island) and same document, as model libraries compose masks.
+
+    Args:
+        documents: integer [batch, tokens]; 0 is padding.
+        islands: integer [batch, tokens], bidirectional block of each token; 0 or less is none.
+        causal: whether tokens see earlier ones, for all or bool [batch, tokens].
+        modalities: integer [batch, tokens] of modality bits, or None where all tokens may meet.
+
+    Returns:
+        int64 [batch, tokens] on the device of `documents`.
+
+    Raises:
+        MaskError: an id, or a dtype or shape, that a word cannot hold.
+    """
+    islands = torch.zeros_like(documents) if islands is None else islands
+    modalities = torch.ones_like(documents) if modalities is None else modalities
+    if not isinstance(causal, torch.Tensor):
+        causal = torch.full_like(documents, causal, dtype=torch.bool)
+    fields = {"documents": documents, "islands": islands, "modalities": modalities, "causal": causal}
+    for name, x in fields.items():
+        wanted = "bool" if name == "causal" else "an integer type"
+        right = x.dtype == torch.bool if name == "causal" else not (x.is_floating_point() or x.dtype == torch.bool)
+        if not right or x.shape != documents.shape or x.ndim != 2:
+            raise MaskError(
+                f"{name} are {x.dtype} {list(x.shape)}; wanted {wanted} [batch, tokens], all of the shape of documents"
+            )
+    _check_range("document ids", documents, MAX_DOCUMENT, "number the documents of each row from 1 (0 is padding)")
+    islands = islands.clamp(min=0)
+    _check_range("island ids", islands, MAX_INSTANCE, "number the islands of each document from 1")
+    _check_range("modality bits", modalities, (1 << NUM_MODALITIES) - 1, f"use bits 0..{NUM_MODALITIES - 1}")
+    return pack(causal=causal, document=documents.long(), instance=islands.long(), modalities=modalities.long())
+
+
+def from_cornstarch(bitfields: torch.Tensor) -> torch.Tensor:
+    """Words of a mask in the format of Cornstarch: one document, and an island for every distinct non-text bitfield.
+
+    A token with bit 0 set is text: it sees earlier tokens that share one of the low 62 bits. Any other sees the tokens with
+    equal low 62 bits; 0 is padding.
+
+    Args:
+        bitfields: int64 [batch, tokens].
+
+    Returns:
+        int64 [batch, tokens].
+
+    Raises:
+        MaskError: text that uses a bit above 31, more than 65,535 distinct non-text bitfields, or another dtype.
+
+    Source: Cornstarch, `cornstarch/kernel/bitfield_attention.py`, whose predicate this repeats.
+    """
+    if bitfields.dtype != torch.int64 or bitfields.ndim != 2:
+        raise MaskError(f"bitfields are {bitfields.dtype} {list(bitfields.shape)}; wanted int64 [batch, tokens]")
+    low = bitfields & (_IGNORED_BIT - 1)
+    text = (low & _TEXT_BIT) != 0
+    _check_range(
+        "bits of text", torch.where(text, low, 0), (1 << NUM_MODALITIES) - 1, f"use bits 0..{NUM_MODALITIES - 1}"
+    )
+    distinct, index = torch.unique(torch.where(text, 0, low), return_inverse=True)
+    index = index if distinct.numel() and distinct[0] == 0 else index + 1  # 0 is text and padding
+    _check_range("distinct bitfields", index, MAX_INSTANCE, "split the batch")
+    return pack(
+        causal=text,
+        document=(low != 0).long(),
+        instance=torch.where(text, 0, index),
+        modalities=low & ((1 << NUM_MODALITIES) - 1),
+    )
+
+
+def check_words(words: torch.Tensor, positions: torch.Tensor) -> None:
+    """Raise MaskError unless these are words and positions of whole sequences in their own order.
+
+    Positions count tokens, so inside a document they must increase. Check a batch before it is permuted, not after.
+
+    Args:
+        words: [batch, tokens]. positions: [batch, tokens].
+    """
+    if words.dtype != torch.int64 or words.ndim != 2:
+        raise MaskError(f"words are {words.dtype} {list(words.shape)}; wanted int64 [batch, tokens]")
+    if positions.dtype != torch.int32 or positions.shape != words.shape:
+        raise MaskError(f"positions are {positions.dtype} {list(positions.shape)}; wanted int32 {list(words.shape)}")
+    documents = document(words)
+    odd = ((documents == 0) & (words != PADDING)).nonzero()
+    if len(odd):
+        row, token = odd[0].tolist()
+        raise MaskError(f"row {row}, token {token} is of document 0, which is padding, but its word is not {PADDING}")
+    ordered, order = documents.sort(dim=1, stable=True)
+    places = positions.gather(1, order)
+    steps = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != 0) & (places[:, 1:] <= places[:, :-1])
+    wrong = steps.nonzero()
+    if len(wrong):
+        row, index = wrong[0].tolist()
+        first, second = order[row, index : index + 2].tolist()
+        raise MaskError(
+            f"row {row}, document {int(ordered[row, index])}: token {second} has position {int(places[row, index + 1])} after "
+            f"token {first} with {int(places[row, index])}; wanted increasing positions: count tokens, not rotary positions"
+        )
+    if len(negative := ((positions < 0) & (documents != 0)).nonzero()):
+        row, token = negative[0].tolist()
+        raise MaskError(f"row {row}, token {token} has position {int(positions[row, token])}; wanted 0 or more")
+
+
+def _check_range(what: str, x: torch.Tensor, most: int, hint: str) -> None:
+    wrong = ((x < 0) | (x > most)).nonzero()
+    if len(wrong):
+        row, token = wrong[0].tolist()
+        raise MaskError(f"{what}: row {row}, token {token} has {int(x[row, token])}; wanted 0..{most}: {hint}")

@@ -1,0 +1,1 @@
+"""Bitfield attention over a sequence whose tokens several ranks share."""

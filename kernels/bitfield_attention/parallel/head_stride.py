@@ -1,0 +1,103 @@
+"""How many key/value heads to gather at a time: few hide communication, many fill the device.
+
+For n steps of s heads on P ranks, with c(s) the time of attention and g(s), r(s) those of gathering K and V and of adding up
+their gradients:
+
+    forward     g + (n - 1) max(g, c) + c
+    backward    g + (n - 1) max(g + r, c') + c' + r        c' = 2.5 c; the link does one thing at a time
+
+    g(s) = latency + B (P - 1) T s (D + Dv) bytes per element / bandwidth        r(s): the same with 4 bytes
+    c(s) = seconds per tile * least over caps of (total / programs + longest item)        lists of items end one item late at most
+
+With many heads this says that a query must see P F / (G BW) keys on average to hide 16-bit forward: F FLOP/s, BW bytes/s,
+G query heads per key head.
+
+Source: `launch` for the cost of items; backward has 5 products where forward has 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmcompile.errors import ConfigError
+from mmcompile.kernels.bitfield_attention.masks.launch_order import CAPS, ITEM_COST, PARTIAL_COST
+
+_BACKWARD = 2.5
+_SUM_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What a device and its link reach, and not what they promise."""
+
+    flops_per_s: float
+    """Of attention in full tiles."""
+    bytes_per_s: float
+    """That one rank receives while all ranks gather."""
+    latency_s: float
+    """Of one collective."""
+    programs: int = 264
+    """Items of work in flight: two per multiprocessor of an H100."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankAttention:
+    """One call of context-parallel attention, as its busiest rank sees it."""
+
+    num_ranks: int
+    batch: int
+    local_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tiles: Sequence[int]
+    """Tiles that each block of the rank's queries visits, over the batch."""
+    block: int = 128
+    """Tokens of a side of a tile."""
+    element_bytes: int = 2
+
+
+def choose_head_stride(call: RankAttention, rates: Rates) -> int:
+    """The head stride with which forward and backward take least, by the model above; the smaller of equals.
+
+    Only strides that divide the key/value heads are looked at: a smaller last step would be exposed.
+    """
+    strides = [stride for stride in range(1, call.num_kv_heads + 1) if call.num_kv_heads % stride == 0]
+    return min(strides, key=lambda stride: (attention_s(call, rates, stride), stride))
+
+
+def attention_s(call: RankAttention, rates: Rates, head_stride: int) -> float:
+    """Seconds of forward and backward, exposed communication included.
+
+    Raises:
+        ConfigError: the stride does not divide the key/value heads.
+    """
+    if head_stride < 1 or call.num_kv_heads % head_stride:
+        raise ConfigError(f"head_stride {head_stride} does not divide the {call.num_kv_heads} key/value heads")
+    steps = call.num_kv_heads // head_stride
+    compute = _compute_s(call, rates, head_stride)
+    if call.num_ranks == 1:
+        return (1 + _BACKWARD) * steps * compute
+    elements = call.batch * (call.num_ranks - 1) * call.local_tokens * head_stride * 2 * call.head_dim
+    gather, add = (rates.latency_s + elements * size / rates.bytes_per_s for size in (call.element_bytes, _SUM_BYTES))
+    forward = gather + (steps - 1) * max(gather, compute) + compute
+    compute *= _BACKWARD
+    return forward + gather + (steps - 1) * max(gather + add, compute) + compute + add
+
+
+def _compute_s(call: RankAttention, rates: Rates, head_stride: int) -> float:
+    """Seconds of one forward launch."""
+    heads = head_stride * call.num_heads // call.num_kv_heads
+    tile_s = 4 * call.block**2 * call.head_dim * rates.programs / rates.flops_per_s
+    tiles = np.asarray(call.tiles, dtype=np.float64)
+    return tile_s * min(_span(tiles, cap, heads, rates.programs) for cap in (*CAPS, np.inf))
+
+
+def _span(tiles: np.ndarray, cap: float, heads: int, programs: int) -> float:
+    """End of a list of items of at most `cap` tiles, in tiles."""
+    pieces = np.maximum(1, np.ceil(tiles / cap))
+    items = tiles / pieces + ITEM_COST + PARTIAL_COST * (pieces > 1)
+    return float(heads * (pieces * items).sum() / programs + items.max(initial=0) * (1 - 1 / programs))

@@ -1,0 +1,70 @@
+"""`Accumulated`: a step in several parts, each with a plan of its own, whose gradients are added up before one update.
+
+A step's loss is a mean: the sum over its valid tokens (or samples), divided by their number. How many there are is not known
+before the last part is, so loss weights are 1 / u with one u for all parts, and what they add up to is divided by at the update:
+
+    gradient = (sum over parts and tokens of 1/u * gradient of the token's loss) / (sum over parts of tokens / u)
+
+u is a power of two near the number of tokens of the first part. So dividing by it rounds nothing, and sums are as large as those
+of a step of one part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from mmcompile.batching.step_plan import StepPlan
+from mmcompile.errors import BatchError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accumulated:
+    """What the parts of a step so far have in all."""
+
+    num_parts: int = 0
+    num_samples: int = 0
+    unit: float = 0.0
+    """u above; 0 before the first part."""
+    per_token: bool = True
+    """The loss is a mean over tokens, not over samples."""
+
+    def with_part(self, plan: StepPlan) -> Accumulated:
+        """After one more part; nothing if it updates the parameters."""
+        if plan.update:
+            return NOTHING
+        return Accumulated(
+            num_parts=self.num_parts + 1,
+            num_samples=self.num_samples + plan.num_samples,
+            unit=self.unit or unit_of(_count(plan)),
+            per_token=plan.num_tokens > 0,
+        )
+
+    def check(self, per_token: Collection[bool]) -> None:
+        """Refuse a part whose loss is a mean over something else than that of the parts before.
+
+        Args:
+            per_token: for each kind of microbatch, whether its loss is a mean over tokens.
+
+        Raises:
+            BatchError: there is no common denominator.
+        """
+        kinds = {*per_token, self.per_token} if self.num_parts else set(per_token)
+        if len(kinds) > 1:
+            raise BatchError(
+                "the losses of some samples are means over tokens, those of others means over samples; gradients of several "
+                f"calls are one mean: update after each call (this is call {self.num_parts + 1} of the step)"
+            )
+
+
+NOTHING = Accumulated()
+
+
+def unit_of(count: int) -> float:
+    """The largest power of two that is not above a count of 1 or more."""
+    return 2.0 ** math.floor(math.log2(count))
+
+
+def _count(plan: StepPlan) -> int:
+    return plan.num_tokens or plan.num_samples

@@ -1,0 +1,110 @@
+"""`auto`: try several balancers, judge each step by its time, keep arrival order unless another is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, final
+
+from mmcompile.batching.balance.arrival_order import Arrival, DistTrain, SortedRoundRobin
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
+from mmcompile.batching.balance.balancer import Balancer, of_slowest_stages
+from mmcompile.batching.balance.bucket_bounds import imbalance, pipelined
+from mmcompile.batching.balance.buckets import Joint
+from mmcompile.batching.balance.hierarchical import Defer, Hierarchical
+from mmcompile.batching.balance.post_balance import PostBalance
+
+StepTime = Callable[[Assignment, SampleCosts], float]
+"""Time of a step, in the unit of the costs: `pipelined`, `phased`, `bottleneck`, or a simulator."""
+
+KEEP_BELOW = 0.05
+"""Default of `Auto.keep_below`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One balancer's step."""
+
+    name: str
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What was chosen, and why."""
+
+    name: str
+    assignment: Assignment
+    step_s: float
+    reason: str
+    trials: tuple[Trial, ...]
+    """In the order tried; arrival order first."""
+
+    @property
+    def arrival_s(self) -> float:
+        return self.trials[0].step_s
+
+
+def default_candidates() -> tuple[Balancer, ...]:
+    """Cheapest first: of equally fast steps the first is taken."""
+    return (PostBalance(), Joint(), Hierarchical(defer=Defer.ALL), SortedRoundRobin(), DistTrain())
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Auto(Balancer):
+    """The fastest of several balancers, never slower than arrival order by the same clock.
+
+    If the slowest microbatch and the slowest replica of arrival order are little above what no assignment can beat, order is
+    kept: to move samples costs something too. A step that one sample dominates is left alone by the same rule.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    candidates: tuple[Balancer, ...] = field(default_factory=default_candidates)
+    step_time: StepTime = pipelined
+    keep_below: float = KEEP_BELOW
+    """`imbalance` below which arrival order is kept."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Component -> the part of its cost that its slowest stage has; 1 for those not given. Balancers see that part, because a
+    pipeline is as fast as its slowest stage; `step_time` sees whole costs."""
+
+    def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        return self.choose(costs, grid).assignment
+
+    def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
+        choice = self.choose(costs, grid)
+        return choice.assignment, f"{choice.name}: {choice.reason}"
+
+    def choose(self, costs: SampleCosts, grid: Grid) -> Choice:
+        """Like `assign`, with all trials and the reason.
+
+        Raises:
+            ConfigError: a share of a component that the costs have not; or as a candidate.
+        """
+        arrival = Arrival().assign(costs, grid)
+        trials = [Trial(name=Arrival.name, step_s=self.step_time(arrival, costs))]
+        seen = of_slowest_stages(costs, self.shares)
+        over = imbalance(arrival, seen)
+        if over < self.keep_below:
+            reason = f"imbalance {max(over, 0.0):.1%} is below {self.keep_below:.0%}: arrival order is kept"
+            return _choice(Arrival.name, arrival, trials[0].step_s, reason, trials)
+        best, best_name, best_s = arrival, Arrival.name, trials[0].step_s
+        for candidate in self.candidates:
+            assignment = candidate.assign(seen, grid)
+            trials.append(Trial(name=candidate.title, step_s=self.step_time(assignment, costs)))
+            if trials[-1].step_s < best_s:
+                best, best_name, best_s = assignment, candidate.title, trials[-1].step_s
+        reason = f"imbalance {over:.1%}; {_compared(best_name, best_s, trials)}"
+        return _choice(best_name, best, best_s, reason, trials)
+
+
+def _choice(name: str, assignment: Assignment, step_s: float, reason: str, trials: list[Trial]) -> Choice:
+    return Choice(name=name, assignment=assignment, step_s=step_s, reason=reason, trials=tuple(trials))
+
+
+def _compared(name: str, step_s: float, trials: list[Trial]) -> str:
+    arrival_s = trials[0].step_s
+    if name == Arrival.name:
+        return f"none of {', '.join(trial.name for trial in trials[1:])} is faster: arrival order is kept"
+    return f"{name} takes {1 - step_s / arrival_s:.1%} less than arrival order"

@@ -1,0 +1,358 @@
+"""Adaptive correction: what samples are measured to cost against what was predicted, by component and shape bucket.
+
+Kernels change with shapes, so a few kinds of samples cost steadily more or less than interpolation says. Samples are put into
+buckets by predicted cost; for each, the ratio measured / predicted is learned from the seconds of whole microbatches:
+
+    measured_m / predicted_m = sum over buckets b of share_mb * ratio_b
+
+where share_mb is bucket b's part of microbatch m's predicted cost: least squares over all past microbatches with exponential
+forgetting, no ratio negative. The more measurements scatter, the more of them it takes to move a bucket away from its component's
+common ratio; single microbatches far from what is expected count as less far.
+
+Learning is switched off when it saves less than it costs. So that noise does not count as savings, microbatches teach two further
+learners in turn; a step planned by what one of them knows is timed by the other, whose errors are not the same.
+
+Source: DFLOP §3.4.3, which tracks throughput per shape and does not say how the penalty is formed; the equations here are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+from scipy.linalg import solve_triangular
+from scipy.optimize import nnls
+
+from mmcompile.batching.balance.assignment import ABSENT, Assignment, Grid, SampleCosts
+from mmcompile.batching.balance.auto import StepTime
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.batching.balance.bucket_bounds import pipelined
+from mmcompile.errors import ConfigError
+
+_LEAST_NOISE = 0.01
+"""Relative scatter of measured seconds that is always assumed."""
+
+_OUTLIER = 3.0
+"""Deviations beyond which a measurement is clipped."""
+
+_LARGEST_FACTOR = 32.0
+"""Of a bucket, over its component's common ratio or under it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """How to learn, and when to stop."""
+
+    buckets_per_octave: int = 2
+    """Shape buckets between a predicted cost and its double."""
+    memory: float = 0.95
+    """Weight of what was learned before, each step."""
+    spread: float = 0.3
+    """How far the ratio of a bucket commonly is from its component's, relative to it."""
+    clip: float = 1.5
+    """A microbatch counts as at most so many times faster or slower than expected, unless most of the step's microbatches are:
+    it may have been interrupted."""
+    window: int = 20
+    """Steps over which benefit is compared with cost."""
+    retry_after: int = 500
+    """Steps for which it stays off."""
+    step_time: StepTime = pipelined
+    """Judges an assignment by learned costs."""
+
+    def __post_init__(self) -> None:
+        if min(self.buckets_per_octave, self.window, self.retry_after) < 1:
+            raise ConfigError(
+                f"{self.buckets_per_octave} buckets an octave, a window of {self.window} and {self.retry_after} steps off; "
+                "wanted at least 1 of each"
+            )
+        if not (0 <= self.memory < 1 and self.spread > 0 and self.clip > 1):
+            raise ConfigError(
+                f"memory {self.memory}, spread {self.spread}, clip {self.clip}; wanted 0 <= memory < 1, spread > 0, clip > 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factor:
+    """What was learned of a shape bucket."""
+
+    above: float
+    """Smallest predicted cost in the bucket."""
+    ratio: float
+    """Measured over predicted, relative to the component's common ratio."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComponentReport:
+    """What was learned of a component."""
+
+    name: str
+    scale: float
+    """Common ratio: measured over predicted seconds of the median microbatch."""
+    factors: tuple[Factor, ...]
+    """By bucket, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectionReport:
+    """Whether costs are corrected, by how much, and what that is worth. `str` prints it."""
+
+    on: bool
+    reason: str
+    benefit_s: float
+    """Seconds saved a step, over the last complete window, or the steps so far if none is complete; so too `cost_s`."""
+    cost_s: float
+    components: tuple[ComponentReport, ...]
+    """Those that were measured."""
+
+    @property
+    def summary(self) -> str:
+        """On or off, and why."""
+        return f"correction {'on' if self.on else 'off'}: {self.reason}"
+
+    def __str__(self) -> str:
+        lines = [self.summary]
+        for component in self.components:
+            factors = " ".join(f">={factor.above:.3g}: {factor.ratio:.2f}" for factor in component.factors)
+            lines.append(f"  {component.name} x {component.scale:.3g}  {factors}")
+        return "\n".join(lines)
+
+
+@final
+class Corrector:
+    """Learns from measured steps and corrects the costs of later ones. The same calls give the same bytes.
+
+    Args:
+        balancer: the one that plans the steps; asked again, without correction, to tell what correction saves.
+    """
+
+    def __init__(self, balancer: Balancer, settings: Correction | None = None) -> None:
+        self._settings = settings or Correction()
+        self._balancer = balancer
+        self._learned: dict[str, _Learned] = {}
+        self._halves: tuple[dict[str, _Learned], ...] = ({}, {})
+        self._num_steps = 0
+        self._saved_s: list[float] = []
+        self._spent_s: list[float] = []
+        self._left_off = 0
+        self._verdict = (0.0, 0.0)
+        self._reason = ""
+
+    @property
+    def on(self) -> bool:
+        """False while nothing is corrected and nothing needs to be measured."""
+        return self._left_off == 0
+
+    def corrected(self, costs: SampleCosts) -> SampleCosts:
+        """The costs in measured seconds, or as they are while off or before anything was measured.
+
+        The same samples take part in the same components. A component that was never measured is scaled as the others are.
+        """
+        return _corrected(costs, self._learned) if self.on and self._learned else costs
+
+    def observe(
+        self, assignment: Assignment, costs: SampleCosts, measured: Mapping[str, np.ndarray], spent_s: float
+    ) -> None:
+        """Learn from a step. While off it only counts steps; `measured` may be empty then.
+
+        Args:
+            assignment: as the step ran.
+            costs: as predicted, not corrected.
+            measured: component -> seconds of each microbatch, float64 [replicas, microbatches]; nan or 0 where not measured.
+            spent_s: what to measure and to correct cost this step.
+
+        Raises:
+            ConfigError: seconds of an unknown component, or of another grid.
+        """
+        _check(assignment, measured)
+        self._num_steps += 1
+        if not self.on:
+            self._left_off -= 1
+            return
+        self._saved_s.append(self._saved(costs, assignment.grid))
+        self._spent_s.append(spent_s)
+        for name, seconds in measured.items():
+            row, flat = assignment.components.index(name), seconds.ravel()
+            buckets = assignment.buckets(row)
+            half = (np.arange(len(flat)) + self._num_steps) % 2
+            self._learn(self._learned, name, _evidence(buckets, costs.costs[row], flat, self._settings))
+            for index, learned in enumerate(self._halves):
+                mine = np.where(half == index, flat, np.nan)
+                self._learn(learned, name, _evidence(buckets, costs.costs[row], mine, self._settings))
+        if len(self._saved_s) == self._settings.window:
+            self._judge()
+
+    def report(self) -> CorrectionReport:
+        """What was learned so far."""
+        benefit_s, cost_s = self._verdict
+        reason = self._reason
+        if not reason and self._saved_s:
+            benefit_s, cost_s = float(np.mean(self._saved_s)), float(np.mean(self._spent_s))
+            reason = f"saves {benefit_s:.3g} s a step, costs {cost_s:.3g} s, after {len(self._saved_s)} steps"
+        if not self.on:
+            reason += f"; tried again in {self._left_off} steps"
+        return CorrectionReport(
+            on=self.on,
+            reason=reason or "no step was measured yet",
+            benefit_s=benefit_s,
+            cost_s=cost_s,
+            components=tuple(learned.report(name) for name, learned in sorted(self._learned.items())),
+        )
+
+    def _saved(self, costs: SampleCosts, grid: Grid) -> float:
+        """Seconds by which correction makes a step of these samples shorter, before anything is learned from it."""
+        if not all(self._halves):
+            return 0.0
+        turn = self._num_steps % 2
+        taught, judge = _corrected(costs, self._halves[turn]), _corrected(costs, self._halves[1 - turn])
+        without, corrected = self._balancer.assign(costs, grid), self._balancer.assign(taught, grid)
+        return self._settings.step_time(without, judge) - self._settings.step_time(corrected, judge)
+
+    def _learn(self, learned: dict[str, _Learned], name: str, evidence: _Evidence) -> None:
+        if len(evidence.ratios):
+            learned.setdefault(name, _Learned(self._settings)).learn(evidence)
+
+    def _judge(self) -> None:
+        """At the end of a window: go on, or stop for a while."""
+        benefit_s, cost_s = float(np.mean(self._saved_s)), float(np.mean(self._spent_s))
+        self._verdict = (benefit_s, cost_s)
+        self._reason = f"saved {benefit_s:.3g} s a step, cost {cost_s:.3g} s, over {len(self._saved_s)} steps"
+        if benefit_s <= cost_s:
+            self._left_off = self._settings.retry_after
+        self._saved_s, self._spent_s = [], []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Evidence:
+    """What one step says of one component."""
+
+    keys: np.ndarray
+    """int64 [buckets]: shape buckets seen, ascending."""
+    shares: np.ndarray
+    """float64 [microbatches, buckets]: of predicted cost; rows add up to 1."""
+    ratios: np.ndarray
+    """float64 [microbatches]: measured over predicted seconds."""
+
+
+@final
+class _Learned:
+    """Ratios of the buckets of one component."""
+
+    def __init__(self, settings: Correction) -> None:
+        self._settings = settings
+        self.scale = math.nan
+        self._noise = math.nan
+        self._keys = np.zeros(0, dtype=np.int64)
+        self._factors = np.zeros(0)
+        self._gram = np.zeros((0, 0))
+        self._moment = np.zeros(0)
+
+    def corrected(self, costs: np.ndarray) -> np.ndarray:
+        """Costs [samples] in measured seconds."""
+        return costs * self.scale * self._factors_of(_keys(costs, self._settings))
+
+    def learn(self, evidence: _Evidence) -> None:
+        """Update scale and factors by one step."""
+        memory = self._settings.memory
+        self.scale = _mixed(self.scale, float(np.median(evidence.ratios)), memory)
+        self._grow(evidence.keys)
+        expected = evidence.shares @ self._factors_of(evidence.keys) * self.scale
+        ratios = expected * np.exp(self._clipped(np.log(evidence.ratios / expected)))
+        here = np.searchsorted(self._keys, evidence.keys)
+        self._gram *= memory
+        self._moment *= memory
+        self._gram[np.ix_(here, here)] += evidence.shares.T @ evidence.shares
+        self._moment[here] += evidence.shares.T @ ratios
+        self._factors = self._solve()
+
+    def _clipped(self, surprise: np.ndarray) -> np.ndarray:
+        """Logarithms of measured over expected ratios, less far from the median than they may be. Updates the noise."""
+        middle = float(np.median(surprise))
+        deviation = 1.4826 * float(np.median(np.abs(surprise - middle)))  # of a normal distribution
+        self._noise = _mixed(self._noise, deviation, self._settings.memory)
+        limit = max(math.log(self._settings.clip), _OUTLIER * deviation)
+        return np.clip(surprise, middle - limit, middle + limit)
+
+    def report(self, name: str) -> ComponentReport:
+        above = 2.0 ** (self._keys / self._settings.buckets_per_octave)
+        pairs = zip(above.tolist(), self._factors.tolist(), strict=True)
+        return ComponentReport(
+            name=name, scale=self.scale, factors=tuple(Factor(above=low, ratio=factor) for low, factor in pairs)
+        )
+
+    def _factors_of(self, keys: np.ndarray) -> np.ndarray:
+        """Factor of each bucket; 1 for those never seen."""
+        if not len(self._keys):
+            return np.ones(len(keys))
+        position = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where(self._keys[position] == keys, self._factors[position], 1.0)
+
+    def _grow(self, keys: np.ndarray) -> None:
+        """Make room for buckets not seen before."""
+        together = np.union1d(self._keys, keys)
+        kept = np.searchsorted(together, self._keys)
+        gram, moment, factors = np.zeros((len(together),) * 2), np.zeros(len(together)), np.ones(len(together))
+        gram[np.ix_(kept, kept)], moment[kept], factors[kept] = self._gram, self._moment, self._factors
+        self._keys, self._gram, self._moment, self._factors = together, gram, moment, factors
+
+    def _solve(self) -> np.ndarray:
+        """min over f >= 0 of |shares f - ratios / scale|^2 + prior |f - 1|^2, from the normal equations.
+
+        prior = (noise / spread)^2: the most likely f if both are normal.
+        """
+        prior = (max(self._noise, _LEAST_NOISE) / self._settings.spread) ** 2
+        lower = np.linalg.cholesky(self._gram + prior * np.eye(len(self._keys)))
+        target = solve_triangular(lower, self._moment / self.scale + prior, lower=True)
+        factors, _ = nnls(lower.T, target)
+        return np.clip(factors, 1 / _LARGEST_FACTOR, _LARGEST_FACTOR)
+
+
+def _mixed(old: float, new: float, memory: float) -> float:
+    """Exponential moving average that starts with the first value."""
+    return new if math.isnan(old) else memory * old + (1 - memory) * new
+
+
+def _keys(costs: np.ndarray, settings: Correction) -> np.ndarray:
+    """Shape bucket of each cost, int64: costs from 2^(key / buckets an octave) up. That of a cost of 0 means nothing."""
+    present = np.where(costs > 0, costs, 1.0)
+    return np.floor(np.log2(present) * settings.buckets_per_octave).astype(np.int64)
+
+
+def _evidence(buckets: np.ndarray, costs: np.ndarray, seconds: np.ndarray, settings: Correction) -> _Evidence:
+    """Microbatches of a component that were measured and have samples.
+
+    Args:
+        buckets: int [samples], microbatch of each sample over all replicas; -1 where it takes no part.
+        costs: predicted, [samples].
+        seconds: measured, [microbatches of all replicas].
+    """
+    known = np.where(np.isfinite(seconds), seconds, 0.0) > 0
+    here = (buckets != ABSENT) & known[buckets]
+    keys, column = np.unique(_keys(costs[here], settings), return_inverse=True)
+    rows, row = np.unique(buckets[here], return_inverse=True)
+    shape = (len(rows), len(keys))
+    sums = np.bincount(row * shape[1] + column, weights=costs[here], minlength=shape[0] * shape[1]).reshape(shape)
+    predicted = sums.sum(axis=1)
+    return _Evidence(keys=keys, shares=sums / predicted[:, None], ratios=seconds[rows] / predicted)
+
+
+def _corrected(costs: SampleCosts, learned: Mapping[str, _Learned]) -> SampleCosts:
+    """Costs by what was learned of some components, one at least; the others are scaled as these are on the whole."""
+    common = math.exp(float(np.mean([math.log(component.scale) for component in learned.values()])))
+    rows = [
+        learned[name].corrected(row) if name in learned else row * common
+        for name, row in zip(costs.components, costs.costs, strict=True)
+    ]
+    # A cost that becomes 0 would mean that a sample is absent.
+    return replace(costs, costs=np.where(costs.takes_part, np.maximum(rows, np.finfo(np.float64).tiny), 0.0))
+
+
+def _check(assignment: Assignment, measured: Mapping[str, np.ndarray]) -> None:
+    for name, seconds in measured.items():
+        if name not in assignment.components:
+            raise ConfigError(f"seconds of {name!r}; the step has {', '.join(assignment.components)}")
+        wanted = (assignment.grid.num_replicas[assignment.components.index(name)], assignment.grid.num_microbatches)
+        if seconds.shape != wanted:
+            raise ConfigError(f"seconds of {name} have shape {seconds.shape}; wanted {wanted}, replicas x microbatches")

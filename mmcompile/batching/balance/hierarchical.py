@@ -1,0 +1,112 @@
+"""Hierarchical assignment: replicas, then microbatches balanced by encoder work, then language-model work deferred.
+
+Source: Entrain (thesis §4.5, Algorithm 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar, final
+
+import numpy as np
+
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts, assignment_of
+from mmcompile.batching.balance.balancer import Balancer, check_grid, shared
+from mmcompile.batching.balance.lpt import place_in_order
+from mmcompile.batching.balance.sample_deferral import RESOLUTION, pairwise_deferral
+
+
+class Defer(StrEnum):
+    """Which microbatches hand language-model work to the next (§4.5.2)."""
+
+    NONE = "none"
+    """Every component computes a sample in the same microbatch."""
+    CRITICAL = "critical"
+    """Those that would be longer than the longest has to be, as in the thesis."""
+    ALL = "all"
+    """Every overloaded one."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hierarchical(Balancer):
+    """Entrain's microbatch assignment. All encoders count as one, whose work is the sum of theirs.
+
+    Two cases that the thesis does not have. Samples without encoder work are placed last, by language-model work, for they would
+    otherwise all be in the microbatch whose encoder ends first. And "high" language-model work is more than the median of the
+    replica's samples.
+    """
+
+    name: ClassVar[str] = "hierarchical"
+
+    defer: Defer = Defer.CRITICAL
+    fewer_microbatches: bool = True
+    """Use only as many as the heaviest sample's encoder work allows: K_eff (§4.5.1)."""
+    resolution: int = RESOLUTION
+
+    @property
+    def title(self) -> str:
+        return self.name if self.defer is Defer.CRITICAL else f"{self.name}-{self.defer}"
+
+    def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        check_grid(costs, grid)
+        encoder, language = costs.costs[:-1].sum(axis=0), costs.costs[-1]
+        replica = replicas_of(encoder, language, grid.num_replicas[-1])
+        early = np.zeros(costs.num_samples, dtype=np.int64)
+        late = np.zeros(costs.num_samples, dtype=np.int64)
+        for index in range(grid.num_replicas[-1]):
+            mine = np.flatnonzero(replica == index)
+            if len(mine):
+                early[mine], late[mine] = self._replica(encoder[mine], language[mine], grid.num_microbatches)
+        last = len(costs.components) - 1
+        replicas = [
+            replica if count == grid.num_replicas[-1] else shared(costs, row, late if row == last else early, count)
+            for row, count in enumerate(grid.num_replicas)
+        ]
+        return assignment_of(costs, grid, replicas, [*[early] * last, late])
+
+    def _replica(self, encoder: np.ndarray, language: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Encoder and language-model microbatch of each sample of one replica, in order of running."""
+        count = effective_microbatches(encoder, most) if self.fewer_microbatches else most
+        early = stratified(encoder, language, count)
+        if self.defer is Defer.NONE:
+            return early, early
+        members = [np.flatnonzero(early == index) for index in range(count)]
+        work = [language[samples] for samples in members]
+        deferral = pairwise_deferral(work, self.resolution, everywhere=self.defer is Defer.ALL)
+        position = np.argsort(deferral.order)
+        late = early.copy()
+        for pair in deferral.pairs:
+            late[members[pair.overloaded][list(pair.deferred)]] = pair.underloaded
+        return position[early], position[late]
+
+
+def replicas_of(encoder: np.ndarray, language: np.ndarray, num_replicas: int) -> np.ndarray:
+    """Replica of each sample, int64 [samples]: by encoder work descending, each to the replica with least language-model work."""
+    return place_in_order(language, np.lexsort((-language, -encoder)), num_replicas)
+
+
+def effective_microbatches(encoder: np.ndarray, most: int) -> int:
+    """K_eff = min(K, floor(sum w / max w)) over encoder work w; K if there is none."""
+    heaviest = float(encoder.max(initial=0.0))
+    return most if heaviest == 0 else min(most, int(float(encoder.sum()) / heaviest * (1 + 1e-12)))
+
+
+def stratified(encoder: np.ndarray, language: np.ndarray, count: int) -> np.ndarray:
+    """Microbatch of each sample, int64 [samples], balanced by encoder work within 2 - 1/count of the optimum.
+
+    Samples of high language-model work first, then the others, so that every microbatch has small ones to defer; both by encoder
+    work descending, each to the microbatch with the least encoder work.
+    """
+    coarse = language > np.median(language)
+    order = np.lexsort((-encoder, ~coarse))
+    seen = encoder[order] > 0
+    microbatch = place_in_order(encoder, order[seen], count)
+    rest = order[~seen]
+    if len(rest):
+        placed = microbatch >= 0
+        start = np.bincount(microbatch[placed], weights=language[placed], minlength=count)
+        by_language = rest[np.argsort(-language[rest], kind="stable")]
+        microbatch[rest] = place_in_order(language, by_language, count, start)[rest]
+    return microbatch

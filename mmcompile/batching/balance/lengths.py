@@ -1,0 +1,166 @@
+"""Batches of sequences by length, one batch a bin: OrchMLLM's algorithms for what a batch costs in different models.
+
+With L the tokens of a batch that are computed, b its sequences and l their lengths, a batch costs alpha L plus an attention
+term (OrchMLLM Eq. 2 and Appendix A):
+
+    packed       L = sum l      beta sum l^2        Algorithm 1, and 4 where the square matters
+    padded       L = b max l    beta L^2 / b        Algorithm 2
+    convolution  L = sum l      beta b (max l)^2    Algorithm 5: only the attention is padded
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from enum import StrEnum
+from itertools import pairwise
+
+import numpy as np
+
+from mmcompile.batching.balance.lpt import lpt, place_in_order
+from mmcompile.errors import ConfigError
+
+
+class BatchKind(StrEnum):
+    """How the sequences of a batch are laid out."""
+
+    PACKED = "packed"
+    PADDED = "padded"
+    CONVOLUTION = "convolution"
+
+
+def batch_costs(
+    lengths: np.ndarray, bins: np.ndarray, num_bins: int, kind: BatchKind, *, alpha: float = 1.0, beta: float = 0.0
+) -> np.ndarray:
+    """Cost of every batch, float64 [bins]: 0 for an empty one.
+
+    Args:
+        lengths: [samples] in tokens.
+        bins: int [samples]; -1 for a sample in no batch.
+        alpha: of a computed token.
+        beta: of a pair of tokens.
+    """
+    here = bins >= 0
+    lengths, bins = lengths[here].astype(np.float64), bins[here]
+    total = np.bincount(bins, weights=lengths, minlength=num_bins)
+    if kind is BatchKind.PACKED:
+        return alpha * total + beta * np.bincount(bins, weights=lengths**2, minlength=num_bins)
+    count = np.bincount(bins, minlength=num_bins)
+    longest = np.zeros(num_bins)
+    np.maximum.at(longest, bins, lengths)
+    return alpha * (count * longest if kind is BatchKind.PADDED else total) + beta * count * longest**2
+
+
+def packed(lengths: np.ndarray, num_bins: int) -> np.ndarray:
+    """Least largest sum of lengths, within 4/3. Source: OrchMLLM Algorithm 1.
+
+    Returns:
+        Bin of each sample, int64 [samples]; so too below.
+    """
+    return lpt(lengths, num_bins)
+
+
+def padded(lengths: np.ndarray, num_bins: int) -> np.ndarray:
+    """Least largest padded batch; exact. Source: OrchMLLM Algorithm 2.
+
+    By length ascending, a batch takes sequences for as long as their padded length keeps to a bound, which is the least that
+    needs no more batches than there are bins. Runs of sorted sequences hold an optimum, and the longest run from the left is
+    never worse. The print adds a sequence only when it opens a batch, and starts the search at the shortest sequence.
+
+    Args:
+        lengths: int [samples] in tokens, at least 1.
+    """
+    order = np.argsort(lengths, kind="stable")
+    ascending = lengths[order].tolist()
+    if not ascending:
+        return np.empty(0, dtype=np.int64)
+    low = ascending[-1]
+    high = low * -(-len(ascending) // num_bins)
+    while low < high:
+        middle = (low + high) // 2
+        if _least_batches(ascending, middle, num_bins) is None:
+            low = middle + 1
+        else:
+            high = middle
+    ends = _least_batches(ascending, low, num_bins)
+    assert ends is not None, "equal runs keep to the first upper bound"
+    return _spread_runs(order, [0, *ends])
+
+
+def _least_batches(ascending: list[int], bound: int, most: int) -> list[int] | None:
+    """Ends of the longest runs whose padded length keeps to a bound; None if there would be more than `most`.
+
+    A later run starts with a longer sequence, so it never holds more of them: one pointer that only falls finds all runs.
+    """
+    count = len(ascending)
+    size = bisect_right(range(1, count + 1), bound, key=lambda size: size * ascending[size - 1])
+    ends: list[int] = []
+    start = 0
+    while start < count:
+        if len(ends) == most:
+            return None
+        size = min(size, count - start)
+        while size * ascending[start + size - 1] > bound:
+            size -= 1
+        start += size
+        ends.append(start)
+    return ends
+
+
+def quadratic(lengths: np.ndarray, num_bins: int, tolerance: float | None = None) -> np.ndarray:
+    """Balances sums of lengths, and of their squares where sums are alike. Source: OrchMLLM Algorithm 4.
+
+    The print calls two sums alike if they differ by less than the tolerance, which is no order (a ~ b ~ c with a < c), so what
+    it does would depend on the heap. Here they are alike if they fall into the same interval of that width.
+
+    Args:
+        lengths: [samples] in tokens.
+        tolerance: width of the interval in tokens; the mean length if not given.
+    """
+    if tolerance is None:
+        tolerance = float(lengths.mean()) if len(lengths) else 1.0
+    if tolerance <= 0:
+        raise ConfigError(f"a tolerance of {tolerance} tokens; wanted more than 0")
+    order = np.argsort(-lengths, kind="stable")
+    heap = [(0, 0, index, 0) for index in range(num_bins)]
+    chosen: list[int] = []
+    for length in lengths[order].tolist():
+        _, squares, index, total = heap[0]
+        chosen.append(index)
+        total += length
+        heapq.heapreplace(heap, (int(total // tolerance), squares + length * length, index, total))
+    bins = np.empty(len(lengths), dtype=np.int64)
+    bins[order] = chosen
+    return bins
+
+
+def convolution(lengths: np.ndarray, num_bins: int) -> np.ndarray:
+    """Batches of like lengths as large as an even sum allows, then the rest to the lightest. Source: OrchMLLM Algorithm 5.
+
+    The bound is the largest sum of Algorithm 1. The print measures a batch by the sequence that is added, the shortest yet; the
+    padded length is that of the longest, the first.
+
+    Args:
+        lengths: int [samples] in tokens, at least 1.
+    """
+    if not len(lengths):
+        return np.empty(0, dtype=np.int64)
+    bound = int(batch_costs(lengths, packed(lengths, num_bins), num_bins, BatchKind.PACKED).max())
+    order = np.argsort(-lengths, kind="stable")
+    descending = lengths[order]
+    ends = [0]
+    while len(ends) <= num_bins and ends[-1] < len(order):
+        ends.append(min(len(order), ends[-1] + bound // int(descending[ends[-1]])))
+    bins = _spread_runs(order, ends)
+    here = bins >= 0
+    start = np.bincount(bins[here], weights=lengths[here], minlength=num_bins)
+    rest = place_in_order(lengths, order[ends[-1] :], num_bins, start)
+    return np.where(here, bins, rest)
+
+
+def _spread_runs(order: np.ndarray, ends: list[int]) -> np.ndarray:
+    """Run i of the samples in order goes to bin i; the samples after the last run to none."""
+    bins = np.full(len(order), -1, dtype=np.int64)
+    for index, (start, end) in enumerate(pairwise(ends)):
+        bins[order[start:end]] = index
+    return bins

@@ -1,0 +1,111 @@
+"""Post-balancing that leaves samples on the node where they arrived: only what a node has too much of moves to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts, assignment_of
+from mmcompile.batching.balance.balancer import Balancer, check_grid, equal_runs
+from mmcompile.batching.balance.bucket_bounds import lower_bound
+from mmcompile.batching.balance.lpt import lpt, place_in_order
+from mmcompile.errors import ConfigError
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLocal(Balancer):
+    """Nodes are made equally loaded by moving few samples, then the ranks of each node by LPT, component by component.
+
+    A component that this leaves further from its bound than the tolerance, or whose replicas are not one a rank, is balanced by
+    LPT over all its replicas, as in `PostBalance`.
+
+    Goes further than OrchMLLM's node-wise rearrangement (§5.2.2), which makes batches first and then chooses their ranks.
+    """
+
+    name: ClassVar[str] = "node-local"
+
+    ranks_per_node: int = 8
+    """Consecutive replicas of the last component share a node, and samples arrive in equal runs at its replicas."""
+    tolerance: float = 0.02
+    """Of the largest load over the lower bound."""
+
+    def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        """As `Balancer.assign`, for steps of one microbatch.
+
+        Raises:
+            ConfigError: the step has more microbatches.
+        """
+        check_grid(costs, grid)
+        if grid.num_microbatches > 1:
+            raise ConfigError(
+                f"{self.name} balances steps of one microbatch, not of {grid.num_microbatches}; use post-balance or joint"
+            )
+        num_ranks = grid.num_replicas[-1]
+        home = equal_runs(costs.num_samples, num_ranks) // self.ranks_per_node
+        whole = num_ranks % self.ranks_per_node == 0 and num_ranks > self.ranks_per_node
+        replicas = [
+            self._component(row, home, count) if whole and count == num_ranks else lpt(row, count)
+            for row, count in zip(costs.costs, grid.num_replicas, strict=True)
+        ]
+        return assignment_of(costs, grid, replicas, np.zeros(costs.num_samples, dtype=np.int64))
+
+    def _component(self, weights: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
+        node = even_nodes(weights, home, num_ranks // self.ranks_per_node)
+        rank = node * self.ranks_per_node + within_nodes(weights, node, self.ranks_per_node)
+        largest = np.bincount(rank, weights=weights).max(initial=0.0)
+        return rank if largest <= (1 + self.tolerance) * lower_bound(weights, num_ranks) else lpt(weights, num_ranks)
+
+
+def even_nodes(weights: np.ndarray, home: np.ndarray, num_nodes: int) -> np.ndarray:
+    """Node of each sample, int64 [samples]: its home, unless the home has more than its share.
+
+    A node with too much gives away what fits its excess, heaviest first; those samples go to the lightest nodes, heaviest first.
+    """
+    node = home.astype(np.int64)
+    excess = np.bincount(home, weights=weights, minlength=num_nodes) - weights.sum() / num_nodes
+    leaving = [
+        _fitting(weights, np.flatnonzero(home == index), float(excess[index])) for index in np.flatnonzero(excess > 0)
+    ]
+    if not leaving:
+        return node
+    moved = np.concatenate(leaving)
+    staying = np.ones(len(weights), dtype=bool)
+    staying[moved] = False
+    start = np.bincount(home[staying], weights=weights[staying], minlength=num_nodes)
+    node[moved] = place_in_order(weights, moved[np.argsort(-weights[moved], kind="stable")], num_nodes, start)[moved]
+    return node
+
+
+def within_nodes(weights: np.ndarray, node: np.ndarray, ranks_per_node: int) -> np.ndarray:
+    """LPT inside every node at once: rank in the node of each sample, int64 [samples]."""
+    order = np.lexsort((-weights, node))
+    counts = np.bincount(node)
+    position = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table = np.zeros((counts.max(initial=0), len(counts)))
+    table[position, node[order]] = weights[order]
+    loads = np.zeros((len(counts), ranks_per_node))
+    chosen = np.empty(table.shape, dtype=np.int64)
+    nodes = np.arange(len(counts))
+    for index, row in enumerate(table):
+        chosen[index] = loads.argmin(axis=1)
+        loads[nodes, chosen[index]] += row
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = chosen[position, node[order]]
+    return rank
+
+
+def _fitting(weights: np.ndarray, members: np.ndarray, excess: float) -> np.ndarray:
+    """Samples, heaviest first, each of which still fits into what is left of the excess."""
+    members = members[(weights[members] > 0) & (weights[members] <= excess)]
+    members = members[np.argsort(-weights[members], kind="stable")]
+    ascending = -weights[members]
+    taken: list[int] = []
+    index = 0
+    while index < len(members):
+        taken.append(int(members[index]))
+        excess -= float(weights[members[index]])
+        index = max(index + 1, int(np.searchsorted(ascending, -excess)))
+    return np.array(taken, dtype=np.int64)

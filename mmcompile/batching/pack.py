@@ -1,0 +1,142 @@
+"""`Packer`: samples into one row of tokens without padding, each a document that sees nothing of the others.
+
+    input_ids     [1, T]   a a a b b c c c c          T = the tokens of all samples
+    position_ids  [1, T]   0 1 2 0 1 0 1 2 3          or [4, 1, T], where images have positions of their own
+    labels        [1, T]   - a a - b - c c c          the first of a document is what no token predicts
+
+There is no `attention_mask`: from positions that start over, the model's own code makes masks that keep documents apart.
+`mmcompile.batching.isolation` says whether it does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mmcompile.data.collate import IGNORED_LABEL, Sample, Value, join, with_batch_dim
+from mmcompile.errors import BatchError, PlanError
+from mmcompile.ir.inputs import document_positions, is_media
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packer:
+    """Packs samples for one model. Made by `Packer.of`."""
+
+    model: nn.Module = field(repr=False)
+    pad: Mapping[str, int | float] = field(default_factory=dict)
+    """Padding value of media whose dims differ, by input name; 0 by default."""
+
+    @classmethod
+    def of(cls, model: nn.Module, pad: Mapping[str, int | float] | None = None) -> Packer:
+        """A packer for `model`.
+
+        Raises:
+            PlanError: the model takes no `input_ids` or no `position_ids`.
+        """
+        takes = inspect.signature(model.forward).parameters
+        for name in ("input_ids", "position_ids"):
+            if name not in takes:
+                raise PlanError(
+                    f"{type(model).__name__}.forward takes no {name}, so it cannot know where documents begin"
+                )
+        return cls(model=model, pad=dict(pad or {}))
+
+    def pack(self, samples: Sequence[Sample], names: Sequence[int] | None = None) -> dict[str, Value]:
+        """Join per-conversation samples into one batch of one row.
+
+        Media are joined as `collate` joins them. Where padding is on the right, the valid tokens are those of the padded batch.
+
+        Args:
+            samples: each as `collate` takes it. `position_ids`, where a sample has them, are used as they are.
+            names: what errors call the samples; 0, 1, ... by default.
+
+        Raises:
+            BatchError: no samples; one without tokens, with several rows, or with labels on its padding; and as `collate`.
+        """
+        if not samples:
+            raise BatchError("no samples to pack: got an empty list, wanted at least one sample")
+        numbers = range(len(samples)) if names is None else names
+        rows = [self._document(sample, number) for number, sample in zip(numbers, samples, strict=True)]
+        dims = {key: dim for row in rows for key, dim in token_dims(row)}
+        keys = dict.fromkeys(key for row in rows for key in row)
+        batch: dict[str, Value] = {}
+        for key in keys:
+            items = [(number, row[key]) for number, row in zip(numbers, rows, strict=True) if key in row]
+            if key in dims and len(items) < len(rows):
+                raise BatchError(
+                    f"{key!r} has a value for every token of sample {items[0][0]}, and some samples have none; "
+                    "give it to all samples that are packed together, or to none"
+                )
+            batch[key] = _joined(key, items, dims[key]) if key in dims else join(key, items, self.pad.get(key, 0))
+        return batch
+
+    def _document(self, sample: Sample, number: int) -> dict[str, Value]:
+        """One sample without padding, with its positions."""
+        row = with_batch_dim(sample)
+        ids = row.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1 or ids.numel() == 0:
+            got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else "none"
+            raise BatchError(
+                f"sample {number} cannot be packed: wanted input_ids [1, tokens] of one conversation, got {got}"
+            )
+        kept = _kept(row.pop("attention_mask", None), ids, number)
+        for key, dim in token_dims(row):
+            value = row[key]
+            assert isinstance(value, Tensor)
+            row[key] = value.index_select(dim, kept)
+            if key == "labels":
+                row[key] = self._labels(value, kept, number)
+        if row.get("position_ids") is None:
+            row["position_ids"] = document_positions(self.model, row)
+        return row
+
+    def _labels(self, labels: Tensor, kept: Tensor, number: int) -> Tensor:
+        found = labels.index_select(1, kept)
+        lost = int((labels != IGNORED_LABEL).sum() - (found != IGNORED_LABEL).sum())
+        if lost:
+            raise BatchError(
+                f"sample {number} cannot be packed: {lost} labels of its padding (attention_mask 0) are not {IGNORED_LABEL}; "
+                "padding is cut away, so give it no labels"
+            )
+        found[:, 0] = IGNORED_LABEL  # the token before it is of another document
+        return found
+
+
+def _kept(mask: Value, ids: Tensor, number: int) -> Tensor:
+    """Positions of the tokens that are no padding."""
+    if mask is None:
+        return torch.arange(ids.shape[1])
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise BatchError(
+            f"sample {number} cannot be packed: its attention_mask is {got}, wanted 1 or 0 for each token, {tuple(ids.shape)}"
+        )
+    kept = (mask[0] != 0).nonzero()[:, 0]
+    if not len(kept):
+        raise BatchError(f"sample {number} cannot be packed: its attention_mask hides all of its {ids.shape[1]} tokens")
+    return kept
+
+
+def token_dims(row: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
+    """Inputs with a value for every token, and the dim of tokens."""
+    ids = row["input_ids"]
+    assert isinstance(ids, Tensor)
+    for key, value in row.items():
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            continue
+        if key == "position_ids":
+            yield key, value.dim() - 1
+        elif value.shape[:2] == ids.shape and not is_media(key):
+            yield key, 1
+
+
+def _joined(key: str, items: Sequence[tuple[int, Value]], dim: int) -> Value:
+    """Values of tokens, one document after the other."""
+    moved = [(number, value.movedim(dim, 0) if isinstance(value, Tensor) else value) for number, value in items]
+    found = join(key, moved, 0)
+    assert isinstance(found, Tensor)
+    return found.movedim(0, dim).clone(memory_format=torch.contiguous_format)

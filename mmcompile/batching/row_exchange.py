@@ -1,0 +1,219 @@
+"""Which rows every microbatch of the language model needs of what a tower makes: the `RowExchange`s of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+from mmcompile.batching.step_plan import Range, RowExchange
+from mmcompile.codegen.program import PatternPrograms, Port, PreparedMicrobatch
+from mmcompile.data.collate import Sample
+from mmcompile.errors import BatchError, PlanError
+
+_WITHOUT = "plan this model with replicas=1 and train it with balance='arrival'"
+
+Block = tuple[int, ...]
+"""Samples whose rows travel together: one, or all of a microbatch."""
+Place = tuple[str, str, int]
+"""A value by the stage that makes it, the stage that reads it, and its number between the two: the same in all patterns, which
+need not agree on names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Side:
+    """A microbatch of one tower, as far as its rows matter."""
+
+    index: int
+    """In the step plan."""
+    samples: tuple[int, ...]
+    """As collated."""
+    prepared: PreparedMicrobatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossings:
+    """Plans what one tower hands to another.
+
+    Args:
+        samples: of the step.
+        alone: matches one sample with a pattern of its own; asked only where the rows of a sample do not follow from the sizes of
+            its inputs.
+    """
+
+    samples: Sequence[Sample]
+    alone: Callable[[int], PreparedMicrobatch]
+
+    def exchanges(
+        self, sources: Sequence[Side], targets: Sequence[Side], makers: Sequence[str], readers: Sequence[str]
+    ) -> list[RowExchange]:
+        """All exchanges, by source, producer, target, consumer, and the producer's order of values.
+
+        Args:
+            sources: microbatches of a tower.
+            targets: microbatches of the tower that reads; each sample of a source is in one of them.
+            makers: stages of the first tower, as programs name them, in plan order.
+            readers: of the second.
+
+        Raises:
+            BatchError: a value is not made of one sample's rows after the other's.
+            PlanError: patterns do not agree on what crosses.
+        """
+        made = {source.index: _made(source.prepared.programs, makers, readers) for source in sources}
+        whole = _whole(sources, targets)
+        rows: dict[tuple[Place, Block], int] = {}
+        for source in sources:
+            for place, port in made[source.index].items():
+                for block in _blocks(source, whole):
+                    rows[place, block] = self._count(source, block, place, port)
+        source_of = {sample: source for source in sources for sample in source.samples}
+        found = [
+            exchange
+            for target in targets
+            for exchange in _into(target, source_of, whole, made, rows, (makers, readers))
+        ]
+        order = {name: position for position, name in enumerate((*makers, *readers))}
+        return sorted(found, key=lambda e: (e.source, order[e.producer], e.target, order[e.consumer]))
+
+    def _count(self, source: Side, block: Block, place: Place, port: Port) -> int:
+        """Rows of some samples of a microbatch in one value it makes.
+
+        Raises:
+            BatchError: nothing tells them.
+        """
+        if len(block) == len(source.samples):
+            return source.prepared.link_shapes[port.name][0]
+        (sample,) = block
+        count = source.prepared.row_counts.get(port.name)
+        if count is not None:
+            rows = count.of({name: _rows(self.samples[sample].get(name)) for name in count.inputs.values()})
+            if rows is not None:
+                return rows
+        alone = self.alone(sample)
+        made = _made(alone.programs, (place[0],), (place[1],))
+        if place not in made:
+            raise BatchError(
+                f"how many rows of {port.name} are of sample {sample} is not known: alone it makes none for {place[1]}; "
+                f"{_WITHOUT}"
+            )
+        return alone.link_shapes[made[place].name][0]
+
+
+def _whole(sources: Sequence[Side], targets: Sequence[Side]) -> frozenset[int]:
+    """Sources whose samples stay together and in order: their rows travel as one block, whatever is whose."""
+    of = {source.samples[0]: source for source in sources}
+    members = {sample for source in sources for sample in source.samples}
+    found: set[int] = set()
+    for target in targets:
+        present = [sample for sample in target.samples if sample in members]
+        for position, sample in enumerate(present):
+            source = of.get(sample)
+            if source is not None and tuple(present[position : position + len(source.samples)]) == source.samples:
+                found.add(source.index)
+    return frozenset(found)
+
+
+def _blocks(source: Side, whole: frozenset[int]) -> list[Block]:
+    return [source.samples] if source.index in whole else [(sample,) for sample in source.samples]
+
+
+def _into(
+    target: Side,
+    source_of: Mapping[int, Side],
+    whole: frozenset[int],
+    made: Mapping[int, Mapping[Place, Port]],
+    rows: Mapping[tuple[Place, Block], int],
+    stages: tuple[Sequence[str], Sequence[str]],
+) -> Iterator[RowExchange]:
+    """What one microbatch reads."""
+    sources = {source_of[s].index: source_of[s] for s in target.samples if s in source_of}
+    wanted = {sample: block for source in sources.values() for block in _blocks(source, whole) for sample in block[:1]}
+    blocks = [wanted[sample] for sample in target.samples if sample in wanted]
+    read = _read(target.prepared.programs, *stages)
+    for source in sources.values():
+        _check_same(made[source.index], read)
+    if not sources and read:
+        makers = ", ".join(sorted({place[0] for place in read}))
+        raise PlanError(f"{makers} must run for samples {target.samples}, of which none takes part")
+    for place, port in read.items():
+        into = _ranges(blocks, [rows[place, block] for block in blocks], target, port.name)
+        for source in sources.values():
+            port_made = made[source.index][place]
+            own = _blocks(source, whole)
+            out = _ranges(own, [rows[place, block] for block in own], source, port_made.name)
+            _check_shapes(source, port_made, target, port)
+            both = [block for block in own if block in into]
+            yield RowExchange(
+                source=source.index,
+                target=target.index,
+                producer=place[0],
+                consumer=place[1],
+                name=port_made.name,
+                target_name=port.name,
+                rows=tuple(out[block] for block in both),
+                into=tuple(into[block] for block in both),
+                samples=tuple(block[0] for block in both),
+                gradient=port_made.gradient,
+            )
+
+
+def _rows(value: object) -> int:
+    return len(value) if isinstance(value, Tensor) and value.dim() else 0
+
+
+def _made(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[str]) -> dict[Place, Port]:
+    """Values that stages of one tower make for stages of another."""
+    return {
+        (maker, reader, number): port
+        for maker in makers
+        if maker in programs.programs
+        for reader in readers
+        for number, port in enumerate(p for p in programs.programs[maker].outputs if reader in p.peers)
+    }
+
+
+def _read(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[str]) -> dict[Place, Port]:
+    """Values that stages of one tower read from stages of another."""
+    return {
+        (maker, reader, number): port
+        for maker in makers
+        for reader in readers
+        if reader in programs.programs
+        for number, port in enumerate(p for p in programs.programs[reader].inputs if p.peers == (maker,))
+    }
+
+
+def _ranges(blocks: Sequence[Block], counts: Sequence[int], side: Side, name: str) -> dict[Block, Range]:
+    """Rows of each block in a value of a microbatch, one's after the other's."""
+    total = side.prepared.link_shapes[name][0]
+    if sum(counts) != total:
+        raise BatchError(
+            f"{name} has {total} rows for samples {', '.join(str(s) for b in blocks for s in b)}, which have "
+            f"{', '.join(map(str, counts))} each: "
+            "it is not made of one sample's rows after the other's, so an encoder cannot compute other samples than the language "
+            f"model does; {_WITHOUT}"
+        )
+    ends = list(accumulate(counts))
+    return dict(zip(blocks, zip([0, *ends[:-1]], ends, strict=True), strict=True))
+
+
+def _check_same(made: Mapping[Place, Port], read: Mapping[Place, Port]) -> None:
+    if made.keys() != read.keys() or any(made[place].dtype != read[place].dtype for place in made):
+        sides = (
+            ", ".join(f"{p.name} ({a} > {b})" for (a, b, _), p in ports.items()) or "nothing" for ports in (made, read)
+        )
+        raise PlanError(
+            "an encoder's microbatch makes {}, a microbatch of the language model reads {}: an encoder cannot compute other "
+            "samples than the language model does here; {}".format(*sides, _WITHOUT)
+        )
+
+
+def _check_shapes(source: Side, made: Port, target: Side, read: Port) -> None:
+    shapes = source.prepared.link_shapes[made.name], target.prepared.link_shapes[read.name]
+    if shapes[0][1:] != shapes[1][1:]:
+        raise BatchError(
+            f"{made.name} is {tuple(shapes[0])} where it is made and {tuple(shapes[1])} where it is read: samples are padded to "
+            f"the longest of their microbatch there, and microbatches differ; {_WITHOUT}"
+        )

@@ -1,0 +1,97 @@
+"""What samples cost each tower of a plan, from their sizes alone: the numbers that balancers work on.
+
+The cost of a sample in a tower is the sum, over the components of the tower's chains, of the plan's rates
+(`mmcompile.planner.plan.plan.SampleRate`) at the rows it brings: seconds of one replica, forward and backward. What a
+microbatch costs whatever is in it (launches, reading parameters) is no sample's and left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.batching.balance.assignment import SampleCosts
+from mmcompile.costmodel.load import Polynomial
+from mmcompile.data.collate import Sample
+from mmcompile.data.sample import SampleShape
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.balance_groups import towers
+from mmcompile.planner.plan.plan import Chain, Plan, SampleRate
+from mmcompile.planner.plan.sizes import Geometry, Rows, SampleSizes
+
+LEAST_ROW_S = 1e-15
+"""Least cost of a row: a sample takes part in a tower exactly if its cost there is above 0, however cheap a component is."""
+
+
+def costs_of_shapes(plan: Plan, shapes: Sequence[SampleShape]) -> SampleCosts:
+    """Price samples of a dataset.
+
+    Returns:
+        Components are the plan's towers, the language model's last. `lengths` are rows of a tower's first component; of the
+        last tower those of the language model, the whole interleaved sequence.
+
+    Raises:
+        PlanError: the plan has no rates, or its towers no single number of replicas.
+    """
+    return _costs(plan, SampleSizes.of_shapes(shapes))
+
+
+def costs_of_samples(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
+    """Price what a processor returned, by the rules that sized the batch which the plan was made from.
+
+    Texts are as long as their `attention_mask` has ones, else as their `input_ids`; images and sounds as their grids say,
+    else the shapes of their inputs. A microbatch pads to its longest text; a sample's cost is that of its own length.
+
+    Returns, Raises:
+        As `costs_of_shapes`.
+    """
+    return _costs(plan, SampleSizes.of_samples(samples, (rate.geometry for rate in plan.sample_rates)))
+
+
+def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
+    if not plan.sample_rates:
+        raise PlanError("the plan has no rates to price samples with; make it anew with `mmcompile plan`")
+    rows: dict[Geometry, Rows] = {}
+    seconds: list[NDArray[np.float64]] = []
+    lengths: list[NDArray[np.float64]] = []
+    saved: list[NDArray[np.float64]] = []
+    members = towers(plan)
+    for number, chains in enumerate(members.values(), 1):
+        rates = _rates(plan, chains)
+        for rate in rates:
+            if rate.geometry not in rows:
+                rows[rate.geometry] = sizes.rows(rate.geometry)
+        brought = [rows[rate.geometry] for rate in rates]
+        pairs = list(zip(rates, brought, strict=True))
+        seconds.append(np.sum([_seconds(rate, own) for rate, own in pairs], axis=0))
+        saved.append(np.sum([_at(rate.activation_bytes, own) for rate, own in pairs], axis=0))
+        lengths.append(brought[-1 if number == len(members) else 0].rows)
+    return SampleCosts(
+        components=tuple(members),
+        costs=np.array(seconds),
+        lengths=np.rint(np.array(lengths)).astype(np.int64),
+        memory_bytes=np.rint(np.array(saved)).astype(np.int64),
+    )
+
+
+def _rates(plan: Plan, chains: Sequence[Chain]) -> list[SampleRate]:
+    """Of all components of a tower, chain by chain."""
+    names = [chain.name for chain in chains]
+    found = [rate for name in names for rate in plan.sample_rates if rate.chain == name]
+    for name in names:
+        if all(rate.chain != name for rate in found):
+            raise PlanError(
+                f"the plan has no rate for {name} to price samples with; make it anew with `mmcompile plan`"
+            )
+    return found
+
+
+def _seconds(rate: SampleRate, brought: Rows) -> NDArray[np.float64]:
+    return np.maximum(_at(rate.seconds, brought), LEAST_ROW_S * brought.rows)
+
+
+def _at(polynomial: Polynomial, brought: Rows) -> NDArray[np.float64]:
+    """Without the fixed part."""
+    return polynomial.per_token * brought.rows + polynomial.per_square * brought.squares

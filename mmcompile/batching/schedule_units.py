@@ -1,0 +1,93 @@
+"""`units_of`: a step plan as the schedule sees it, by the placed stages of every replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mmcompile.batching.step_plan import MicrobatchPlan, StepPlan
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.placement import PlacedStage
+from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit
+
+_Replica = tuple[str, int]
+"""Tower and replica."""
+
+
+def units_of(plan: StepPlan, stages: Sequence[PlacedStage]) -> tuple[tuple[Unit, ...], tuple[CrossEdge, ...]]:
+    """One unit a microbatch, in order; one edge for all values that go from a stage of one to a stage of another.
+
+    Args:
+        stages: of all replicas.
+
+    Raises:
+        PlanError: a microbatch or an exchange names a stage that its tower and replica do not have.
+    """
+    names: dict[_Replica, dict[str, str]] = {}
+    for stage in stages:
+        names.setdefault((stage.tower, stage.replica), {})[stage.program_name] = stage.name
+    flows: dict[tuple[_Replica, Flow], Flow] = {}
+    for microbatch in plan.microbatches:
+        if (key := (_replica(microbatch), microbatch.flow)) not in flows:
+            flows[key] = _placed(microbatch, names.get(key[0], {}))
+    units = tuple(
+        Unit(
+            number=microbatch.number,
+            slot=microbatch.slot,
+            backward_slot=microbatch.slot + microbatch.lag,
+            flow=flows[_replica(microbatch), microbatch.flow],
+        )
+        for microbatch in plan.microbatches
+    )
+    return units, _edges(plan, names)
+
+
+def num_slots(plan: StepPlan) -> int:
+    """Slots of a step: those up to the last backward."""
+    return 1 + max((microbatch.slot + microbatch.lag for microbatch in plan.microbatches), default=-1)
+
+
+def _edges(plan: StepPlan, names: dict[_Replica, dict[str, str]]) -> tuple[CrossEdge, ...]:
+    gradient: dict[tuple[tuple[str, int], tuple[str, int]], bool] = {}
+    for exchange in plan.exchanges:
+        source, target = plan.microbatches[exchange.source], plan.microbatches[exchange.target]
+        ends = (
+            (_name(exchange.producer, source, names[_replica(source)]), source.number),
+            (_name(exchange.consumer, target, names[_replica(target)]), target.number),
+        )
+        gradient[ends] = gradient.get(ends, False) or exchange.gradient
+    return tuple(
+        CrossEdge(source=source, target=target, gradient=value) for (source, target), value in gradient.items()
+    )
+
+
+def _replica(microbatch: MicrobatchPlan) -> _Replica:
+    return microbatch.tower, microbatch.replica
+
+
+def _placed(microbatch: MicrobatchPlan, names: dict[str, str]) -> Flow:
+    flow = microbatch.flow
+
+    def renamed(stages: Iterable[str]) -> tuple[str, ...]:
+        return tuple(_name(stage, microbatch, names) for stage in stages)
+
+    return Flow(
+        stages=renamed(flow.stages),
+        edges=tuple(
+            FlowEdge(
+                source=_name(edge.source, microbatch, names),
+                target=_name(edge.target, microbatch, names),
+                gradient=edge.gradient,
+            )
+            for edge in flow.edges
+        ),
+        backward=renamed(flow.backward),
+    )
+
+
+def _name(stage: str, microbatch: MicrobatchPlan, names: dict[str, str]) -> str:
+    if stage not in names:
+        raise PlanError(
+            f"microbatch {microbatch.index} names stage {stage}; replica {microbatch.replica} of tower "
+            f"{microbatch.tower!r} has {', '.join(names) or 'none'}"
+        )
+    return names[stage]

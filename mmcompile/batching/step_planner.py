@@ -1,0 +1,369 @@
+"""`StepPlanner`: from a step's samples to its `StepPlan`, on rank 0, without a word to other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmcompile.batching.accumulation import NOTHING, Accumulated, unit_of
+from mmcompile.batching.balance.arrival_order import Arrival
+from mmcompile.batching.balance.assignment import ABSENT, Assignment, Grid, SampleCosts
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.batching.balance.correction import Corrector
+from mmcompile.batching.lockstep import check_lockstep
+from mmcompile.batching.program_source import PatternSource
+from mmcompile.batching.row_exchange import Crossings, Side
+from mmcompile.batching.stage_graph import flow_of
+from mmcompile.batching.step_plan import MicrobatchPlan, RowExchange, StepPlan, ValueShape
+from mmcompile.codegen.program import PreparedMicrobatch
+from mmcompile.data.collate import Sample, Value, check_labels, padded_alike, with_batch_dim
+from mmcompile.errors import BatchError, CaptureError, PlanError, VerifyError
+from mmcompile.ir.graph import dtype_name
+from mmcompile.planner.plan.placement import Placement
+from mmcompile.planner.schedule.schedule import Flow
+from mmcompile.runtime.executor.loaded_stage import root_names
+
+Costs = Callable[[Sequence[Sample]], SampleCosts]
+"""What each sample of a step costs each tower, the language model last."""
+Collate = Callable[[Sequence[Sample], Sequence[int]], dict[str, Value]]
+"""Samples, and what errors call them, into one batch."""
+_Known: TypeAlias = dict[tuple[int, ...], PreparedMicrobatch]
+"""Groups of samples that were matched with their patterns already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedStep:
+    """A step ready to run."""
+
+    plan: StepPlan
+    prepared: tuple[PreparedMicrobatch, ...]
+    """Of each microbatch of the plan."""
+    assignment: Assignment
+    costs: SampleCosts
+    """As predicted, without correction."""
+    balance: str
+    """The balancer chosen, and why."""
+    seconds: float
+    """What planning took."""
+    repeated: frozenset[int] = frozenset()
+    """Microbatches that another replica computes too, by index: what they make goes nowhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Samples that one replica of a tower computes together."""
+
+    tower: int
+    replica: int
+    slot: int
+    lag: int
+    samples: tuple[int, ...]
+    repeats: bool = False
+    """Another replica computes these samples; this one does so for nobody, to take part when parameters are gathered."""
+
+
+class StepPlanner:
+    """Plans steps one after the other. A plan depends on the step's samples only, unless costs are corrected by measurements.
+
+    Args:
+        placement: towers, replicas and microbatches.
+        source: matches batches with patterns.
+        collate: joins samples into a batch.
+        balancer: decides who computes what.
+        pad: padding value by key, as for `mmcompile.data.collate.collate`.
+        costs: of samples; None where there is one tower: all samples cost the same then.
+        corrector: learns from measured times; None to take costs as predicted.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        source: PatternSource,
+        *,
+        collate: Collate,
+        balancer: Balancer,
+        pad: Mapping[str, int | float] | None = None,
+        costs: Costs | None = None,
+        corrector: Corrector | None = None,
+    ) -> None:
+        if costs is None and len(placement.towers) > 1:
+            raise PlanError(
+                f"towers {', '.join(placement.towers)} need the costs of samples, to know who takes part where"
+            )
+        self._towers = placement.towers
+        self._placed = placement.stages
+        shared = {stage.tower for stage in placement.stages if stage.sharing}
+        self._sharing = {number for number, tower in enumerate(self._towers[:-1]) if tower in shared}
+        """Encoders whose replicas share parameters, by number of the tower."""
+        self._grid = Grid(num_replicas=placement.num_replicas, num_microbatches=placement.num_microbatches)
+        self._source = source
+        self._collate = collate
+        self._balancer = balancer
+        self._pad = pad
+        self._costs = costs or self._equal
+        self._corrector = corrector
+        self._measured: list[tuple[PlannedStep, np.ndarray]] = []
+        self._learning_s = 0.0
+        """What it took to learn from the last steps measured."""
+        self._flows: dict[tuple[str, int], Flow] = {}
+        self._stages: tuple[tuple[str, ...], ...] = tuple(
+            tuple(dict.fromkeys(s.program_name for s in placement.stages if s.tower == tower)) for tower in self._towers
+        )
+
+    def plan(
+        self, step: int, samples: Sequence[Sample], *, update: bool = True, before: Accumulated = NOTHING
+    ) -> PlannedStep:
+        """Plan one step, or a part of it.
+
+        Args:
+            update: parameters are updated after it.
+            before: parts of the step before this one.
+
+        Raises:
+            BatchError: samples do not fit the model, or none has a label to learn from.
+            CaptureError: the model cannot be captured on them.
+        """
+        start = time.perf_counter()
+        self._learn()
+        if not samples:
+            raise BatchError("a step needs at least one sample, got an empty list")
+        check_labels(samples)
+        costs = self._costs(samples)
+        corrected = costs if self._corrector is None else self._corrector.corrected(costs)
+        assignment, reason = self._assign(corrected)
+        known: _Known = {}
+        planned = None
+        try:
+            planned = self._with(step, samples, assignment, known, update, before)
+        except (BatchError, CaptureError) as error:
+            refused = f"{reason} would need what the model refuses ({error})"
+            for other, given, given_known, how in self._others(costs, samples, assignment, known):
+                with contextlib.suppress(BatchError, CaptureError):
+                    planned = self._with(step, given, other, given_known, update, before)
+                    assignment, reason = other, f"{how}: {refused}"
+                    break
+            if planned is None:
+                raise
+        if self._corrector is not None:
+            reason += f"; {self._corrector.report().summary}"
+        plan, prepared, repeated = planned
+        return PlannedStep(
+            plan=plan,
+            prepared=prepared,
+            assignment=assignment,
+            costs=costs,
+            balance=reason,
+            seconds=time.perf_counter() - start,
+            repeated=repeated,
+        )
+
+    def observe(self, planned: PlannedStep, seconds: np.ndarray) -> None:
+        """Tell how long each microbatch of a step took on all stages of its tower together; used when planning next.
+
+        Args:
+            seconds: float64 [microbatches of the plan].
+        """
+        if self._corrector is not None:
+            self._measured.append((planned, seconds))
+
+    def _learn(self) -> None:
+        assert self._corrector is not None or not self._measured
+        while self._measured and self._corrector is not None:
+            start = time.perf_counter()
+            planned, seconds = self._measured.pop(0)
+            measured = {
+                tower: np.full((count, self._grid.num_microbatches), np.nan)
+                for tower, count in zip(self._towers, self._grid.num_replicas, strict=True)
+            }
+            for microbatch, taken in zip(planned.plan.microbatches, seconds.tolist(), strict=True):
+                if microbatch.index in planned.repeated:
+                    continue
+                cell = measured[microbatch.tower]
+                place = microbatch.replica, microbatch.slot
+                cell[place] = taken + (0.0 if np.isnan(cell[place]) else cell[place])
+            self._corrector.observe(planned.assignment, planned.costs, measured, self._learning_s)
+            self._learning_s = time.perf_counter() - start
+
+    def _others(
+        self, costs: SampleCosts, samples: Sequence[Sample], assignment: Assignment, known: _Known
+    ) -> Iterator[tuple[Assignment, Sequence[Sample], _Known, str]]:
+        """What to try when the model refuses an assignment, and how to call it, best first."""
+        arrival = Arrival().assign(costs, self._grid)
+        if arrival != assignment:
+            yield arrival, samples, known, Arrival.name
+        if len(self._towers) > 1:
+            alike = padded_alike(samples, self._pad)
+            if any(_sizes(one) != _sizes(with_batch_dim(other)) for one, other in zip(alike, samples, strict=True)):
+                yield assignment, alike, {}, "media padded to the largest of the step"
+
+    def _equal(self, samples: Sequence[Sample]) -> SampleCosts:
+        return SampleCosts(components=self._towers, costs=np.ones((1, len(samples))))
+
+    def _assign(self, costs: SampleCosts) -> tuple[Assignment, str]:
+        assignment, reason = self._balancer.explained(costs, self._grid)
+        assignment.check(costs)
+        return assignment, reason
+
+    def _with(
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        assignment: Assignment,
+        known: _Known,
+        update: bool,
+        before: Accumulated,
+    ) -> tuple[StepPlan, tuple[PreparedMicrobatch, ...], frozenset[int]]:
+        """The plan of an assignment, what its microbatches were prepared from, and which of them are repeated.
+
+        Args:
+            known: gains what is matched here.
+        """
+
+        def prepare(group: tuple[int, ...]) -> PreparedMicrobatch:
+            if group not in known:
+                known[group] = self._source.prepare(self._collate([samples[i] for i in group], group))
+            return known[group]
+
+        parts = self._parts(assignment)
+        prepared = tuple(prepare(part.samples) for part in parts)
+        last = len(self._towers) - 1
+        total = _num_tokens(prepared, parts, last, len(samples))
+        count = total or len(samples)
+        divisors, total_weight = (total, len(samples)), 1.0
+        if not update or before.num_parts:
+            before.check({p.programs.per_token for p, part in zip(prepared, parts, strict=True) if part.tower == last})
+            unit = before.unit or unit_of(count)
+            divisors, total_weight = (unit, unit), count / unit
+        microbatches = tuple(
+            self._microbatch(index, part, microbatch, divisors)
+            for index, (part, microbatch) in enumerate(zip(parts, prepared, strict=True))
+        )
+        check_lockstep(microbatches, prepared, self._placed)
+        crossings = Crossings(samples=samples, alone=lambda sample: prepare((sample,)))
+        plan = StepPlan(
+            step=step,
+            num_samples=len(samples),
+            microbatches=microbatches,
+            exchanges=self._exchanges(crossings, parts, prepared),
+            num_tokens=total,
+            update=update,
+            total_weight=total_weight,
+            first_sample=before.num_samples,
+        )
+        return plan, prepared, frozenset(index for index, part in enumerate(parts) if part.repeats)
+
+    def _parts(self, assignment: Assignment) -> list[_Part]:
+        """In the order in which they run: by slot, then by lag, tower and replica."""
+        found: dict[tuple[int, int, int, int], list[int]] = {}
+        last = assignment.microbatch[-1]
+        for tower in range(len(self._towers)):
+            slots, replicas = assignment.microbatch[tower], assignment.replica[tower]
+            for sample in np.flatnonzero(slots != ABSENT).tolist():
+                slot = int(slots[sample])
+                key = (slot, int(last[sample]) - slot, tower, int(replicas[sample]))
+                found.setdefault(key, []).append(sample)
+        parts = {
+            key: _Part(tower=key[2], replica=key[3], slot=key[0], lag=key[1], samples=tuple(samples))
+            for key, samples in found.items()
+        }
+        for (slot, lag, tower, _), part in sorted(parts.items(), key=lambda item: (len(item[1].samples), item[0])):
+            for replica in range(self._grid.num_replicas[tower]) if tower in self._sharing else ():
+                # The smallest of the slot: it costs no time, as the others compute meanwhile.
+                parts.setdefault((slot, lag, tower, replica), replace(part, replica=replica, repeats=True))
+        return [part for _, part in sorted(parts.items())]
+
+    def _microbatch(
+        self, index: int, part: _Part, prepared: PreparedMicrobatch, divisors: tuple[float, float]
+    ) -> MicrobatchPlan:
+        flow = self._flow(prepared, part.tower)
+        if not flow.stages:
+            raise VerifyError(
+                f"samples {part.samples} take part in {self._towers[part.tower]}, but the model does nothing there for them"
+            )
+        programs = [prepared.programs.programs[name] for name in flow.stages]
+        reads = frozenset[str]().union(*map(root_names, programs))
+        ports = [p for program in programs for p in (*program.inputs, *(o for o in program.outputs if o.peers))]
+        dtypes = {port.name: port.dtype for port in ports if port.kind == "link"}
+        return MicrobatchPlan(
+            index=index,
+            samples=part.samples,
+            pattern=prepared.programs.pattern,
+            sizes={p.name: prepared.sizes[p.name] for p in ports if p.kind == "size"},
+            flow=flow,
+            roots=tuple(_shape(name, value) for name, value in prepared.values.items() if name in reads),
+            links=tuple(
+                ValueShape(name=name, shape=tuple(prepared.link_shapes[name]), dtype=dtype)
+                for name, dtype in dtypes.items()
+            ),
+            loss_weight=_weight(prepared, len(part.samples), divisors),
+            tower=self._towers[part.tower],
+            replica=part.replica,
+            slot=part.slot,
+            lag=part.lag,
+            number=part.slot + part.lag * self._grid.num_microbatches,
+        )
+
+    def _exchanges(
+        self, crossings: Crossings, parts: Sequence[_Part], prepared: Sequence[PreparedMicrobatch]
+    ) -> tuple[RowExchange, ...]:
+        sides = [
+            Side(index=index, samples=part.samples, prepared=microbatch)
+            for index, (part, microbatch) in enumerate(zip(parts, prepared, strict=True))
+        ]
+        last = len(self._towers) - 1
+        found: list[RowExchange] = []
+        for tower in range(last):
+            sources = [
+                side for side, part in zip(sides, parts, strict=True) if part.tower == tower and not part.repeats
+            ]
+            targets = [side for side, part in zip(sides, parts, strict=True) if part.tower == last]
+            found += crossings.exchanges(sources, targets, self._stages[tower], self._stages[last])
+        return tuple(found)
+
+    def _flow(self, prepared: PreparedMicrobatch, tower: int) -> Flow:
+        key = prepared.programs.pattern, tower
+        if key not in self._flows:
+            self._flows[key] = flow_of(prepared.programs, self._stages[tower])
+        return self._flows[key]
+
+
+def _sizes(sample: Sample) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in sample.items() if isinstance(value, Tensor)}
+
+
+def _num_tokens(prepared: Sequence[PreparedMicrobatch], parts: Sequence[_Part], last: int, num_samples: int) -> int:
+    """Valid tokens of the step; 0 for losses that are means over samples."""
+    learning = [microbatch for microbatch, part in zip(prepared, parts, strict=True) if part.tower == last]
+    counted = [microbatch for microbatch in learning if microbatch.programs.per_token]
+    for microbatch in counted:
+        if microbatch.num_tokens is None:
+            raise VerifyError(
+                f"pattern {microbatch.programs.pattern} has a loss per token, but its tokens were not counted"
+            )
+    total = sum(microbatch.num_tokens or 0 for microbatch in counted)
+    if counted and not total:
+        raise BatchError(f"the step has no token to learn from: 0 valid labels in {num_samples} samples")
+    return total
+
+
+def _weight(microbatch: PreparedMicrobatch, num_samples: int, divisors: tuple[float, float]) -> float:
+    """What a token counts, or all samples where the loss is a mean over samples; 0 where nothing can be learned.
+
+    Args:
+        divisors: of tokens and of samples.
+    """
+    if microbatch.num_tokens == 0:
+        return 0.0
+    tokens, samples = divisors
+    return 1 / tokens if microbatch.programs.per_token else num_samples / samples
+
+
+def _shape(name: str, value: Tensor) -> ValueShape:
+    return ValueShape(name=name, shape=tuple(value.shape), dtype=dtype_name(value.dtype))

@@ -1,0 +1,92 @@
+"""What is captured: a model with one microbatch of it, and what a plan of that belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmcompile.batching.isolation import check_packing
+from mmcompile.batching.pack import Packer
+from mmcompile.data.collate import Sample
+from mmcompile.errors import ConfigError, PlanError
+from mmcompile.ir.capture import Capture
+from mmcompile.ir.capture import capture as _capture
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.ir.meta_model import skeleton
+from mmcompile.ir.sample_inputs import example_batch
+from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.pipeline import Pipeline
+from mmcompile.planner.plan.plan import Fingerprint, Packing
+
+
+def built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tuple[nn.Module, Mapping[str, Any]]:
+    """The model, built without weights where a path was given, and a batch for it."""
+    module = model if isinstance(model, nn.Module) else skeleton(model)
+    return module, example_batch(module) if batch is None else batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A model and one microbatch of it."""
+
+    model: nn.Module
+    batch: Mapping[str, Any]
+    packing: Packing | None = None
+    num_samples: int | None = None
+    """In the batch, where its shapes do not say."""
+
+    def capture(self) -> Capture:
+        captured = captured_step(self.model, self.batch)
+        if self.num_samples is None:
+            return captured
+        return replace(captured, graph=replace(captured.graph, num_samples=self.num_samples))
+
+
+def subject_of(
+    model: nn.Module | str | Path, batch: Mapping[str, Any] | None, packing: Sequence[Sample] | None
+) -> Subject:
+    """Raises ConfigError for a batch beside samples to pack, PlanError where packed documents would see each other."""
+    if packing is None:
+        module, batch = built(model, batch)
+        return Subject(model=module, batch=batch)
+    if batch is not None:
+        raise ConfigError("batch has no effect beside packing, whose samples make the microbatch; drop one of the two")
+    module = model if isinstance(model, nn.Module) else skeleton(model)
+    found = check_packing(module, packing, padding(module))
+    if not found.isolates:
+        raise PlanError(f"samples of {type(module).__name__} cannot be packed: {found.reason}; plan without packing")
+    return Subject(
+        model=module, batch=Packer.of(module, padding(module)).pack(packing), packing=found, num_samples=len(packing)
+    )
+
+
+def padding(model: nn.Module) -> dict[str, int]:
+    """What `input_ids` are padded with: the pad token of the model's text config, if it names one."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    pad = getattr(text, "pad_token_id", None)
+    return {} if pad is None else {"input_ids": int(pad)}
+
+
+def captured_step(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, Any] | None = None) -> Capture:
+    captured = _capture(model, batch, dynamic=dynamic)
+    Pipeline(passes=(GradientFlow(),)).run(captured.graph)
+    return captured
+
+
+def fingerprint_of(graph: ModelGraph) -> Fingerprint:
+    """What a plan for this graph belongs to."""
+    text = "\n".join(f"{p.name} {p.shape} {p.dtype} {p.trainable}" for p in graph.parameters)
+    return Fingerprint(
+        model=graph.name,
+        parameters=hashlib.sha256(text.encode()).hexdigest(),
+        torch=torch.__version__.split("+")[0],
+        transformers=version("transformers"),
+    )

@@ -1,0 +1,187 @@
+"""`CanonicalLayer`: the one function that all layer functions which differ in names only have in common.
+
+Layer functions name parameters and values as the model does, which is what a person wants to read and what a compiler must not
+see: it would compile the same layer again for every stage that has it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mmcompile.codegen.expressions import NAMES
+from mmcompile.errors import VerifyError
+
+_SYMBOL = re.compile(r"[A-Za-z_]\w*(?![\w(])")
+"""A size symbol in the text of a size: a name that is not called."""
+_TENSOR = re.compile(r"\w+ \[(?P<shape>.*)\](?:, (?P<role>trained|gradient|tap))?")
+_KNOWN = NAMES | {"float", "slice", "tapped", "handed"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerArgument:
+    """What a layer function says of one of its arguments, in an annotation: "device", "size s0", or "float32 [s0, 64]", which
+    may go on with ", trained" (a parameter with gradient), ", gradient" (a value with gradient) or ", tap"."""
+
+    description: str
+    sizes: tuple[str, ...]
+    """Of a tensor by dim, of a size itself; as text."""
+
+    @classmethod
+    def parse(cls, text: str) -> LayerArgument | None:
+        """None for a text of another form."""
+        if text == "device":
+            return cls(description=text, sizes=())
+        if text.startswith("size "):
+            return cls(description=text, sizes=(text.removeprefix("size "),))
+        match = _TENSOR.fullmatch(text)
+        return cls(description=text, sizes=tuple(_split(match["shape"]))) if match else None
+
+    @property
+    def is_size(self) -> bool:
+        return self.description.startswith("size ")
+
+    @property
+    def is_tap(self) -> bool:
+        return self.description.endswith(", tap")
+
+    @property
+    def varying(self) -> tuple[int, ...]:
+        """Dims of the tensor that are not one number; a size is a tensor of that many empty rows."""
+        return tuple(dim for dim, size in enumerate(self.sizes) if not size.isdecimal())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanonicalLayer:
+    """A layer function without its names."""
+
+    text: str
+    """Source of `layer(a0, a1, ...)`: arguments, values and size symbols are numbered by first use. Annotations stay, so that
+    equal texts compile to equal code. An argument that is a size is a tensor of that many empty rows: a compiler takes a size
+    for a variable in a shape only."""
+    arguments: tuple[LayerArgument, ...]
+
+
+@functools.cache
+def canonical_layers(source: str, stage: str) -> Mapping[str, CanonicalLayer]:
+    """The layer functions of a stage source by name: all functions that stand outside of its class.
+
+    Made once a process: where stages move between ranks, it is asked for again and again.
+
+    Args:
+        stage: whose source it is, for errors.
+
+    Raises:
+        VerifyError: the source does not compile, or a function is not of the form that `stage_source` writes.
+    """
+    try:
+        module = ast.parse(source)
+    except SyntaxError as error:
+        raise VerifyError(f"the source of stage {stage} does not compile: {error}") from error
+    return {node.name: _canonical(node, stage) for node in module.body if isinstance(node, ast.FunctionDef)}
+
+
+def _canonical(function: ast.FunctionDef, stage: str) -> CanonicalLayer:
+    where = f"function {function.name} of stage {stage}"
+    given = function.args
+    if given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg or given.defaults:
+        raise VerifyError(f"{where} takes arguments by name or with defaults; wanted plain ones")
+    arguments = tuple(_argument(argument, where) for argument in given.args)
+    names = {argument.arg: f"a{at}" for at, argument in enumerate(given.args)}
+    stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    renamed = _Renamed(where=where, names=names, local=frozenset(stored))
+    body = [renamed.visit(statement) for statement in function.body if not _is_left_out(statement)]
+    plain = _Symbols()
+    signature = ", ".join(f"a{at}: {plain.in_text(found.description)!r}" for at, found in enumerate(arguments))
+    lines = [
+        f"def layer({signature}):",
+        *(f"    {line}" for line in _sizes(arguments)),
+        *(f"    {line}" for statement in body for line in ast.unparse(statement).splitlines()),
+    ]
+    return CanonicalLayer(text="\n".join(lines) + "\n", arguments=arguments)
+
+
+def _argument(argument: ast.arg, where: str) -> LayerArgument:
+    note = argument.annotation
+    found = LayerArgument.parse(note.value) if isinstance(note, ast.Constant) and isinstance(note.value, str) else None
+    if found is None:
+        said = "nothing" if note is None else ast.unparse(note)
+        raise VerifyError(
+            f'{where} says {said} of its argument {argument.arg}; wanted "device", "size s0" or "float32 [s0, 64]", the last '
+            'with ", trained", ", gradient" or ", tap" where that holds'
+        )
+    return found
+
+
+@dataclass(kw_only=True)
+class _Renamed(ast.NodeTransformer):
+    """Renames arguments and values."""
+
+    where: str
+    names: dict[str, str]
+    """Those met so far -> their new names."""
+    local: frozenset[str]
+    """All names that the function gives a value."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self.local and node.id not in self.names:
+            self.names[node.id] = f"v{len(self.names)}"
+        if node.id not in self.names and node.id not in _KNOWN:
+            raise VerifyError(
+                f"line {node.lineno}: {self.where} reads {node.id}, which is neither an argument nor a value of its own; "
+                f"beside these it may read {', '.join(sorted(_KNOWN))}"
+            )
+        return ast.Name(id=self.names.get(node.id, node.id), ctx=node.ctx)
+
+
+def _is_left_out(node: ast.stmt) -> bool:
+    """Text, and `del`, which frees nothing in compiled code."""
+    return isinstance(node, ast.Delete) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
+@dataclass(kw_only=True)
+class _Symbols:
+    """Numbers size symbols by first use."""
+
+    found: dict[str, str] = field(default_factory=dict)
+
+    def in_text(self, description: str) -> str:
+        if description.startswith("size "):
+            return f"size {self._in_size(description.removeprefix('size '))}"
+        head, bracket, rest = description.partition("[")
+        shape, end, role = rest.rpartition("]")
+        return f"{head}{bracket}{self._in_size(shape)}{end}{role}"
+
+    def _in_size(self, text: str) -> str:
+        return _SYMBOL.sub(lambda match: self.found.setdefault(match[0], f"n{len(self.found)}"), text)
+
+
+def _sizes(arguments: tuple[LayerArgument, ...]) -> Iterator[str]:
+    """Statements that read sizes, and that say which are equal: a compiler would find out one by one, or not at all."""
+    first: dict[str, str] = {}
+    for at, argument in enumerate(arguments):
+        if argument.is_size:
+            yield f"a{at} = a{at}.shape[0]"
+        for dim, size in enumerate(argument.sizes):
+            if not size.isidentifier():
+                continue
+            this = f"a{at}" if argument.is_size else f"a{at}.shape[{dim}]"
+            if first.setdefault(size, this) != this:
+                yield f"torch._check({this} == {first[size]})"
+
+
+def _split(shape: str) -> Iterator[str]:
+    """The sizes in the text of a shape: commas inside brackets do not part them."""
+    depth, size = 0, ""
+    for letter in shape:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            yield size.strip()
+            size = ""
+        else:
+            size += letter
+    if size.strip():
+        yield size.strip()

@@ -1,0 +1,176 @@
+"""Cut a captured graph into stages: which nodes run where, what crosses, and which values are computed twice instead of sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from mmcompile.costmodel.comm import p2p_seconds
+from mmcompile.errors import PlanError
+from mmcompile.ir.graph import ModelGraph, component_of, info
+from mmcompile.planner.plan.plan import Plan, SharedValue
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageCut:
+    """The part of a graph that one stage runs."""
+
+    stage: str
+    nodes: tuple[fx.Node, ...] = field(repr=False)
+    """Call nodes in graph order: the stage's own, and shared ones computed here too."""
+    roots: tuple[fx.Node, ...]
+    """Placeholders read."""
+    received: tuple[fx.Node, ...]
+    """Values of other stages read here."""
+    sent: tuple[tuple[fx.Node, tuple[str, ...]], ...]
+    """Values read by other stages, with those stages in plan order."""
+    tensors: tuple[fx.Node, ...]
+    """Parameters, buffers and constants read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """All stages of one captured graph."""
+
+    stages: Mapping[str, StageCut]
+    """Stages without work are absent."""
+    owner: Mapping[fx.Node, str] = field(repr=False)
+    """Stage that computes a value (for shared values that are sent: the one sender)."""
+    needs_gradient: frozenset[fx.Node] = field(repr=False)
+    """Values through which the loss reaches a trainable parameter."""
+    shared_values: tuple[SharedValue, ...]
+
+
+def cut(graph: ModelGraph, plan: Plan) -> Cut:
+    """Cut `graph` along the layers of `plan`. Nodes must be annotated by gradient-flow."""
+    order = [stage.name for stage in plan.stages]
+    place = {
+        (s.component, layer): stage.name
+        for stage in plan.stages
+        for s in stage.segments
+        for layer in range(s.first, s.last)
+    }
+    nodes = list(graph.module.graph.nodes)
+    calls = [node for node in nodes if node.op == "call_function"]
+    owner: dict[fx.Node, str] = {}
+    for node in calls:
+        if not info(node).shared:
+            key = (component_of(node), info(node).layer)
+            if key not in place:
+                raise PlanError(
+                    f"layer {key[1]} of component {key[0]!r} is in no stage of the plan; plan this model again"
+                )
+            owner[node] = place[key]
+    position = {node: index for index, node in enumerate(nodes)}
+    readers = _shared_readers(calls, owner, order)
+    decisions, sent_shared = _decide(readers, plan)
+    owner.update(sent_shared)
+    needs = frozenset(node for node in calls if info(node).carries_gradient)
+    stages: dict[str, StageCut] = {}
+    reads = {stage: _reads(stage, owner) for stage in order if stage in owner.values()}
+    for stage, (own, received, leaves) in reads.items():
+        sent = {
+            node: tuple(other for other in order if other != stage and other in reads and node in reads[other][1])
+            for node in own
+            if owner.get(node) == stage
+        }
+        stages[stage] = StageCut(
+            stage=stage,
+            nodes=tuple(sorted(own, key=position.__getitem__)),
+            roots=tuple(sorted((n for n in leaves if n.op == "placeholder"), key=position.__getitem__)),
+            received=tuple(sorted(received, key=position.__getitem__)),
+            sent=tuple((n, peers) for n, peers in sorted(sent.items(), key=lambda item: position[item[0]]) if peers),
+            tensors=tuple(sorted((n for n in leaves if n.op == "get_attr"), key=position.__getitem__)),
+        )
+    return Cut(stages=stages, owner=owner, needs_gradient=needs, shared_values=decisions)
+
+
+def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
+    """Nodes the stage computes, values it receives, placeholders and tensors it reads."""
+    own = {node for node, name in owner.items() if name == stage}
+    received: set[fx.Node] = set()
+    leaves: set[fx.Node] = set()
+    stack = [source for node in own for source in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node in own or node in received or node in leaves:
+            continue
+        if node.op != "call_function":
+            leaves.add(node)
+        elif node in owner:
+            received.add(node)
+        else:  # shared: computed here too
+            own.add(node)
+            stack.extend(node.all_input_nodes)
+    return own, received, leaves
+
+
+def _shared_readers(
+    calls: Iterable[fx.Node], owner: Mapping[fx.Node, str], order: list[str]
+) -> dict[fx.Node, tuple[str, ...]]:
+    """Shared values at which the ways of several stages part (a mask that all read, a rotary table that each reshapes for
+    itself), with all the stages that need them."""
+    calls = list(calls)
+    needing: dict[fx.Node, frozenset[str]] = {}
+    for node in reversed(calls):
+        users = [needing[user] for user in node.users if user in needing]
+        needing[node] = frozenset((owner[node],)) if node in owner else frozenset().union(*users)
+    parting: dict[fx.Node, tuple[str, ...]] = {}
+    for node in calls:
+        if node not in owner:
+            # What all its stages read after it is decided there.
+            ways = (needing[user] for user in node.users if user in needing and needing[user] != needing[node])
+            if len(frozenset().union(*ways)) > 1:
+                parting[node] = tuple(stage for stage in order if stage in needing[node])
+    return parting
+
+
+def _decide(
+    readers: Mapping[fx.Node, tuple[str, ...]], plan: Plan
+) -> tuple[tuple[SharedValue, ...], dict[fx.Node, str]]:
+    """Per shared value read by several stages: compute it in each, or once and send it, whichever takes less time.
+
+    Computing costs the bytes that its whole computation moves, over memory bandwidth; sending costs its bytes over the link.
+    Stages of several chains always compute it: their microbatches need not hold the same samples.
+    """
+    decisions, sent = [], {}
+    device, link = plan.cluster.device, plan.cluster.intra
+    chain_of = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
+    for node, stages in readers.items():
+        if len(stages) < 2 or not isinstance(node.meta["val"], torch.Tensor):
+            continue
+        recompute_s = _closure_bytes(node) / device.memory_bytes_per_s
+        send_s = p2p_seconds(_num_bytes(node.meta["val"]), link)
+        apart = len({chain_of[stage] for stage in stages}) > 1
+        choice = "recompute" if apart or recompute_s <= send_s else "send"
+        if choice == "send":
+            sent[node] = stages[0]
+        decisions.append(
+            SharedValue(name=node.name, stages=stages, choice=choice, recompute_s=recompute_s, send_s=send_s)
+        )
+    return tuple(decisions), sent
+
+
+def _closure_bytes(node: fx.Node) -> int:
+    seen: set[fx.Node] = set()
+    stack, total = [node], 0
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        total += sum(
+            _num_bytes(value)
+            for value in pytree.tree_leaves(current.meta.get("val"))
+            if isinstance(value, torch.Tensor)
+        )
+        stack.extend(source for source in current.all_input_nodes if source.op == "call_function")
+    return total
+
+
+def _num_bytes(value: torch.Tensor) -> int:
+    return int(value.numel()) * value.element_size()

@@ -1,0 +1,133 @@
+"""Calls and values of a graph as Python expressions, and its names as Python names."""
+
+from __future__ import annotations
+
+import keyword
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mmcompile.ir.graph import info
+from mmcompile.ir.nodes import attention_words, merge_features, token_loss, token_positions
+
+OWN_NODES: dict[object, str] = {
+    node: f"mm.{node.__name__}" for node in (token_loss, merge_features, attention_words, token_positions)
+}
+_TENSOR_OPS = ("tp_copy", "tp_sum", "tp_exit", "tp_enter", "tp_first", "tp_slice", "tp_heads")
+_VOCABULARY_OPS = ("tp_embedding", "tp_token_loss")
+OP_MODULES = {
+    "packed_attention": "mmcompile.kernels.packed_attention",
+    "bitfield_attention": "mmcompile.kernels.bitfield_attention.ops",
+    "context_parallel_attention": "mmcompile.kernels.bitfield_attention.parallel.attention",
+    "shard_tokens": "mmcompile.kernels.bitfield_attention.parallel.token_ops",
+    **dict.fromkeys(_TENSOR_OPS, "mmcompile.kernels.tensor_parallel.boundary_ops"),
+    **dict.fromkeys(_VOCABULARY_OPS, "mmcompile.kernels.tensor_parallel.vocabulary"),
+    "gather_parameter": "mmcompile.kernels.sharded_parameters.gather_ops",
+}
+"""Op of ours -> the module that registers it."""
+NAMES = frozenset(("aten", "math", "mm", "operator", "torch"))
+"""What expressions read beside values, and `device`."""
+TAKEN = frozenset((*NAMES, "StageModule", "Stage", "device", "float", "mmcompile", "self", "slice", "tapped", "handed"))
+"""Names a source gives a meaning; `torch.mm` makes a node called "mm", and a model may call an input "aten"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expressions:
+    """Writes calls and arguments.
+
+    Args:
+        name: how a value of the graph is called.
+        device: how the device is called on which tensors are made.
+    """
+
+    name: Callable[[fx.Node], str]
+    device: str
+
+    def call(self, node: fx.Node) -> str:
+        """What a call node computes. Raises TypeError for what has no text."""
+        if node.target is operator.getitem:
+            return f"{self.value(node.args[0])}[{self.value(node.args[1])}]"
+        arguments = [self.value(argument) for argument in node.args]
+        arguments += [f"{name}={self.value(value)}" for name, value in node.kwargs.items()]
+        return f"{_target(node.target)}({', '.join(arguments)})"
+
+    def value(self, value: object) -> str:
+        """An argument of a call. Raises TypeError for what has no text."""
+        match value:
+            case fx.Node():
+                return self.name(value)
+            case torch.device():
+                return self.device
+            case bool() | int() | str() | None:
+                return repr(value)
+            case float() if not math.isfinite(value):
+                return f'float("{value}")'
+            case float() | torch.dtype() | torch.layout() | torch.memory_format():
+                return repr(value)
+            case list():
+                return f"[{', '.join(map(self.value, value))}]"
+            case tuple():
+                return f"({''.join(self.value(item) + ', ' for item in value)})"
+            case slice():
+                return f"slice({self.value(value.start)}, {self.value(value.stop)}, {self.value(value.step)})"
+        raise TypeError(f"cannot write {value!r} of type {type(value).__name__} into a stage source")
+
+
+def variable(node: fx.Node) -> str:
+    """The Python name of a value."""
+    return f"{node.name}_value" if node.name in TAKEN else node.name
+
+
+def identifier(text: str) -> str:
+    """A Python name that resembles a dotted one."""
+    found = re.sub(r"\W", "_", text)
+    return f"_{found}" if found[:1].isdigit() or keyword.iskeyword(found) else found
+
+
+def comment(node: fx.Node) -> str:
+    """Where a node of a stage comes from."""
+    path = info(node).module_path
+    if info(node).shared:
+        return f"shared value, computed in every stage that reads it (from {path or 'forward'})"
+    return path or "the model's own forward"
+
+
+def comment_in_layer(node: fx.Node, layer: str) -> str:
+    """Where a node of a layer function comes from.
+
+    Args:
+        layer: path of the layer that the function is written after.
+    """
+    path = info(node).module_path
+    if layer and path.startswith(f"{layer}."):
+        path = path.removeprefix(f"{layer}.")
+    elif layer and path == layer:
+        path = "the layer itself"
+    return f"shared value (from {path or 'forward'})" if info(node).shared else path or "the model's own forward"
+
+
+def registering_imports(nodes: Iterable[fx.Node]) -> str:
+    """Import lines of the modules that register the ops of ours that are called."""
+    called = {str(node.target).removeprefix("mmcompile.").removesuffix(".default") for node in nodes}
+    return "".join(
+        f"import {module}  # registers torch.ops.mmcompile.{name}\n"
+        for name, module in OP_MODULES.items()
+        if name in called
+    )
+
+
+def _target(target: object) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        text = str(target)
+        return text if text.startswith("aten.") else f"torch.ops.{text}"
+    if target in OWN_NODES:
+        return OWN_NODES[target]
+    module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
+    if module in ("_operator", "operator", "math"):
+        return f"{module.removeprefix('_')}.{name}"
+    raise TypeError(f"cannot write a call of {target!r} into a stage source")

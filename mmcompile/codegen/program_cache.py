@@ -1,0 +1,206 @@
+"""`Patterns`: finds, for every batch, the stage programs that hold for it, and captures new ones when none does.
+
+A pattern holds for a batch with the same inputs if its shapes fit (sizes may vary where the capture is symbolic) and the host
+program reads the same values from it (image grids, whether the mask is all true). Everything else of the batch is free: token
+ids, pixels, where placeholders stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+
+from mmcompile.codegen.program import PatternPrograms, PreparedMicrobatch, RowCount
+from mmcompile.codegen.rewritten_capture import WORDS
+from mmcompile.codegen.stage_passes import ShardsRight, with_axes
+from mmcompile.codegen.stage_programs import lower
+from mmcompile.codegen.token_shards import local_tokens, shard_inputs
+from mmcompile.errors import CaptureError
+from mmcompile.ir.capture import Capture, capture, differing_dims
+from mmcompile.ir.graph import dtype_name
+from mmcompile.ir.inputs import completed
+from mmcompile.ir.sizes import Shape, evaluate
+from mmcompile.passes.context_parallel.token_axis import LOCAL_TOKENS
+from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.pipeline import Pipeline
+from mmcompile.planner.plan.plan import Plan
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pattern:
+    capture: Capture = field(repr=False)
+    programs: PatternPrograms
+    host_shapes: Mapping[str, tuple[int, ...]]
+    """Of host values whose shape the pattern fixes."""
+    link_shapes: Mapping[str, Shape]
+    context_parallel: int
+    words: Mapping[str, str]
+    """Input with the words of a shard's tokens -> the host value with those of all."""
+
+    def match(self, tensors: Mapping[str, torch.Tensor]) -> PreparedMicrobatch | None:
+        """The batch prepared for this pattern, or None if it does not hold for it."""
+        bound = self.capture.sizes.bind(tensors)
+        if bound is None:
+            return None
+        sizes = self.capture.sizes.size_inputs(bound)
+        host = self.capture.host.run({**tensors, **sizes})
+        if host.reads != self.capture.reads or any(host.values[n].shape != s for n, s in self.host_shapes.items()):
+            return None
+        ports = [port for program in self.programs.programs.values() for port in program.inputs]
+        values = {**tensors, **host.values}
+        if self.context_parallel > 1:
+            words = {name: host.values[name] for name in self.words.values()}
+            values |= shard_inputs(words, self.words, self.context_parallel)
+            bound[LOCAL_TOKENS] = local_tokens(host.values[WORDS].shape[1], self.context_parallel)
+        return PreparedMicrobatch(
+            programs=self.programs,
+            sizes={port.name: sizes[port.name] for port in ports if port.kind == "size"},
+            values={port.name: values[port.name] for port in ports if port.kind in ("root", "host")},
+            link_shapes={
+                name: tuple(_number(size, bound) for size in shape) for name, shape in self.link_shapes.items()
+            },
+            num_tokens=host.num_tokens,
+            row_counts=self._row_counts(bound),
+        )
+
+    def _row_counts(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, RowCount]:
+        leading = {shape[0]: name for name, shape in self.capture.sizes.inputs.items() if shape}
+        inputs = {symbol: name for symbol, name in leading.items() if isinstance(symbol, sympy.Symbol)}
+        others = {symbol: size for symbol, size in bound.items() if symbol not in inputs}
+        return {
+            name: RowCount(expression=shape[0], inputs=inputs, sizes=others)
+            for name, shape in self.link_shapes.items()
+            if shape and isinstance(shape[0], sympy.Expr)
+        }
+
+
+@dataclass(slots=True)
+class _Family:
+    """Patterns of batches with the same inputs."""
+
+    patterns: list[_Pattern] = field(default_factory=list)
+    example: Mapping[str, Any] | None = None
+    """The first batch."""
+    varying: dict[str, set[int]] = field(default_factory=dict)
+    """Input name -> dims in which any later batch differed from it: worth keeping symbolic."""
+
+    def note(self, batch: Mapping[str, Any]) -> None:
+        """Remember in which dims a batch differs from the first one."""
+        if self.example is None:
+            self.example = batch
+        for name, dims in differing_dims(batch, self.example).items():
+            self.varying.setdefault(name, set()).update(dims)
+
+
+class Patterns:
+    """Stage programs of one model under one plan, by pattern.
+
+    Args:
+        model: what to capture; its parameters' values are not read.
+        plan: where layers run.
+        first: the capture the plan was made from; its layer order holds for all later ones.
+        batch: what `first` was captured on.
+        on_capture: called before each capture with the number of captures so far, for progress output.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        first: Capture,
+        batch: Mapping[str, Any],
+        on_capture: Callable[[int], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._components = first.graph.components
+        self._families: dict[Key, _Family] = {}
+        self._on_capture = on_capture
+        self._right = ShardsRight()
+        self.num_captures = 1
+        batch = completed(model, batch)
+        self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], example=batch)
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Every parameter and buffer of the model under every name it has."""
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        return {**named, **dict(self._model.named_buffers(remove_duplicate=False))}
+
+    def captured(self) -> tuple[PatternPrograms, ...]:
+        """Programs of all patterns so far."""
+        return tuple(pattern.programs for family in self._families.values() for pattern in family.patterns)
+
+    def prepare(self, batch: Mapping[str, Any]) -> PreparedMicrobatch:
+        """Match a batch with a pattern, capturing one if none holds.
+
+        Raises:
+            BatchError: the model refuses the batch.
+            CaptureError: the model cannot be captured on it.
+        """
+        batch = completed(self._model, batch)
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        family = self._families.setdefault(_key(batch), _Family())
+        for pattern in family.patterns:
+            prepared = pattern.match(tensors)
+            if prepared is not None:
+                return prepared
+        pattern = self._capture(batch, family)
+        prepared = pattern.match(tensors)
+        if prepared is None:
+            raise CaptureError(
+                "a graph does not hold for the batch it was captured on; please report the model and the batch"
+            )
+        family.patterns.append(pattern)
+        return prepared
+
+    def _capture(self, batch: Mapping[str, Any], family: _Family) -> _Pattern:
+        if self._on_capture is not None:
+            self._on_capture(self.num_captures)
+        family.note(batch)
+        captured = capture(self._model, batch, varying=family.varying, reference=self._components)
+        Pipeline(passes=(GradientFlow(),)).run(captured.graph)
+        self.num_captures += 1
+        return self._lowered(captured, batch)
+
+    def _lowered(self, captured: Capture, batch: Mapping[str, Any]) -> _Pattern:
+        captured = with_axes(captured, self._plan, batch, self._right)
+        programs = lower(captured, self._plan)
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        sizes = captured.sizes.size_inputs(captured.sizes.bind(tensors) or {})
+        links = {p.name for program in programs.programs.values() for p in program.inputs if p.kind == "link"}
+        nodes = captured.graph.module.graph.nodes
+        varying = {str(node.target) for node in nodes if node.op == "placeholder" and "symbolic_shape" in node.meta}
+        host = captured.host.run({**tensors, **sizes})
+        return _Pattern(
+            capture=captured,
+            programs=programs,
+            context_parallel=self._plan.context_parallel,
+            words={str(n.target): n.meta["words"] for n in nodes if "words" in n.meta and "shard" in n.meta},
+            host_shapes={name: value.shape for name, value in host.values.items() if name not in varying},
+            link_shapes={
+                node.name: node.meta.get("symbolic_shape") or tuple(node.meta["val"].shape)
+                for node in nodes
+                if node.name in links
+            },
+        )
+
+
+def _key(batch: Mapping[str, Any]) -> Key:
+    """What must be equal before sizes and values are compared: inputs, ranks, dtypes, plain values."""
+    return tuple(
+        (name, value.dim(), dtype_name(value.dtype)) if isinstance(value, torch.Tensor) else (name, repr(value))
+        for name, value in sorted(batch.items())
+    )
+
+
+def _number(size: object, bound: Mapping[Any, int]) -> int:
+    number = evaluate(size, bound)  # type: ignore[arg-type]
+    assert number is not None
+    return number

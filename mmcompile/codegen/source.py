@@ -1,0 +1,202 @@
+"""Write a stage as Python that a person can read: a function for each kind of layer, called once a layer with tensors by their
+original names, a comment per module, our own loss and merge."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from mmcompile.codegen.canonical import canonical_layers
+from mmcompile.codegen.cut import StageCut
+from mmcompile.codegen.expressions import TAKEN, Expressions, comment, identifier, registering_imports, variable
+from mmcompile.codegen.outline import Run, module_paths, runs_of
+from mmcompile.codegen.outline_text import LayerText, StageTensors
+from mmcompile.codegen.weight_grad_inputs import products_of
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.passes.cost.deferred_weights import DeferredWeight
+from mmcompile.passes.shared_values import Place
+
+_HEADER = '''"""{title}
+
+{notes}
+"""
+
+import math
+import operator
+
+import torch
+
+import mmcompile.ir.nodes as mm
+{imports}
+aten = torch.ops.aten
+'''
+_SHARED = "shared values, computed in every stage that reads them"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerChoices:
+    """How layers are written, beside what they compute."""
+
+    names: Mapping[Place, str] = field(default_factory=dict)
+    """Module path of each layer."""
+    recompute: Mapping[Place, Recompute] = field(default_factory=dict)
+    """Layers that compute activations again; others keep them."""
+    deferred: Mapping[fx.Node, DeferredWeight] = field(default_factory=dict)
+    """Products whose weight gradient is computed after the backward."""
+
+
+def layer_names(graph: ModelGraph) -> dict[Place, str]:
+    """The module path of each layer of a model."""
+    return {(component.name, layer.index): layer.name for component in graph.components for layer in component.layers}
+
+
+def stage_source(
+    part: StageCut,
+    names: Mapping[fx.Node, str],
+    constants: Mapping[fx.Node, str],
+    results: Iterable[fx.Node],
+    title: str,
+    notes: str,
+    *,
+    trained: Container[str] = (),
+    choices: LayerChoices | None = None,
+) -> str:
+    """Source text of one stage.
+
+    Args:
+        part: what the stage runs.
+        names: tensor node -> original parameter or buffer name, read as `self.t[name]`.
+        constants: tensor node -> constant name, read as `self.c[name]`.
+        results: nodes returned, in order.
+        title: first line of the docstring.
+        notes: the rest of it.
+        trained: names of parameters that train.
+        choices: how layers are written.
+    """
+    results = list(results)
+    tensors = StageTensors(names=names, constants=constants, trained=trained)
+    writer = _Writer(
+        tensors=tensors,
+        choices=choices or LayerChoices(),
+        results=frozenset(results),
+        variables=frozenset(map(variable, (*part.roots, *part.received, *part.nodes))),
+    )
+    runs = runs_of(part.nodes, results)
+    forward = list(writer.forward(runs))
+    arguments = "".join(f", {variable(node)}" for node in (*part.roots, *part.received))
+    text = [
+        _HEADER.format(title=title, notes=notes, imports=_imports(part.nodes, writer.deferring)),
+        *(f"\n\n{function}" for function in writer.functions()),
+        f"\n\nclass Stage(StageModule):\n    def forward(self{arguments}):\n",
+        *(f"        {line}\n" for line in forward),
+        f"        return ({''.join(variable(node) + ', ' for node in results)})\n",
+    ]
+    return "".join(text)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Function:
+    """A layer function, and the titles of the runs it computes."""
+
+    name: str
+    first: LayerText
+    prefix: str
+    serves: list[str]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Writer:
+    """Writes the runs of one stage, and gathers the functions they call."""
+
+    tensors: StageTensors
+    choices: LayerChoices
+    results: frozenset[fx.Node]
+    variables: frozenset[str]
+    """Names of all values of the stage."""
+    found: dict[str, _Function] = field(default_factory=dict)
+    """By canonical text."""
+    deferring: set[str] = field(default_factory=set)
+    """Functions of `mmcompile.codegen.weight_grad_split` that are called."""
+
+    def functions(self) -> Iterator[str]:
+        """Text of all functions, in the order of their first call."""
+        for function in self.found.values():
+            yield function.first.function(function.name, function.prefix, function.serves)
+
+    def forward(self, runs: Iterable[Run]) -> Iterator[str]:
+        """Lines of `forward`, without its end."""
+        runs = tuple(runs)
+        last_reader = {node: at for at, run in enumerate(runs) for node in run.inputs}
+        alive: list[fx.Node] = []
+        for at, run in enumerate(runs):
+            recompute = self._recompute(run)
+            products = products_of(run, self.choices.deferred, recomputed=recompute != "none")
+            layer = LayerText(run=run, tensors=self.tensors, products=products)
+            self.deferring.update(name for product in products for name in product.functions)
+            if run.is_inline:
+                yield from self._inline(run)
+                alive += run.nodes
+            else:
+                yield f"# {self._title(run)}"
+                yield from layer.call(self._function(layer), recompute)
+                alive += layer.returned
+            dead = [n for n in alive if last_reader.get(n, at) <= at and n not in self.results]
+            alive = [n for n in alive if last_reader.get(n, at) > at]
+            if dead and at + 1 < len(runs):
+                yield f"del {', '.join(map(variable, dead))}"
+
+    def _inline(self, run: Run) -> Iterator[str]:
+        def name(node: fx.Node) -> str:
+            return self.tensors.expression(node) if node.op == "get_attr" else variable(node)
+
+        text = Expressions(name=name, device="self.device")
+        for _, nodes in module_paths(run.nodes):
+            yield f"# {comment(nodes[0])}"
+            yield from (f"{variable(node)} = {text.call(node)}" for node in nodes)
+
+    def _title(self, run: Run) -> str:
+        return _SHARED if run.place is None else self._path(run) or "the model's own forward"
+
+    def _path(self, run: Run) -> str:
+        return self.choices.names.get(run.place, "") if run.place is not None else ""
+
+    def _recompute(self, run: Run) -> Recompute:
+        return "none" if run.place is None else self.choices.recompute.get(run.place, "none")
+
+    def _function(self, layer: LayerText) -> str:
+        """The function that computes a run: one met before, if it does the same."""
+        prefix, title = self._path(layer.run), self._title(layer.run)
+        (canonical,) = canonical_layers(layer.function("layer", prefix, [title]), title).values()
+        known = self.found.get(canonical.text)
+        if known is None:
+            name = self._free_name(layer.run)
+            known = self.found[canonical.text] = _Function(name=name, first=layer, prefix=prefix, serves=[])
+        known.serves.append(title)
+        return known.name
+
+    def _free_name(self, run: Run) -> str:
+        """`language_model_layer` for a numbered layer, `language_model_embed_tokens` for another; numbered where taken."""
+        if run.place is None:
+            base = "shared_values"
+        else:
+            leaf = self._path(run).rpartition(".")[2]
+            base = identifier(f"{run.place[0]}_{'layer' if leaf.isdecimal() or not leaf else leaf}")
+        used = {function.name for function in self.found.values()} | TAKEN | self.variables
+        numbers = (f"{base}_{number}" for number in range(2, len(used) + 3))
+        return next(name for name in (base, *numbers) if name not in used)
+
+
+def _imports(nodes: Iterable[fx.Node], deferring: Iterable[str]) -> str:
+    lines = [
+        *registering_imports(nodes).splitlines(),
+        *(
+            [f"from mmcompile.codegen.weight_grad_split import {', '.join(names)}"]
+            if (names := sorted(deferring))
+            else []
+        ),
+        "from mmcompile.codegen.stage_module import StageModule",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,141 @@
+"""`StageModule`: what every generated stage class derives from. It holds tensors under the model's own names, and runs layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmcompile.codegen.selective import selective_contexts
+from mmcompile.codegen.weight_grad_split import DeferredGradient, new_tap
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.errors import VerifyError
+from mmcompile.kernels.sharded_parameters.regather import regathering
+
+Layer = Callable[..., tuple[Tensor, ...]]
+LayerRunner = Callable[[Layer, Recompute, tuple[Any, ...]], tuple[Tensor, ...]]
+"""Runs a layer function on arguments, and has its backward compute again what it says."""
+
+
+def run_eagerly(layer: Layer, recompute: Recompute, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Call a layer function as it is.
+
+    What is computed again has the same random numbers, and the same bits: autograd sees the graph that it sees without.
+    """
+    if recompute == "none" or not torch.is_grad_enabled():
+        return layer(*arguments)
+    if recompute == "full":
+        return checkpoint(layer, *arguments, use_reentrant=False)
+    return checkpoint(layer, *arguments, use_reentrant=False, context_fn=selective_contexts)
+
+
+class StageModule(nn.Module):
+    """Base of generated stages: `self.t["model.layers.0.q.weight"]` and `self.c["rope_table"]`.
+
+    Parameters and buffers also hang in nested submodules, so that `named_parameters()` yields the original dotted
+    names. Tensors are kept, not copied: stages built from the same `nn.Parameter` objects share them.
+
+    Args:
+        parameters: by original name; `requires_grad` is left as it is.
+        buffers: by original name.
+        constants: values known at capture, by attribute name.
+        device: where all of them are.
+        runner: of layer functions.
+        gathers: it gathers parameters that replicas share, and keeps none of them whole for its backward.
+    """
+
+    t: dict[str, Tensor]
+    c: dict[str, Tensor]
+    device: torch.device
+    """Where its tensors live; sources make new tensors there."""
+    runner: LayerRunner
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        device: torch.device | str = "cpu",
+        runner: LayerRunner = run_eagerly,
+        *,
+        gathers: bool = False,
+    ) -> None:
+        super().__init__()
+        self.t = {**parameters, **buffers}
+        self.c = dict(constants)
+        self.device = torch.device(device)
+        self.runner = runner
+        if gathers:
+            self.forward = _forgetting(self.forward)
+        self._deferred: list[DeferredGradient] | None = None
+        for name, parameter in parameters.items():
+            owner, leaf = _owner(self, name)
+            owner.register_parameter(leaf, parameter)
+        for name, buffer in buffers.items():
+            owner, leaf = _owner(self, name)
+            owner.register_buffer(leaf, buffer)
+
+    def run_deferring(self, *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[DeferredGradient, ...]]:
+        """The stage's results, and the weight gradients that their backward leaves out.
+
+        They are those that the source defers (`self.defer`); without gradient mode there are none.
+        """
+        self._deferred = []
+        try:
+            return self(*inputs), tuple(self._deferred)
+        finally:
+            self._deferred = None
+
+    def run(self, layer: Layer, *arguments: Any) -> tuple[Tensor, ...]:
+        """Call a layer function."""
+        return self.runner(layer, "none", arguments)
+
+    def recompute(self, recompute: Recompute, layer: Layer, *arguments: Any) -> tuple[Tensor, ...]:
+        """Call a layer function whose backward computes activations again."""
+        return self.runner(layer, recompute, arguments)
+
+    def tap(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What takes up the gradient of a product whose weight gradient is deferred, or what was multiplied."""
+        return new_tap(shape, dtype, self.device)
+
+    def defer(self, tap: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, recomputed: bool = False) -> None:
+        """Leave the gradient of a product's weight for later (arguments as of `DeferredGradient`).
+
+        Raises:
+            VerifyError: nobody would compute it.
+        """
+        if not torch.is_grad_enabled():
+            return
+        if self._deferred is None:
+            raise VerifyError(
+                "this stage leaves weight gradients for later; call run_deferring, and add what it returns"
+            )
+        self._deferred.append(DeferredGradient(tap=tap, x=x, weight=weight, bias=bias, recomputed=recomputed))
+
+
+def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that keeps no gathered parameters for its backward."""
+
+    @functools.wraps(forward)
+    def run(*inputs: Any) -> Any:
+        with regathering():
+            return forward(*inputs)
+
+    return run
+
+
+class _Namespace(nn.Module):
+    """An inner node of a dotted name; it only holds."""
+
+
+def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The submodule that holds the last part of a dotted name, made where missing."""
+    *path, leaf = name.split(".")
+    for part in path:
+        # Not add_module: a model may call a child "t" or "forward", which is an attribute here.
+        root = root._modules.setdefault(part, _Namespace())  # type: ignore[assignment]
+    return root, leaf

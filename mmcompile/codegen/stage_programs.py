@@ -1,0 +1,226 @@
+"""From a captured graph and a plan to stage programs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from mmcompile.codegen.cut import Cut, StageCut, cut
+from mmcompile.codegen.program import PatternPrograms, Port, StageProgram
+from mmcompile.codegen.source import LayerChoices, layer_names, stage_source
+from mmcompile.ir.capture import Capture
+from mmcompile.ir.compat import FakeTensor
+from mmcompile.ir.graph import ModelGraph, ParameterSpec, TensorSpec, dtype_name, results_of
+from mmcompile.ir.host_shapes import attribute
+from mmcompile.ir.sizes import shape_of
+from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.passes.cost.deferred_weights import DeferredWeights
+from mmcompile.passes.cost.recompute import Recomputed
+from mmcompile.passes.values import op_name
+from mmcompile.planner.plan.placement import shard_name, shard_names
+from mmcompile.planner.plan.plan import Link, Plan, Stage
+
+
+def lower(capture: Capture, plan: Plan) -> PatternPrograms:
+    """Stage programs of one captured graph, one for each shard of a stage. Nodes must be annotated by gradient-flow."""
+    graph = capture.graph
+    parts = cut(graph, plan)
+    shards = _Shards.of(graph, plan, parts)
+    choices = LayerChoices(
+        names=layer_names(graph),
+        recompute=Recomputed(modes=plan.modes).run(graph),
+        deferred=DeferredWeights().run(graph) if plan.schedule == "zb-h1" else {},
+    )
+    programs = {
+        shard: shards.program(_program(graph, plan, parts, part, index % shards.tp[name], choices), index)
+        for name, part in parts.stages.items()
+        for index, shard in enumerate(shards.names[name])
+    }
+    digest = hashlib.sha256("".join(program.source for program in programs.values()).encode()).hexdigest()[:12]
+    return PatternPrograms(
+        pattern=digest,
+        programs={name: replace(program, pattern=digest) for name, program in programs.items()},
+        per_token=graph.loss.per_token,
+    )
+
+
+def links(parts: Cut) -> tuple[Link, ...]:
+    """The links of a plan, from the cut of the graph it was made for."""
+    found = []
+    for name, part in parts.stages.items():
+        for target in dict.fromkeys(peer for _, peers in part.sent for peer in peers):
+            nodes = [node for node, peers in part.sent if target in peers]
+            found.append(
+                Link(
+                    source=name,
+                    target=target,
+                    tensors=tuple(
+                        TensorSpec(name=n.name, shape=shape_of(n), dtype=dtype_name(n.meta["val"].dtype)) for n in nodes
+                    ),
+                    gradient=tuple(n.name for n in nodes if n in parts.needs_gradient),
+                    num_bytes=sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in nodes),
+                )
+            )
+    return tuple(found)
+
+
+def _program(
+    graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut, index: int, choices: LayerChoices
+) -> StageProgram:
+    """The program of a stage, with ports between whole stages.
+
+    Args:
+        index: of the rank among those that share tensors.
+    """
+    shards = graph.shards
+    specs = {s.name: _part(s, shards[s.name], index) if s.name in shards else s for s in graph.parameters}
+    held = {**{name: spec.name for name, spec in specs.items()}, **{name: name for name in graph.buffers}}
+    names = {node: held[str(node.target)] for node in part.tensors if str(node.target) in held}
+    constants = {node: str(node.target) for node in part.tensors if node not in names}
+    outputs = [node for node, _ in part.sent]
+    loss = list(results_of(graph.module.graph))
+    is_loss = parts.owner.get(loss[0]) == part.stage
+    results = [*outputs, *(loss if is_loss else ())]
+    stage = plan.stage(part.stage)
+    read = dict.fromkeys(str(node.target) for node in names)
+    parameters = tuple(specs[name] for name in read if name in specs)
+    return StageProgram(
+        stage=part.stage,
+        pattern="",
+        source=stage_source(
+            part,
+            names,
+            constants,
+            results,
+            f"Stage {part.stage} of {graph.name}.",
+            _notes(stage, parameters),
+            trained=frozenset(spec.name for spec in parameters if spec.trainable),
+            choices=choices,
+        ),
+        inputs=(
+            *(_root_port(node) for node in part.roots),
+            *(_link_port(node, parts, (parts.owner[node],)) for node in part.received),
+        ),
+        outputs=(
+            *(_link_port(node, parts, peers) for node, peers in part.sent),
+            *(_loss_ports(loss) if is_loss else ()),
+        ),
+        parameters=parameters,
+        buffers=tuple(name for name in read if name not in specs),
+        constants={name: _constant(graph.module, node) for node, name in constants.items()},
+        is_loss=is_loss,
+        has_backward=any(node in parts.needs_gradient for node in part.nodes),
+        gathered=tuple(
+            str(node.all_input_nodes[0].target) for node in part.nodes if op_name(node) == "mmcompile.gather_parameter"
+        ),
+    )
+
+
+def _part(spec: ParameterSpec, shard: TensorShard, index: int) -> ParameterSpec:
+    """What a rank's replica 0 holds."""
+    return spec.part(shard, shard.index(index))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shards:
+    """Which shards of stages talk to which.
+
+    Ranks that share tensors follow each other, for each part of the tokens. Stages of a chain are shared by equally many ranks:
+    each shard talks to the one of the same number. What crosses between chains is whole: the first shard of the stage that makes
+    it sends it to all shards that read it, and gets all their gradients. The other shards of tensors make it too, for nobody, and
+    run its backward with the first (`tp_exit`).
+    """
+
+    names: Mapping[str, tuple[str, ...]]
+    """Stage -> what programs call its shards."""
+    chains: Mapping[str, str]
+    """Stage -> its chain."""
+    tp: Mapping[str, int]
+    """Stage -> ranks that share its tensors."""
+    differing: frozenset[str]
+    """Inputs whose value differs by shard."""
+
+    @classmethod
+    def of(cls, graph: ModelGraph, plan: Plan, parts: Cut) -> _Shards:
+        nodes = graph.module.graph.nodes
+        placed = [(stage, chain) for chain in plan.chains for stage in chain.stages if stage.name in parts.stages]
+        return cls(
+            names={stage.name: shard_names(stage, chain.dp) for stage, chain in placed},
+            chains={stage.name: chain.name for stage, chain in placed},
+            tp={stage.name: chain.tp for stage, chain in placed},
+            differing=frozenset(str(n.target) for n in nodes if n.op == "placeholder" and "shard" in n.meta),
+        )
+
+    def program(self, program: StageProgram, index: int) -> StageProgram:
+        """The program of a shard, from that of the stage."""
+        stage = program.stage
+        return replace(
+            program,
+            stage=self.names[stage][index],
+            inputs=tuple(self._input(port, stage, index) for port in program.inputs),
+            outputs=tuple(self._output(port, stage, index) for port in program.outputs),
+        )
+
+    def _input(self, port: Port, stage: str, index: int) -> Port:
+        if port.kind == "host" and port.name in self.differing:
+            return replace(port, name=shard_name(port.name, index // self.tp[stage]))
+        return replace(
+            port, peers=tuple(self.names[peer][index if self._together(stage, peer) else 0] for peer in port.peers)
+        )
+
+    def _output(self, port: Port, stage: str, index: int) -> Port:
+        peers: list[str] = []
+        for peer in port.peers:
+            if self._together(stage, peer):
+                peers.append(self.names[peer][index])
+            elif index == 0:
+                peers += self.names[peer]
+        return replace(port, peers=tuple(peers))
+
+    def _together(self, stage: str, peer: str) -> bool:
+        return self.chains[stage] == self.chains[peer]
+
+
+def _notes(stage: Stage, parameters: tuple[ParameterSpec, ...]) -> str:
+    trained = sum(spec.num_elements for spec in parameters if spec.trainable)
+    frozen = sum(spec.num_elements for spec in parameters if not spec.trainable)
+    layers = "\n".join(f"    {name}" for name in stage.layer_names)
+    return f"Trains {trained:,} parameters, keeps {frozen:,} frozen. Layers:\n{layers}"
+
+
+def _root_port(node: fx.Node) -> Port:
+    # By target, the batch's own name: the node of an input called "id" has another, since that is a Python builtin.
+    name = str(node.target)
+    if "size" in node.meta:
+        return Port(name=name, kind="size", shape=(), dtype="int64", expression=node.meta["size"])
+    kind = "host" if "roots" in node.meta else "root"
+    return Port(name=name, kind=kind, shape=shape_of(node), dtype=dtype_name(node.meta["val"].dtype))
+
+
+def _link_port(node: fx.Node, parts: Cut, peers: tuple[str, ...]) -> Port:
+    return Port(
+        name=node.name,
+        kind="link",
+        shape=shape_of(node),
+        dtype=dtype_name(node.meta["val"].dtype),
+        gradient=node in parts.needs_gradient,
+        peers=peers,
+    )
+
+
+def _loss_ports(loss: list[fx.Node]) -> tuple[Port, ...]:
+    names = ("loss_sum", "num_tokens")[: len(loss)]
+    return tuple(
+        Port(name=name, kind="link", shape=(), dtype=dtype_name(node.meta["val"].dtype))
+        for name, node in zip(names, loss, strict=True)
+    )
+
+
+def _constant(module: nn.Module, node: fx.Node) -> torch.Tensor:
+    value = attribute(module, str(node.target))
+    assert not isinstance(value, FakeTensor)
+    return value

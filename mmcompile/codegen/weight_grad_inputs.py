@@ -1,0 +1,102 @@
+"""Taps: what a layer function is called with so that the backward leaves behind what weight gradients are computed from later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import sympy
+from torch import fx
+
+from mmcompile.codegen.expressions import variable
+from mmcompile.codegen.outline import Run
+from mmcompile.ir.graph import info
+from mmcompile.ir.sizes import shape_of
+from mmcompile.passes.cost.deferred_weights import DeferredWeight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tap:
+    """A tensor of the shape of a value, of which the backward makes the gradient."""
+
+    name: str
+    node: fx.Node
+    """The value."""
+    sizes: tuple[str, ...]
+    """As expressions over what the run is called with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """A product of a run whose weight gradient is computed later."""
+
+    tap: Tap
+    """Takes up the gradient of the product's result."""
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    """None if it does not train."""
+    x_tap: Tap | None
+    """Takes up x in the backward; None where x is kept from the forward on."""
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Of `mmcompile.codegen.weight_grad_split`, that its text calls."""
+        return ("tapped",) if self.x_tap is None else ("tapped", "handed")
+
+
+def products_of(run: Run, deferred: Mapping[fx.Node, DeferredWeight], *, recomputed: bool) -> tuple[Product, ...]:
+    """The products of a run whose weight gradient can wait: those of a result whose sizes follow from the run's inputs.
+
+    Args:
+        recomputed: the run computes again in its backward what it does not return. Only x that carry gradient can be had from
+            there (else no backward comes by), and only of sizes that follow from the inputs; others are kept.
+    """
+    tap_of = partial(_tap, known=_known_sizes(run))
+    found = []
+    for node in run.nodes:
+        tap = tap_of(node, suffix="tap") if node in deferred else None
+        if tap is None:
+            continue
+        given = deferred[node]
+        again = recomputed and given.x in run.nodes and given.x not in run.outputs and info(given.x).carries_gradient
+        x_tap = tap_of(given.x, suffix="x_tap") if again else None
+        found.append(Product(tap=tap, x=given.x, weight=given.weight, bias=given.bias, x_tap=x_tap))
+    return tuple(found)
+
+
+def _tap(node: fx.Node, *, suffix: str, known: Mapping[str, str]) -> Tap | None:
+    """None if the sizes do not follow from the run's inputs."""
+    shape = node.meta.get("symbolic_shape") or tuple(node.meta["val"].shape)
+    sizes = [_size(size, known) for size in shape]
+    found = tuple(size for size in sizes if size is not None)
+    return Tap(name=f"{node.name}_{suffix}", node=node, sizes=found) if len(found) == len(sizes) else None
+
+
+def _known_sizes(run: Run) -> dict[str, str]:
+    """Text of a size -> an expression for it."""
+    known: dict[str, str] = {}
+    for node in run.inputs:
+        if "size" in node.meta:
+            known.setdefault(node.meta["size"], variable(node))
+        elif "val" in node.meta:
+            for dim, size in enumerate(shape_of(node)):
+                if isinstance(size, str):
+                    known.setdefault(size, f"{variable(node)}.shape[{dim}]")
+    return known
+
+
+def _size(size: int | sympy.Expr, known: Mapping[str, str]) -> str | None:
+    """A size as an expression; None if the known ones do not tell it."""
+    if isinstance(size, int) or str(size) in known:
+        return known.get(str(size), str(size))
+    symbols = {str(symbol) for symbol in size.free_symbols}
+    if (
+        not symbols <= known.keys()
+        or not size.is_polynomial()
+        or not all(a.is_integer for a in size.atoms(sympy.Number))
+    ):
+        return None
+    return re.sub(r"[A-Za-z_]\w*", lambda match: known[match[0]], str(size))

@@ -1,0 +1,97 @@
+"""Example batches of composed models: random text with images and sounds where the encoders want them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmcompile.composition.encoder import modality
+from mmcompile.composition.merge import IGNORED_LABEL
+from mmcompile.composition.probe import images as random_images
+from mmcompile.composition.probe import sounds
+from mmcompile.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mmcompile.composition.model import ComposedModel
+
+_LEAD = 2
+"""Text tokens before the first image, and between two."""
+
+
+def example_batch(
+    model: ComposedModel, *, batch_size: int, text_tokens: int, images: int, image_size: int, audios: int
+) -> dict[str, Tensor]:
+    """A batch of random tokens with labels on the text.
+
+    Args:
+        batch_size: samples.
+        text_tokens: a sample, beside placeholders; fewer where the language model has no positions for them.
+        images: a sample and vision encoder.
+        image_size: height and width in pixels, for encoders that take any size.
+        audios: sounds, a sample and audio encoder.
+
+    Raises:
+        ConfigError: an encoder's inputs cannot be made, or leave no room for text.
+    """
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    batch: dict[str, Tensor] = {}
+    spans: list[tuple[int | None, int]] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name in model.encoder_names:
+            count = audios if modality(model.encoder(name).module) == "audio" else images
+            if not count:
+                continue
+            media = _media(model, name, batch_size * count, image_size)
+            batch.update(media)
+            tokens = model.num_tokens(name, media) // (batch_size * count)
+            spans += [(model.placeholders.get(name), tokens)] * count
+        limit = getattr(config, "max_position_embeddings", None)
+        room = limit - sum(count for _, count in spans) if isinstance(limit, int) and limit > 0 else text_tokens
+        length = min(text_tokens, room)
+        if length < _LEAD * (len(spans) + 1):
+            raise ConfigError(
+                f"an example batch has {length} text tokens around {len(spans)} images or sounds of "
+                f"{sum(count for _, count in spans)} tokens in a language model of {limit} positions; wanted at least "
+                f"{_LEAD * (len(spans) + 1)}: pass a batch of your own"
+            )
+        batch.update(_text(int(config.vocab_size), batch_size, length, spans))
+    return batch
+
+
+def _media(model: ComposedModel, name: str, count: int, image_size: int) -> dict[str, Tensor]:
+    """By name in a batch."""
+    encoder = model.encoder(name)
+    if encoder.example is not None:
+        raise ConfigError(f"encoder {name!r} has inputs of its own (Encoder(example=...)); pass a batch of your own")
+    if modality(encoder.module) != "audio":
+        return {
+            model.input_names[name][key]: value
+            for key, value in random_images(encoder.module, count, image_size).items()
+        }
+    problems: list[str] = []
+    for found in sounds(encoder.module, count):
+        media = {model.input_names[name][key]: value for key, value in found.items()}
+        try:
+            model.num_tokens(name, media)
+        except Exception as error:  # what an encoder raises for inputs that it does not know
+            problems.append(str(error))
+            continue
+        return media
+    raise ConfigError(f"no example can be made for encoder {name!r}: {'; '.join(problems)}; pass a batch of your own")
+
+
+def _text(vocabulary: int, samples: int, text_tokens: int, spans: list[tuple[int | None, int]]) -> dict[str, Tensor]:
+    """Two text tokens before each span of placeholders, the rest after the last."""
+    placed = [(token, count) for token, count in spans if token is not None]
+    length = text_tokens + sum(count for _, count in placed)
+    ids = torch.randint(min(10, vocabulary - 1), vocabulary, (samples, length))
+    labels = ids.clone()
+    position = _LEAD
+    for token, count in placed:
+        ids[:, position : position + count] = token
+        labels[:, position : position + count] = IGNORED_LABEL
+        position += count + _LEAD
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}

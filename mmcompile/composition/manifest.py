@@ -1,0 +1,93 @@
+"""What `composed.json` says: how parts are joined, by values and names alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mmcompile.composition.encoder import Layout
+from mmcompile.errors import CheckpointError, ConfigError
+
+VERSION = 1
+MANIFEST = "composed.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedPart:
+    """A model of transformers in a sub-folder."""
+
+    module: str
+    """Python module of its class, inside transformers."""
+    name: str
+    adapter: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedEncoder:
+    """Options of an encoder, and what its probe found."""
+
+    part: SavedPart
+    output: str
+    layer: int | None
+    drop_tokens: int
+    layout: Layout
+    input_names: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedProjector:
+    """How a projector is made again."""
+
+    kind: str
+    """`"linear"`, `"mlp"`, `"qformer"`, or the import path of a module's class, which is given again."""
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composed:
+    """The manifest."""
+
+    version: int
+    encoders: dict[str, SavedEncoder]
+    projectors: dict[str, SavedProjector]
+    language_model: SavedPart
+    merge: str
+    """`"placeholder"`, `"prepend"`, or the import path of a function."""
+    placeholders: dict[str, int]
+    callbacks: dict[str, dict[str, str]]
+    """Part -> when -> import path."""
+
+
+def read(place: Path, folder: object) -> Composed:
+    try:
+        raw = msgspec.json.decode((place / MANIFEST).read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"no composed model at {folder}: wanted a folder with {MANIFEST}, as save_pretrained writes it"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{place / MANIFEST} is damaged: {error}; load an older one") from error
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if version != VERSION:
+        raise CheckpointError(f"{place / MANIFEST} has version {version!r}; this mmcompile reads version {VERSION}")
+    try:
+        return msgspec.convert(raw, Composed)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{place / MANIFEST} is damaged: {error}; load an older one") from error
+
+
+def path_of(what: str, value: object) -> str:
+    """`package.module:name` of a function, a class, or a module's class.
+
+    Raises:
+        ConfigError: it has no name that others can import.
+    """
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    if "<" in named.__qualname__:
+        raise ConfigError(
+            f"{what} is {named.__module__}.{named.__qualname__}, which has no name in a file; define it at the top of a module"
+        )
+    return f"{named.__module__}:{named.__qualname__}"

@@ -1,0 +1,194 @@
+"""Composed models on disk: a folder that loads without code, replaced as a whole.
+
+composed.json               how the parts are joined (`Composed`)
+<part>/                     each encoder and the language model, as its own `save_pretrained` writes it
+<part>/adapter/             its adapters, where it is a peft model; <part>/ is then the model under them
+joints.safetensors          weights of projectors, and of modules among the callbacks
+
+Functions and modules of one's own have no place in a file: their import path is written down, and whoever loads gives them again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mmcompile.composition.callbacks import Callbacks
+from mmcompile.composition.encoder import Encoder
+from mmcompile.composition.manifest import MANIFEST, VERSION, Composed, SavedEncoder, SavedProjector, path_of, read
+from mmcompile.composition.merge import KINDS, MergeFunction
+from mmcompile.composition.model import LANGUAGE_MODEL, ComposedModel, projector_of
+from mmcompile.composition.parts import load_part, save_part, saved_part
+from mmcompile.composition.projectors import MLP, QFormer
+from mmcompile.errors import CheckpointError, ConfigError, OutputError
+from mmcompile.files import write_atomic
+from mmcompile.runtime.checkpoint.checkpoint_folder import place_of, replacing, resolved, swap
+
+_JOINTS = "joints.safetensors"
+
+
+def save(model: ComposedModel, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
+    """Write a composed model. Which parameters are frozen is not saved.
+
+    Args:
+        folder: replaced, if a composed model is there; files in it that are not ours are kept.
+        state_dict: weights by name in `model`, in place of its own.
+
+    Raises:
+        ConfigError: a part that cannot be loaded again: no model of transformers, adapters that are not a peft model's, a lambda.
+        OutputError: the folder holds something else.
+        CheckpointError: it cannot be written; what was there is untouched.
+    """
+    target = resolved(Path(folder))
+    if target.exists() and not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise OutputError(f"{target} exists and holds no {MANIFEST}; name another folder, or empty it")
+    manifest = _manifest(model)
+    weights = model.state_dict() if state_dict is None else dict(state_dict)
+    there = read(target, folder) if (target / MANIFEST).is_file() else manifest
+    ours = (MANIFEST, _JOINTS, LANGUAGE_MODEL, *there.encoders)
+    with replacing(target) as fresh:
+        parts = {name: saved.part for name, saved in manifest.encoders.items()} | {
+            LANGUAGE_MODEL: manifest.language_model
+        }
+        for name, part in parts.items():
+            own = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+            save_part(name, model.get_submodule(name), part, own, fresh / name)
+        joints = {
+            key: value.detach().cpu().contiguous() for key, value in weights.items() if key.split(".")[0] not in parts
+        }
+        save_file({key: value.clone() for key, value in joints.items()}, fresh / _JOINTS)
+        write_atomic(fresh / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+        swap(fresh, target, lambda path: PurePath(path).parts[0] in ours)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    projectors: Mapping[str, nn.Module],
+    merge: MergeFunction | None,
+    callbacks: Mapping[str, Callbacks],
+) -> ComposedModel:
+    """Read a composed model, with all parameters trainable.
+
+    Raises:
+        CheckpointError: there is none, another version wrote it, or it is damaged.
+        ConfigError: it was saved with code of one's own that is not given, or the other way round.
+    """
+    place = place_of(Path(folder), MANIFEST) or resolved(Path(folder))
+    manifest = read(place, folder)
+    _check_code(
+        "merge", {} if manifest.merge in KINDS else {"merge": manifest.merge}, {} if merge is None else {"merge": merge}
+    )
+    own_kinds = {name: saved.kind for name, saved in manifest.projectors.items() if not saved.sizes}
+    _check_code("projectors", own_kinds, {name: type(module) for name, module in projectors.items()})
+    _check_code(
+        "callbacks",
+        {f"{part}.{when}": path for part, own in manifest.callbacks.items() for when, path in own.items()},
+        {f"{part}.{when}": callback for part, own in callbacks.items() for when, callback in own.given()},
+    )
+    try:
+        model = ComposedModel(
+            {name: _encoder(place / name, saved) for name, saved in manifest.encoders.items()},
+            {name: projectors.get(name) or _projector(saved) for name, saved in manifest.projectors.items()},
+            load_part(place / LANGUAGE_MODEL, manifest.language_model),
+            layouts={name: saved.layout for name, saved in manifest.encoders.items()},
+            input_names={name: saved.input_names for name, saved in manifest.encoders.items()},
+            placeholders=manifest.placeholders,
+            merge=manifest.merge if merge is None else merge,  # type: ignore[arg-type]
+            callbacks=callbacks,
+        )
+        joints = load_file(place / _JOINTS)
+    except (OSError, SafetensorError, ImportError, AttributeError) as error:
+        raise CheckpointError(f"the composed model at {folder} is damaged: {error}; load an older one") from error
+    return _with_joints(model, joints, folder)
+
+
+def _with_joints(model: ComposedModel, joints: Mapping[str, Tensor], folder: object) -> ComposedModel:
+    parts = {*model.encoder_names, LANGUAGE_MODEL}
+    wanted = {key: value for key, value in model.state_dict().items() if key.split(".")[0] not in parts}
+    shapes = ({key: tuple(value.shape) for key, value in tensors.items()} for tensors in (joints, wanted))
+    saved, have = shapes
+    if saved != have:
+        differ = sorted(key for key in saved.keys() | have.keys() if saved.get(key) != have.get(key))
+        raise CheckpointError(
+            f"weights at {folder} do not fit: {', '.join(f'{key} {saved.get(key)} for {have.get(key)}' for key in differ[:3])}; "
+            "give the projectors and callbacks it was saved with"
+        )
+    for name, module in model.named_children():
+        if name not in parts:
+            own = {key.removeprefix(f"{name}."): v for key, v in joints.items() if key.startswith(f"{name}.")}
+            if own:
+                module.to(next(iter(own.values())).dtype).load_state_dict(own)
+    return model
+
+
+def _manifest(model: ComposedModel) -> Composed:
+    encoders = {name: model.encoder(name) for name in model.encoder_names}
+    joints = {name: model.get_submodule(projector_of(name)) for name in encoders}
+    return Composed(
+        version=VERSION,
+        encoders={
+            name: SavedEncoder(
+                part=saved_part(name, encoder.module),
+                output=encoder.output,
+                layer=encoder.layer,
+                drop_tokens=encoder.drop_tokens,
+                layout=model.layout(name),
+                input_names=model.input_names[name],
+            )
+            for name, encoder in encoders.items()
+        },
+        projectors={name: _saved_projector(name, module) for name, module in joints.items()},
+        language_model=saved_part(LANGUAGE_MODEL, model.get_submodule(LANGUAGE_MODEL)),
+        merge=model.merge if isinstance(model.merge, str) else path_of("merge", model.merge),
+        placeholders=model.placeholders,
+        callbacks={
+            part: {when: path_of(f"callback {when} of {part!r}", callback) for when, callback in own.given()}
+            for part, own in model.callbacks.items()
+        },
+    )
+
+
+def _encoder(folder: Path, saved: SavedEncoder) -> Encoder:
+    return Encoder(load_part(folder, saved.part), output=saved.output, layer=saved.layer, drop_tokens=saved.drop_tokens)
+
+
+def _saved_projector(name: str, module: nn.Module) -> SavedProjector:
+    if type(module) is nn.Linear and "bias" in dict(module.named_parameters()):
+        return SavedProjector(kind="linear", sizes={"features": module.in_features, "hidden": module.out_features})
+    if type(module) is MLP:
+        first = module.linear_1
+        return SavedProjector(kind="mlp", sizes={"features": first.in_features, "hidden": first.out_features})
+    if type(module) is QFormer:
+        sizes = {"features": module.features_norm.normalized_shape[0], "hidden": module.queries.shape[1]}
+        sizes |= {"num_queries": module.queries.shape[0], "depth": len(module.blocks)}
+        return SavedProjector(kind="qformer", sizes=sizes)
+    return SavedProjector(kind=path_of(f"projector of {name!r}", type(module)))
+
+
+_PROJECTORS = {"linear": nn.Linear, "mlp": MLP, "qformer": QFormer}
+
+
+def _projector(saved: SavedProjector) -> nn.Module:
+    if saved.kind == "linear":
+        return nn.Linear(saved.sizes["features"], saved.sizes["hidden"])
+    return _PROJECTORS[saved.kind](**saved.sizes)
+
+
+def _check_code(option: str, saved: Mapping[str, str], given: Mapping[str, object]) -> None:
+    """Code named in a manifest is given by the caller, and is what was saved."""
+    if missing := set(saved) - set(given):
+        lines = ", ".join(f"{key} {saved[key]}" for key in sorted(missing))
+        raise ConfigError(f"this model was saved with code of its own in {option}: {lines}; pass {option}=")
+    if unused := set(given) - set(saved):
+        raise ConfigError(f"{option} {', '.join(sorted(unused))} has no effect: the model was saved without; drop it")
+    for key, value in given.items():
+        if path_of(f"{option} {key}", value) != saved[key]:
+            raise ConfigError(
+                f"{option} {key} is {path_of(f'{option} {key}', value)}; the model was saved with {saved[key]}"
+            )

@@ -1,0 +1,141 @@
+"""`Batches`: the samples of one step after the other, as a function of a cursor, so that any worker can read on from any step.
+
+A cursor is JSON text and says all there is to say: a worker that never read goes on from it with the same samples in the same
+order. Epochs follow one another without a gap: what an epoch lacks of a full batch comes from the next one. So every step has
+`batch_size` samples, and each epoch uses every sample exactly once; one step may hold a sample twice, of two epochs.
+
+Nothing is opened and no thread is started before the first `read`: workers are forked from the process that makes these.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from mmcompile.data.collate import Sample
+from mmcompile.data.cursor import MapCursor, decode, encode
+from mmcompile.data.data_checks import asked, check_batch_size, check_sample, check_size, named
+from mmcompile.data.iterable_batches import IterableBatches, Stream
+from mmcompile.errors import DataError
+
+__all__ = ["Batches", "IterableBatches", "MapBatches", "MapDataset", "Stream", "batches_of"]
+
+
+class Batches(Protocol):
+    """The batches of a run."""
+
+    def read(self) -> list[Sample]:
+        """Samples of the next step. After an error, the same step is next again.
+
+        Raises:
+            DataError: an epoch has fewer samples than a step, or the dataset failed; the message names the sample.
+        """
+        ...
+
+    def cursor(self) -> str:
+        """All that is needed to go on after what was read, as JSON text."""
+        ...
+
+    def seek(self, cursor: str | None) -> None:
+        """Go on from a cursor; None for the beginning.
+
+        Raises:
+            DataError: it was made for other data, or steps of another size.
+        """
+        ...
+
+
+@runtime_checkable
+class MapDataset(Protocol):
+    """Samples 0 to `len` - 1; the same sample whenever it is asked for."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
+class MapBatches:
+    """Batches of a dataset with a length and indices.
+
+    The order of an epoch follows from (seed, epoch) alone, so the samples of any step are known without reading.
+
+    Raises:
+        DataError: it has fewer samples than a step.
+    """
+
+    def __init__(self, dataset: MapDataset, batch_size: int, seed: int, shuffle: bool = True) -> None:
+        check_batch_size(batch_size)
+        self._dataset, self._batch_size, self._seed, self._shuffle = dataset, batch_size, seed, shuffle
+        self._length = len(dataset)
+        check_size(dataset, self._length, batch_size, epoch=0)
+        self._step = 0
+        # A step reads two epochs at most.
+        self._order = functools.lru_cache(maxsize=2)(functools.partial(_order, self._length, seed, shuffle))
+
+    def indices(self, step: int) -> tuple[int, ...]:
+        """Samples of a step, in order; steps count from 1."""
+        if step < 1:
+            raise DataError(f"step {step} has no samples; steps count from 1")
+        first = (step - 1) * self._batch_size
+        places = (divmod(taken, self._length) for taken in range(first, first + self._batch_size))
+        return tuple(int(self._order(epoch)[place]) for epoch, place in places)
+
+    def read(self) -> list[Sample]:
+        samples = [self._sample(index) for index in self.indices(self._step + 1)]
+        self._step += 1
+        return samples
+
+    def cursor(self) -> str:
+        return encode(self._cursor(self._step))
+
+    def seek(self, cursor: str | None) -> None:
+        if cursor is None:
+            self._step = 0
+            return
+        found = decode(cursor, MapCursor, "map")
+        wanted = self._cursor(found.step)
+        if found != wanted:
+            raise DataError(
+                f"the data cannot go on from the cursor {cursor}: here it would be {encode(wanted)}; give the dataset, batch "
+                "size, seed and shuffle of the run that wrote it, or start from the beginning"
+            )
+        self._step = found.step
+
+    def _cursor(self, step: int) -> MapCursor:
+        return MapCursor(
+            length=self._length, batch_size=self._batch_size, seed=self._seed, shuffle=self._shuffle, step=step
+        )
+
+    def _sample(self, index: int) -> Sample:
+        where = f"sample {index} of {named(self._dataset)}"
+        return check_sample(asked(where, lambda: self._dataset[index]), where)
+
+
+def batches_of(data: MapDataset | Stream, batch_size: int, seed: int) -> MapBatches | IterableBatches:
+    """Batches of whatever holds samples.
+
+    Args:
+        data: a dataset with a length and indices, which is shuffled; or an iterable, which is read in its own order.
+        seed: of shuffling.
+
+    Raises:
+        DataError: it is neither, can be read only once, or has fewer samples than a step.
+    """
+    # An IterableDataset has a `__getitem__` that only raises, and may have a length.
+    if isinstance(data, MapDataset) and not isinstance(data, IterableDataset | Mapping):
+        return MapBatches(data, batch_size, seed)
+    return IterableBatches(data, batch_size)
+
+
+def _order(length: int, seed: int, shuffle: bool, epoch: int) -> Tensor:
+    """int64 [length]: the samples of an epoch in the order they are used."""
+    if not shuffle:
+        return torch.arange(length)
+    # Hashed, so that epoch 1 of a seed is not epoch 0 of the next.
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest(), "little")
+    return torch.randperm(length, generator=torch.Generator().manual_seed(key))

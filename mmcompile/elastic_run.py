@@ -1,0 +1,240 @@
+"""`elastic`: train on nodes that may die, by the templates of a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmcompile.batching.balance.arrival_order import Arrival
+from mmcompile.batching.balance.assignment import SampleCosts
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.batching.balance.registry import balancer
+from mmcompile.batching.sample_costs import costs_of_samples
+from mmcompile.batching.step_planner import Collate, StepPlanner
+from mmcompile.captured_model import fingerprint_of, padding, subject_of
+from mmcompile.codegen.program import PreparedMicrobatch
+from mmcompile.codegen.program_cache import Patterns
+from mmcompile.data.batches import Batches
+from mmcompile.data.collate import Sample, Value, collate
+from mmcompile.errors import ConfigError, PlanError
+from mmcompile.planner.plan.by_layers import by_layers
+from mmcompile.planner.plan.placement import PlacedStage, Placement
+from mmcompile.planner.plan.plan import Plan, check_fingerprint
+from mmcompile.planner.resilience.resilience import Resilience
+from mmcompile.runtime.commands import Reduction
+from mmcompile.runtime.control.events import Event
+from mmcompile.runtime.control.times import Times
+from mmcompile.runtime.elastic.elastic_engine import ElasticEngine
+from mmcompile.runtime.elastic.elastic_job import ElasticJob
+from mmcompile.runtime.elastic.node import RunAt, run_node
+from mmcompile.runtime.elastic.programs import Programs
+from mmcompile.runtime.elastic.warm_up import warm_up
+from mmcompile.runtime.engine import DEFAULT_OPTIMIZER
+from mmcompile.runtime.optim.optimizer import OptimizerSpec, SchedulerFactory
+from mmcompile.runtime.optim.param_groups import ParameterGroup
+
+WARM_STEPS = 2
+
+
+def elastic(
+    model: nn.Module,
+    batch: Mapping[str, Any] | None,
+    plan: Plan,
+    *,
+    nodes: Sequence[str] | None = None,
+    recovery_deadline_s: float = Times().recovery_deadline_s,
+    max_restarts: int = 3,
+    on_event: Callable[[Event], None] | None = None,
+    **settings: Any,
+) -> ElasticEngine:
+    """Train on several nodes, and go on when some of them die: nothing is lost, and no sample is trained twice or left out.
+
+    Every step has the same samples in the same microbatches whatever the nodes; each is committed once. With
+    `reduction="fixed"` a run with failures ends with the same bits as one without.
+
+    Args:
+        model, batch, plan: as for `elastic_job`.
+        nodes: their names; by default as many as the plan's cluster has. Each is played by processes of this machine.
+        recovery_deadline_s: longest time from a failure to the next step; all other waits follow from it.
+        max_restarts: times that a node's workers are started anew.
+        on_event: told every line of the event log while `train` runs.
+        settings: of `elastic_job`: data, num_steps, folder, optimizer, ...
+
+    Raises:
+        PlanError, ConfigError: as `elastic_job`, or fewer nodes than keep the plan's promise.
+    """
+    job = elastic_job(model, batch, plan, **settings)
+    names = nodes or [f"node{index}" for index in range(job.resilience.num_nodes)]
+    times = Times(recovery_deadline_s=recovery_deadline_s)
+    return ElasticEngine(job, names, times=times, max_restarts=max_restarts, on_event=on_event)
+
+
+def join(
+    model: nn.Module,
+    batch: Mapping[str, Any] | None,
+    plan: Plan,
+    *,
+    node: str,
+    at: RunAt,
+    max_restarts: int = 3,
+    **settings: Any,
+) -> None:
+    """Be one node of a run that `mmcompile coordinate` serves, until the run ends or the node is let go.
+
+    Args:
+        node: its name, unique in the run.
+        at: where the coordinator is.
+        settings: of `elastic_job`, the same on all nodes; `folder` is one that all machines share.
+
+    Raises:
+        EngineError: the node was given up, or training ended before its last step.
+    """
+    run_node(elastic_job(model, batch, plan, **settings), node, at, max_restarts=max_restarts)
+
+
+def elastic_job(
+    model: nn.Module,
+    batch: Mapping[str, Any] | None,
+    plan: Plan,
+    *,
+    data: Batches,
+    num_steps: int,
+    folder: str | Path,
+    seed: int = 0,
+    optimizer: Callable[..., torch.optim.Optimizer] = DEFAULT_OPTIMIZER,
+    groups: Sequence[ParameterGroup] = (),
+    scheduler: SchedulerFactory | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    master_weights: bool = False,
+    shard_optimizer: bool = False,
+    compile: bool = False,
+    reduction: Reduction = "fast",
+    balance: str | Balancer = Arrival.name,
+    pad: Mapping[str, int | float] | None = None,
+    collate: Collate | None = None,
+    save_every: int | None = None,
+    on_capture: Callable[[int], None] | None = None,
+) -> ElasticJob:
+    """What the workers of a run share: the model captured by layers, also for what the first steps need, and settings.
+
+    Args:
+        model: with real weights; trained weights come back by `ElasticEngine.pull`.
+        batch: one microbatch, with every modality in it, as for `parallelize`.
+        plan: made with `fault_tolerance`, of one device a stage.
+        data: the samples of each step (`mmcompile.batches_of` makes them of a dataset); a sample is one conversation, as a
+            processor returns it.
+        num_steps: optimizer steps in all.
+        folder: a new one, for the log, the events, and the checkpoint.
+        seed: of random numbers in the model.
+        optimizer, groups, scheduler, clip_norm, compile: as for `Engine`.
+        master_weights: as for `Engine`; masters start as the parameters are.
+        accumulate, shard_optimizer: of `Engine`, and refused here: a step is one call, and what a rank updates after a commit
+            must not depend on other ranks, which may be gone.
+        reduction: how gradients are added up (`mmcompile.runtime.commands.Reduction`).
+        balance: which samples of a step share a microbatch: a balancer, or its name.
+        pad, collate: as for `Engine`.
+        save_every: steps between checkpoints; by default only the end is saved.
+        on_capture: told the number of captures so far before each.
+
+    Raises:
+        PlanError: the plan has no templates, or is of another model.
+        ConfigError: too few samples, or options that have no effect together.
+    """
+    if collate is not None and pad is not None:
+        raise ConfigError("pad has no effect together with collate, which joins samples: leave one of them out")
+    if shard_optimizer:
+        raise ConfigError(
+            "shard_optimizer does not go with fault tolerance: a rank that updates alone may die before it tells the others, "
+            "after the step was committed; leave it out"
+        )
+    if accumulate != 1:
+        raise ConfigError(
+            f"accumulate is {accumulate}; with fault tolerance a step is one batch of the data: give larger batches, and plan "
+            "with more microbatches"
+        )
+    resilience = _resilience(plan)
+    subject = subject_of(model, batch, None)
+    captured = subject.capture()
+    check_fingerprint(plan, fingerprint_of(captured.graph))
+    layers = by_layers(plan)
+    patterns = Patterns(model, layers, captured, subject.batch, on_capture)
+    job = ElasticJob(
+        resilience=resilience,
+        layers=layers,
+        patterns=patterns,
+        model=model,
+        data=data,
+        num_steps=num_steps,
+        seed=seed,
+        optimizer=OptimizerSpec.of(optimizer, groups, master_weights=master_weights),
+        scheduler=scheduler,
+        clip_norm=clip_norm,
+        compiled=compile,
+        reduction=reduction,
+        collate=collate or functools.partial(_collate, padding(model) if pad is None else pad),
+        balancer=balancer(balance) if isinstance(balance, str) else balance,
+        costs=functools.partial(_costs, plan),
+        folder=Path(folder),
+        save_every=save_every,
+    )
+    job.user.masters_for(job.optimizer, master_weights)
+    if compile:
+        compile_layers(job)
+    else:
+        _first_microbatches(job)
+    Programs(patterns.captured()).check(resilience)
+    return job
+
+
+def _resilience(plan: Plan) -> Resilience:
+    """The plan's templates, if workers can run them. Raises PlanError."""
+    found = plan.resilience
+    if found is None:
+        raise PlanError("the plan has no templates for the day nodes die: plan with fault_tolerance=1 or more")
+    wide = [stage for template in found.templates for stage in template.stages if len(stage.devices) > 1]
+    if wide:
+        raise PlanError(
+            f"template stage {wide[0]} is on several devices, and the engine runs one a stage: plan with tensor_parallel=1"
+        )
+    return found
+
+
+def compile_layers(job: ElasticJob) -> int:
+    """Compile every distinct layer of the first steps, for all workers started later; how many graphs that made."""
+    return warm_up(_first_microbatches(job), job.patterns.parameters()).num_graphs
+
+
+def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
+    """A microbatch of each pattern in the first steps. What is captured here is known to all workers, whoever leads."""
+    stages = tuple(PlacedStage(name=stage.name, ranks=(0,), depth=stage.depth) for stage in job.layers.stages)
+    placement = Placement(stages=stages, num_microbatches=job.resilience.num_microbatches)
+    planner = StepPlanner(placement, job.patterns, collate=job.collate, balancer=job.balancer, costs=job.costs)
+    found: dict[str, PreparedMicrobatch] = {}
+    job.data.seek(None)
+    for step in range(1, min(WARM_STEPS, job.num_steps) + 1):
+        samples = job.data.read()
+        if len(samples) < job.resilience.num_microbatches:
+            raise ConfigError(
+                f"a step of {len(samples)} samples cannot fill the plan's {job.resilience.num_microbatches} microbatches: use "
+                "larger batches, or plan with fewer microbatches"
+            )
+        planned = planner.plan(step, samples)
+        found |= {prepared.programs.pattern: prepared for prepared in planned.prepared}
+    job.data.seek(None)
+    return found.values()
+
+
+def _costs(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
+    """What samples cost a whole pipeline: it computes all of a sample."""
+    costs = costs_of_samples(plan, samples)
+    return SampleCosts(components=("",), costs=costs.costs.sum(axis=0, keepdims=True))
+
+
+def _collate(pad: Mapping[str, int | float], samples: Sequence[Sample], names: Sequence[int]) -> dict[str, Value]:
+    return collate(samples, pad, names)

@@ -1,0 +1,230 @@
+"""What the search found, cut anew under a user's constraints.
+
+Candidates come fastest first. Each keeps its degrees, setting and stage counts, and is cut by the DP under the constraints;
+the simulator judges what comes out, until the next candidate is slower than the best so far even without constraints. Then Z3
+proves the cuts of the best, or improves them. Where no candidate's stage counts can meet the constraints, stages are given out
+anew over the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mmcompile.errors import ConfigError, PlanError
+from mmcompile.planner.exact.conflict import Conflict
+from mmcompile.planner.exact.demands import demands
+from mmcompile.planner.exact.seed import narrowed, seed
+from mmcompile.planner.exact.solver import BUDGET_S, Exact, solve
+from mmcompile.planner.exact.split_problem import ChainSplit, ExactChain, ExactProblem, Feed, Splits, Variant, broken
+from mmcompile.planner.plan.constraints import Constraint
+from mmcompile.planner.plan.layer_names import LayerLabel
+from mmcompile.planner.schedule.schedule import in_flight
+from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound, Judged
+from mmcompile.planner.search.candidate import Candidate, assemble
+from mmcompile.planner.search.splitter import Splitter
+from mmcompile.units import format_seconds
+
+MAX_TRIED = 24
+"""Candidates of the search that are cut anew."""
+MAX_ANEW = 4
+"""Candidates whose stages are given out anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constrained:
+    """The fastest candidate found that meets the constraints."""
+
+    best: Judged
+    exact: Exact
+    notes: tuple[str, ...]
+    """What was demanded, what it costs, and the certificate of the cuts: for `Plan.notes`."""
+
+
+def constrained(
+    engine: BranchAndBound, constraints: Sequence[Constraint], *, budget_s: float = BUDGET_S
+) -> Constrained:
+    """Find the fastest candidate that meets the constraints.
+
+    Args:
+        engine: after its search. Afterwards `engine.judged` holds only what meets the constraints.
+        budget_s: seconds that Z3 may take for each of a few questions.
+
+    Raises:
+        PlanError: nothing meets the constraints; the message has a smallest set of them that conflict, and what would do.
+        ConfigError: a constraint names what does not exist, or has no effect.
+    """
+    found = sorted(engine.judged, key=lambda judged: judged.iteration_s)
+    assert found, "constraints are for candidates that were found"
+    engine.judged = []
+    for judged in _readable(found, constraints):
+        # Of those that are equally fast the simplest is wanted: look at all of them.
+        if judged.iteration_s > engine.fastest_s * (1 + TOLERANCE / 2):
+            break
+        candidate = _cut_by_dp(judged.candidate, constraints)
+        if candidate is not None:
+            engine.judge([candidate], judged.strategy)
+    best = engine.best()
+    if best is None:
+        return _anew(engine, found, constraints, budget_s)
+    exact = solve(exact_problem(best.candidate, constraints), budget_s=budget_s, start=splits_of(best.candidate))
+    assert isinstance(exact, Exact), "a candidate meets the demands"
+    engine.judge([_recut(best.candidate, exact.splits)], best.strategy)
+    best = min(best, engine.judged[-1], key=lambda judged: judged.iteration_s)
+    notes = (*_asked(constraints), *_price(found[0], best), f"cuts, with these stage counts: {exact.text}")
+    return Constrained(best=best, exact=exact, notes=notes)
+
+
+def exact_problem(
+    candidate: Candidate, constraints: Sequence[Constraint] = (), *, devices: int | None = None
+) -> ExactProblem:
+    """The splitting problem of a candidate, its degrees and setting fixed.
+
+    Args:
+        devices: that all stages may have together, their number free; None keeps the candidate's counts and ranks.
+
+    Raises:
+        ConfigError: a constraint names what does not exist, or has no effect.
+    """
+    chains = [_chain(candidate, index, devices) for index in range(len(candidate.degrees))]
+    setting = candidate.setting
+    return ExactProblem(
+        chains=tuple(chains),
+        in_flight=lambda depth: in_flight(setting.schedule, depth, setting.num_microbatches),
+        demands=demands(
+            constraints,
+            chains,
+            memory_bytes=candidate.problem.memory_bytes(candidate.num_ranks if devices is None else devices),
+            counts=candidate.counts if devices is None else None,
+            devices=devices,
+        ),
+    )
+
+
+def splits_of(candidate: Candidate) -> Splits:
+    """Where a candidate is cut."""
+    return tuple(
+        ChainSplit(boundaries=(0, *(stage.last for stage in candidate.stages if stage.chain == index)))
+        for index in range(len(candidate.degrees))
+    )
+
+
+def _chain(candidate: Candidate, index: int, devices: int | None) -> ExactChain:
+    problem, setting = candidate.problem, candidate.setting
+    spec, degrees, count = candidate.chains.chains[index], candidate.degrees[index], candidate.counts[index]
+    priced = problem.priced(spec, degrees, setting)
+    splitter = Splitter(problem=problem)
+    variant = Variant(
+        layers=tuple(splitter.layers(priced, degrees)),
+        working_bytes=tuple(priced.working_bytes.tolist()),
+        tp=degrees.tp,
+        devices=degrees.ranks,
+    )
+    most = count if devices is None else max(1, min(len(spec.layers), devices // degrees.ranks))
+    return ExactChain(
+        name=spec.name,
+        labels=tuple(LayerLabel(component=own.component, index=own.index, name=own.name) for own in spec.layers),
+        variants=(variant,),
+        low=1 if devices is not None else count,
+        high=most,
+        feeds=tuple(
+            Feed(target=edge.target, entry=edge.target_layer)
+            for edge in candidate.chains.edges
+            if edge.source == index != edge.target
+        ),
+        ranks=tuple(stage.ranks for stage in candidate.stages if stage.chain == index) if devices is None else (),
+    )
+
+
+def _readable(found: Sequence[Judged], constraints: Sequence[Constraint]) -> Iterator[Judged]:
+    """Candidates whose chains have all that the constraints name; chains differ by where projectors go."""
+    refusal: ConfigError | None = None
+    readable = 0
+    for judged in found:
+        if readable == MAX_TRIED:
+            return
+        try:
+            exact_problem(judged.candidate, constraints)
+        except ConfigError as error:
+            refusal = refusal or error
+            continue
+        readable += 1
+        yield judged
+    if not readable and refusal is not None:
+        raise refusal
+
+
+def _cut_by_dp(candidate: Candidate, constraints: Sequence[Constraint]) -> Candidate | None:
+    problem = exact_problem(candidate, constraints)
+    if not broken(problem, splits_of(candidate)):
+        return candidate
+    tight = narrowed(problem)
+    splits = None if tight is None else seed(tight).splits
+    return None if splits is None else _recut(candidate, splits)
+
+
+def _anew(
+    engine: BranchAndBound, found: Sequence[Judged], constraints: Sequence[Constraint], budget_s: float
+) -> Constrained:
+    """Give out stages over the devices, with the degrees of the first candidate that allows it.
+
+    Raises:
+        PlanError: none does; with the conflict of the fastest.
+    """
+    devices = engine.problem.num_devices
+    conflicts: list[Conflict] = []
+    for judged in _different(_readable(found, constraints)):
+        before = judged.candidate
+        exact = solve(exact_problem(before, constraints, devices=devices), budget_s=budget_s)
+        if isinstance(exact, Conflict):
+            conflicts.append(exact)
+            continue
+        engine.judge([_recut(before, exact.splits, keep_ranks=False)], judged.strategy)
+        changed = ", ".join(
+            f"{chain.name} {count} -> {split.num_stages}"
+            for chain, count, split in zip(before.chains.chains, before.counts, exact.splits, strict=True)
+            if count != split.num_stages
+        )
+        best = engine.judged[-1]
+        notes = (
+            *_asked(constraints),
+            *_price(found[0], best),
+            f"stage counts changed to meet the constraints: {changed}",
+            f"cuts, over {devices} devices: {exact.text}",
+        )
+        return Constrained(best=best, exact=exact, notes=notes)
+    raise PlanError(conflicts[0].text)
+
+
+def _different(found: Iterable[Judged]) -> Iterator[Judged]:
+    """The first of those with the same chains, degrees and setting; a few."""
+    seen: set[tuple[object, ...]] = set()
+    for judged in found:
+        key = (id(judged.candidate.chains), judged.candidate.degrees, judged.candidate.setting)
+        if key not in seen and len(seen) < MAX_ANEW:
+            seen.add(key)
+            yield judged
+
+
+def _recut(candidate: Candidate, splits: Splits, *, keep_ranks: bool = True) -> Candidate:
+    if splits == splits_of(candidate):
+        return candidate
+    return assemble(
+        candidate.problem,
+        candidate.chains,
+        candidate.setting,
+        candidate.degrees,
+        [split.ranges for split in splits],
+        [stage.ranks for stage in candidate.stages] if keep_ranks else None,
+    )
+
+
+def _asked(constraints: Sequence[Constraint]) -> Iterator[str]:
+    for constraint in constraints:
+        yield f"constraint: {constraint.words}"
+
+
+def _price(free: Judged, best: Judged) -> Iterator[str]:
+    if best.iteration_s > free.iteration_s:
+        share = best.iteration_s / free.iteration_s - 1
+        yield f"the constraints cost {share:.1%}: without them a step takes {format_seconds(free.iteration_s)}"

@@ -1,0 +1,152 @@
+"""Boundaries, stage count and degrees of one chain as Z3 Booleans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import z3
+from numpy.typing import NDArray
+
+from mmcompile.planner.exact.split_problem import ChainSplit, ExactChain, Table
+
+Bit = z3.BoolRef | bool
+"""A literal, or a constant that is folded away."""
+Bad = NDArray[np.bool_]
+"""[N+1, N+1]: stages of layers i..j-1 that must not be."""
+
+
+def negated(bit: Bit) -> Bit:
+    return not bit if isinstance(bit, bool) else cast(z3.BoolRef, z3.Not(bit))
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLiterals:
+    """Boundary k from the end is at most i: `at_most(k, i)`. Boundary 0 is the end, boundary `most` is 0."""
+
+    add: Callable[..., None]
+    """Adds a clause."""
+    index: int
+    num_layers: int
+    most: int
+    """The most stages there can be."""
+    boundaries: tuple[tuple[z3.BoolRef, ...], ...]
+    variants: tuple[Bit, ...]
+
+    @classmethod
+    def of(cls, add: Callable[..., None], index: int, chain: ExactChain) -> ChainLiterals:
+        count, most = chain.num_layers, min(chain.high, chain.num_layers)
+        one_of = [z3.Bool(f"variant{index}_{number}") for number in range(len(chain.variants))]
+        found = cls(
+            add=add,
+            index=index,
+            num_layers=count,
+            most=most,
+            boundaries=tuple(tuple(z3.Bool(f"x{index}_{k}_{i}") for i in range(count)) for k in range(most)),
+            variants=tuple(one_of) if len(one_of) > 1 else (True,),
+        )
+        found._order(chain.low)
+        return found
+
+    def _order(self, low: int) -> None:
+        for k in range(1, self.most + 1):
+            for i in range(self.num_layers - 1):
+                self.add(negated(self.at_most(k, i)), self.at_most(k, i + 1))
+                # Each stage has a layer, until the beginning is reached.
+                self.add(negated(self.at_most(k - 1, i + 1)), self.at_most(k, i))
+        self.add(negated(self.fewer_than(low)))
+        self.add(*self.variants)
+        for number, variant in enumerate(self.variants):
+            for other in self.variants[:number]:
+                self.add(negated(variant), negated(other))
+
+    def at_most(self, k: int, i: int) -> Bit:
+        if i < 0:
+            return False
+        if k == 0:
+            return i >= self.num_layers
+        if k >= self.most or i >= self.num_layers - k:
+            return True
+        return self.boundaries[k][i]
+
+    def between(self, k: int, first: int, last: int) -> Bit:
+        """Boundary k comes after `first`, up to and including `last`."""
+        after, until = negated(self.at_most(k, first)), self.at_most(k, last)
+        if isinstance(after, bool):
+            return after and until
+        if isinstance(until, bool):
+            return until and after
+        return cast(z3.BoolRef, z3.And(after, until))
+
+    def fewer_than(self, count: int) -> Bit:
+        """Fewer stages than `count`."""
+        return self.at_most(count - 1, 0)
+
+    def is_count(self, count: int) -> Bit:
+        return self.between(count - 1, 0, self.num_layers) if count >= self.most else self._is_count(count)
+
+    def _is_count(self, count: int) -> Bit:
+        done, before = self.at_most(count, 0), self.at_most(count - 1, 0)
+        return done if before is False else cast(z3.BoolRef, z3.And(done, negated(before)))
+
+    def is_(self, variant: int) -> Bit:
+        return self.variants[variant]
+
+    def is_not(self, variant: int) -> Bit:
+        return negated(self.variants[variant])
+
+    def forbid(self, k: int, bad: Bad, unless: tuple[Bit, ...]) -> None:
+        """The k-th stage from the end is none of the bad ones, unless one of the literals holds."""
+        size = self.num_layers
+        ends = [size] if k == 1 else range(1, size - k + 2)
+        # Where each end lets the stage begin at the earliest; the end itself where it is not possible at all.
+        allowed = ~bad
+        first = {j: int(np.argmax(allowed[:j, j])) if allowed[:j, j].any() else j for j in ends}
+        at_least: dict[int, int] = {}
+        lowest = size
+        for j in reversed(ends):
+            lowest = at_least[j] = min(lowest, first[j])
+        reached = 0
+        for j in ends:
+            later = self.at_most(k - 1, j - 1)
+            if at_least[j] > reached:
+                reached = at_least[j]
+                self.add(*unless, later, negated(self.at_most(k, reached - 1)))
+            # What is not monotone is said pair by pair: sends make some cuts dearer than others.
+            here = (later, negated(self.at_most(k - 1, j)))
+            if first[j] > at_least[j]:
+                self.add(*unless, *here, negated(self.at_most(k, first[j] - 1)))
+            for i in np.flatnonzero(bad[first[j] : j, j]):
+                start = first[j] + int(i)
+                self.add(*unless, *here, negated(self.at_most(k, start)), self.at_most(k, start - 1))
+
+    def value(self, k: int, table: Table) -> z3.ArithRef:
+        """A number that equals `table[i]` where boundary k is i."""
+        found = z3.FreshReal("value")
+        for i, value in enumerate(table):
+            self.add(negated(self.at_most(k, i)), self.at_most(k, i - 1), found == int(value))
+        return found
+
+    def largest(self, k: int, values: Sequence[int]) -> z3.ArithRef:
+        """A number, at least the value [num_layers] of every layer in the k-th stage from the end, and at least 0."""
+        found = z3.FreshReal("largest")
+        self.add(found >= 0)
+        for layer, value in enumerate(values):
+            self.add(negated(self.at_most(k, layer)), self.at_most(k - 1, layer), found >= int(value))
+        return found
+
+    def read(self, model: z3.ModelRef) -> ChainSplit:
+        """The split that a model says."""
+        boundaries = [self.num_layers]
+        k = 0
+        while boundaries[0] > 0:
+            k += 1
+            boundaries.insert(0, next(i for i in range(self.num_layers) if _true(model, self.at_most(k, i))))
+        variant = next(number for number, bit in enumerate(self.variants) if _true(model, bit))
+        return ChainSplit(boundaries=tuple(boundaries), variant=variant)
+
+
+def _true(model: z3.ModelRef, bit: Bit) -> bool:
+    return bit if isinstance(bit, bool) else z3.is_true(model.eval(bit, model_completion=True))

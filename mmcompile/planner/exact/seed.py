@@ -1,0 +1,207 @@
+"""First answer and first bound for the exact splitter: an interval DP per chain under the demands that one chain can check.
+
+Taken alone, with the least distance to the loss that it can have, each chain is split optimally into every number of
+stages (the recurrence of `mmcompile.planner.search.partition`, stages that a demand forbids costing infinity). The least time
+at which the chains' fewest devices fit the budget is a lower bound. With the real distances the same DP gives a split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from mmcompile.planner.exact.rules import Cap, Count, Devices, InStage, Never, NoCut, SameTp, SomeCut
+from mmcompile.planner.exact.split_problem import (
+    INFINITE,
+    ChainSplit,
+    ExactProblem,
+    Splits,
+    Table,
+    broken,
+    covers,
+    slowest_ps,
+    tails,
+)
+
+MAX_COMBINATIONS = 256
+"""Ways to choose degrees for all chains that are tried."""
+MAX_REALISED = 32
+"""Target times whose stage counts are tried with the real distances to the loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seed:
+    splits: Splits | None
+    """Meets every demand; None if none was found, which proves nothing."""
+    bound_ps: int
+    """No split is faster; INFINITE if there is none, 0 if degrees have too many combinations to tell."""
+
+
+def seed(problem: ExactProblem) -> Seed:
+    """Split every chain by DP. Deterministic."""
+    dp = _ChainTables(problem)
+    bound_ps, best = INFINITE, None
+    for variants in _variants(problem):
+        targets = list(_targets(problem, dp, variants))
+        if not targets:
+            continue
+        bound_ps = min(bound_ps, targets[0][0])
+        for target_ps, counts in targets[:MAX_REALISED]:
+            if best is not None and slowest_ps(problem, best) <= target_ps:
+                break
+            found = _realise(problem, dp, variants, counts)
+            if found is not None and (best is None or slowest_ps(problem, found) < slowest_ps(problem, best)):
+                best = found
+    if any(isinstance(demand.rule, Never) for demand in problem.demands):
+        return Seed(splits=None, bound_ps=INFINITE)
+    listed = prod(len(chain.variants) for chain in problem.chains) <= MAX_COMBINATIONS
+    return Seed(splits=best, bound_ps=bound_ps if listed else 0)
+
+
+def counts_allowed(problem: ExactProblem, chain: int) -> range:
+    """Stage counts that the chain's own range, its layers and the demands on counts leave."""
+    own = problem.chains[chain]
+    low, high = own.low, min(own.high, own.num_layers)
+    for demand in problem.demands:
+        if isinstance(demand.rule, Count) and demand.rule.chain == chain:
+            low, high = max(low, demand.rule.low), min(high, demand.rule.high)
+    return range(low, high + 1)
+
+
+def narrowed(problem: ExactProblem) -> ExactProblem | None:
+    """The same problem with the stage counts that the demands leave as the chains' own; None if they leave none."""
+    counts = [counts_allowed(problem, chain) for chain in range(len(problem.chains))]
+    if not all(counts):
+        return None
+    chains = (replace(chain, low=own[0], high=own[-1]) for chain, own in zip(problem.chains, counts, strict=True))
+    return replace(problem, chains=tuple(chains))
+
+
+def least_tails(problem: ExactProblem) -> list[int]:
+    """The fewest stages there can be between each chain's end and the loss."""
+    least = [0] * len(problem.chains)
+    for index in reversed(range(len(least))):
+        for feed in problem.chains[index].feeds:
+            below = max(1, problem.chains[feed.target].low) if feed.entry == 0 else 1
+            least[index] = max(least[index], least[feed.target] + below)
+    return least
+
+
+@dataclass(frozen=True, slots=True)
+class _ChainTables:
+    """Optimal splits of single chains, each computed once."""
+
+    problem: ExactProblem
+    known: dict[tuple[int, int, int], dict[int, tuple[int, tuple[int, ...]]]] = field(default_factory=dict)
+
+    def splits(self, chain: int, variant: int, tail: int) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """Stage count -> (picoseconds, boundaries), for counts that are possible."""
+        key = (chain, variant, tail)
+        if key not in self.known:
+            counts = counts_allowed(self.problem, chain)
+            if not counts or counts.stop <= 1:
+                self.known[key] = {}
+            elif _depends_on_position(self.problem, chain):
+                found = [(count, self._chain(chain, variant, tail, count)) for count in counts]
+                self.known[key] = {count: splits[count] for count, splits in found if count in splits}
+            else:
+                splits = self._chain(chain, variant, tail, counts[-1])
+                self.known[key] = {count: splits[count] for count in counts if count in splits}
+        return self.known[key]
+
+    def _chain(self, chain: int, variant: int, tail: int, count: int) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """All counts up to `count`; demands on positions are those for exactly `count` stages."""
+        best: list[Table] = [_cost(self.problem, chain, variant, tail, 1, count)[:, -1]]
+        cuts: list[Table] = []
+        for k in range(2, count + 1):
+            candidates = np.maximum(_cost(self.problem, chain, variant, tail, k, count), best[-1][None, :])
+            cut = np.argmin(candidates, axis=1)
+            best.append(candidates[np.arange(len(candidates)), cut])
+            cuts.append(cut)
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for k in range(1, count + 1):
+            if best[k - 1][0] != INFINITE:
+                boundaries = [0]
+                for cut in reversed(cuts[: k - 1]):
+                    boundaries.append(int(cut[boundaries[-1]]))
+                found[k] = int(best[k - 1][0]), (*boundaries, self.problem.chains[chain].num_layers)
+        return found
+
+
+def _depends_on_position(problem: ExactProblem, chain: int) -> bool:
+    rules = [demand.rule for demand in problem.demands]
+    return any(
+        (isinstance(rule, InStage) and rule.chain == chain)
+        or (isinstance(rule, Cap) and rule.stage is not None and rule.chain == chain)
+        for rule in rules
+    )
+
+
+def _cost(problem: ExactProblem, chain: int, variant: int, tail: int, k: int, count: int) -> Table:
+    """[N+1, N+1]: picoseconds of layers i..j-1 as the k-th stage from the end of `count`; infinite if forbidden."""
+    own = problem.chains[chain].variants[variant]
+    start, end = np.arange(len(own.times))[:, None], np.arange(len(own.times))[None, :]
+    bad = np.zeros(own.times.shape, dtype=bool)
+    for rule in (demand.rule for demand in problem.demands):
+        match rule:
+            case Cap() if covers(rule, chain, count - k):
+                bad |= own.needs(problem.in_flight(tail + k - 1)) > rule.num_bytes
+            case NoCut() if rule.chain == chain:
+                bad |= ((rule.first < start) & (start <= rule.last)) | ((rule.first < end) & (end <= rule.last))
+            case SomeCut() if rule.chain == chain:
+                bad |= (start <= rule.first) & (end > rule.last)
+            case InStage() if rule.chain == chain and rule.stage == count - k:
+                bad |= (start > rule.first) | (end < rule.last)
+            case InStage() if rule.chain == chain and rule.stage >= count:
+                bad |= True
+            case _:
+                pass
+    return np.where(bad, INFINITE, own.times)
+
+
+def _variants(problem: ExactProblem) -> Iterator[tuple[int, ...]]:
+    """Choices of degrees that keep the demands for equal tp."""
+    same = [demand.rule.chains for demand in problem.demands if isinstance(demand.rule, SameTp)]
+    choices = product(*(range(len(chain.variants)) for chain in problem.chains))
+    for number, chosen in enumerate(choices):
+        if number == MAX_COMBINATIONS:
+            return
+        degrees = [chain.variants[variant].tp for chain, variant in zip(problem.chains, chosen, strict=True)]
+        if all(len({degrees[chain] for chain in chains}) == 1 for chains in same):
+            yield chosen
+
+
+def _targets(
+    problem: ExactProblem, dp: _ChainTables, variants: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Target times from the least, each with the fewest stages of every chain that meet it within the devices."""
+    least = least_tails(problem)
+    options = [dp.splits(chain, variant, least[chain]) for chain, variant in enumerate(variants)]
+    if not all(options):
+        return
+    widths = [chain.variants[variant].devices for chain, variant in zip(problem.chains, variants, strict=True)]
+    budgets = [demand.rule.most for demand in problem.demands if isinstance(demand.rule, Devices)]
+    floor_ps = max(min(value for value, _ in splits.values()) for splits in options)
+    for target_ps in sorted({value for splits in options for value, _ in splits.values() if value >= floor_ps}):
+        counts = tuple(min(n for n, (value, _) in splits.items() if value <= target_ps) for splits in options)
+        needed = sum(count * width for count, width in zip(counts, widths, strict=True))
+        if all(needed <= budget for budget in budgets):
+            yield target_ps, counts
+
+
+def _realise(
+    problem: ExactProblem, dp: _ChainTables, variants: tuple[int, ...], counts: tuple[int, ...]
+) -> Splits | None:
+    """Split with the real distances to the loss, from the loss backwards; None if a demand is not met."""
+    splits = [ChainSplit(boundaries=(0, chain.num_layers)) for chain in problem.chains]
+    for chain in reversed(range(len(splits))):
+        options = dp.splits(chain, variants[chain], tails(problem, tuple(splits))[chain])
+        if counts[chain] not in options:
+            return None
+        splits[chain] = ChainSplit(boundaries=options[counts[chain]][1], variant=variants[chain])
+    found = tuple(splits)
+    return None if broken(problem, found) else found

@@ -1,0 +1,258 @@
+"""Exact split of chains into stages under a user's demands, with a certificate: by Z3, seeded by the DP, in bounded time.
+
+The DP (`mmcompile.planner.exact.seed`) gives a split and a lower bound at once. Z3 is then asked whether a split exists
+whose slowest stage is faster than the best one known, until it says no (the certificate) or the time is up: then the
+answer has the best split, the best bound and the gap between them. What cannot be met is answered with a smallest set
+of demands that conflict, in words.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mmcompile.errors import PlanError
+from mmcompile.planner.exact.conflict import Conflict, conflict
+from mmcompile.planner.exact.rules import Devices
+from mmcompile.planner.exact.seed import narrowed, seed
+from mmcompile.planner.exact.solver_model import Deadline, Model
+from mmcompile.planner.exact.split_problem import (
+    INFINITE,
+    PER_SECOND,
+    ExactProblem,
+    Splits,
+    broken,
+    sharing,
+    slowest_ps,
+    stage_times,
+)
+from mmcompile.units import format_seconds
+
+BUDGET_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact:
+    """The best split found and what is known of better ones."""
+
+    splits: Splits
+    """One a chain."""
+    slowest_s: float
+    """Seconds of the slowest stage, its sends included."""
+    bound_s: float
+    """No split that meets the demands has a faster slowest stage."""
+    proved: bool
+    """Z3 found that no split is faster than this one."""
+    seconds: float
+    """Spent."""
+
+    @property
+    def gap(self) -> float:
+        return self.slowest_s / self.bound_s - 1 if self.bound_s else 0.0
+
+    @property
+    def text(self) -> str:
+        """The certificate in words."""
+        slowest = format_seconds(self.slowest_s)
+        if self.proved:
+            return (
+                f"no split is better: none has a slowest stage under {slowest} (proved by Z3 in {self.seconds:.1f} s)"
+            )
+        if self.gap == 0:
+            return f"no split has a slowest stage under {slowest} (by interval DP; Z3 had no time to confirm it)"
+        return (
+            f"the slowest stage takes {slowest} and none can be under {format_seconds(self.bound_s)}: "
+            f"a gap of {self.gap:.1%} is open after {self.seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What is known of plans better than a given one."""
+
+    given_s: float
+    """Seconds of its slowest stage."""
+    best: Exact
+
+    @property
+    def holds(self) -> bool:
+        """No plan is better."""
+        return self.best.bound_s >= self.given_s
+
+    @property
+    def text(self) -> str:
+        given = format_seconds(self.given_s)
+        if self.holds:
+            return f"no plan is better than {given} in the slowest stage"
+        if self.best.slowest_s < self.given_s:
+            cuts = "; ".join(str(list(split.boundaries)) for split in self.best.splits)
+            found = format_seconds(self.best.slowest_s)
+            return f"a better plan: {found} in the slowest stage instead of {given}, boundaries {cuts}"
+        return f"no better plan than {given} was found; {self.best.text}"
+
+
+def solve(
+    problem: ExactProblem, *, budget_s: float = BUDGET_S, start: Splits | None = None, seeded: bool = True
+) -> Exact | Conflict:
+    """Split so that the slowest stage is as fast as can be, and each chain's own then too.
+
+    Args:
+        budget_s: seconds; when they are up, the best split and bound known are returned.
+        start: a split to beat, besides the DP's.
+        seeded: False lets Z3 start from nothing.
+
+    Returns:
+        The split, or why there is none.
+
+    Raises:
+        PlanError: the time was up before a split was found or excluded.
+    """
+    began = time.monotonic()
+    tight = narrowed(problem)
+    if tight is None:
+        return conflict(problem, budget_s)
+    run = _Run(problem=tight, deadline=Deadline.after(budget_s), bound_ps=_biggest_layer_ps(tight))
+    if seeded:
+        found = seed(tight)
+        if found.bound_ps == INFINITE:
+            return conflict(problem, budget_s)
+        run.best, run.bound_ps = found.splits, max(run.bound_ps, found.bound_ps)
+    if start is not None and not broken(problem, start):
+        run.consider(start)
+    try:
+        run.search()
+    except TimeoutError:
+        if run.best is None:
+            raise PlanError(
+                f"{budget_s:g} s were up before a split that meets every demand was found, or excluded; allow more seconds"
+            ) from None
+    if run.best is None:
+        return conflict(problem, budget_s)
+    return Exact(
+        splits=run.best,
+        slowest_s=run.best_ps / PER_SECOND,
+        bound_s=min(run.bound_ps, run.best_ps) / PER_SECOND,
+        proved=run.proved,
+        seconds=time.monotonic() - began,
+    )
+
+
+def certify(problem: ExactProblem, given: Splits, *, budget_s: float = BUDGET_S) -> Certificate | Conflict:
+    """Prove that no split is better than the given one, or find one that is.
+
+    Returns:
+        The certificate; or why nothing meets the demands, the given split included.
+
+    Raises:
+        PlanError: as `solve`.
+    """
+    best = solve(problem, budget_s=budget_s, start=given)
+    if isinstance(best, Conflict):
+        return best
+    return Certificate(given_s=slowest_ps(problem, given) / PER_SECOND, best=best)
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """The search's state: it is an answer whenever the time is up."""
+
+    problem: ExactProblem
+    deadline: Deadline
+    bound_ps: int
+    best: Splits | None = None
+    proved: bool = False
+    values: list[int] = field(default_factory=list)
+    """Times a slowest stage can have, ascending; empty where sums of stages count."""
+
+    @property
+    def best_ps(self) -> int:
+        return INFINITE if self.best is None else slowest_ps(self.problem, self.best)
+
+    def consider(self, splits: Splits) -> None:
+        if slowest_ps(self.problem, splits) < self.best_ps:
+            self.best = splits
+
+    def search(self) -> None:
+        """Make the slowest stage fast, then each chain's own. Raises TimeoutError when the time is up, unless it is proved."""
+        self.deadline.check()
+        self.values = _values(self.problem)
+        model = Model(self.problem, self.deadline)
+        chains = range(len(self.problem.chains))
+        if self.best is None:
+            # Beyond every stage; INFINITE marks pairs that are no stage.
+            self.best = model.within([INFINITE - 1] * len(chains))
+        if self.best is None:
+            return
+        self._minimise(model, set(chains), [INFINITE] * len(chains))
+        self.proved = True
+        if any(isinstance(demand.rule, Devices) for demand in self.problem.demands):
+            # More devices for what is fast enough already would be wasted.
+            return
+        with suppress(TimeoutError):
+            limits = [self.best_ps] * len(chains)
+            for chain in sorted(chains, key=lambda chain: -self._time(self.best, {chain})):
+                self._minimise(model, {chain}, limits)
+                limits[chain] = self._time(self.best, {chain})
+
+    def _minimise(self, model: Model, chains: set[int], limits: Sequence[int]) -> None:
+        """Make the slowest stage of some chains as fast as can be, none slower than its chain's limit.
+
+        First ask for anything better than what is known, for that is often the end; then bisect.
+        """
+        everything = len(chains) == len(limits)
+        bound_ps = self.bound_ps if everything else 0
+
+        def within(limit_ps: int) -> Splits | None:
+            return model.within([min(own, limit_ps) if chain in chains else own for chain, own in enumerate(limits)])
+
+        better = within(self._time(self.best, chains) - 1)
+        while better is not None:
+            self.best, better = better, None
+            best_ps = self._time(self.best, chains)
+            while better is None and (limit_ps := self._middle(bound_ps, best_ps)) is not None:
+                better = within(limit_ps)
+                if better is None:
+                    bound_ps = self._above(limit_ps)
+                    self.bound_ps = bound_ps if everything else self.bound_ps
+            better = better or within(best_ps - 1)
+        if everything:
+            self.bound_ps = self._time(self.best, chains)
+
+    def _time(self, splits: Splits | None, chains: set[int]) -> int:
+        """Picoseconds of the slowest stage of some chains; of all, with those that share ranks as one."""
+        if splits is None:
+            return INFINITE
+        if len(chains) == len(self.problem.chains):
+            return slowest_ps(self.problem, splits)
+        times = stage_times(self.problem, splits)
+        return max(max(times[chain]) for chain in chains)
+
+    def _middle(self, bound_ps: int, best_ps: int) -> int | None:
+        """A limit between the bound and the best; None if there is only the step to the next better."""
+        if not self.values:
+            return (bound_ps + best_ps) // 2 if bound_ps < best_ps - 1 else None
+        low, high = bisect_left(self.values, bound_ps), bisect_left(self.values, best_ps)
+        return self.values[(low + high - 1) // 2] if low < high - 1 else None
+
+    def _above(self, limit_ps: int) -> int:
+        """The next time there can be above a limit that is too tight."""
+        return self.values[bisect_left(self.values, limit_ps + 1)] if self.values else limit_ps + 1
+
+
+def _values(problem: ExactProblem) -> list[int]:
+    if sharing(problem):
+        return []
+    tables = [variant.times for chain in problem.chains for variant in chain.variants]
+    found = np.unique(np.concatenate([table[table != INFINITE] for table in tables]))
+    return found.tolist()
+
+
+def _biggest_layer_ps(problem: ExactProblem) -> int:
+    """No split is faster than the biggest layer, by the degrees that suit it best."""
+    tables = [[variant.times.diagonal(1) for variant in chain.variants] for chain in problem.chains]
+    return max(int(np.min(own, axis=0).max()) for own in tables)

@@ -1,0 +1,244 @@
+"""The splitting problem in Z3: Boolean order literals for boundaries, clauses for everything else.
+
+For each chain, `x[k][i]` says that the k-th boundary from the end is at most i: the k-th stage from the end begins at or
+before layer i. Boundaries fall strictly until they reach 0; from there on stages are empty, so that the number of
+stages is free. What a pair of neighbouring boundaries must not be (too slow, too big, an embedding without its head)
+is a set of clauses of two to four literals, most of them of the form "if this stage ends at j or later it begins at f or
+later", over which unit propagation alone decides a chain without other demands.
+
+Every demand has a literal of its own that its clauses hang on: assumed, they give the unsatisfiable core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import z3
+
+from mmcompile.planner.exact.literals import Bit, ChainLiterals, negated
+from mmcompile.planner.exact.rules import Cap, Count, Devices, InStage, Never, NoCut, Rule, SameTp, SomeCut
+from mmcompile.planner.exact.seed import least_tails
+from mmcompile.planner.exact.split_problem import ExactProblem, Splits, covers, sharing
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment of `time.monotonic`."""
+
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        return cls(time.monotonic() + seconds)
+
+    def left(self) -> float:
+        return self.at - time.monotonic()
+
+    def check(self) -> None:
+        """Raises TimeoutError once the moment is past."""
+        if self.left() <= 0:
+            raise TimeoutError
+
+
+class Model:
+    """A Z3 solver that knows a problem; asked with a limit, it finds a split with no slower stage, or that there is none."""
+
+    def __init__(self, problem: ExactProblem, deadline: Deadline) -> None:
+        """Raises TimeoutError if the deadline passes while the clauses are made."""
+        self._problem = problem
+        self._deadline = deadline
+        # Sums over stages that share ranks need arithmetic; all else is propositional.
+        self._groups = sharing(problem)
+        self._solver = z3.SolverFor("QF_LRA") if self._groups else z3.SolverFor("QF_FD")
+        self._chains = [ChainLiterals.of(self.add, index, chain) for index, chain in enumerate(problem.chains)]
+        self._tails = self._tail_literals()
+        self._measures: dict[str, z3.ArithRef] = {}
+        self._asked = [z3.Bool(f"demand{index}") for index in range(len(problem.demands))]
+        for literal, demand in zip(self._asked, problem.demands, strict=True):
+            self._demand(literal, demand.rule)
+        self._busy = [_sum([self._measured(c, s, "picoseconds") for c, s in group]) for group in self._groups]
+
+    def add(self, *literals: Bit) -> None:
+        """A clause; constants are folded. Raises TimeoutError once the deadline is past."""
+        self._deadline.check()
+        if any(literal is True for literal in literals):
+            return
+        kept = [literal for literal in literals if literal is not False]
+        self._solver.add(z3.Or(kept) if kept else z3.BoolVal(False))
+
+    def within(self, limits: Sequence[int]) -> Splits | None:
+        """A split that meets every demand with no stage slower than its chain's limit [ps]; None: there is none.
+
+        Stages that share ranks are together no slower than the largest of the limits.
+
+        Raises:
+            TimeoutError: the deadline passed first.
+        """
+        self._solver.push()
+        try:
+            for chain, limit_ps in zip(self._chains, limits, strict=True):
+                for variant, own in enumerate(self._problem.chains[chain.index].variants):
+                    for k in range(1, chain.most + 1):
+                        chain.forbid(k, own.times > limit_ps, (chain.is_not(variant),))
+            for busy in self._busy:
+                self._solver.add(busy <= max(limits))
+            return self._splits() if self._check(self._asked) == z3.sat else None
+        finally:
+            self._solver.pop()
+
+    def core(self) -> tuple[int, ...] | None:
+        """Indices of demands that cannot all be met, none of which can be left out; None if all can be met.
+
+        Raises:
+            TimeoutError: the deadline passed first.
+        """
+        if self._check(self._asked) == z3.sat:
+            return None
+        core = list(range(len(self._asked)))
+        # Do without what the layout and the devices impose first, and without the stage counts before the memory: a core of
+        # what was asked says more.
+        demands = self._problem.demands
+        for index in sorted(
+            core, key=lambda index: (demands[index].asked, isinstance(demands[index].rule, Cap), index)
+        ):
+            rest = [other for other in core if other != index]
+            if self._check([self._asked[other] for other in rest]) == z3.unsat:
+                core = rest
+        return tuple(core)
+
+    def _check(self, assumed: Sequence[z3.BoolRef]) -> z3.CheckSatResult:
+        self._deadline.check()
+        self._solver.set("timeout", max(1, int(self._deadline.left() * 1000)))
+        result = self._solver.check(*assumed)
+        if result == z3.unknown:
+            raise TimeoutError
+        return result
+
+    def _splits(self) -> Splits:
+        model = self._solver.model()
+        return tuple(chain.read(model) for chain in self._chains)
+
+    def _tail_literals(self) -> list[list[Bit]]:
+        """[chain][d]: the chain's tail is at least d (true if it must be); up to the most it can be."""
+        least = least_tails(self._problem)
+        found: list[list[Bit]] = [[] for _ in self._chains]
+        for index in reversed(range(len(found))):
+            feeds = self._problem.chains[index].feeds
+            most = max((len(found[feed.target]) - 1 + self._chains[feed.target].most for feed in feeds), default=0)
+            own: list[Bit] = [d <= least[index] or z3.Bool(f"tail{index}_{d}") for d in range(most + 1)]
+            for feed in feeds:
+                target, above = self._chains[feed.target], found[feed.target]
+                # The entry layer is in the q-th stage from the end, or further off, unless boundary q-1 is before it.
+                for q in range(1, target.most + 1):
+                    for d, literal in enumerate(above):
+                        self.add(own[d + q], negated(literal), target.at_most(q - 1, feed.entry))
+            found[index] = own
+        return found
+
+    def _demand(self, asked: z3.BoolRef, rule: Rule) -> None:
+        off = negated(asked)
+        match rule:
+            case NoCut():
+                chain = self._chains[rule.chain]
+                for k in range(1, chain.most):
+                    self.add(off, chain.at_most(k, rule.first), negated(chain.at_most(k, rule.last)))
+            case SomeCut():
+                chain = self._chains[rule.chain]
+                self.add(off, *(chain.between(k, rule.first, rule.last) for k in range(1, chain.most)))
+            case InStage():
+                self._in_stage(off, rule)
+            case Cap():
+                self._cap(off, rule)
+            case Count():
+                chain = self._chains[rule.chain]
+                self.add(off, negated(chain.fewer_than(rule.low)))
+                self.add(off, chain.fewer_than(rule.high + 1))
+            case SameTp():
+                self._same_tp(off, rule)
+            case Devices():
+                self._devices(off, rule)
+            case Never():
+                self.add(off)
+
+    def _in_stage(self, off: Bit, rule: InStage) -> None:
+        chain = self._chains[rule.chain]
+        for count in range(1, chain.most + 1):
+            other = negated(chain.is_count(count))
+            k = count - rule.stage
+            if k < 1:
+                self.add(off, other)
+                continue
+            self.add(off, other, chain.at_most(k, rule.first))
+            self.add(off, other, negated(chain.at_most(k - 1, rule.last - 1)))
+
+    def _cap(self, off: Bit, rule: Cap) -> None:
+        for chain in self._chains:
+            if rule.chain not in (None, chain.index):
+                continue
+            for k in range(1, chain.most + 1):
+                counts: Iterable[Bit] = [True]
+                if rule.stage is not None:
+                    counts = [chain.is_count(rule.stage + k)] if rule.stage + k <= chain.most else []
+                for count in counts:
+                    self._cap_stage(chain, k, rule.num_bytes, (off, negated(count)))
+        for group in self._groups:
+            if any(covers(rule, chain, stage) for chain, stage in group):
+                total = _sum([self._measured(chain, stage, "bytes") for chain, stage in group])
+                self._solver.add(z3.Or(off, total <= rule.num_bytes))
+
+    def _cap_stage(self, chain: ChainLiterals, k: int, num_bytes: int, guards: tuple[Bit, ...]) -> None:
+        for variant, own in enumerate(self._problem.chains[chain.index].variants):
+            held = -1
+            for tail, literal in enumerate(self._tails[chain.index]):
+                in_flight = self._problem.in_flight(tail + k - 1)
+                longer = self._tails[chain.index][tail + 1 : tail + 2]
+                # A longer tail holds no less: of two that hold the same the shorter is enough, and where the longer is
+                # sure the shorter is no matter.
+                if in_flight != held and not any(bit is True for bit in longer):
+                    chain.forbid(
+                        k, own.needs(in_flight) > num_bytes, (*guards, chain.is_not(variant), negated(literal))
+                    )
+                    held = in_flight
+
+    def _same_tp(self, off: Bit, rule: SameTp) -> None:
+        first, *others = rule.chains
+        for variant, own in enumerate(self._problem.chains[first].variants):
+            for other in others:
+                peers = self._problem.chains[other].variants
+                same = [self._chains[other].is_(peer) for peer, found in enumerate(peers) if found.tp == own.tp]
+                self.add(off, self._chains[first].is_not(variant), *same)
+
+    def _devices(self, off: Bit, rule: Devices) -> None:
+        terms: list[tuple[z3.BoolRef, int]] = []
+        for chain in self._chains:
+            for variant, own in enumerate(self._problem.chains[chain.index].variants):
+                for k in range(1, chain.most + 1):
+                    used = z3.Bool(f"used{chain.index}_{variant}_{k}")
+                    self.add(used, chain.is_not(variant), chain.fewer_than(k))
+                    terms.append((used, own.devices))
+        self._solver.add(z3.Or(off, z3.PbLe(terms, rule.most)))
+
+    def _measured(self, chain: int, stage: int, what: Literal["picoseconds", "bytes"]) -> z3.ArithRef:
+        """A number, at least the picoseconds or bytes of a stage of a chain whose number of stages is decided."""
+        key = f"{what}{chain}_{stage}"
+        if key not in self._measures:
+            total = self._measures[key] = z3.Real(key)
+            literals, own = self._chains[chain], self._problem.chains[chain].variants[0]
+            k = literals.most - stage
+            if what == "picoseconds":
+                self._solver.add(total >= literals.value(k - 1, own.ends) - literals.value(k, own.begins))
+                return total
+            working = literals.largest(k, own.working_bytes)
+            for tail, longer in enumerate(self._tails[chain]):
+                in_flight = self._problem.in_flight(tail + k - 1)
+                held, before = own.held(in_flight), own.held_before(in_flight)
+                needed = literals.value(k - 1, held) - literals.value(k, before) + working
+                self._solver.add(z3.Implies(longer, total >= needed))
+        return self._measures[key]
+
+
+def _sum(terms: Sequence[z3.ArithRef]) -> z3.ArithRef:
+    return cast(z3.ArithRef, z3.Sum(terms))

@@ -1,0 +1,265 @@
+"""The splitting problem with demands, as values: chains, what is demanded of them, and what a split costs, by definition.
+
+Stages of a chain are counted from its end (1 is the last): the distance to the loss sets the microbatches in flight.
+The stage that is k-th from the end, layers i to j-1, takes the picoseconds of `times` and needs
+
+    bytes(i, j) = fixed(i..j) + in_flight(tail + k - 1) * saved(i..j) + the most that one layer of it works with
+                  + what a stage that begins with layer i holds beside, fixed and in flight
+
+where `tail` is the number of stages between the chain's end and the loss. A chain that feeds another has the tail of
+that one plus the stages from the one that holds the entry layer to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.planner.exact.rules import Cap, Count, Demand, Devices, InStage, NoCut, Rule, SameTp, SomeCut
+from mmcompile.planner.plan.layer_names import LayerLabel, NamedChain
+from mmcompile.planner.search.partition import PartitionLayer
+
+PER_SECOND = 10**12
+INFINITE = np.iinfo(np.int64).max
+Table = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A chain's layers under one set of parallel degrees."""
+
+    layers: tuple[PartitionLayer, ...]
+    working_bytes: tuple[int, ...] = ()
+    """Held by each layer while it runs its backward: what is computed again. Empty: nothing."""
+    tp: int = 1
+    devices: int = 1
+    """Of one stage: tp * cp * dp."""
+
+    @cached_property
+    def begins(self) -> Table:
+        """[N+1]: a stage of layers i..j-1 takes `ends[j] - begins[i]` picoseconds, its sends included."""
+        return self._total - np.array([0, *(_picoseconds(layer.return_s) for layer in self.layers)])
+
+    @cached_property
+    def ends(self) -> Table:
+        return self._total + np.array([0, *(_picoseconds(layer.send_s) for layer in self.layers)])
+
+    @cached_property
+    def times(self) -> Table:
+        """[N+1, N+1]: picoseconds of a stage of layers i..j-1; infinite unless i < j."""
+        table = self.ends[None, :] - self.begins[:, None]
+        table[_backward(len(table))] = INFINITE
+        return table
+
+    def held(self, in_flight: int) -> Table:
+        """[N+1]: bytes of the first i layers with so many microbatches in flight, what they work with left out."""
+        return _sums([layer.fixed_bytes + in_flight * layer.saved_bytes for layer in self.layers])
+
+    def held_before(self, in_flight: int) -> Table:
+        """[N+1]: what of `held` a stage that begins with layer i does without; it holds `held[j] - held_before[i]`."""
+        begins = [layer.begin_fixed_bytes + in_flight * layer.begin_saved_bytes for layer in self.layers]
+        return self.held(in_flight) - np.array([*begins, 0], dtype=np.int64)
+
+    def needs(self, in_flight: int) -> Table:
+        """[N+1, N+1]: bytes of a stage of layers i..j-1; 0 unless i < j."""
+        table = self.held(in_flight)[None, :] - self.held_before(in_flight)[:, None] + self._most_working
+        table[_backward(len(table))] = 0
+        return table
+
+    @cached_property
+    def _most_working(self) -> Table:
+        """[N+1, N+1]: the largest of the working bytes of layers i..j-1."""
+        size = len(self.layers) + 1
+        table = np.zeros((size, size), dtype=np.int64)
+        if self.working_bytes:
+            table[:, 1:] = np.tile(np.array(self.working_bytes), (size, 1))
+            table[_backward(size)] = 0
+            table = np.maximum.accumulate(table, axis=1)
+        return table
+
+    @cached_property
+    def _total(self) -> Table:
+        return _sums([_picoseconds(layer.seconds) for layer in self.layers])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feed:
+    """What leaves the end of a chain enters before layer `entry` of chain `target`, which comes later."""
+
+    target: int
+    entry: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactChain:
+    """A line of layers to split."""
+
+    name: str
+    labels: tuple[LayerLabel, ...]
+    variants: tuple[Variant, ...]
+    """Degrees to choose from; one if they are decided."""
+    low: int
+    """Fewest stages."""
+    high: int
+    """Most stages."""
+    feeds: tuple[Feed, ...] = ()
+    """Empty for the chain that ends in the loss."""
+    ranks: tuple[tuple[int, ...], ...] = ()
+    """Of each stage, first to last, if the number of stages is decided: `low` and `high` are that number then. Stages that
+    share ranks run in turn."""
+
+    def __post_init__(self) -> None:
+        assert not self.ranks or self.low == self.high == len(self.ranks), (
+            "ranks are those of a decided number of stages"
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.labels)
+
+    @property
+    def names(self) -> NamedChain:
+        return NamedChain(name=self.name, labels=self.labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactProblem:
+    """Chains in topological order (the last ends in the loss) to be split under demands."""
+
+    chains: tuple[ExactChain, ...]
+    in_flight: Callable[[int], int]
+    """Depth (stages to the loss, 0 for the loss stage) -> microbatches whose activations a stage holds; never falls."""
+    demands: tuple[Demand, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainSplit:
+    """One chain's part of an answer."""
+
+    boundaries: tuple[int, ...]
+    """Stage k is layers `boundaries[k]` to `boundaries[k+1]` (excluded)."""
+    variant: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.boundaries) - 1
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        return tuple(pairwise(self.boundaries))
+
+
+Splits = tuple[ChainSplit, ...]
+
+
+def tails(problem: ExactProblem, splits: Splits) -> list[int]:
+    """Stages between each chain's end and the loss."""
+    found = [0] * len(splits)
+    for index in reversed(range(len(splits))):
+        for feed in problem.chains[index].feeds:
+            target = splits[feed.target]
+            below = sum(end > feed.entry for end in target.boundaries[1:])
+            found[index] = max(found[index], found[feed.target] + below)
+    return found
+
+
+def stage_bytes(problem: ExactProblem, splits: Splits) -> list[list[int]]:
+    """Bytes of every stage, chain by chain."""
+    used: list[list[int]] = []
+    for chain, split, tail in zip(problem.chains, splits, tails(problem, splits), strict=True):
+        variant, count = chain.variants[split.variant], split.num_stages
+        depths = (tail + count - 1 - stage for stage in range(count))
+        used.append(
+            [
+                int(variant.needs(problem.in_flight(depth))[ends])
+                for depth, ends in zip(depths, split.ranges, strict=True)
+            ]
+        )
+    return used
+
+
+def stage_times(problem: ExactProblem, splits: Splits) -> list[list[int]]:
+    """Picoseconds of every stage, chain by chain."""
+    return [
+        [int(chain.variants[split.variant].times[ends]) for ends in split.ranges]
+        for chain, split in zip(problem.chains, splits, strict=True)
+    ]
+
+
+def sharing(problem: ExactProblem) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Groups of two or more (chain, stage) that run on the same ranks; needs ranks that are equal or apart."""
+    groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for index, chain in enumerate(problem.chains):
+        for stage, ranks in enumerate(chain.ranks):
+            groups.setdefault(ranks, []).append((index, stage))
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def slowest_ps(problem: ExactProblem, splits: Splits) -> int:
+    """Picoseconds of the slowest stage; of stages that share ranks, their sum."""
+    times = stage_times(problem, splits)
+    shared = (sum(times[chain][stage] for chain, stage in group) for group in sharing(problem))
+    return max([max(map(max, times)), *shared])
+
+
+def broken(problem: ExactProblem, splits: Splits) -> tuple[Demand, ...]:
+    """Demands that a split does not meet."""
+    return tuple(demand for demand in problem.demands if not _holds(problem, splits, demand.rule))
+
+
+def _holds(problem: ExactProblem, splits: Splits, rule: Rule) -> bool:
+    match rule:
+        case NoCut() | SomeCut():
+            cut = any(rule.first < cut <= rule.last for cut in splits[rule.chain].boundaries[1:-1])
+            return cut == isinstance(rule, SomeCut)
+        case InStage():
+            ranges = splits[rule.chain].ranges
+            first, last = ranges[rule.stage] if rule.stage < len(ranges) else (0, 0)
+            return first <= rule.first and rule.last <= last
+        case Cap():
+            return all(used <= rule.num_bytes for used in _capped(problem, splits, rule))
+        case Count():
+            return rule.low <= splits[rule.chain].num_stages <= rule.high
+        case SameTp():
+            return len({problem.chains[c].variants[splits[c].variant].tp for c in rule.chains}) == 1
+        case Devices():
+            return num_devices(problem, splits) <= rule.most
+    return False
+
+
+def _capped(problem: ExactProblem, splits: Splits, rule: Cap) -> Sequence[int]:
+    """Bytes of every stage, or rank shared by stages, that a cap speaks of."""
+    used = stage_bytes(problem, splits)
+    chosen = [(c, s) for c, stages in enumerate(used) for s in range(len(stages)) if covers(rule, c, s)]
+    shared = [group for group in sharing(problem) if any(stage in chosen for stage in group)]
+    return [used[c][s] for c, s in chosen] + [sum(used[c][s] for c, s in group) for group in shared]
+
+
+def covers(rule: Cap, chain: int, stage: int) -> bool:
+    """Whether a cap speaks of a stage, counted from 0."""
+    return rule.chain in (None, chain) and rule.stage in (None, stage)
+
+
+def num_devices(problem: ExactProblem, splits: Splits) -> int:
+    return sum(
+        chain.variants[split.variant].devices * split.num_stages
+        for chain, split in zip(problem.chains, splits, strict=True)
+    )
+
+
+def _picoseconds(seconds: float) -> int:
+    return round(seconds * PER_SECOND)
+
+
+def _sums(values: Sequence[int]) -> Table:
+    return np.cumsum(np.array([0, *values], dtype=np.int64))
+
+
+def _backward(size: int) -> NDArray[np.bool_]:
+    index = np.arange(size)
+    return index[:, None] >= index[None, :]

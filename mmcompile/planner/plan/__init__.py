@@ -1,0 +1,1 @@
+"""The `Plan` value, its parts, and its text."""

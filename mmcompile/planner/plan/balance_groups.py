@@ -1,0 +1,65 @@
+"""`towers`: the chains of a plan that are balanced as one.
+
+A microbatch belongs to one tower. What crosses between the chains of a tower keeps its composition; what crosses to the
+language model's tower is exchanged sample by sample (`mmcompile.batching.step_plan.RowExchange`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.plan import Chain, Plan
+
+
+def towers(plan: Plan) -> dict[str, tuple[Chain, ...]]:
+    """Chains by tower, in the order of the plan; the language model's tower last.
+
+    The language model's tower is the last chain with every chain that it feeds, through others too; any other is a set of
+    chains joined by links. A tower is named after its first chain.
+
+    Raises:
+        PlanError: chains of one tower have different numbers of replicas.
+    """
+    pairs = _feeds(plan)
+    last = _reached(plan.chains[-1].name, pairs)
+    others = [pair for pair in pairs if last.isdisjoint(pair)]
+    joined = [*others, *((target, source) for source, target in others)]
+    found: dict[str, tuple[Chain, ...]] = {}
+    placed = set(last)
+    for chain in plan.chains:
+        if chain.name not in placed:
+            members = _reached(chain.name, joined)
+            placed |= members
+            found[chain.name] = _members(plan, members)
+    final = _members(plan, last)
+    return {**found, final[0].name: final}
+
+
+def _feeds(plan: Plan) -> list[tuple[str, str]]:
+    """(chain, chain that reads what it makes), each pair once."""
+    chain_of = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
+    pairs = ((chain_of[link.source], chain_of[link.target]) for link in plan.links)
+    return [(source, target) for source, target in dict.fromkeys(pairs) if source != target]
+
+
+def _reached(start: str, pairs: Sequence[tuple[str, str]]) -> set[str]:
+    found, waiting = {start}, [start]
+    while waiting:
+        name = waiting.pop()
+        new = {target for source, target in pairs if source == name} - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _members(plan: Plan, names: Iterable[str]) -> tuple[Chain, ...]:
+    kept = set(names)
+    members = tuple(chain for chain in plan.chains if chain.name in kept)
+    if len({chain.dp for chain in members}) > 1:
+        counts = ", ".join(f"{chain.name} has {chain.dp}" for chain in members)
+        raise PlanError(
+            f"chains that feed each other need equally many replicas, since the same microbatches pass through them: {counts}; "
+            f"plan with the same replicas for {', '.join(chain.name for chain in members)}"
+        )
+    return members

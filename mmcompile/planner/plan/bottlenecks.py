@@ -1,0 +1,229 @@
+"""What holds a plan back: its slowest rank, its fullest rank, its largest cause of idle time; and what to do about each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from mmcompile.planner.plan.stage_rows import milliseconds
+from mmcompile.units import format_bytes
+
+if TYPE_CHECKING:
+    from mmcompile.planner.plan.plan import BubbleShare, Chain, Plan, Stage
+
+EVEN = 0.03
+"""Stages within this share of their mean are even: no other cut helps."""
+TIGHT = 0.9
+"""Memory filled to this share is worth a warning."""
+
+Cause = Literal["warm_up", "stages", "microbatches", "links"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bottleneck:
+    """One thing that limits a plan."""
+
+    kind: Literal["time", "memory", "bubble"]
+    where: str
+    """Stages or chain."""
+    what: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.advice}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLoad:
+    """What the stages of one rank (alike on every rank of their group) take of it."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def name(self) -> str:
+        return " + ".join(stage.name for stage in self.stages)
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of one microbatch."""
+        return sum(stage.prediction.forward_s + stage.prediction.backward_s for stage in self.stages)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stage.prediction.total_bytes for stage in self.stages)
+
+    @property
+    def in_flight(self) -> int:
+        return max(stage.prediction.in_flight for stage in self.stages)
+
+
+def rank_loads(plan: Plan) -> tuple[RankLoad, ...]:
+    """Every set of stages that shares a rank, once, in order of ranks."""
+    on_rank: defaultdict[int, list[Stage]] = defaultdict(list)
+    for stage in plan.stages:
+        for rank in stage.ranks:
+            on_rank[rank].append(stage)
+    found: dict[tuple[str, ...], RankLoad] = {}
+    for rank in sorted(on_rank):
+        names = tuple(stage.name for stage in on_rank[rank])
+        found.setdefault(names, RankLoad(stages=tuple(on_rank[rank])))
+    return tuple(found.values())
+
+
+def memory_bytes(plan: Plan) -> int:
+    """Memory of one rank; processes beyond the devices of a local cluster share its memory too."""
+    devices = plan.cluster.num_devices
+    return plan.cluster.device.memory_bytes * devices // max(devices, plan.num_ranks)
+
+
+def bottlenecks(plan: Plan) -> tuple[Bottleneck, Bottleneck, Bottleneck]:
+    """The slowest rank, the fullest rank, the largest cause of idle time."""
+    loads = rank_loads(plan)
+    return _slowest(plan, loads), _fullest(plan, loads), _idle(plan, loads)
+
+
+def _slowest(plan: Plan, loads: tuple[RankLoad, ...]) -> Bottleneck:
+    slowest = max(loads, key=lambda load: load.seconds)
+    mean_s = sum(load.seconds for load in loads) / len(loads)
+    excess = slowest.seconds / mean_s - 1 if mean_s else 0.0
+    above = f" ({times_text(1 + excess)} the mean)" if excess > EVEN else ""
+    return Bottleneck(
+        kind="time",
+        where=slowest.name,
+        what=f"slowest: {slowest.name}, {milliseconds(slowest.seconds)} ms a microbatch{above}",
+        advice=_faster(plan, slowest, excess),
+    )
+
+
+def times_text(ratio: float) -> str:
+    """`1.2` -> `"20% above"`, `3.1` -> `"3.1 times"`."""
+    return f"{ratio - 1:.0%} above" if ratio < 2 else f"{ratio:.1f} times"
+
+
+def _faster(plan: Plan, slowest: RankLoad, excess: float) -> str:
+    if excess <= EVEN:
+        return "all are even, so only more devices shorten the step"
+    stage, *beside = slowest.stages
+    if beside:
+        return "its stages share devices; give them devices of their own"
+    chain = chain_of_stage(plan, stage.name)
+    if len(stage.layer_names) == 1:
+        return f"it is a single layer: only more ranks for {chain.name}'s tensors or tokens shorten it"
+    total_s = sum(other.prediction.forward_s + other.prediction.backward_s for other in chain.stages)
+    count = len(chain.stages) + 1
+    gain = f"would make about {milliseconds(total_s / count)} ms"
+    used = len({rank for other in plan.stages for rank in other.ranks})
+    if used + len(stage.ranks) > plan.cluster.num_devices:
+        return f"a stage more for {chain.name} {gain}, but the devices are used up"
+    return f"--stages {chain.name}={count} {gain}"
+
+
+def _fullest(plan: Plan, loads: tuple[RankLoad, ...]) -> Bottleneck:
+    limit = memory_bytes(plan)
+    fullest = max(loads, key=lambda load: load.num_bytes)
+    share = fullest.num_bytes / limit
+    parts = _parts(fullest)
+    largest = max(parts, key=lambda part: parts[part])
+    flying = f" of {fullest.in_flight} in flight" if largest == "activations" else ""
+    what = (
+        f"fullest: {fullest.name}, {format_bytes(fullest.num_bytes)} of {format_bytes(limit)} ({share:.0%}), "
+        f"mostly {largest}{flying}"
+    )
+    return Bottleneck(kind="memory", where=fullest.name, what=what, advice=_smaller(plan, largest, share))
+
+
+def _parts(load: RankLoad) -> Mapping[str, int]:
+    predictions = [stage.prediction for stage in load.stages]
+    return {
+        "parameters": sum(predicted.parameter_bytes for predicted in predictions),
+        "gradients": sum(predicted.gradient_bytes for predicted in predictions),
+        "optimizer state": sum(predicted.optimizer_bytes for predicted in predictions),
+        "activations": sum(predicted.activation_bytes for predicted in predictions),
+    }
+
+
+def _smaller(plan: Plan, largest: str, share: float) -> str:
+    if share < TIGHT:
+        return f"{1 - share:.0%} is free"
+    if largest == "activations":
+        if plan.recompute != "full":
+            return "recompute more (--recompute full), or take fewer samples a microbatch"
+        return "take fewer samples a microbatch, or let more ranks share the tokens (--context-parallel)"
+    return "spread it over more stages, or let more ranks share the tensors (--tensor-parallel)"
+
+
+def _idle(plan: Plan, loads: tuple[RankLoad, ...]) -> Bottleneck:
+    shares = plan.predicted.bubbles
+    if not shares:
+        depth = 1 + max(stage.depth for stage in plan.stages)
+        fill = (depth - 1) / (plan.num_microbatches + depth - 1)
+        return Bottleneck(
+            kind="bubble",
+            where="all",
+            what=f"idle: {plan.predicted.bubble:.0%} of device time, where {depth} equal stages would be idle {fill:.0%}",
+            advice=f"more microbatches than {plan.num_microbatches} shrink that part",
+        )
+    ranks = {chain.name: len({rank for stage in chain.stages for rank in stage.ranks}) for chain in plan.chains}
+    weighted: dict[tuple[str, Cause], float] = {
+        (share.chain, cause): ranks[share.chain] * value for share in shares for cause, value in causes(share).items()
+    }
+    name, cause = max(weighted, key=lambda key: weighted[key])
+    value = causes(next(share for share in shares if share.chain == name))[cause]
+    if value < 0.005:
+        return Bottleneck(kind="bubble", where="all", what="idle: less than 1% anywhere", advice="nothing to gain here")
+    what = f"idle: {name} spends {value:.0%} of its time {_DOING[cause]}"
+    return Bottleneck(kind="bubble", where=name, what=what, advice=_busier(plan, name, cause, loads))
+
+
+def causes(share: BubbleShare) -> dict[Cause, float]:
+    """Cause -> share of the chain's time, in the order of `BubbleShare`."""
+    return {
+        "warm_up": share.warm_up,
+        "stages": share.stages,
+        "microbatches": share.microbatches,
+        "links": share.links,
+    }
+
+
+CAUSE_WORDS: Mapping[Cause, str] = {
+    "warm_up": "filling and draining",
+    "stages": "slower stages",
+    "microbatches": "unequal microbatches",
+    "links": "links",
+}
+_DOING: Mapping[Cause, str] = {
+    "warm_up": "filling and draining the pipeline",
+    "stages": "waiting for slower stages",
+    "microbatches": "waiting because microbatches differ",
+    "links": "waiting for messages under way",
+}
+
+
+def _busier(plan: Plan, chain: str, cause: Cause, loads: tuple[RankLoad, ...]) -> str:
+    match cause:
+        case "warm_up":
+            depth = 1 + max(stage.depth for stage in plan.stages)
+            return f"more microbatches than {plan.num_microbatches}, or fewer stages in a row than {depth}, shrink it"
+        case "stages":
+            slowest = max(loads, key=lambda load: load.seconds)
+            if any(stage.name in {own.name for own in chain_named(plan, chain).stages} for stage in slowest.stages):
+                return f"cut {chain} more evenly, or give it a stage more"
+            return f"{slowest.name} sets the pace: it needs more devices, {chain} fewer or none of its own"
+        case "microbatches":
+            return "balance samples over microbatches, or take more samples in each"
+        case "links":
+            if not plan.links:
+                return "put its stages nearer together"
+            link = max(plan.links, key=lambda link: link.num_bytes)
+            return f"the largest message is {link.source} -> {link.target}, {format_bytes(link.num_bytes)}; keep them on one node"
+
+
+def chain_named(plan: Plan, name: str) -> Chain:
+    return next(chain for chain in plan.chains if chain.name == name)
+
+
+def chain_of_stage(plan: Plan, stage: str) -> Chain:
+    """The chain that has a stage of this name."""
+    return next(chain for chain in plan.chains if any(own.name == stage for own in chain.stages))

@@ -1,0 +1,86 @@
+"""`by_layers`: a plan in which every layer is a stage of its own.
+
+Programs cut along it are the same whichever layers stand together on a device, so templates can be exchanged without lowering or
+compiling anything, and a layer computes the same bits in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.plan import Chain, Plan, Segment, Stage
+from mmcompile.planner.resilience.job import LayerId
+
+
+def by_layers(plan: Plan) -> Plan:
+    """The layers of a plan, one stage each, of one replica, all on rank 0.
+
+    Stages are named by chain and layer (`language_model.7`). Depths are longest paths in layers, as if every chain entered the
+    one it feeds at its first layer. Predictions are those of the stage that a layer was in, and mean nothing here.
+
+    Raises:
+        PlanError: layers share tensors or tokens between ranks, or replicas share parameters.
+    """
+    shared = [chain.name for chain in plan.chains if chain.tp * chain.cp > 1]
+    if shared:
+        raise PlanError(
+            f"layers of {', '.join(shared)} are shared by several ranks, and a template's layer is on one: plan with "
+            "tensor_parallel=1 and context_parallel=1"
+        )
+    spread = [chain.name for chain in plan.chains if chain.fsdp]
+    if spread:
+        raise PlanError(
+            f"replicas of {', '.join(spread)} share parameters (fsdp), and a template's replica holds them all: plan without "
+            "fsdp"
+        )
+    depths = _depths(plan)
+    chains = tuple(replace(chain, dp=1, stages=tuple(_stages(chain, depths[chain.name]))) for chain in plan.chains)
+    return replace(plan, chains=chains, links=(), shared_values=(), resilience=None)
+
+
+def layer_name(layer: LayerId) -> str:
+    """What programs call it."""
+    return f"{layer.chain}.{layer.index}"
+
+
+def layer_of(stage: str) -> LayerId:
+    """Inverse of `layer_name`."""
+    chain, _, index = stage.rpartition(".")
+    return LayerId(chain=chain, index=int(index))
+
+
+def _stages(chain: Chain, last_depth: int) -> Iterator[Stage]:
+    layers = [
+        (stage, segment.component, layer)
+        for stage in chain.stages
+        for segment in stage.segments
+        for layer in range(segment.first, segment.last)
+    ]
+    names = [name for stage in chain.stages for name in stage.layer_names]
+    for index, ((stage, component, layer), name) in enumerate(zip(layers, names, strict=True)):
+        yield replace(
+            stage,
+            name=layer_name(LayerId(chain=chain.name, index=index)),
+            segments=(Segment(component=component, first=layer, last=layer + 1),),
+            layer_names=(name,),
+            recompute=(stage.modes.get((component, layer)),),
+            ranks=(0,),
+            depth=last_depth + len(layers) - 1 - index,
+        )
+
+
+def _depths(plan: Plan) -> Mapping[str, int]:
+    """Chain -> depth of its last layer."""
+    chain_of = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
+    feeds = {(chain_of[link.source], chain_of[link.target]) for link in plan.links}
+    length = {
+        chain.name: sum(s.last - s.first for stage in chain.stages for s in stage.segments) for chain in plan.chains
+    }
+    found = {plan.chains[-1].name: 0}
+    # Chains stand in topological order.
+    for chain in reversed(plan.chains[:-1]):
+        fed = [target for source, target in feeds if source == chain.name != target]
+        found[chain.name] = 1 + max((found[name] + length[name] - 1 for name in fed), default=0)
+    return found

@@ -1,0 +1,67 @@
+"""A layout as text: boxes and lines in Unicode."""
+
+from __future__ import annotations
+
+from mmcompile.planner.plan.layout import Box, Layout
+
+_LEFT, _RIGHT, _UP, _DOWN = 1, 2, 4, 8
+_LINES = {
+    _LEFT: "─",
+    _RIGHT: "─",
+    _LEFT | _RIGHT: "─",
+    _UP: "│",
+    _DOWN: "│",
+    _UP | _DOWN: "│",
+    _DOWN | _RIGHT: "┌",
+    _DOWN | _LEFT: "┐",
+    _UP | _RIGHT: "└",
+    _UP | _LEFT: "┘",
+    _UP | _DOWN | _RIGHT: "├",
+    _UP | _DOWN | _LEFT: "┤",
+    _DOWN | _LEFT | _RIGHT: "┬",
+    _UP | _LEFT | _RIGHT: "┴",
+    _UP | _DOWN | _LEFT | _RIGHT: "┼",
+}
+
+
+def line_art(layout: Layout) -> str:
+    """Draw boxes and paths; lines end without spaces."""
+    canvas = [[" "] * layout.width for _ in range(layout.height)]
+    _draw_paths(canvas, layout)
+    for box in layout.boxes:
+        _draw_box(canvas, box, framed=layout.framed)
+    return "\n".join("".join(row).rstrip() for row in canvas)
+
+
+def _draw_paths(canvas: list[list[str]], layout: Layout) -> None:
+    directions: dict[tuple[int, int], int] = {}
+    for path in layout.paths:
+        for (x0, y0), (x1, y1) in zip(path.points, path.points[1:], strict=False):
+            step_x, step_y = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)
+            leave, enter = _bits(step_x, step_y)
+            x, y = x0, y0
+            while (x, y) != (x1, y1):
+                directions[x, y] = directions.get((x, y), 0) | leave
+                x, y = x + step_x, y + step_y
+                directions[x, y] = directions.get((x, y), 0) | enter
+    for (x, y), bits in directions.items():
+        canvas[y][x] = _LINES[bits]
+    for path in layout.paths:
+        x, y = path.points[-1]
+        canvas[y][x] = "▶"
+
+
+def _bits(step_x: int, step_y: int) -> tuple[int, int]:
+    """Directions a line takes out of a cell and, one step on, out of the next one backwards."""
+    if step_x:
+        return (_RIGHT, _LEFT) if step_x > 0 else (_LEFT, _RIGHT)
+    return (_DOWN, _UP) if step_y > 0 else (_UP, _DOWN)
+
+
+def _draw_box(canvas: list[list[str]], box: Box, *, framed: bool) -> None:
+    inner = box.width - 2 * framed
+    texts = [f" {line}".ljust(inner) for line in box.node.lines]
+    texts += [" " * inner] * (box.height - 2 * framed - len(texts))
+    rows = [f"┌{'─' * inner}┐", *(f"│{text}│" for text in texts), f"└{'─' * inner}┘"] if framed else texts
+    for offset, row in enumerate(rows):
+        canvas[box.y + offset][box.x : box.x + box.width] = row

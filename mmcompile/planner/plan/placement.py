@@ -1,0 +1,207 @@
+"""From the stages of a plan to what each rank runs: one placed stage for each replica, and for each shard of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.balance_groups import towers
+from mmcompile.planner.plan.plan import Chain, Plan, ScheduleKind, Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedStage:
+    """A replica of a stage, or one shard of it, on one rank, as far as ranks need to know it (`Placed` of the schedule)."""
+
+    name: str
+    """`language_model.0`; `language_model.0#1` is its replica 1, where there are several; `language_model.0#1@0` the first
+    shard of that."""
+    ranks: tuple[int, ...]
+    """The one rank it is on."""
+    depth: int
+    group: tuple[int, ...] = ()
+    """Ranks of all shards of the replica, in order of shards: those that share tensors follow each other; () for a stage that
+    is whole."""
+    tp: int = 1
+    """Ranks that share the tensors of every layer. Where there are more shards, they share the tokens of every sequence."""
+    program: str = ""
+    """What programs call it: the name without the replica; "" where it is `name`."""
+    tower: str = ""
+    """What is balanced as one with this stage: see `mmcompile.batching.step_plan`."""
+    replica: int = 0
+    sharing: tuple[int, ...] = ()
+    """Ranks of this shard's replicas, in order, where they share its parameters; () where each holds them whole."""
+
+    @property
+    def program_name(self) -> str:
+        return self.program or self.name
+
+    @property
+    def shard(self) -> int:
+        """Which one this is."""
+        return self.group.index(self.ranks[0]) if self.group else 0
+
+    @property
+    def tensor_group(self) -> tuple[int, ...]:
+        """Ranks that compute the same tokens with parts of the same tensors, in order; () where tensors are whole."""
+        first = self.shard - self.shard % self.tp
+        return self.group[first : first + self.tp] if self.tp > 1 else ()
+
+    @property
+    def token_group(self) -> tuple[int, ...]:
+        """Ranks that compute other tokens of the same sequences with the same tensors, in order; () where sequences are whole."""
+        return self.group[self.shard % self.tp :: self.tp] if len(self.group) > self.tp else ()
+
+    @property
+    def repeats(self) -> bool:
+        """Another shard has the same loss, and the same gradients of all parameters that both hold: they count once."""
+        return self.shard % self.tp != 0
+
+    @property
+    def same_values(self) -> str:
+        """One word for all shards that compute the same where they compute alike, as dropout must be."""
+        stage = self.program_name.partition("@")[0]
+        return shard_name(stage, self.shard // self.tp) if self.token_group else stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """All replicas and shards of a plan's stages, and the microbatches of a step: what the engine needs to know of it."""
+
+    stages: tuple[PlacedStage, ...]
+    num_microbatches: int
+    """Of each replica."""
+    schedule: ScheduleKind = "1f1b"
+    towers: tuple[str, ...] = ("",)
+    """What is balanced as one; the language model is last."""
+    num_replicas: tuple[int, ...] = (1,)
+    """Of each tower."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Placement:
+        """Raises PlanError for a plan with axes that ranks cannot run."""
+        check_runnable(plan)
+        found = towers(plan)
+        tower_of = {chain.name: name for name, chains in found.items() for chain in chains}
+        return cls(
+            stages=tuple(
+                placed
+                for chain in plan.chains
+                for stage in chain.stages
+                for placed in _placed(stage, chain, tower_of[chain.name])
+            ),
+            num_microbatches=plan.num_microbatches,
+            schedule=plan.schedule,
+            towers=tuple(found),
+            num_replicas=tuple(chains[0].dp for chains in found.values()),
+        )
+
+
+def check_runnable(plan: Plan) -> None:
+    """Refuse what can be planned, printed and simulated, but not run.
+
+    Raises:
+        PlanError: naming every axis in the way, and how to plan without it; or chains that feed each other have different
+            numbers of replicas.
+    """
+    last = plan.chains[-1]
+    found = [
+        *(line for chain in plan.chains if chain.fsdp for line in _not_shared(chain, plan.schedule)),
+        *_several_groups(plan),
+        *(
+            f"{chain.name} has context parallel degree {chain.cp}"
+            for chain in plan.chains
+            if chain.cp > 1 and chain != last
+        ),
+    ]
+    if found:
+        raise PlanError(
+            f"this plan can be simulated but not run: {'; '.join(found)}. The engine runs stages that are whole or share tensors "
+            "of their layers, and those of the language model their tokens too; replicas that share parameters on ranks of "
+            "their own, and not with schedule zb-h1. Choose other degrees, another schedule, or no fsdp"
+        )
+    towers(plan)
+
+
+def _not_shared(chain: Chain, schedule: ScheduleKind) -> Iterable[str]:
+    """Why replicas of a chain cannot share its parameters."""
+    words = f"replicas of {chain.name} share its parameters (fsdp)"
+    if chain.dp == 1:
+        yield f"{words}, and there is one"
+    if schedule == "zb-h1":
+        yield f"{words}, and add gradients up in the backward, where schedule zb-h1 computes none of weights"
+    if any(len(set(stage.ranks)) < len(stage.ranks) for stage in chain.stages):
+        yield f"{words}, and several of them are on one rank"
+
+
+def _several_groups(plan: Plan) -> Iterable[str]:
+    """Ranks that would share parameters of one stage with some ranks, and of another with others."""
+    groups: dict[int, tuple[Stage, tuple[int, ...]]] = {}
+    for chain in plan.chains:
+        for stage in chain.stages if chain.fsdp else ():
+            for rank in stage.ranks:
+                sharing = _sharing(stage, chain, rank)
+                other, before = groups.setdefault(rank, (stage, sharing))
+                if before != sharing:
+                    yield (
+                        f"rank {rank} shares parameters of {other.name} with ranks {list(before)}, of {stage.name} with "
+                        f"{list(sharing)}"
+                    )
+
+
+def _sharing(stage: Stage, chain: Chain, rank: int) -> tuple[int, ...]:
+    """Ranks that hold the same shard of a stage, one of each replica."""
+    shards = chain.tp * chain.cp
+    return stage.ranks[stage.ranks.index(rank) % shards :: shards]
+
+
+def lockstep_of(stages: Sequence[PlacedStage]) -> list[list[int]]:
+    """Stages, by index, that exchange values while they compute: shards of one, and replicas that share its parameters."""
+    found: dict[tuple[str, int, str], list[int]] = {}
+    for index, stage in enumerate(stages):
+        if stage.group or stage.sharing:
+            replica = -1 if stage.sharing else stage.replica
+            found.setdefault((stage.tower, replica, stage.program_name.partition("@")[0]), []).append(index)
+    return list(found.values())
+
+
+def shard_names(stage: Stage, num_replicas: int = 1) -> tuple[str, ...]:
+    """What programs call the shards of a replica (`language_model.0@1` is the second); the stage's own name if it is whole.
+
+    Args:
+        num_replicas: that the stage's ranks are shared by.
+    """
+    count = len(stage.ranks) // num_replicas
+    if count == 1:
+        return (stage.name,)
+    return tuple(shard_name(stage.name, index) for index in range(count))
+
+
+def shard_name(name: str, index: int) -> str:
+    """Of a stage or of a value that differs by shard."""
+    return f"{name}@{index}"
+
+
+def replica_name(stage: str, replica: int) -> str:
+    """Of a replica of a stage, or of a shard of one, where there are several replicas: `language_model.0#1@0`."""
+    name, mark, shard = stage.partition("@")
+    return f"{name}#{replica}{mark}{shard}"
+
+
+def _placed(stage: Stage, chain: Chain, tower: str) -> Iterable[PlacedStage]:
+    programs = shard_names(stage, chain.dp)
+    for replica in range(chain.dp):
+        ranks = stage.ranks[replica * len(programs) :][: len(programs)]
+        for program, rank in zip(programs, ranks, strict=True):
+            yield PlacedStage(
+                name=replica_name(program, replica) if chain.dp > 1 else program,
+                ranks=(rank,),
+                depth=stage.depth,
+                group=ranks if len(ranks) > 1 else (),
+                tp=chain.tp,
+                program=program if chain.dp > 1 else "",
+                tower=tower,
+                replica=replica,
+                sharing=_sharing(stage, chain, rank) if chain.fsdp else (),
+            )

@@ -1,0 +1,184 @@
+"""The stages of a plan as rows of a table, few enough to read: runs of stages that are alike become one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmcompile.planner.plan.plan import Chain, Stage
+
+_TOLERANCES = (0.005, 0.02, 0.1, float("inf"))
+"""Times that differ by less are alike, the first that gives few enough rows; the first is what costs cannot tell apart."""
+_MAX_RANGES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fold:
+    """Neighbouring stages of one chain in one row."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def name(self) -> str:
+        """`language_model.3..14 x12`; the stage's own name if it is alone."""
+        first, last = self.stages[0].name, self.stages[-1].name
+        if len(self.stages) == 1:
+            return first
+        return f"{first}..{last.rpartition('.')[2]} x{len(self.stages)}"
+
+    @property
+    def layers(self) -> str:
+        """First and last layer of each component, counted from 0; in a run also the layers of one stage."""
+        spans: dict[str, tuple[int, int]] = {}
+        for segment in (segment for stage in self.stages for segment in stage.segments):
+            first, _ = spans.get(segment.component, (segment.first, 0))
+            spans[segment.component] = first, segment.last - 1
+        texts = [f"{name} {first}" + (f"..{last}" if last > first else "") for name, (first, last) in spans.items()]
+        each = _span((len(stage.layer_names) for stage in self.stages), str)
+        return ", ".join(texts) + (f" ({each} each)" if len(self.stages) > 1 else "")
+
+
+def folded(chains: Sequence[Chain], max_rows: int) -> list[Fold]:
+    """All stages in order, as they are if they fit in `max_rows`, else folded as little as needed (at most chain by chain)."""
+    folds = [Fold(stages=(stage,)) for chain in chains for stage in chain.stages]
+    for tolerance in _TOLERANCES:
+        if len(folds) <= max_rows:
+            break
+        folds = [fold for chain in chains for fold in _runs(chain.stages, tolerance)]
+    return folds
+
+
+def stage_table(chains: Sequence[Chain], max_rows: int) -> Iterator[str]:
+    """A header and at most `max_rows` rows; chains beyond that are counted."""
+    folds = folded(chains, max_rows)
+    shown = folds if len(folds) <= max_rows else folds[: max_rows - 1]
+    unit, scale = memory_unit(max(stage.prediction.total_bytes for chain in chains for stage in chain.stages))
+    header = ("stage", "layers", "devices", "fwd ms", "input-grad", "weight-grad")
+    memory = (f"param {unit}", "grad", "optim", "activ", "total")
+    rows = [_row(fold, scale) for fold in shown]
+    yield from columns([(*header, *memory, "live", "frozen"), *rows], left={0, 1, 2})
+    if len(shown) < len(folds):
+        yield f"and {counted(len(folds) - len(shown), 'more chain')}"
+
+
+def frozen_share(stages: Iterable[Stage]) -> float | None:
+    """Share of the parameters' bytes that does not train, 0..1; None without parameters."""
+    predictions = [stage.prediction for stage in stages]
+    total = sum(prediction.parameter_bytes for prediction in predictions)
+    trained = sum(min(prediction.gradient_bytes, prediction.parameter_bytes) for prediction in predictions)
+    return 1 - trained / total if total else None
+
+
+def frozen_text(stages: Iterable[Stage]) -> str:
+    """`"97%"`; `"-"` without parameters. Never rounds to all or nothing what is not."""
+    share = frozen_share(stages)
+    if share is None:
+        return "-"
+    if 0.995 <= share < 1:
+        return ">99%"
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """`(0, 1, 2, 8, 9)` -> `"0-2,8-9"`; many that repeat: `"0-7,16-23,..,112-119"`, many others: `"0-7,9-11 and 6 more"`."""
+    ranges: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
+    if len(texts) <= _MAX_RANGES + 1:
+        return ",".join(texts)
+    shown = ",".join(texts[:_MAX_RANGES])
+    steps = {(next_[0] - first, next_[1] - last) for (first, last), next_ in pairwise(ranges)}
+    return f"{shown},..,{texts[-1]}" if len(steps) == 1 else f"{shown} and {len(texts) - _MAX_RANGES} more"
+
+
+def counted(count: float, what: str) -> str:
+    """`(2, "stage")` -> `"2 stages"`, `(1, "more chain")` -> `"1 more chain"`."""
+    return f"{count:.4g} {what}" + ("s" if count != 1 else "")
+
+
+def milliseconds(seconds: float) -> str:
+    """`0.0271828` -> `"27.18"`: four digits, never an exponent from above."""
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def memory_unit(largest: int) -> tuple[str, int]:
+    """GiB, or MiB for models so small that GiB would print zeros."""
+    return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+
+
+def columns(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
+    """Rows of cells as lines of equal columns; those in `left` begin at the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells)
+
+
+def _runs(stages: Sequence[Stage], tolerance: float) -> Iterator[Fold]:
+    run: list[Stage] = []
+    for stage in stages:
+        if run and not _alike(run[0], stage, tolerance):
+            yield Fold(stages=tuple(run))
+            run = []
+        run.append(stage)
+    yield Fold(stages=tuple(run))
+
+
+def _alike(first: Stage, other: Stage, tolerance: float) -> bool:
+    if tolerance == float("inf"):
+        return True
+    if _kind(first) != _kind(other):
+        return False
+    times = zip(_times(first), _times(other), strict=True)
+    return all(abs(one - two) <= tolerance * max(one, two) for one, two in times)
+
+
+def _kind(stage: Stage) -> tuple[bool, bool, list[str]]:
+    components = [segment.component for segment in stage.segments]
+    return stage.has_backward, stage.prediction.gradient_bytes > 0, components
+
+
+def _times(stage: Stage) -> tuple[float, float, float]:
+    predicted = stage.prediction
+    return predicted.forward_s, predicted.input_grad_s, predicted.weight_grad_s
+
+
+def _row(fold: Fold, scale: int) -> tuple[str, ...]:
+    predictions = [stage.prediction for stage in fold.stages]
+    backward = any(stage.has_backward for stage in fold.stages)
+    sizes = (
+        [predicted.parameter_bytes for predicted in predictions],
+        [predicted.gradient_bytes for predicted in predictions],
+        [predicted.optimizer_bytes for predicted in predictions],
+        [predicted.activation_bytes for predicted in predictions],
+        [predicted.total_bytes for predicted in predictions],
+    )
+    return (
+        fold.name,
+        fold.layers,
+        rank_ranges(rank for stage in fold.stages for rank in stage.ranks),
+        _span((predicted.forward_s for predicted in predictions), milliseconds),
+        _span((predicted.input_grad_s for predicted in predictions), milliseconds) if backward else "-",
+        _span((predicted.weight_grad_s for predicted in predictions), milliseconds) if backward else "-",
+        *(_span(size, lambda value: f"{value / scale:.2f}") for size in sizes),
+        _span((predicted.in_flight for predicted in predictions), str) if backward else "-",
+        frozen_text(fold.stages),
+    )
+
+
+def _span(values: Iterable[float], text: Callable[[float], str]) -> str:
+    """The smallest and the largest as text, or one text if they read alike."""
+    listed = list(values)
+    least, most = text(min(listed)), text(max(listed))
+    return least if least == most else f"{least}..{most}"

@@ -1,0 +1,1 @@
+"""Cost of layers in any layout and at any load."""

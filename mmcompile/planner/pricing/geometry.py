@@ -1,0 +1,206 @@
+"""`Geometry`: how the shape of a sample becomes rows of a component, read from one captured batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+
+from mmcompile.costmodel.load import Load
+from mmcompile.ir.graph import Component, ComponentKind, ModelGraph, info
+from mmcompile.passes.values import aten_ops, concrete_shape, op_name, tensors
+from mmcompile.planner.plan.sizes import (
+    MEDIA_WORDS,
+    Media,
+    MediaInput,
+    Modality,
+    grid_of,
+    media_lengths,
+    token_ids,
+    token_mask,
+)
+from mmcompile.planner.plan.sizes import Geometry as Geometry
+
+_CONVOLUTIONS = aten_ops("conv2d conv3d convolution")
+_WHOLE = 0.99
+"""Share of the pairs of an image, below which its rows attend within windows. (Rows are not quite proportional to patches.)"""
+
+
+def geometries(
+    graph: ModelGraph, loads: Mapping[str, Load], batch: Mapping[str, object], *, packed: bool = False
+) -> dict[str, Geometry]:
+    """Read the geometry of every component from the batch it was captured with.
+
+    Args:
+        graph: captured from `batch`.
+        loads: component -> its load in that batch.
+        batch: inputs by name, as given to the model.
+        packed: the language model gets sequences without padding, one after the other.
+    """
+    modalities: dict[str, Modality] = {component.name: modality_of(component) for component in graph.components}
+    inputs: dict[Modality, tuple[MediaInput, ...]] = {
+        modality: _inputs(graph, loads, batch, modalities, modality) for modality in MEDIA_WORDS
+    }
+    lengths: dict[Modality, tuple[float, ...]] = {
+        modality: tuple(media_lengths(batch, modality, inputs[modality])) for modality in MEDIA_WORDS
+    }
+    sequences = _sequences(batch)
+    if sequences is not None:
+        lengths["text"] = (float(sequences.shape[1]),) * sequences.shape[0]
+    found = {}
+    for name, modality in modalities.items():
+        units = lengths.get(modality, ())
+        taken: dict[Modality, float] = dict.fromkeys(MEDIA_WORDS, 0.0)
+        if modality == "text" and sequences is not None:
+            for source in taken:
+                rows = _rows_into(graph, name, source, modalities)
+                taken[source] = _placeholders(sequences, rows) / (sum(lengths[source]) or 1.0)
+        if not units:
+            modality, units = "sample", (1.0,) * graph.num_samples
+        load, squares = loads[name], sum(size * size for size in units)
+        rows_per_unit, pairs_per_unit = load.tokens / sum(units), load.squares / squares
+        found[name] = Geometry(
+            component=name,
+            modality=modality,
+            rows_per_unit=rows_per_unit,
+            pairs_per_unit=pairs_per_unit,
+            window=load.squares / load.tokens if pairs_per_unit < _WHOLE * rows_per_unit**2 else 0.0,
+            tokens_per_patch=taken["image"],
+            tokens_per_frame=taken["audio"],
+            pads=modality == "text" and not packed,
+            media=inputs.get(modality, ()),
+            sources=() if name == graph.loss_component else _sources(graph.component(name), modality, inputs),
+        )
+    return found
+
+
+def _sources(
+    component: Component, modality: Modality, inputs: Mapping[Modality, tuple[MediaInput, ...]]
+) -> tuple[str, ...]:
+    """What tells that a sample has something for a component: that it has any modality does not, or not of which encoder."""
+    if modality == "sample":
+        return component.sources
+    everyone = [own.name for own in inputs.get(modality, ())]
+    own = tuple(name for name in everyone if name in component.sources)
+    return own if len(own) < len(everyone) else ()
+
+
+def modality_of(component: Component) -> Modality:
+    """What a component's rows are made of, by the names of the inputs that reach it."""
+    if component.kind == ComponentKind.LANGUAGE_MODEL or any(_is_text(name) for name in component.sources):
+        return "text"
+    hits: list[Modality] = [
+        modality
+        for modality, words in MEDIA_WORDS.items()
+        if any(word in source for source in component.sources for word in words)
+    ]
+    return hits[0] if len(hits) == 1 else "sample"
+
+
+def _is_text(name: str) -> bool:
+    return name.endswith(("input_ids", "inputs_embeds"))
+
+
+def _sequences(batch: Mapping[str, object]) -> Tensor | None:
+    """Token ids [samples, length] of the batch; padding is -1."""
+    ids = token_ids(batch)
+    mask = None if ids is None else token_mask(batch, ids)
+    return ids if ids is None or mask is None else torch.where(mask.bool(), ids, torch.full_like(ids, -1))
+
+
+def _inputs(
+    graph: ModelGraph,
+    loads: Mapping[str, Load],
+    batch: Mapping[str, object],
+    modalities: Mapping[str, Modality],
+    modality: Media,
+) -> tuple[MediaInput, ...]:
+    """Float inputs that hold the images, or sounds; () where a grid names their sizes."""
+    readers = [component for component in graph.components if modalities[component.name] == modality]
+    readers.sort(key=lambda component: component.kind != ComponentKind.ENCODER)
+    inputs = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    if any(modality in grid_of(name) and len(value) for name, value in inputs.items()):
+        return ()
+    found: list[MediaInput] = []
+    for name, value in inputs.items():
+        reader = next((component for component in readers if name in component.sources), None)
+        named = any(word in name for word in MEDIA_WORDS[modality])
+        if reader is not None and value.is_floating_point() and named and value.dim() and value.numel():
+            found.append(_input(graph, reader, name, value, inputs, loads[reader.name]))
+    return tuple(found)
+
+
+def _input(
+    graph: ModelGraph, encoder: Component, name: str, value: Tensor, inputs: Mapping[str, Tensor], load: Load
+) -> MediaInput:
+    """Images or sounds of one size each: an item has its patches, or else its part of the encoder's rows.
+
+    Where the graph does not take the input itself, the model has packed what a mask marks.
+    """
+    masks = (other for other in encoder.sources if other != name and other in inputs and _marks(inputs[other], value))
+    mask = next(masks, "") if all(spec.name != name for spec in graph.inputs) else ""
+    if mask:
+        elements = int(inputs[mask].count_nonzero())
+        return MediaInput(name=name, item_dims=value.dim() - 1, length=load.tokens, elements=elements, mask=mask)
+    dims = 3 if value.dim() > 3 else value.dim() - 1
+    patch = _patch_size(graph, encoder.name) if dims == 3 else None
+    if patch is not None:
+        return MediaInput(name=name, item_dims=dims, patch=patch)
+    count, elements = prod(value.shape[: value.dim() - dims]), prod(value.shape[value.dim() - dims :])
+    return MediaInput(name=name, item_dims=dims, length=load.tokens / count, elements=elements)
+
+
+def _marks(mask: Tensor, value: Tensor) -> bool:
+    """Whether a tensor can mark steps [items, steps] of an input."""
+    return (
+        not mask.is_floating_point()
+        and mask.dim() == 2
+        and len(mask) == len(value)
+        and mask.shape[1] in value.shape[1:]
+    )
+
+
+def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:
+    """Height and width of the steps of a component's first convolution."""
+    for node in graph.module.graph.nodes:
+        if node.op == "call_function" and info(node).component == component and op_name(node) in _CONVOLUTIONS:
+            stride = node.args[3] if len(node.args) > 3 else node.kwargs.get("stride", (1, 1))
+            assert isinstance(stride, Sequence), f"{node.name} has stride {stride}"
+            height, width = stride[-2:]
+            return int(height), int(width)
+    return None
+
+
+def _rows_into(graph: ModelGraph, component: str, modality: Modality, modalities: Mapping[str, Modality]) -> set[int]:
+    """Row counts of the tensors that components of a modality send to one."""
+    nodes: dict[str, fx.Node] = {node.name: node for node in graph.module.graph.nodes}
+    rows: set[int] = set()
+    for producer, consumer, names in graph.edges:
+        if consumer == component and modality in (modalities[producer], *_above(graph, producer, modalities)):
+            for name in names:
+                rows |= {prod(concrete_shape(tensor)[:-1]) for tensor in tensors(nodes[name])}
+    return rows
+
+
+def _above(graph: ModelGraph, component: str, modalities: Mapping[str, Modality]) -> set[Modality]:
+    return {modalities[name] for name in nx.ancestors(graph.dag(), component)}
+
+
+def _placeholders(sequences: Tensor, rows: set[int]) -> int:
+    """Positions held by ids that stand for as many rows as an encoder sends; 0 if it sends none into the sequence.
+
+    Where several ids are as frequent, placeholders are those that follow each other most.
+    """
+    ids, counts = torch.unique(sequences[sequences >= 0], return_counts=True)
+    frequent: dict[int, list[int]] = {}
+    for token, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        if count in rows:
+            frequent.setdefault(count, []).append(token)
+    following = {
+        count: max(int(((sequences[:, 1:] == token) & (sequences[:, :-1] == token)).sum()) for token in tokens)
+        for count, tokens in frequent.items()
+    }
+    return sum(count for count, tokens in frequent.items() if len(tokens) == 1 or following[count])

@@ -1,0 +1,187 @@
+"""`PricedChain`: what the layers of a chain take and hold in one layout, as running sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.costmodel.load import NO_LOAD, Load
+from mmcompile.planner.plan.chains import ChainSpec
+from mmcompile.planner.pricing.pricing import Pricing, Sharding
+
+OPTIMIZER_STATES = 2
+"""AdamW keeps two states a trainable element, in the parameter's dtype (torch.optim.AdamW)."""
+
+Loads = Mapping[str, tuple[Load | None, Load | None]]
+"""Component -> its mean and its worst load; None where costs are known at one load only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PricedChain:
+    """A chain's layers on one of the ranks that share them: running sums [layers + 1] unless stated."""
+
+    forward_s: NDArray[np.float64]
+    input_grad_s: NDArray[np.float64]
+    weight_grad_s: NDArray[np.float64]
+    backward: NDArray[np.int64]
+    """Layers that run one."""
+    parameter_bytes: NDArray[np.int64]
+    trainable_bytes: NDArray[np.int64]
+    saved_bytes: NDArray[np.int64]
+    """For backward, by the mean microbatch."""
+    worst_bytes: NDArray[np.int64]
+    """For backward, by the worst microbatch."""
+    working_bytes: NDArray[np.int64]
+    """[layers]: while the layer runs its backward, by the worst microbatch."""
+    shared_bytes: NDArray[np.int64]
+    """[layers]: for backward too, of a stage that begins with the layer, by the mean microbatch."""
+    worst_shared_bytes: NDArray[np.int64]
+    """[layers]: the same by the worst microbatch."""
+    output_bytes: NDArray[np.int64]
+    """[layers]: of one rank, by the mean microbatch."""
+    whole_bytes: NDArray[np.int64]
+    """[layers]: output of the whole replica."""
+    slowest_s: float
+    """Forward and backward of the slowest layer."""
+    waited: float
+    """Least part of a layer's time that is not weight gradient."""
+    body: Body
+
+    @property
+    def total_s(self) -> NDArray[np.float64]:
+        """Running sum of forward and backward."""
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+    def held_bytes(self, num_stages: int, num_microbatches: int) -> float:
+        """What all stages of a 1F1B pipeline that ends in the loss hold together, if they have equal parts of the chain."""
+        filled = min(num_stages, num_microbatches)
+        in_flight = (filled * (filled + 1) / 2 + (num_stages - filled) * num_microbatches) / num_stages
+        fixed = self.parameter_bytes[-1] + (1 + OPTIMIZER_STATES) * self.trainable_bytes[-1]
+        return float(fixed) + in_flight * float(self.saved_bytes[-1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Body:
+    """The layers of a chain that are alike and together take the most time."""
+
+    count: int
+    seconds: float
+    """Forward and backward of one."""
+    fixed_bytes: int
+    """Held whatever is in flight, the excess of the worst microbatch over the mean included."""
+    saved_bytes: int
+    """For backward, by the mean microbatch."""
+    working_bytes: int
+
+
+def price_chain(pricing: Pricing, chain: ChainSpec, sharding: Sharding, loads: Sequence[Loads]) -> list[PricedChain]:
+    """Price a chain at many loads at once."""
+    parts: dict[tuple[str, float], _Part] = {}
+    rows: list[NDArray[np.float64]] = []
+    columns: list[NDArray[np.int64]] = []
+    for key, layers in groupby(chain.layers, key=lambda layer: (layer.component, layer.share)):
+        if key not in parts:
+            parts[key] = _Part.of(pricing, *key, sharding, loads)
+        group = pricing.groups(key[0])[[layer.index for layer in layers]]
+        np.add.at(parts[key].counts, group, 1)
+        rows.append(parts[key].seconds[group])
+        columns.append(parts[key].sizes[group])
+    seconds, sizes = np.concatenate(rows), np.concatenate(columns)  # [layers, loads, 3], [layers, loads, 10]
+    totals = seconds.sum(axis=2)
+    running_s = np.concatenate([np.zeros((1, *seconds.shape[1:])), np.cumsum(seconds, axis=0)])
+    running = np.concatenate([np.zeros((1, *sizes.shape[1:]), dtype=np.int64), np.cumsum(sizes, axis=0)])
+    late = np.divide(seconds[..., 2], totals, out=np.zeros_like(totals), where=totals > 0).max(axis=0)
+    slowest = totals.max(axis=0)
+    return [
+        PricedChain(
+            forward_s=running_s[:, index, 0],
+            input_grad_s=running_s[:, index, 1],
+            weight_grad_s=running_s[:, index, 2],
+            backward=running[:, index, 0],
+            parameter_bytes=running[:, index, 1],
+            trainable_bytes=running[:, index, 2],
+            saved_bytes=running[:, index, 3],
+            worst_bytes=running[:, index, 4],
+            working_bytes=sizes[:, index, 5],
+            output_bytes=sizes[:, index, 6],
+            whole_bytes=sizes[:, index, 7],
+            shared_bytes=sizes[:, index, 8],
+            worst_shared_bytes=sizes[:, index, 9],
+            slowest_s=float(slowest[index]),
+            waited=float(1.0 - late[index]),
+            body=_body(list(parts.values()), index),
+        )
+        for index in range(len(loads))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A component, or a share of it, in a chain."""
+
+    counts: NDArray[np.int64]
+    """[groups]: layers of each."""
+    seconds: NDArray[np.float64]
+    """[groups, loads, 3]"""
+    sizes: NDArray[np.int64]
+    """[groups, loads, 10]: backward, parameters, trainable, saved, saved by the worst, working, output, output of the replica,
+    shared, shared by the worst."""
+
+    @classmethod
+    def of(
+        cls,
+        pricing: Pricing,
+        component: str,
+        share: float,
+        sharding: Sharding,
+        loads: Sequence[Loads],
+    ) -> _Part:
+        mean = _columns([each[component][0] for each in loads], share)
+        heavy = _columns([each[component][1] for each in loads], share)
+        whole = replace(sharding, tp=1, cp=1, fsdp=1)
+        seconds, own = pricing.bulk(component, *mean, sharding)
+        _, worst = pricing.bulk(component, *heavy, sharding)
+        sent = own if sharding == whole else pricing.bulk(component, *mean, whole)[1]
+        sizes = (
+            own.backward,
+            own.parameter,
+            own.trainable,
+            own.activation,
+            np.maximum(worst.activation, own.activation),
+            np.maximum(worst.working, own.working),
+            own.output,
+            sent.output,
+            own.shared,
+            np.maximum(worst.shared, own.shared),
+        )
+        return cls(
+            counts=np.zeros(len(seconds), dtype=np.int64),
+            seconds=seconds,
+            sizes=np.stack([column.astype(np.int64) for column in sizes], axis=-1),
+        )
+
+
+def _columns(loads: Sequence[Load | None], share: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    rows = np.array([(load.tokens * share, load.squares * share) for load in (each or NO_LOAD for each in loads)])
+    return rows[:, 0], rows[:, 1]
+
+
+def _body(parts: Sequence[_Part], index: int) -> Body:
+    """Of the `index`-th load."""
+    best: tuple[float, Body] | None = None
+    for part in parts:
+        totals = part.seconds[:, index].sum(axis=1).tolist()
+        for total, count, row in zip(totals, part.counts.tolist(), part.sizes[:, index].tolist(), strict=True):
+            if count and (best is None or total * count > best[0]):
+                _, parameter, trainable, saved, worst, working, *_ = row
+                fixed = parameter + (1 + OPTIMIZER_STATES) * trainable + worst - saved
+                best = (
+                    total * count,
+                    Body(count=count, seconds=total, fixed_bytes=fixed, saved_bytes=saved, working_bytes=working),
+                )
+    assert best is not None
+    return best[1]

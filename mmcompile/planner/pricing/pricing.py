@@ -1,0 +1,388 @@
+"""`Pricing`: what layers cost in any layout and at any load, from one table of costs.
+
+A layer's cost passes through the recomputation, then tensor, context and data sharding; then it becomes seconds, by the
+roofline or by a calibration. Layers of the same cost are priced once.
+
+Many microbatches are priced at a time: every amount is affine in the load (`mmcompile.costmodel.load`), so three
+loads give its coefficients, and the roofline of all microbatches is a few array operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import log2
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.costmodel.calibration import Calibration
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.compute import LayerCost, LayerTimes, Recompute, layer_times
+from mmcompile.costmodel.load import Load
+from mmcompile.costmodel.memory import recomputed
+from mmcompile.costmodel.sharding import TensorShare, context_parallel, fully_sharded, tensor_parallel
+from mmcompile.passes.cost.cost_table import CostTable
+from mmcompile.planner.pricing.layer_groups import LayerGroup, LayerGroups
+
+_AMOUNTS = (
+    "forward_flops",
+    "input_grad_flops",
+    "weight_grad_flops",
+    "forward_bytes",
+    "backward_bytes",
+    "kernels",
+    "backward_kernels",
+    "forward_exchange_s",
+    "backward_exchange_s",
+    "parameter_bytes",
+    "trainable_bytes",
+    "activation_bytes",
+    "working_bytes",
+    "output_bytes",
+    "shared_bytes",
+)
+"""The first `_TIMED` make up the seconds, the others are those of `Sizes`."""
+_TIMED = 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How the ranks of one replica share a layer, and what its backward computes again."""
+
+    tp: int = 1
+    """Ranks that share its tensors."""
+    cp: int = 1
+    """Ranks that share the tokens of a microbatch."""
+    fsdp: int = 1
+    """Replicas that share its parameters, gathering them when they are needed."""
+    recompute: Recompute = "none"
+    mixed: bool = False
+    """Other layers of its stage compute again otherwise than this one."""
+
+
+WHOLE = Sharding()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Bytes of one layer of each group of a component, at many loads [groups, n]."""
+
+    backward: NDArray[np.bool_]
+    """Whether it runs one."""
+    parameter: NDArray[np.int64]
+    trainable: NDArray[np.int64]
+    activation: NDArray[np.int64]
+    working: NDArray[np.int64]
+    output: NDArray[np.int64]
+    shared: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pricing:
+    """Prices the layers of one model on one cluster. `kinds` and `calibration` belong together."""
+
+    table: CostTable
+    """One without `growing` costs the same at every load."""
+    cluster: Cluster
+    dtype: str
+    merging: frozenset[str] = frozenset()
+    """Components whose first layer merges rows of other components: ranks that share tokens do all of its work."""
+    token_sharing: frozenset[str] | None = None
+    """Components whose tokens ranks can share; of others each does all of the work. None: of all components."""
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Component -> kind of each layer, as the calibration knows them."""
+    calibration: Calibration | None = None
+    given_cp: int = 1
+    """Costs are already those of one of so many ranks that share the tokens."""
+    tensor_degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Component -> numbers of ranks that can share its tensors; at any other, each does all of its work, if `tensor_shares` does
+    not know better. Absent: all can."""
+    tensor_shares: Mapping[str, Mapping[int, tuple[TensorShare, ...]]] = field(default_factory=dict)
+    """Component -> number of ranks -> what those that share the tensors of each layer exchange at the captured load, and hold in
+    parts. Absent: `TensorShare.assumed`."""
+    _groups: dict[str, LayerGroups] = field(default_factory=dict, repr=False, compare=False)
+    _tables: dict[tuple[str, Load | None], tuple[LayerCost, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _shared: dict[tuple[LayerCost, Sharding, bool, TensorShare | None], LayerCost] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _priced: dict[tuple[str, Load | None, Sharding], tuple[tuple[LayerCost, LayerTimes], ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _affine: dict[tuple[str, Sharding, int], NDArray[np.float64]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @classmethod
+    def of_costs(cls, costs: Mapping[str, Sequence[LayerCost]], cluster: Cluster, dtype: str) -> Pricing:
+        """Prices for costs known at one load only."""
+        table = CostTable(layers={name: tuple(layers) for name, layers in costs.items()})
+        return cls(table=table, cluster=cluster, dtype=dtype)
+
+    def layers(
+        self, component: str, load: Load | None = None, sharding: Sharding = WHOLE
+    ) -> tuple[tuple[LayerCost, LayerTimes], ...]:
+        """Cost and seconds of each layer of a component, for one microbatch.
+
+        Args:
+            load: what the microbatch brings to the component; None for the captured one.
+        """
+        sharding = self._possible(component, sharding)
+        key = (component, load, sharding)
+        if key not in self._priced:
+            groups = self._grouped(component)
+            each = [
+                self._price(component, cost, group, load, sharding)
+                for cost, group in zip(self._costs(component, load), groups.groups, strict=True)
+            ]
+            self._priced[key] = tuple(each[group] for group in groups.of_layer)
+        return self._priced[key]
+
+    def groups(self, component: str) -> NDArray[np.int64]:
+        """[layers]: number of the group of each layer; layers of a group cost the same at every load."""
+        return self._grouped(component).of_layer
+
+    def bulk(
+        self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: Sharding = WHOLE
+    ) -> tuple[NDArray[np.float64], Sizes]:
+        """What `layers` says of each group at each of many loads [n], of any sizes, to rounding.
+
+        Returns:
+            [groups, n, 3] seconds of forward, input gradient, weight gradient; and bytes [groups, n].
+        """
+        sharding = self._possible(component, sharding)
+        size = np.array([self._size(component, own) for own in tokens.tolist()])
+        loads = np.stack([np.ones_like(tokens), tokens, squares])
+        parts = [
+            (size == each, self._coefficients(component, sharding, each) @ loads[:, size == each])
+            for each in sorted(set(size.tolist()))
+        ]
+        amounts = np.empty((len(parts[0][1]), len(_AMOUNTS), len(tokens)))
+        for where, part in parts:
+            amounts[:, :, where] = np.maximum(part, 0.0)
+        seconds = self._roofline(amounts[:, :_TIMED])
+        if self.calibration is not None:
+            for where, _ in parts:
+                seconds[:, where] = self.group_durations(component, tokens[where], squares[where], sharding)
+        runs = (tokens > 0) | (component not in self.table.growing)
+        seconds *= runs[:, None]
+        whole = np.rint(amounts[:, _TIMED:]).astype(np.int64)
+        return seconds, Sizes(
+            backward=(amounts[:, 1] + amounts[:, 2] > 0) & runs,
+            parameter=whole[:, 0],
+            trainable=whole[:, 1],
+            activation=whole[:, 2] * runs,
+            working=whole[:, 3] * runs,
+            output=whole[:, 4] * runs,
+            shared=whole[:, 5] * runs,
+        )
+
+    def durations(
+        self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: Sharding = WHOLE
+    ) -> NDArray[np.float64]:
+        """Seconds of many microbatches in each layer of a component.
+
+        Args:
+            tokens, squares: [n], the loads.
+
+        Returns:
+            [layers, n, 3]: forward, input gradient, weight gradient. A microbatch without tokens takes no time.
+        """
+        return self.group_durations(component, tokens, squares, sharding)[self.groups(component)]
+
+    def group_durations(
+        self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: Sharding = WHOLE
+    ) -> NDArray[np.float64]:
+        """[groups, n, 3]: `durations` of one layer of each group."""
+        sharding = self._possible(component, sharding)
+        size = self._size(component, float(tokens.mean()))
+        loads = np.stack([np.ones_like(tokens), tokens, squares])
+        seconds = self._roofline(self._coefficients(component, sharding, size)[:, :_TIMED] @ loads)
+        if self.calibration is not None:
+            for index, group in enumerate(self._grouped(component).groups):
+                measured = self._measured(component, group, sharding.tp)
+                if measured is not None:
+                    coefficients, known = measured
+                    amounts = self._coefficients(component, known, size)[[index], :_TIMED] @ loads
+                    base = self._roofline(amounts)[0]
+                    ratio = np.divide(seconds[index], base, out=np.ones_like(base), where=base > 0)
+                    seconds[index] = np.maximum(loads.T @ coefficients.T, 0.0) * ratio
+        if component in self.table.growing:
+            seconds[:, tokens <= 0] = 0.0
+        return seconds
+
+    def _possible(self, component: str, sharding: Sharding) -> Sharding:
+        """The sharding as far as the component goes along with it."""
+        if not self._shares_tokens(component):
+            sharding = replace(sharding, cp=1)
+        degrees = self.tensor_degrees.get(component)
+        known = sharding.tp in self.tensor_shares.get(component, ())
+        return sharding if known or degrees is None or sharding.tp in degrees else replace(sharding, tp=1)
+
+    def _shares_tokens(self, component: str) -> bool:
+        return self.token_sharing is None or component in self.token_sharing
+
+    def _grouped(self, component: str) -> LayerGroups:
+        if component not in self._groups:
+            growing = self.table.growing.get(component) or self.table[component]
+            kinds = self.kinds.get(component, ("",) * len(growing))
+            merges = (component in self.merging, *(False,) * (len(growing) - 1))
+            by_degree = self.tensor_shares.get(component, {})
+            shares = [tuple((tp, each[index]) for tp, each in by_degree.items()) for index in range(len(growing))]
+            self._groups[component] = LayerGroups.of(growing, kinds, merges, shares)
+        return self._groups[component]
+
+    def _costs(self, component: str, load: Load | None) -> tuple[LayerCost, ...]:
+        """Unshared cost of one layer of each group."""
+        key = (component, load)
+        if key not in self._tables:
+            first = [group.first for group in self._grouped(component).groups]
+            table = self.table
+            if load is not None and component in table.growing:
+                one_each = CostTable(
+                    layers={component: tuple(table[component][index] for index in first)},
+                    loads={component: table.loads[component]},
+                    growing={component: tuple(table.growing[component][index] for index in first)},
+                    captured_loads={component: table.captured_loads[component]},
+                )
+                self._tables[key] = one_each.at({component: load})[component]
+            else:
+                self._tables[key] = tuple(table[component][index] for index in first)
+        return self._tables[key]
+
+    def _share(
+        self, component: str, cost: LayerCost, group: LayerGroup, load: Load | None, sharding: Sharding
+    ) -> LayerCost:
+        share = dict(group.shares).get(sharding.tp)
+        if share is not None:
+            already = self.given_cp if self._shares_tokens(component) and not group.merges else 1
+            share = share.scaled(self._rows(component, load) / already)
+        key = (cost, sharding, group.merges, share)
+        if key not in self._shared:
+            again, cluster = sharding.recompute, self.cluster
+            cost = tensor_parallel(cost, sharding.tp, cluster, recompute=again, share=share)
+            cost = recomputed(cost, again, mixed=sharding.mixed)
+            if not group.merges:
+                stride = sharding.tp
+                cp = max(1, sharding.cp // self.given_cp)
+                cost = context_parallel(cost, cp, cluster, dtype=self.dtype, recompute=again, stride=stride)
+            self._shared[key] = fully_sharded(cost, sharding.fsdp, cluster, dtype=self.dtype)
+        return self._shared[key]
+
+    def _rows(self, component: str, load: Load | None) -> float:
+        """How many times the captured rows a load has."""
+        if load is None or component not in self.table.growing:
+            return 1.0
+        captured = self.table.captured_loads[component].tokens
+        return load.tokens / captured if captured else 0.0
+
+    def _price(
+        self, component: str, whole: LayerCost, group: LayerGroup, load: Load | None, sharding: Sharding
+    ) -> tuple[LayerCost, LayerTimes]:
+        cost = self._share(component, whole, group, load, sharding)
+        analytic = layer_times(cost, self.cluster.device, self.dtype)
+        if self.calibration is None or load is None or load.tokens <= 0:
+            return cost, analytic
+        measured, known = self._known(group.kind, load, sharding.tp)
+        if measured is None:
+            return cost, analytic
+        base = layer_times(self._share(component, whole, group, load, known), self.cluster.device, self.dtype)
+        return cost, LayerTimes(
+            forward_s=_scaled(measured.forward_s, analytic.forward_s, base.forward_s),
+            input_grad_s=_scaled(measured.input_grad_s, analytic.input_grad_s, base.input_grad_s),
+            weight_grad_s=_scaled(measured.weight_grad_s, analytic.weight_grad_s, base.weight_grad_s),
+        )
+
+    def _known(self, kind: str, load: Load, tp: int) -> tuple[LayerTimes | None, Sharding]:
+        """Measured seconds, and the sharding they were measured in."""
+        assert self.calibration is not None
+        measured = self.calibration.times(kind, load, tp)
+        if measured is None and tp > 1:
+            return self.calibration.times(kind, load, 1), WHOLE
+        return measured, Sharding(tp=tp)
+
+    def _size(self, component: str, tokens: float) -> int:
+        """Power of two, an even one, by which a load is larger than the captured one.
+
+        Collectives are no straight line over all sizes, so amounts are lines around each power of four.
+        """
+        if component not in self.table.growing:
+            return 0
+        captured = self.table.captured_loads[component].tokens
+        return 2 * round(log2(tokens / captured) / 2) if tokens > 0 and captured > 0 else 0
+
+    def _coefficients(self, component: str, sharding: Sharding, size: int) -> NDArray[np.float64]:
+        """[groups, amounts, 3]: each amount as fixed, per token, per square."""
+        key = (component, sharding, size)
+        if key not in self._affine:
+            if component in self.table.growing:
+                at = self.table.captured_loads[component] * 2.0**size
+                points = np.stack([self._amounts(component, load, sharding) for load in _three(at)])
+                self._affine[key] = _affine(points, at)
+            else:
+                fixed = self._amounts(component, None, sharding)
+                self._affine[key] = np.stack([fixed, np.zeros_like(fixed), np.zeros_like(fixed)], axis=-1)
+        return self._affine[key]
+
+    def _amounts(self, component: str, load: Load | None, sharding: Sharding) -> NDArray[np.float64]:
+        groups = self._grouped(component).groups
+        costs = [
+            self._share(component, cost, group, load, sharding)
+            for cost, group in zip(self._costs(component, load), groups, strict=True)
+        ]
+        return np.array([[float(getattr(cost, name)) for name in _AMOUNTS] for cost in costs])
+
+    def _roofline(self, amounts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[groups, amounts, n] -> [groups, n, 3]: `layer_times`."""
+        device = self.cluster.device
+        flops_per_s, bytes_per_s = device.flops_per_s(self.dtype), device.memory_bytes_per_s
+        by_name = np.maximum(amounts, 0.0).transpose(1, 0, 2)
+        forward, input_grad, weight_grad, read, back, kernels, back_kernels, there_s, back_s = by_name
+        found = np.empty((*forward.shape, 3))
+        found[..., 0] = np.maximum(forward / flops_per_s, read / bytes_per_s) + kernels * device.launch_s + there_s
+        backward = input_grad + weight_grad
+        backward_s = np.maximum(backward / flops_per_s, back / bytes_per_s) + back_kernels * device.launch_s
+        runs = backward > 0
+        share = input_grad / np.where(runs, backward, 1.0)
+        found[..., 1] = runs * (backward_s * share + back_s)
+        found[..., 2] = runs * backward_s * (1 - share)
+        return found
+
+    def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], Sharding] | None:
+        """[3, 3]: measured forward, input gradient, weight gradient as fixed, per token, per square; in which sharding."""
+        if component not in self.table.growing:
+            return None
+        at = self.table.captured_loads[component]
+        rows: list[LayerTimes] = []
+        for load in _three(at):
+            times, known = self._known(group.kind, load, tp)
+            if times is None:
+                return None
+            rows.append(times)
+        points = np.array([(times.forward_s, times.input_grad_s, times.weight_grad_s) for times in rows])
+        return _affine(points, at), known
+
+
+def _three(at: Load) -> tuple[Load, Load, Load]:
+    """A load, one of more tokens, one of longer sequences."""
+    return at, replace(at, tokens=2 * at.tokens), replace(at, squares=2 * at.squares)
+
+
+def _affine(points: NDArray[np.float64], at: Load) -> NDArray[np.float64]:
+    """Values [3, ...] at the loads of `_three` -> [..., 3]: fixed, per token, per square."""
+    tokens, squares = points[1] - points[0], points[2] - points[0]
+    return np.stack(
+        [
+            points[0] - tokens - squares,
+            tokens / at.tokens if at.tokens else tokens,
+            squares / at.squares if at.squares else squares,
+        ],
+        axis=-1,
+    )
+
+
+def _scaled(measured_s: float, analytic_s: float, base_s: float) -> float:
+    """Measured seconds of one layout, carried to another by the ratio of the roofline's."""
+    return measured_s * analytic_s / base_s if base_s else analytic_s

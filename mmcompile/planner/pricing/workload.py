@@ -1,0 +1,229 @@
+"""`Workload`: what a dataset's samples bring to each component of a model, microbatch by microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mmcompile.costmodel.load import NO_LOAD, Load
+from mmcompile.data.sample import SampleShape
+from mmcompile.data.stats import DatasetStats
+from mmcompile.errors import PlanError
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.passes.cost.cost_table import CostTable
+from mmcompile.planner.plan.sizes import Geometry, Rows, SampleSizes
+from mmcompile.planner.pricing.geometry import geometries
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MicrobatchLoads:
+    """Loads of many microbatches, as arrays [microbatches] by component."""
+
+    tokens: Mapping[str, np.ndarray]
+    squares: Mapping[str, np.ndarray]
+    samples: np.ndarray
+    """Samples in each microbatch."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, microbatch: int) -> dict[str, Load]:
+        """Component -> load of one microbatch. A component without rows in it has no work."""
+        return {
+            name: Load(tokens=float(rows[microbatch]), squares=float(self.squares[name][microbatch]))
+            for name, rows in self.tokens.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorstMicrobatch:
+    """The microbatch that is heaviest for each component; each can occur, and not all at once."""
+
+    loads: Mapping[str, Load]
+    samples: Mapping[str, tuple[str, ...]]
+    """Component -> names of the samples in its worst microbatch, heaviest first; () without a dataset."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Ranking:
+    """Samples by what they bring to one component, heaviest first."""
+
+    table: Rows
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Loads of a model's components under a dataset; without one, every microbatch is like the captured batch."""
+
+    geometries: Mapping[str, Geometry]
+    captured: Mapping[str, Load]
+    """Component -> its load in the captured batch."""
+    num_samples: int
+    """Samples in the captured batch."""
+    stats: DatasetStats | None = None
+    _rows: Mapping[str, Rows] = field(default_factory=dict, repr=False, compare=False)
+    _ascending: Mapping[str, Rows] = field(default_factory=dict, repr=False, compare=False)
+    """The same, each array sorted on its own."""
+    _rankings: Mapping[str, _Ranking] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        graph: ModelGraph,
+        table: CostTable,
+        batch: Mapping[str, object],
+        stats: DatasetStats | None = None,
+        *,
+        packed: bool = False,
+    ) -> Workload:
+        """Read from a captured model how shapes of samples become loads.
+
+        Args:
+            graph: the model, captured from `batch`.
+            table: its costs, with the load of each component in that batch.
+            batch: inputs by name.
+            stats: the dataset; None for microbatches like the captured one.
+            packed: the language model gets the samples of a microbatch one after the other, without padding.
+
+        Raises:
+            PlanError: the dataset is empty.
+        """
+        found = geometries(graph, table.loads, batch, packed=packed)
+        return cls.from_geometries(found, table.loads, graph.num_samples, stats)
+
+    @classmethod
+    def from_geometries(
+        cls,
+        geometries: Mapping[str, Geometry],
+        captured: Mapping[str, Load],
+        num_samples: int,
+        stats: DatasetStats | None = None,
+    ) -> Workload:
+        """The workload of known geometries.
+
+        Raises:
+            PlanError: the dataset is empty.
+        """
+        if stats is not None and not stats.samples:
+            raise PlanError(f"dataset {stats.name} has no samples; give one with at least one")
+        if stats is None:
+            return cls(geometries=geometries, captured=captured, num_samples=num_samples)
+        heaviest = stats.heaviest()
+        sizes = SampleSizes.of_shapes(heaviest)
+        tables = {name: sizes.rows(geometry) for name, geometry in geometries.items()}
+        rows = {name: table[np.arange(len(stats.samples))] for name, table in tables.items()}
+        return cls(
+            geometries=geometries,
+            captured=captured,
+            num_samples=num_samples,
+            stats=stats,
+            _rows=rows,
+            _ascending={
+                name: Rows(rows=np.sort(table.rows), squares=np.sort(table.squares)) for name, table in rows.items()
+            },
+            _rankings={name: _ranking(table, heaviest) for name, table in tables.items()},
+        )
+
+    def loads(self, samples: Sequence[SampleShape]) -> dict[str, Load]:
+        """Component -> load of the microbatch made of these samples."""
+        sizes = SampleSizes.of_shapes(samples)
+        return {name: _joined(geometry, sizes.rows(geometry)) for name, geometry in self.geometries.items()}
+
+    def mean(self, samples_per_microbatch: float) -> dict[str, Load]:
+        """Component -> expected load of a microbatch of random samples (padding included, exactly)."""
+        size = _checked(samples_per_microbatch)
+        if self.stats is None:
+            return self._like_captured(size)
+        return {name: _mean(geometry, self._ascending[name], size) for name, geometry in self.geometries.items()}
+
+    def draw(self, num_microbatches: int, samples_per_microbatch: float, seed: int = 0) -> MicrobatchLoads:
+        """Loads of microbatches of random samples, each drawn from the whole dataset.
+
+        Args:
+            num_microbatches: how many.
+            samples_per_microbatch: samples in each; where it is not whole, sizes differ by one.
+            seed: same seed, same samples.
+        """
+        size = _checked(samples_per_microbatch)
+        bounds = np.rint(np.arange(num_microbatches + 1) * size).astype(np.int64)
+        sizes = np.diff(bounds)
+        if self.stats is None:
+            loads = {name: self.captured[name] * (1 / self.num_samples) for name in self.geometries}
+            return MicrobatchLoads(
+                tokens={name: load.tokens * sizes for name, load in loads.items()},
+                squares={name: load.squares * sizes for name, load in loads.items()},
+                samples=sizes,
+            )
+        drawn = np.random.default_rng(seed).integers(len(self.stats.samples), size=(num_microbatches, sizes.max()))
+        present = np.arange(drawn.shape[1]) < sizes[:, None]
+        tokens, squares = {}, {}
+        for name, geometry in self.geometries.items():
+            table = self._rows[name]
+            rows = np.where(present, table.rows[drawn], 0.0)
+            pairs = np.where(present, table.squares[drawn], 0.0)
+            tokens[name] = rows.max(axis=1) * sizes if geometry.pads else rows.sum(axis=1)
+            squares[name] = pairs.max(axis=1) * sizes if geometry.pads else pairs.sum(axis=1)
+        return MicrobatchLoads(tokens=tokens, squares=squares, samples=sizes)
+
+    def worst(self, samples_per_microbatch: float) -> WorstMicrobatch:
+        """For each component, the heaviest microbatch that the dataset's samples can make.
+
+        By rows, then by squared lengths. Each sample is taken once, or more often if the dataset has fewer than that. The
+        dataset's worst samples are among them even where it was sampled.
+        """
+        size = int(np.ceil(_checked(samples_per_microbatch)))
+        if self.stats is None:
+            return WorstMicrobatch(loads=self._like_captured(size), samples={name: () for name in self.geometries})
+        loads, names = {}, {}
+        for name, geometry in self.geometries.items():
+            ranking = self._rankings[name]
+            loads[name] = _joined(geometry, ranking.table[np.arange(size) % len(ranking.table.rows)])
+            names[name] = ranking.names[:size]
+        return WorstMicrobatch(loads=loads, samples=names)
+
+    def per_sample(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Component -> rows [samples] and squared lengths [samples] that each sample of the dataset brings, without padding."""
+        return {name: (table.rows, table.squares) for name, table in self._rows.items()}
+
+    def absent(self) -> tuple[str, ...]:
+        """Components that no sample of the dataset brings any row to."""
+        return tuple(name for name, table in self._rows.items() if not table.rows.any())
+
+    def _like_captured(self, samples: float) -> dict[str, Load]:
+        return {name: self.captured[name] * (samples / self.num_samples) for name in self.geometries}
+
+
+def _checked(samples_per_microbatch: float) -> float:
+    if samples_per_microbatch < 1:
+        raise PlanError(f"a microbatch of {samples_per_microbatch:g} samples; each has at least 1")
+    return samples_per_microbatch
+
+
+def _ranking(table: Rows, samples: Sequence[SampleShape]) -> _Ranking:
+    order = np.lexsort((-table.squares, -table.rows))
+    return _Ranking(table=table[order], names=tuple(samples[index].name for index in order if table.rows[index] > 0))
+
+
+def _joined(geometry: Geometry, table: Rows) -> Load:
+    """The load of samples in one microbatch."""
+    if not len(table.rows):
+        return NO_LOAD
+    if geometry.pads:
+        count = len(table.rows)
+        return Load(tokens=float(table.rows.max()) * count, squares=float(table.squares.max()) * count)
+    return Load(tokens=float(table.rows.sum()), squares=float(table.squares.sum()))
+
+
+def _mean(geometry: Geometry, ascending: Rows, size: float) -> Load:
+    """Expected load of `size` samples drawn at random.
+
+    With padding, the longest of s samples out of n sorted ascending is the i-th with probability (i/n)^s - ((i-1)/n)^s.
+    """
+    if not geometry.pads:
+        return Load(tokens=float(ascending.rows.mean()) * size, squares=float(ascending.squares.mean()) * size)
+    count = len(ascending.rows)
+    weights = np.diff((np.arange(count + 1) / count) ** size)
+    return Load(tokens=float(ascending.rows @ weights) * size, squares=float(ascending.squares @ weights) * size)

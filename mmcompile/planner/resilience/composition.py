@@ -1,0 +1,211 @@
+"""How many pipelines of each template: the combination with the shortest step, exactly, without listing them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from mmcompile.errors import PlanError
+from mmcompile.planner.resilience.job import Job
+from mmcompile.units import format_seconds
+
+SPARE_GAIN = 0.01
+"""Nodes that could be used are left idle only where that makes a step shorter by this share."""
+MAX_TIED = 32
+"""Combinations that are looked at among those with the shortest step."""
+_IMPOSSIBLE = -(1 << 40)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composition:
+    """Combinations with the shortest step."""
+
+    iteration_s: float
+    num_used: int
+    """Nodes in pipelines."""
+    sizes: tuple[tuple[int, ...], ...]
+    """Tied combinations: nodes of each pipeline, ascending. The one most like what runs comes first."""
+    spare_reason: str
+    """Why nodes are left over; "" where none is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shapes:
+    """What a search depends on (hashable)."""
+
+    templates: tuple[tuple[int, float, float], ...]
+    """Nodes, fill, seconds a microbatch."""
+    min_pipelines: int
+    num_microbatches: int
+
+
+def compositions(sizes: Sequence[int], num_nodes: int, min_pipelines: int = 1) -> Iterator[tuple[int, ...]]:
+    """Every x with `sum_i x_i * sizes_i = num_nodes` and `sum_i x_i >= min_pipelines` (Oobleck, Eq. 2.5), as counts by size."""
+
+    def fill(index: int, left: int) -> Iterator[tuple[int, ...]]:
+        if index == len(sizes):
+            if left == 0:
+                yield ()
+            return
+        for count in range(left // sizes[index], -1, -1):
+            for rest in fill(index + 1, left - count * sizes[index]):
+                yield (count, *rest)
+
+    return (counts for counts in fill(0, num_nodes) if sum(counts) >= min_pipelines)
+
+
+def fastest(job: Job, num_nodes: int, like: Mapping[int, int] | None = None) -> Composition:
+    """The combinations of templates with the shortest step of `job.num_microbatches`, among those that use every node.
+
+    A deadline lets a pipeline of a template run so many microbatches; whether some combination then runs all of the step is a
+    knapsack over nodes and pipelines. The least deadline is found by bisection over all the times at which a pipeline can end.
+
+    Args:
+        job: templates, batch, and the least number of pipelines.
+        num_nodes: available.
+        like: pipelines that run now, by size; sorts the tied combinations.
+
+    Raises:
+        PlanError: fewer nodes than keep the promise.
+    """
+    if num_nodes < job.min_nodes:
+        raise PlanError(
+            f"{num_nodes} nodes cannot hold {job.min_pipelines} pipelines of at least {job.templates[0].num_nodes}; "
+            f"wanted {job.min_nodes}"
+        )
+    shapes = _Shapes(
+        templates=tuple((one.num_nodes, one.fill_s, one.slowest_s) for one in job.templates),
+        min_pipelines=job.min_pipelines,
+        num_microbatches=job.num_microbatches,
+    )
+    used, seconds, reason = _used(shapes, num_nodes)
+    table = _capacities(shapes, _limits(shapes, seconds), used)
+    tied = tuple(_combinations(shapes, _limits(shapes, seconds), table, used, like or {}))
+    return Composition(iteration_s=seconds, num_used=used, sizes=tied, spare_reason=reason)
+
+
+@lru_cache(maxsize=4096)
+def _used(shapes: _Shapes, num_nodes: int) -> tuple[int, float, str]:
+    """How many nodes to use, the seconds of a step, and why not more."""
+    most = int(np.flatnonzero(_in_time(shapes, float("inf"), num_nodes))[-1])
+    seconds = _least(shapes, (most,))
+    reason = ""
+    if most < num_nodes:
+        sizes = ", ".join(str(size) for size, _, _ in shapes.templates)
+        reason = (
+            f"no combination of templates of {sizes} nodes, with {shapes.min_pipelines} to {shapes.num_microbatches} "
+            f"pipelines, uses more than {most} of {num_nodes} nodes"
+        )
+    fewer = float("inf")
+    if _in_time(shapes, seconds * (1 - SPARE_GAIN), most).any():
+        fewer = _least(shapes, tuple(range(most + 1)))
+    if fewer < seconds * (1 - SPARE_GAIN):
+        used = int(np.flatnonzero(_in_time(shapes, fewer, most))[-1])
+        reason = f"a step takes {format_seconds(fewer)} with {used} nodes and {format_seconds(seconds)} with {most}"
+        return used, fewer, reason
+    return most, seconds, reason
+
+
+def _least(shapes: _Shapes, used: tuple[int, ...]) -> float:
+    """The least time in which some of these node counts run a step."""
+    ends = np.unique(np.concatenate([_ends(shapes, index) for index in range(len(shapes.templates))]))
+    low, high = 0, len(ends) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _in_time(shapes, float(ends[middle]), max(used))[list(used)].any():
+            high = middle
+        else:
+            low = middle + 1
+    return float(ends[low])
+
+
+def _in_time(shapes: _Shapes, deadline_s: float, num_nodes: int) -> np.ndarray:
+    """Which node counts, all used, run a step in time: bool [nodes + 1].
+
+    Pipeline by pipeline: the most microbatches of one pipeline more is the best over the template it has.
+    """
+    limits = _limits(shapes, deadline_s)
+    usable = [(size, limit) for (size, _, _), limit in zip(shapes.templates, limits, strict=True) if limit]
+    found = np.zeros(num_nodes + 1, dtype=bool)
+    if not usable:
+        return found
+    sizes, most = (np.array(column) for column in zip(*usable, strict=True))
+    widest = int(sizes.max())
+    # Columns left of 0 nodes stand for what cannot be.
+    before = widest + np.arange(num_nodes + 1) - sizes[:, None]
+    best = np.full(widest + num_nodes + 1, _IMPOSSIBLE, dtype=np.int64)
+    best[widest] = 0
+    for pipelines in range(1, _max_pipelines(shapes, num_nodes) + 1):
+        best[widest:] = (best[before] + most[:, None]).max(axis=0)
+        if pipelines >= shapes.min_pipelines:
+            found |= best[widest:] >= shapes.num_microbatches
+    return found
+
+
+def _max_pipelines(shapes: _Shapes, num_nodes: int) -> int:
+    return max(shapes.min_pipelines, min(shapes.num_microbatches, num_nodes // shapes.templates[0][0]))
+
+
+@lru_cache(maxsize=1024)
+def _ends(shapes: _Shapes, index: int) -> np.ndarray:
+    """When a pipeline of a template ends, float64 [microbatches], from one microbatch up."""
+    _, fill_s, slowest_s = shapes.templates[index]
+    return fill_s + np.arange(1, shapes.num_microbatches + 1) * slowest_s
+
+
+def _limits(shapes: _Shapes, deadline_s: float) -> tuple[int, ...]:
+    """Microbatches that a pipeline of each template runs in time; 0 for none, so that it cannot be used."""
+    return tuple(
+        int(np.searchsorted(_ends(shapes, index), deadline_s, side="right")) for index in range(len(shapes.templates))
+    )
+
+
+def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.ndarray:
+    """Most microbatches in time, int64 [templates + 1, pipelines + 1, nodes + 1].
+
+    Of exactly so many pipelines that use exactly so many nodes, from the first so many templates.
+    """
+    most = _max_pipelines(shapes, num_nodes)
+    table = np.full((len(limits) + 1, most + 1, num_nodes + 1), _IMPOSSIBLE, dtype=np.int64)
+    table[:, 0, 0] = 0
+    for index, ((size, _, _), limit) in enumerate(zip(shapes.templates, limits, strict=True)):
+        layer = table[index + 1]
+        layer[:] = table[index]
+        if limit == 0 or size > num_nodes:
+            continue
+        for pipelines in range(1, most + 1):
+            np.maximum(layer[pipelines, size:], layer[pipelines - 1, :-size] + limit, out=layer[pipelines, size:])
+    return table
+
+
+def _combinations(
+    shapes: _Shapes, limits: tuple[int, ...], table: np.ndarray, used: int, like: Mapping[int, int]
+) -> Iterator[tuple[int, ...]]:
+    """Combinations that run the step in time, at most `MAX_TIED`."""
+    sizes = [size for size, _, _ in shapes.templates]
+    wanted = shapes.num_microbatches
+
+    def fill(index: int, pipelines: int, nodes: int, capacity: int) -> Iterator[tuple[int, ...]]:
+        if index < 0:
+            yield ()
+            return
+        size, limit = sizes[index], limits[index]
+        most = min(pipelines, nodes // size) if limit else 0
+        for count in sorted(range(most + 1), key=lambda count: (abs(count - like.get(size, 0)), count)):
+            rest_pipelines, rest_nodes, ahead = pipelines - count, nodes - count * size, capacity + count * limit
+            if table[index, rest_pipelines, rest_nodes] + ahead >= wanted:
+                for rest in fill(index - 1, rest_pipelines, rest_nodes, ahead):
+                    yield (*rest, *[size] * count)
+
+    running = sum(like.values())
+    found = 0
+    counts = range(shapes.min_pipelines, table.shape[1])
+    for pipelines in sorted(counts, key=lambda count: (abs(count - running) if running else -count, count)):
+        for combination in fill(len(sizes) - 1, pipelines, used, 0):
+            yield combination
+            found += 1
+            if found == MAX_TIED:
+                return

@@ -1,0 +1,192 @@
+"""Which node sends which layer to whom, and when: balanced over sources, in rounds in which a node sends and receives once."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmcompile.planner.resilience.job import Job, LayerId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """A layer, parameters and optimizer state together, from one node to another."""
+
+    layer: LayerId
+    candidates: tuple[int, ...]
+    """All nodes that hold it: where to turn if the source is lost too."""
+    source: int
+    destination: int
+    num_bytes: int
+    round: int
+    """Copies of a round run at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Need:
+    layer: int
+    destination: int
+    num_bytes: int
+    candidates: tuple[int, ...]
+
+
+def plan_copies(job: Job, needed: Mapping[int, np.ndarray], holdings: Mapping[int, np.ndarray]) -> tuple[Copy, ...]:
+    """What must be sent so that every node holds the layers it runs.
+
+    Largest first, each layer comes from the holder that has least to send; then layers are moved to other holders as long as
+    that lightens the busiest. With equal layers the busiest source is the lightest possible. The rounds are as few as the
+    busiest end of all needs (König's theorem on edge colourings of bipartite graphs).
+
+    Args:
+        job: sizes of layers.
+        needed: node -> layers it runs, bool [layers].
+        holdings: node -> layers it holds, bool [layers]; of all nodes that can send, those that leave too.
+
+    Returns:
+        Copies by round.
+
+    Raises:
+        KeyError: nobody holds a layer that is needed.
+    """
+    needs = _needs(job, needed, holdings)
+    sources = _sources(needs)
+    rounds = _rounds([(source, need.destination) for source, need in zip(sources, needs, strict=True)])
+    copies = [
+        Copy(
+            layer=job.layers[need.layer],
+            candidates=need.candidates,
+            source=source,
+            destination=need.destination,
+            num_bytes=need.num_bytes,
+            round=turn,
+        )
+        for need, source, turn in zip(needs, sources, rounds, strict=True)
+    ]
+    return tuple(sorted(copies, key=lambda copy: (copy.round, copy.source)))
+
+
+def busiest_bytes(copies: Sequence[Copy]) -> int:
+    """The most that one node sends or receives."""
+    sent: dict[tuple[str, int], int] = defaultdict(int)
+    for copy in copies:
+        sent["from", copy.source] += copy.num_bytes
+        sent["to", copy.destination] += copy.num_bytes
+    return max(sent.values(), default=0)
+
+
+def _needs(job: Job, needed: Mapping[int, np.ndarray], holdings: Mapping[int, np.ndarray]) -> list[_Need]:
+    """Missing layers, largest first."""
+    nothing = np.zeros(len(job.layers), dtype=bool)
+    found: list[_Need] = []
+    holders: dict[int, tuple[int, ...]] = {}
+    for node in sorted(needed):
+        for layer in map(int, np.flatnonzero(needed[node] & ~holdings.get(node, nothing) & (job.bytes_of > 0))):
+            if layer not in holders:
+                holders[layer] = tuple(sorted(holder for holder, held in holdings.items() if held[layer]))
+            if not holders[layer]:
+                raise KeyError(f"nobody holds layer {job.layers[layer]}")
+            size = int(job.bytes_of[layer])
+            found.append(_Need(layer=layer, destination=node, num_bytes=size, candidates=holders[layer]))
+    return sorted(found, key=lambda need: (-need.num_bytes, need.layer, need.destination))
+
+
+def _sources(needs: Sequence[_Need]) -> list[int]:
+    loads: dict[int, int] = {node: 0 for need in needs for node in need.candidates}
+    chosen: list[int] = []
+    for need in needs:
+        source = min(need.candidates, key=lambda node: (loads[node], node))
+        loads[source] += need.num_bytes
+        chosen.append(source)
+    while (moves := _lighten(needs, chosen, loads)) is not None:
+        for index, target in moves:
+            loads[chosen[index]] -= needs[index].num_bytes
+            loads[target] += needs[index].num_bytes
+            chosen[index] = target
+    return chosen
+
+
+def _lighten(needs: Sequence[_Need], chosen: Sequence[int], loads: Mapping[int, int]) -> list[tuple[int, int]] | None:
+    """Moves (need, new source) after which the busiest source is lighter and none is as busy as it was; None for none.
+
+    A breadth-first search over "could send this layer instead".
+    """
+    busiest = max(loads, key=lambda node: (loads[node], -node), default=None)
+    if busiest is None:
+        return None
+    sends: dict[int, list[int]] = defaultdict(list)
+    for index, source in enumerate(chosen):
+        sends[source].append(index)
+    reached: dict[int, tuple[int, int]] = {}
+    queue = deque([(busiest, 0)])
+    while queue:
+        node, taken = queue.popleft()
+        for index in sends[node]:
+            size = needs[index].num_bytes
+            # On the way, a node hands on what makes room for what it took.
+            if loads[node] + taken - size >= loads[busiest]:
+                continue
+            for target in needs[index].candidates:
+                if target == busiest or target in reached:
+                    continue
+                reached[target] = (index, node)
+                if loads[target] + size < loads[busiest]:
+                    return _path(reached, target, busiest)
+                queue.append((target, size))
+    return None
+
+
+def _path(reached: Mapping[int, tuple[int, int]], target: int, busiest: int) -> list[tuple[int, int]]:
+    moves: list[tuple[int, int]] = []
+    while target != busiest:
+        index, node = reached[target]
+        moves.append((index, target))
+        target = node
+    return moves
+
+
+def _rounds(edges: Sequence[tuple[int, int]]) -> list[int]:
+    """A colour for each (source, destination), no two at one end alike; as many colours as the busiest end has edges."""
+    at: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # end -> colour -> edge
+    colour: list[int] = []
+    for edge, (source, destination) in enumerate(edges):
+        ends = (("from", source), ("to", destination))
+        first, second = (_free(at[end]) for end in ends)
+        if first != second:
+            _swap(edges, at, colour, ends[1], first, second)
+        colour.append(first)
+        for end in ends:
+            at[end][first] = edge
+    return colour
+
+
+def _free(used: Mapping[int, int]) -> int:
+    return next(colour for colour in range(len(used) + 1) if colour not in used)
+
+
+def _swap(
+    edges: Sequence[tuple[int, int]],
+    at: Mapping[tuple[str, int], dict[int, int]],
+    colour: list[int],
+    end: tuple[str, int],
+    first: int,
+    second: int,
+) -> None:
+    """Exchange two colours along the path from an end, so that it has `first` free; the path never comes to the other end."""
+    path: list[int] = []
+    wanted = first
+    while wanted in at[end]:
+        edge = at[end][wanted]
+        path.append(edge)
+        source, destination = edges[edge]
+        end = ("to", destination) if end == ("from", source) else ("from", source)
+        wanted = second if wanted == first else first
+    for edge in path:
+        for one in (("from", edges[edge][0]), ("to", edges[edge][1])):
+            del at[one][colour[edge]]
+    for edge in path:
+        colour[edge] = second if colour[edge] == first else first
+        for one in (("from", edges[edge][0]), ("to", edges[edge][1])):
+            at[one][colour[edge]] = edge

@@ -1,0 +1,116 @@
+"""The published rules for nodes that are left: use a smaller template, borrow a node, merge pipelines (Oobleck, §2.5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mmcompile.planner.resilience.composition import compositions
+
+
+class Rule(StrEnum):
+    """How the next pipelines come from those that ran."""
+
+    START = "start"
+    REINSTANTIATE = "reinstantiate"
+    BORROW = "borrow"
+    MERGE = "merge"
+    RECOMPOSE = "recompose"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regrouped:
+    """Nodes of each pipeline, fewest first."""
+
+    groups: tuple[tuple[int, ...], ...]
+    spares: tuple[int, ...]
+    rule: Rule
+    """The furthest rule that was needed."""
+
+
+def regroup(
+    groups: Sequence[Sequence[int]], lost: Collection[int], sizes: Sequence[int], spares: Sequence[int] = ()
+) -> Regrouped | None:
+    """Group the survivors by the rules.
+
+    A pipeline that is too small takes spare nodes, then the last node of the largest pipeline that has more than enough (ties to
+    the last). What is still too small is joined until it is large enough; a rest goes to the first pipeline that is. A joined
+    group that holds several pipelines is divided again, and a group without a template gives up the nodes that are too many.
+
+    Args:
+        groups: nodes of the pipelines that ran.
+        lost: nodes that are gone.
+        sizes: node counts of the templates, ascending.
+        spares: idle nodes that are alive.
+
+    Returns:
+        The groups, or None where the survivors are fewer than one pipeline needs.
+    """
+    minimum = sizes[0]
+    alive = [[node for node in group if node not in lost] for group in groups]
+    alive = [group for group in alive if group]
+    idle = [node for node in spares if node not in lost]
+    rule = Rule.REINSTANTIATE
+    for group in alive:
+        while len(group) < minimum and (giver := _giver(alive, idle, minimum)) is not None:
+            group.append(giver.pop(0) if giver is idle else giver.pop())
+            rule = Rule.BORROW
+    joined: list[list[int]] = []
+    if any(len(group) < minimum for group in alive):
+        rule = Rule.MERGE
+        merged = _merge(alive, minimum)
+        if merged is None:
+            return None
+        alive, joined = merged
+    kept: list[list[int]] = []
+    for group in alive:
+        parts, left = _divide(group, sizes, whole=group not in joined)
+        kept += parts
+        idle += left
+    kept.sort(key=lambda group: (len(group), group[0]))
+    return Regrouped(groups=tuple(map(tuple, kept)), spares=tuple(idle), rule=rule)
+
+
+def _giver(groups: Sequence[list[int]], idle: list[int], minimum: int) -> list[int] | None:
+    if idle:
+        return idle
+    able = [group for group in groups if len(group) > minimum]
+    largest = max(map(len, able), default=0)
+    return next((group for group in reversed(able) if len(group) == largest), None)
+
+
+def _merge(groups: Sequence[list[int]], minimum: int) -> tuple[list[list[int]], list[list[int]]] | None:
+    """All groups, and those that were joined; None where all nodes together are too few."""
+    whole = [group for group in groups if len(group) >= minimum]
+    joined: list[list[int]] = []
+    open_group: list[int] = []
+    for group in groups:
+        if len(group) < minimum:
+            open_group = open_group + group
+            if len(open_group) >= minimum:
+                joined.append(open_group)
+                open_group = []
+    if open_group:
+        if not whole and not joined:
+            return None
+        taker = (whole or joined).pop(0)
+        joined.append(open_group + taker)
+    return whole + joined, joined
+
+
+def _divide(group: list[int], sizes: Sequence[int], *, whole: bool) -> tuple[list[list[int]], list[int]]:
+    """Pipelines of a group, and the nodes that are too many: one pipeline where `whole` and a template fits, else the most."""
+    if whole and len(group) in sizes:
+        return [group], []
+    for used in range(len(group), sizes[0] - 1, -1):
+        found = list(compositions(sizes, used))
+        if found:
+            counts = max(found, key=lambda counts: (sum(counts), counts))
+            parts, start = [], 0
+            for size, count in zip(sizes, counts, strict=True):
+                for _ in range(count):
+                    parts.append(group[start : start + size])
+                    start += size
+            return parts, group[start:]
+    raise AssertionError(f"a group of {len(group)} nodes is smaller than the smallest template")

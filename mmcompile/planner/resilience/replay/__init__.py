@@ -1,0 +1,1 @@
+"""Runs simulated over traces of spot instances, with templates and with baselines."""

@@ -1,0 +1,266 @@
+"""A run played in virtual time over a trace of nodes that come and go: what the seconds were spent on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import ceil, sqrt
+from typing import final
+
+from mmcompile.planner.resilience.job import Job
+from mmcompile.planner.resilience.replay.spot_trace import Trace
+
+
+class Spent(StrEnum):
+    """What a stretch of time went to."""
+
+    USEFUL = "useful"
+    """Steps that counted."""
+    REPEATED = "repeated"
+    """Steps that were cut off, or whose result was lost: done again later."""
+    PAUSED = "paused"
+    """Finding out, regrouping, copying or loading state, restarting."""
+    SAVING = "saving"
+    """Writing checkpoints."""
+    STOPPED = "stopped"
+    """Too few nodes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayConstants:
+    """What the simulation assumes. All systems get new nodes after `creation_s`, and none is warned before it loses one."""
+
+    creation_s: float = 45.0
+    """From a trace's "add" to a node that can work (as Bamboo's simulator assumes)."""
+    reconfigure_s: float = 2.0
+    """Templates: notice, rendezvous, new groups; copying comes on top (2 to 10 s with copies in Oobleck's simulator)."""
+    bytes_per_s: float = 1.25e9
+    """One node sends or receives."""
+    restart_s: float = 75.0
+    """New processes from nothing; loading comes on top (76 s with a small model in Oobleck's simulator of Varuna)."""
+    store_bytes_per_s: float = 1e9
+    """Of the store of checkpoints, read or written (near 0.9e9 in Oobleck's simulator, for 2.7B and 6.7B parameters)."""
+    rendezvous_s: float = 30.0
+    """Redundant computation: every regrouping (as Bamboo's simulator assumes)."""
+    redundancy_slowdown: float = 1.5
+    """Redundant computation: a step takes this many times longer (as Bamboo's simulator assumes)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A stretch of time spent on one thing."""
+
+    start_s: float
+    end_s: float
+    spent: Spent
+    samples: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SystemReplay:
+    """How one system fared."""
+
+    name: str
+    spans: tuple[Span, ...]
+    """From 0 to the end of the trace without gaps."""
+    useful_share: float
+    """Of the seconds of a useful step; the rest computes redundantly."""
+    lost_samples: float
+    """Trained on, and their effect lost with the state: trained on again."""
+    save_interval_s: float
+    """Of training between checkpoints."""
+    num_pauses: int
+    """Times that training had to regroup or restart."""
+
+    def seconds(self, spent: Spent) -> float:
+        """Spent on one thing, redundant computation included where that is part of useful steps."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.spent is spent)
+
+    @property
+    def duration_s(self) -> float:
+        return self.spans[-1].end_s
+
+    @property
+    def useful(self) -> float:
+        """Share of the time that went into steps that counted, without redundant computation, 0..1."""
+        return self.useful_share * self.seconds(Spent.USEFUL) / self.duration_s
+
+    @property
+    def samples(self) -> float:
+        return sum(span.samples for span in self.spans if span.spent is Spent.USEFUL)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.duration_s
+
+    def curve(self, num_windows: int) -> list[tuple[float, float]]:
+        """Middle of each of so many equal windows [s], and samples a second in it."""
+        width = self.duration_s / num_windows
+        totals = [0.0] * num_windows
+        for span in self.spans:
+            if span.spent is not Spent.USEFUL or span.end_s <= span.start_s:
+                continue
+            rate = span.samples / (span.end_s - span.start_s)
+            for window in range(int(span.start_s / width), min(num_windows, int(span.end_s / width) + 1)):
+                inside = min(span.end_s, (window + 1) * width) - max(span.start_s, window * width)
+                totals[window] += rate * max(0.0, inside)
+        return [((window + 0.5) * width, total / width) for window, total in enumerate(totals)]
+
+
+Busy = tuple[tuple[Spent, float], ...]
+"""What must be done before the next step, in order, with seconds."""
+
+
+class Run(ABC):
+    """A training run of one system; `play` moves its clock from change to change.
+
+    Steps are whole: one that is cut off is done again. Nodes that come wait for the end of a step, or of a checkpoint.
+    """
+
+    name: str
+    useful_share: float = 1.0
+    """Of a step's time; the rest is redundant computation."""
+    joins_after_save: bool = False
+    """New nodes wait for the next checkpoint rather than for the end of the step."""
+
+    def __init__(self, job: Job, microbatch_samples: float, constants: ReplayConstants, save_interval_s: float) -> None:
+        self.job = job
+        self.constants = constants
+        self.step_s = 0.0
+        """0 while training is stopped."""
+        self.state_s = int(job.bytes_of.sum()) / constants.store_bytes_per_s
+        """To write or read a checkpoint."""
+        self._step_samples = job.num_microbatches * microbatch_samples
+        self._save_interval_s = save_interval_s
+        self._now_s = 0.0
+        self._mark_s = 0.0
+        """Since when a step is under way."""
+        self._saved_s = 0.0
+        """When the last checkpoint would have ended if training had gone on without pauses since."""
+        self._spans: list[Span] = []
+        self._unsaved: list[int] = []
+        self._waiting: list[int] = []
+        self._busy: list[tuple[Spent, float]] = []
+        self._lost_samples = 0.0
+        self._num_pauses = 0
+
+    @abstractmethod
+    def lose(self, nodes: Sequence[int]) -> Busy | None:
+        """Nodes are gone: set `step_s`; what is to be done then, None where nothing that runs is touched."""
+
+    @abstractmethod
+    def join(self, nodes: Sequence[int]) -> Busy:
+        """Nodes can be used, between steps or while stopped; as `lose`, () for nothing to do."""
+
+    @final
+    def play(self, trace: Trace) -> SystemReplay:
+        """Run through a trace whose nodes can work when they are added; the start itself takes no time."""
+        ends = [*(change.time_s for change in trace.changes[1:]), trace.duration_s]
+        for change, end_s in zip(trace.changes, ends, strict=True):
+            unused = {node for node in change.removed if node in self._waiting}
+            self._waiting = [node for node in self._waiting if node not in unused] + list(change.added)
+            self._lose([node for node in change.removed if node not in unused])
+            if change.time_s == 0:
+                self._join()
+                self._busy, self._num_pauses = [], 0
+            self._advance(end_s)
+        self._spend(Spent.USEFUL, trace.duration_s)
+        return SystemReplay(
+            name=self.name,
+            spans=tuple(self._spans),
+            useful_share=self.useful_share,
+            lost_samples=self._lost_samples,
+            save_interval_s=self._save_interval_s,
+            num_pauses=self._num_pauses,
+        )
+
+    @final
+    def roll_back(self) -> None:
+        """What was trained since the last checkpoint is lost."""
+        for index in self._unsaved:
+            span = self._spans[index]
+            self._lost_samples += span.samples
+            self._spans[index] = replace(span, spent=Spent.REPEATED, samples=0.0)
+        self._unsaved = []
+        self._saved_s = self._now_s
+
+    @final
+    def _lose(self, nodes: Sequence[int]) -> None:
+        if not nodes:
+            return
+        busy = self.lose(nodes)
+        if busy is not None:
+            if not self._busy:
+                self._spend(Spent.REPEATED, self._now_s)
+            self._start(busy)
+
+    @final
+    def _join(self) -> None:
+        nodes, self._waiting = self._waiting, []
+        busy = self.join(nodes)
+        if busy:
+            self._start(busy)
+
+    @final
+    def _start(self, busy: Busy) -> None:
+        self._busy = list(busy)
+        self._num_pauses += 1
+
+    @final
+    def _advance(self, end_s: float) -> None:
+        while self._now_s < end_s:
+            between = self._now_s == self._mark_s
+            if self._busy:
+                self._work(end_s)
+            elif self._waiting and (self.step_s == 0 or (between and not self.joins_after_save)):
+                self._join()
+            elif self.step_s == 0:
+                self._spend(Spent.STOPPED, end_s)
+            else:
+                self._train(end_s)
+
+    @final
+    def _work(self, end_s: float) -> None:
+        """The first thing that must be done, until it is done or `end_s`."""
+        spent, seconds = self._busy[0]
+        if self._now_s + seconds > end_s:
+            self._busy[0] = (spent, seconds - (end_s - self._now_s))
+            self._spend(spent, end_s)
+            return
+        self._spend(spent, self._now_s + seconds)
+        self._busy.pop(0)
+        if spent is Spent.SAVING:
+            self._saved_s, self._unsaved = self._now_s, []
+            if self._waiting and self.joins_after_save:
+                self._join()
+
+    @final
+    def _train(self, end_s: float) -> None:
+        """Whole steps until `end_s`, the next checkpoint, or the end of this step where nodes wait for it."""
+        steps = int((end_s - self._mark_s) / self.step_s)
+        until_save = max(1, ceil((self._saved_s + self._save_interval_s - self._mark_s) / self.step_s))
+        limit = 1 if self._waiting and not self.joins_after_save else until_save
+        if steps == 0:
+            self._now_s = end_s
+            return
+        steps = min(steps, limit, until_save)
+        self._unsaved.append(len(self._spans))
+        self._spend(Spent.USEFUL, self._mark_s + steps * self.step_s, steps * self._step_samples)
+        if steps == until_save:
+            self._busy.append((Spent.SAVING, self.state_s))
+
+    @final
+    def _spend(self, spent: Spent, end_s: float, samples: float = 0.0) -> None:
+        if end_s > self._mark_s:
+            self._spans.append(Span(start_s=self._mark_s, end_s=end_s, spent=spent, samples=samples))
+            if spent in (Spent.PAUSED, Spent.STOPPED):
+                self._saved_s += end_s - self._mark_s
+        self._now_s = self._mark_s = end_s
+
+
+def save_interval_s(trace: Trace, save_s: float) -> float:
+    """Between checkpoints that every loss needs: `sqrt(2 * save_s * mean time between losses)` (Young, 1974)."""
+    losses = sum(bool(change.removed) for change in trace.changes)
+    return sqrt(2 * max(save_s, 1.0) * trace.duration_s / max(1, losses))

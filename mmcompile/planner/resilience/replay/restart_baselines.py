@@ -1,0 +1,146 @@
+"""What templates are compared with: checkpoint and restart, and redundant computation, on equal pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import final
+
+from mmcompile.planner.resilience.job import Job
+from mmcompile.planner.resilience.replay.replay_run import Busy, ReplayConstants, Run, Spent
+from mmcompile.planner.resilience.template import Template
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Equal pipelines that share a step evenly: what a system without templates runs."""
+
+    template: Template
+    num_pipelines: int
+    num_microbatches: int
+    """Of one pipeline."""
+
+    @property
+    def step_s(self) -> float:
+        return self.template.iteration_s(self.num_microbatches)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.template.num_nodes * self.num_pipelines
+
+
+def fastest_grid(job: Job, num_nodes: int) -> Grid | None:
+    """The grid with the shortest step, ties to fewer nodes; None where the nodes hold no pipeline."""
+    grids = [
+        Grid(template=template, num_pipelines=count, num_microbatches=ceil(job.num_microbatches / count))
+        for template in job.templates
+        for count in range(1, min(num_nodes // template.num_nodes, job.num_microbatches) + 1)
+    ]
+    return min(grids, key=lambda grid: (grid.step_s, grid.num_nodes), default=None)
+
+
+@final
+class RestartRun(Run):
+    """Checkpoints, and a restart on the best grid from the last one after every loss (as Varuna does).
+
+    New nodes are taken at the next checkpoint, and only where the step gets shorter.
+    """
+
+    name = "checkpoint-restart"
+    joins_after_save = True
+
+    def __init__(self, job: Job, microbatch_samples: float, constants: ReplayConstants, save_interval_s: float) -> None:
+        super().__init__(job, microbatch_samples, constants, save_interval_s)
+        self._running: list[int] = []
+        self._idle: list[int] = []
+
+    def lose(self, nodes: Sequence[int]) -> Busy | None:
+        self._idle = [node for node in self._idle if node not in nodes]
+        if set(nodes).isdisjoint(self._running):
+            return None
+        self.roll_back()
+        return self._place([node for node in (*self._running, *self._idle) if node not in nodes])
+
+    def join(self, nodes: Sequence[int]) -> Busy:
+        alive = [*self._running, *self._idle, *nodes]
+        grid = fastest_grid(self.job, len(alive))
+        if self.step_s and grid is not None and grid.step_s >= self.step_s:
+            self._idle += nodes
+            return ()
+        return self._place(alive)
+
+    def _place(self, alive: list[int]) -> Busy:
+        grid = fastest_grid(self.job, len(alive))
+        self.step_s = 0.0 if grid is None else grid.step_s
+        used = 0 if grid is None else grid.num_nodes
+        self._running, self._idle = alive[:used], alive[used:]
+        return () if grid is None else ((Spent.PAUSED, self.constants.restart_s + self.state_s),)
+
+
+@final
+class RedundantRun(Run):
+    """Every node also computes for its neighbour in a ring, and stands in for it when it is lost (as Bamboo does).
+
+    A pipeline with stand-ins takes twice its time for a microbatch. One that loses two neighbours is given up. When new nodes
+    heal the holes or shorten the step, all regroup; without any pipeline left, the last checkpoint is loaded.
+    """
+
+    name = "redundant computation"
+
+    def __init__(self, job: Job, microbatch_samples: float, constants: ReplayConstants, save_interval_s: float) -> None:
+        super().__init__(job, microbatch_samples, constants, save_interval_s)
+        self.useful_share = 1 / constants.redundancy_slowdown
+        self._grid: Grid | None = None
+        self._rings: list[list[int | None]] = []
+        self._standby: list[int] = []
+
+    def lose(self, nodes: Sequence[int]) -> Busy | None:
+        gone = set(nodes)
+        self._standby = [node for node in self._standby if node not in gone]
+        if gone.isdisjoint(node for ring in self._rings for node in ring):
+            return None
+        rings = [[None if node in gone else node for node in ring] for ring in self._rings]
+        self._rings = [ring for ring in rings if _stands(ring)]
+        self._standby += [node for ring in rings if not _stands(ring) for node in ring if node is not None]
+        if not self._rings:
+            self.roll_back()
+            return self._regroup(self._standby, self.constants.restart_s + self.state_s)
+        self._set_step()
+        return ((Spent.PAUSED, self.constants.rendezvous_s),)
+
+    def join(self, nodes: Sequence[int]) -> Busy:
+        self._standby += nodes
+        alive = [node for ring in self._rings for node in ring if node is not None] + self._standby
+        grid = fastest_grid(self.job, len(alive))
+        if self._rings and grid is not None and self.constants.redundancy_slowdown * grid.step_s >= self.step_s:
+            return ()
+        pause_s = self.constants.rendezvous_s if self._rings else self.constants.restart_s + self.state_s
+        return self._regroup(alive, pause_s)
+
+    def _regroup(self, alive: Sequence[int], pause_s: float) -> Busy:
+        self._grid = fastest_grid(self.job, len(alive))
+        if self._grid is None:
+            self._rings, self._standby = [], list(alive)
+            self.step_s = 0.0
+            return ()
+        size, used = self._grid.template.num_nodes, self._grid.num_nodes
+        self._rings = [list(alive[start : start + size]) for start in range(0, used, size)]
+        self._standby = list(alive[used:])
+        self._set_step()
+        return ((Spent.PAUSED, pause_s),)
+
+    def _set_step(self) -> None:
+        """The slowest pipeline's step, the batch being shared evenly."""
+        assert self._grid is not None
+        template, share = self._grid.template, ceil(self.job.num_microbatches / len(self._rings))
+        holes = any(None in ring for ring in self._rings)
+        step_s = template.iteration_s(share) + (share * template.slowest_s if holes else 0.0)
+        self.step_s = self.constants.redundancy_slowdown * step_s
+
+
+def _stands(ring: Sequence[int | None]) -> bool:
+    """No node is missing beside another in the ring, and someone is left."""
+    missing = [node is None for node in ring]
+    pairs = zip(missing, [*missing[1:], missing[0]], strict=True)
+    return not any(one and other for one, other in pairs)

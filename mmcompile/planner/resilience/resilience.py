@@ -1,0 +1,146 @@
+"""`Resilience`: what a plan has ready for the day nodes die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mmcompile.errors import PlanError
+from mmcompile.planner.resilience.job import Job
+from mmcompile.planner.resilience.nodes import Cover
+from mmcompile.planner.resilience.template import Template, format_templates
+from mmcompile.units import format_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resilience:
+    """Templates of a plan, and the promise they keep. `str` is all of it, `rows` what fits a plan's table."""
+
+    fault_tolerance: int
+    """Nodes that may be lost at once without losing a layer."""
+    templates: tuple[Template, ...]
+    """One a node count, fewest nodes first."""
+    num_nodes: int
+    """Of the cluster."""
+    devices_per_node: int
+    num_microbatches: int
+    """Of a step, over all pipelines, whatever their number."""
+    layer_bytes: Mapping[str, tuple[int, ...]]
+    """Chain -> parameters that train and optimizer state of each of its layers; 0 for what is frozen and needs no copy."""
+    microbatch_samples: float = 1.0
+    """Samples of a microbatch, on average."""
+
+    @property
+    def job(self) -> Job:
+        return Job(
+            templates=self.templates,
+            devices_per_node=self.devices_per_node,
+            fault_tolerance=self.fault_tolerance,
+            num_microbatches=self.num_microbatches,
+            layer_bytes=self.layer_bytes,
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Node counts of the templates, rising."""
+        return tuple(template.num_nodes for template in self.templates)
+
+    @property
+    def cover(self) -> Cover:
+        """Which node counts can be used in full, by as many pipelines as a step has microbatches for."""
+        found = Cover.of(self.sizes, self.num_nodes, self.fault_tolerance)
+        fewest = fewest_pipelines(self.sizes, self.num_nodes, self.fault_tolerance + 1)
+        counts = range(found.least_nodes, self.num_nodes + 1)
+        unused = [count for count in counts if not 0 < fewest.get(count, 0) <= self.num_microbatches]
+        return replace(found, uncovered=tuple(unused))
+
+    @property
+    def promise(self) -> str:
+        """For example `fault tolerance 1: any 4..16 nodes can be used in full; below 4 training stops`."""
+        return f"fault tolerance {self.fault_tolerance}: {self.cover}"
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why some node counts cannot be used in full, and what would help; () if all can."""
+        found: list[str] = []
+        try:
+            Cover.of(self.sizes, self.num_nodes, self.fault_tolerance).check()
+        except PlanError as error:
+            found.append(str(error))
+        fewest = fewest_pipelines(self.sizes, self.num_nodes, self.fault_tolerance + 1)
+        needed = max(fewest.values())
+        if needed > self.num_microbatches:
+            found.append(
+                f"a step has {self.num_microbatches} microbatches, one at least for each pipeline, too few to use every number "
+                f"of nodes in full; {needed} would do"
+            )
+        return tuple(found)
+
+    def rows(self, most: int) -> list[str]:
+        """At most so many lines about the templates: one each; or some, smallest and largest among them; or one of all."""
+        templates = self.templates
+        if most >= len(templates):
+            return [_row(template) for template in templates]
+        if most < 2:
+            return [_together(templates)] * most
+        chosen = [round(index * (len(templates) - 1) / (most - 1)) for index in range(most)]
+        rows = [_row(templates[index]) for index in chosen]
+        rows[-1] += f" (and {len(templates) - most} sizes between)"
+        return rows
+
+    def __str__(self) -> str:
+        templates = format_templates({template.num_nodes: template for template in self.templates})
+        return f"{self.promise}\n{templates}"
+
+
+def fewest_pipelines(sizes: Sequence[int], num_nodes: int, replicas: int) -> dict[int, int]:
+    """Node count -> the fewest pipelines of these sizes, at least `replicas`, that use all of it; only counts that some use."""
+    fewest: dict[int, int] = {}
+    for pipelines, counts in _sums(sizes, num_nodes):
+        if pipelines >= replicas:
+            fewest |= {
+                count: pipelines for count in range(num_nodes + 1) if counts >> count & 1 and count not in fewest
+            }
+    return fewest
+
+
+def _sums(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, int]]:
+    """Number of pipelines, and as bits the node counts up to `num_nodes` that so many add up to."""
+    within, counts, pipelines = (1 << num_nodes + 1) - 1, 1, 0
+    while counts:
+        longer = 0
+        for size in sizes:
+            longer |= counts << size
+        counts, pipelines = longer & within, pipelines + 1
+        if counts:
+            yield pipelines, counts
+
+
+def figures(template: Template) -> str:
+    """For example `12 stages of 1..4 devices, slowest 1.20 ms, 8.40 ms to fill`."""
+    proof = f", within {template.gap:.1%} of the fastest" if template.gap else ""
+    times = f"slowest {format_seconds(template.slowest_s)}, {format_seconds(template.fill_s)} to fill"
+    return f"{_stages([template])}, {times}{proof}"
+
+
+def _row(template: Template) -> str:
+    return f"{template.num_nodes} node{'s' * (template.num_nodes > 1)}: {figures(template)}"
+
+
+def _together(templates: Sequence[Template]) -> str:
+    first, last = templates[0], templates[-1]
+    sizes = f"{first.num_nodes}..{last.num_nodes} nodes ({len(templates)} sizes)"
+    slowest = f"{format_seconds(first.slowest_s)} down to {format_seconds(last.slowest_s)}"
+    return f"{sizes}: {_stages(templates)}, slowest {slowest}"
+
+
+def _stages(templates: Sequence[Template]) -> str:
+    """`12 stages of 1..4 devices`."""
+    counts = _span([len(template.stages) for template in templates])
+    widths = _span([len(stage.devices) for template in templates for stage in template.stages])
+    return f"{counts} stage{'s' * (counts != '1')} of {widths} device{'s' * (widths != '1')}"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low}..{high}"

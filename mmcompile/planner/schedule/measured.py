@@ -1,0 +1,137 @@
+"""`predict_measured`: seconds of a step from measured layers, actions, messages, preparation and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mmcompile.costmodel.calibration import RuntimeCosts
+from mmcompile.costmodel.compute import LayerTimes
+from mmcompile.planner.schedule.schedule import ActionKind, Flow, FlowEdge, Placed, build_schedule
+from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Messages:
+    """What crosses from one stage to another for one microbatch."""
+
+    source: str
+    target: str
+    sizes: tuple[int, ...]
+    """Bytes of each tensor on its way forward."""
+    gradient_sizes: tuple[int, ...] = ()
+    """Bytes of those whose gradient comes back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a rank's optimizer updates."""
+
+    num_bytes: int = 0
+    num_tensors: int = 0
+
+    def seconds(self, runtime: RuntimeCosts) -> float:
+        return self.num_bytes * runtime.optimizer_s_per_byte + self.num_tensors * runtime.optimizer_s_per_tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredStep:
+    """A predicted step: `iteration_s = prepare_s + step_s + timeline.makespan_s + optimizer_s`."""
+
+    iteration_s: float
+    prepare_s: float
+    """Rank 0 collates and plans; the others wait."""
+    optimizer_s: float
+    """Of rank 0; what others take longer delays their next step."""
+    timeline: Timeline
+
+
+def predict_measured(
+    stages: Sequence[Placed],
+    times: Mapping[str, LayerTimes],
+    messages: Sequence[Messages],
+    trained: Mapping[int, Trained],
+    *,
+    runtime: RuntimeCosts,
+    prepare_s: float,
+    num_microbatches: int,
+) -> MeasuredStep:
+    """Simulate a step of the engine in which every microbatch passes through every stage.
+
+    Args:
+        stages: placed, each on one rank.
+        times: of each stage, its layers alone.
+        messages: between stages, those of one rank too.
+        trained: by rank.
+        prepare_s: of one microbatch on rank 0.
+        num_microbatches: of the step.
+    """
+    rank = {stage.name: stage.ranks[0] for stage in stages}
+    crossing = [link for link in messages if rank[link.source] != rank[link.target]]
+    flow = Flow(
+        stages=tuple(rank),
+        edges=tuple(
+            FlowEdge(source=link.source, target=link.target, gradient=bool(link.gradient_sizes)) for link in messages
+        ),
+        backward=tuple(name for name, own in times.items() if own.backward_s > 0),
+    )
+    prepared_s = prepare_s * num_microbatches
+    optimizer_s = {r: trained.get(r, Trained()).seconds(runtime) for r in set(rank.values())}
+    late_s = {r: max(0.0, own - optimizer_s[0] - prepared_s) for r, own in optimizer_s.items()}
+    durations = {name: _duration(name, own, crossing, runtime) for name, own in times.items()}
+    schedule = build_schedule(stages, [flow] * num_microbatches)
+    link_s = _link_s(crossing, runtime)
+    timeline = simulate(schedule, durations, link_s)
+    if any(late_s.values()):
+        timeline = simulate(schedule, _delayed(durations, timeline, late_s, num_microbatches), link_s)
+    return MeasuredStep(
+        iteration_s=prepared_s + runtime.step_s + timeline.makespan_s + optimizer_s[0],
+        prepare_s=prepared_s,
+        optimizer_s=optimizer_s[0],
+        timeline=timeline,
+    )
+
+
+def _duration(name: str, own: LayerTimes, crossing: Sequence[Messages], runtime: RuntimeCosts) -> StageDuration:
+    """A stage's layers, what the runtime adds to its actions, and the work its rank has with messages."""
+    forward = [size for link in crossing if name in (link.source, link.target) for size in link.sizes]
+    backward = [size for link in crossing if name in (link.source, link.target) for size in link.gradient_sizes]
+    has_backward = own.backward_s > 0
+    return StageDuration(
+        forward_s=own.forward_s + runtime.forward_s + _handling_s(forward, runtime),
+        input_grad_s=own.input_grad_s + (runtime.backward_s + _handling_s(backward, runtime)) * has_backward,
+        weight_grad_s=own.weight_grad_s,
+    )
+
+
+def _handling_s(sizes: Sequence[int], runtime: RuntimeCosts) -> float:
+    return len(sizes) * runtime.message_s + sum(sizes) * runtime.message_s_per_byte
+
+
+def _link_s(crossing: Sequence[Messages], runtime: RuntimeCosts) -> dict[tuple[str, str], float]:
+    """What a message takes beyond the work that both ranks have with it, which their actions hold already."""
+    found: dict[tuple[str, str], float] = {}
+    for link in crossing:
+        for pair, sizes in (
+            ((link.source, link.target), link.sizes),
+            ((link.target, link.source), link.gradient_sizes),
+        ):
+            whole_s = runtime.link.latency_s + sum(sizes) / runtime.link.bytes_per_s
+            found[pair] = max(0.0, whole_s - 2 * _handling_s(sizes, runtime))
+    return found
+
+
+def _delayed(
+    durations: Mapping[str, StageDuration], timeline: Timeline, late_s: Mapping[int, float], num_microbatches: int
+) -> dict[str, Sequence[StageDuration]]:
+    """Let ranks that are late begin later: what does not hide behind the wait for their first message is added to their
+    first forward."""
+    delayed: dict[str, Sequence[StageDuration]] = {name: [own] * num_microbatches for name, own in durations.items()}
+    begun: set[int] = set()
+    for event in timeline.events:
+        if event.rank not in begun and event.kind is ActionKind.F:
+            begun.add(event.rank)
+            first = durations[event.stage]
+            first = replace(first, forward_s=first.forward_s + max(0.0, late_s[event.rank] - event.start_s))
+            delayed[event.stage] = [first, *delayed[event.stage][1:]]
+    return delayed

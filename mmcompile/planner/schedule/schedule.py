@@ -1,0 +1,433 @@
+"""`Schedule`: for each rank an ordered list of actions; `build_schedule` makes it for any DAG of stages.
+
+The order of computations is `mmcompile.planner.schedule.order`'s. Sends never block and stand right after what made the value;
+receives block and stand right before what needs it, or before what needs a message sent later. So both sides of two stages have
+their messages in the same order. Edges inside a rank have no SEND or RECV: the value is handed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.planner.schedule.order import Key, Messages, Order, Side, crossings, in_order_of_sends
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowEdge:
+    """Tensors of one microbatch that go from a stage to a later one; `gradient` if any of them sends gradient back."""
+
+    source: str
+    target: str
+    gradient: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """What one microbatch does: the stages that have work, the edges between them, the stages that run a backward."""
+
+    stages: tuple[str, ...]
+    edges: tuple[FlowEdge, ...]
+    backward: tuple[str, ...]
+
+
+class ActionKind(StrEnum):
+    """What a rank does next. F, B, I and W compute; the others move the tensors of one edge of one microbatch."""
+
+    F = "F"
+    B = "B"
+    """The whole backward, I and W in one."""
+    I = "I"  # noqa: E741 (the letter is the field's)
+    """Gradients of the inputs: what stages before wait for."""
+    W = "W"
+    """Gradients of the weights, after I."""
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+    @property
+    def is_compute(self) -> bool:
+        return self in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+
+    @property
+    def is_send(self) -> bool:
+        return self in (ActionKind.SEND_F, ActionKind.SEND_B)
+
+    @property
+    def is_receive(self) -> bool:
+        return self in (ActionKind.RECV_F, ActionKind.RECV_B)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """What one microbatch of some of the stages does, and when. A step in which all stages compute the same samples together has
+    one unit a microbatch; otherwise each tower of each replica has units of its own, joined by `CrossEdge`s."""
+
+    number: int
+    """What actions call it; unique among units that share a stage."""
+    slot: int
+    """Place of its forward among microbatches."""
+    backward_slot: int
+    """Place of its backward; later than `slot` if its samples are deferred."""
+    flow: Flow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrossEdge:
+    """Tensors that go from a unit's stage to a stage of another unit, whose forward and backward slots are not earlier."""
+
+    source: tuple[str, int]
+    """Stage and number of the unit."""
+    target: tuple[str, int]
+    gradient: bool
+
+
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:([<>])(\d+)(?:\.(\d+))?)?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """One step of a rank. Text: stage, kind, microbatch as in torch's schedules, then `>` or `<` and the peer stage.
+
+    `2F0`, `2B0`, `2I0`, `2W0`, `1SEND_F3>2` (stage 1 sends microbatch 3 to stage 2), `2RECV_F3<1`, `2SEND_B3>1`, `1RECV_B3<2`.
+    Where the other side computes those samples in another microbatch, that one follows: `1SEND_F3>2.5`, `2RECV_F5<1.3`.
+    """
+
+    stage: int
+    """Index into `Schedule.stages`."""
+    kind: ActionKind
+    microbatch: int
+    peer: int | None = None
+    """The stage on the other side of a send or receive."""
+    peer_microbatch: int | None = None
+    """What the other side calls its microbatch, if not as this side does."""
+
+    @property
+    def other(self) -> int:
+        """The microbatch on the other side of a send or receive."""
+        return self.microbatch if self.peer_microbatch is None else self.peer_microbatch
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.kind}{self.microbatch}"
+        if self.peer is None:
+            return text
+        end = "" if self.peer_microbatch is None else f".{self.peer_microbatch}"
+        return f"{text}{'>' if self.kind.is_send else '<'}{self.peer}{end}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Inverse of `str`. Raises PlanError with the forms that are valid."""
+        match = _ACTION.fullmatch(text.strip())
+        if match is not None:
+            stage, kind, microbatch, arrow, peer, other = match.groups()
+            expected = ">" if ActionKind(kind).is_send else "<" if ActionKind(kind).is_receive else None
+            if arrow == expected:
+                return cls(
+                    stage=int(stage),
+                    kind=ActionKind(kind),
+                    microbatch=int(microbatch),
+                    peer=None if peer is None else int(peer),
+                    peer_microbatch=None if other is None else int(other),
+                )
+        raise PlanError(
+            f"{text!r} is not an action; write 2F0, 2B0, 2I0, 2W0, 1SEND_F3>2, 2RECV_F3<1, 2SEND_B3>1 or 1RECV_B3<2"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """What every rank does in one step. `str` prints one line a rank, `parse` reads it back."""
+
+    stages: tuple[str, ...]
+    """Stage names; an action's stage is an index into them."""
+    ranks: tuple[tuple[Action, ...], ...]
+
+    def __str__(self) -> str:
+        lines = (f"rank {rank}: " + " ".join(map(str, actions)) for rank, actions in enumerate(self.ranks))
+        return "\n".join(line.rstrip() for line in (f"stages: {' '.join(self.stages)}", *lines))
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Inverse of `str`. Raises PlanError naming the line that does not read."""
+        head, *lines = text.strip().splitlines()
+        if not head.startswith("stages:"):
+            raise PlanError(f"a schedule begins with 'stages: NAME ...', got {head!r}")
+        ranks: list[tuple[Action, ...]] = []
+        for line in lines:
+            label, _, actions = line.partition(":")
+            if label != f"rank {len(ranks)}":
+                raise PlanError(f"expected a line 'rank {len(ranks)}: ...', got {line!r}")
+            ranks.append(tuple(Action.parse(word) for word in actions.split()))
+        return cls(stages=tuple(head.removeprefix("stages:").split()), ranks=tuple(ranks))
+
+
+class Placed(Protocol):
+    """A stage, as far as a schedule needs to know it (`mmcompile.planner.plan.plan.Stage` is one)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def depth(self) -> int:
+        """Longest path, in stages, to the loss stage."""
+        ...
+
+
+def in_flight(kind: ScheduleKind, depth: int, num_microbatches: int) -> int:
+    """Microbatches whose activations a stage holds at its peak, if it runs a backward (without one it holds none).
+
+    Args:
+        depth: longest path, in stages, to the loss stage.
+    """
+    match kind:
+        case "gpipe":
+            return num_microbatches
+        case "1f1b" | "zb-h1":
+            return min(depth + 1, num_microbatches)
+        case "eager-1f1b":
+            return min(2 * depth + 1, num_microbatches)
+
+
+def build_schedule(stages: Sequence[Placed], flows: Sequence[Flow], kind: ScheduleKind = "1f1b") -> Schedule:
+    """Order one step over the DAG of stages; it cannot deadlock (see `mmcompile.planner.schedule.order`).
+
+    Args:
+        stages: all stages of the plan, each on one rank.
+        flows: one a microbatch, in order. A stage absent from a flow does nothing for that microbatch.
+        kind: the rule of the order. `zb-h1` runs each backward as I and W, the others as B.
+
+    Raises:
+        PlanError: a flow names an unknown stage, an edge does not lead towards the loss, or a stage has several ranks.
+    """
+    units = [Unit(number=m, slot=m, backward_slot=m, flow=flow) for m, flow in enumerate(flows)]
+    return schedule_units(stages, units, (), kind, num_slots=len(flows))
+
+
+def schedule_units(
+    stages: Sequence[Placed],
+    units: Sequence[Unit],
+    edges: Sequence[CrossEdge],
+    kind: ScheduleKind = "1f1b",
+    *,
+    num_slots: int,
+    only: int | None = None,
+    together: Sequence[Sequence[int]] = (),
+) -> Schedule:
+    """Order one step whose stages do not all compute the same samples together. `build_schedule` is the case without `edges`.
+
+    It cannot deadlock, and sends and receives of two stages are in the same order on both sides, whatever the slots. As long as
+    no edge leads more than one slot on, each receive stands right before its own computation. A message for a later slot than
+    that would be overtaken by messages sent after it: it is received with the first of those.
+
+    Args:
+        stages: all stages of the plan, those of every replica, each on one rank.
+        units: what is computed.
+        edges: between units.
+        kind: as for `build_schedule`.
+        num_slots: microbatches of each replica.
+        only: the rank whose actions are wanted; the lists of others are empty then. None for all.
+        together: stages, by index, that exchange values while they compute: their ranks run them in the same order.
+
+    Raises:
+        PlanError: as `build_schedule`; or an edge names a stage that its unit has not, leads to an earlier slot, or carries
+            gradient to a stage without backward.
+    """
+    index = {stage.name: position for position, stage in enumerate(stages)}
+    rank = _ranks(stages)
+    depth = tuple(stage.depth for stage in stages)
+    named = {(name, unit.number): unit for unit in units for name in unit.flow.stages} if edges else {}
+    crossing = [_crossing(edge, named, index, depth) for edge in edges]
+    pairs = {pair for flow in dict.fromkeys(unit.flow for unit in units) for pair in _checked(flow, index, depth)}
+    pairs |= {(cross.source[0], cross.target[0]) for cross in crossing}
+    order = Order(kind=kind, num_microbatches=num_slots, depth=depth, crossings=crossings(pairs, rank, depth, together))
+    programs = {flow: _Program.of(flow, index, rank) for flow in dict.fromkeys(unit.flow for unit in units)}
+    peers = _Peers.of(crossing, {(index[name], number): unit for (name, number), unit in named.items()}, rank)
+    split = kind == "zb-h1"
+    keyed: list[list[tuple[Key, int, int, list[Action]]]] = [[] for _ in range(1 + max(rank))]
+    for unit in units:
+        program, number = programs[unit.flow], unit.number
+        for stage in program.stages:
+            if only is not None and rank[stage] != only:
+                continue
+            actions = _forward(stage, number, program, peers)
+            keyed[rank[stage]].append((order.forward_key(stage, unit.slot), unit.slot, number, actions))
+        for stage in program.backward:
+            if only is not None and rank[stage] != only:
+                continue
+            actions = _backward(stage, number, program, peers, split=split)
+            keyed[rank[stage]].append((order.backward_key(stage, unit.backward_slot), unit.slot, number, actions))
+    names = tuple(stage.name for stage in stages)
+    return Schedule(stages=names, ranks=tuple(_in_order(items) for items in keyed))
+
+
+def _ranks(stages: Sequence[Placed]) -> tuple[int, ...]:
+    for stage in stages:
+        if len(stage.ranks) != 1:
+            raise PlanError(f"stage {stage.name} runs on ranks {stage.ranks}; a schedule wants one rank a stage")
+    return tuple(stage.ranks[0] for stage in stages)
+
+
+def _in_order(keyed: list[tuple[Key, int, int, list[Action]]]) -> tuple[Action, ...]:
+    return tuple(action for *_, actions in sorted(keyed, key=lambda item: item[:3]) for action in actions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Crossing:
+    """A `CrossEdge` by indices of stages."""
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    gradient: bool
+
+
+def _crossing(
+    edge: CrossEdge, units: Mapping[tuple[str, int], Unit], index: Mapping[str, int], depth: tuple[int, ...]
+) -> _Crossing:
+    """Check an edge between units."""
+    for name, number in (edge.source, edge.target):
+        if name not in index:
+            raise PlanError(f"an edge between microbatches names stage {name!r}; stages are {', '.join(index)}")
+        if (name, number) not in units:
+            raise PlanError(
+                f"an edge between microbatches names microbatch {number} of {name}, which has none of that number"
+            )
+    source, target = index[edge.source[0]], index[edge.target[0]]
+    first, second = units[edge.source], units[edge.target]
+    words = f"edge {edge.source[0]} -> {edge.target[0]}"
+    if depth[source] <= depth[target]:
+        raise PlanError(f"{words} goes from depth {depth[source]} to {depth[target]}; it must fall")
+    if second.slot < first.slot or second.backward_slot > first.backward_slot:
+        raise PlanError(
+            f"{words} leads from a microbatch of slots {first.slot}, {first.backward_slot} to one of slots {second.slot}, "
+            f"{second.backward_slot}: forward earlier, or backward later"
+        )
+    if edge.gradient and not (edge.source[0] in first.flow.backward and edge.target[0] in second.flow.backward):
+        raise PlanError(f"{words} carries gradient, but one of them runs no backward")
+    return _Crossing(source=(source, edge.source[1]), target=(target, edge.target[1]), gradient=edge.gradient)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Peers:
+    """Messages between units, both ways."""
+
+    values: Messages
+    gradients: Messages
+
+    @classmethod
+    def of(cls, edges: Sequence[_Crossing], units: Mapping[Side, Unit], rank: Sequence[int]) -> _Peers:
+        crossing = [edge for edge in edges if rank[edge.source[0]] != rank[edge.target[0]]]
+        return cls(
+            values=in_order_of_sends(
+                ((edge.source, edge.target) for edge in crossing), lambda side: (units[side].slot,)
+            ),
+            gradients=in_order_of_sends(
+                ((edge.target, edge.source) for edge in crossing if edge.gradient),
+                lambda side: (units[side].backward_slot, units[side].slot),
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Program:
+    """What each stage of one flow does for a microbatch, by indices: peers on other ranks, ascending."""
+
+    stages: tuple[int, ...]
+    backward: tuple[int, ...]
+    before: Mapping[int, Sequence[int]]
+    """Stages that a stage receives from."""
+    after: Mapping[int, Sequence[int]]
+    gradients_from: Mapping[int, Sequence[int]]
+    gradients_to: Mapping[int, Sequence[int]]
+
+    @classmethod
+    def of(cls, flow: Flow, index: Mapping[str, int], rank: Sequence[int]) -> _Program:
+        pairs = sorted((index[edge.source], index[edge.target], edge.gradient) for edge in flow.edges)
+        crossing = [pair for pair in pairs if rank[pair[0]] != rank[pair[1]]]
+        return cls(
+            stages=tuple(index[name] for name in flow.stages),
+            backward=tuple(index[name] for name in flow.backward),
+            before=_grouped((target, source) for source, target, _ in crossing),
+            after=_grouped((source, target) for source, target, _ in crossing),
+            gradients_from=_grouped((source, target) for source, target, gradient in crossing if gradient),
+            gradients_to=_grouped((target, source) for source, target, gradient in crossing if gradient),
+        )
+
+
+def _forward(stage: int, number: int, program: _Program, peers: _Peers) -> list[Action]:
+    side = (stage, number)
+    return [
+        *_messages(ActionKind.RECV_F, side, program.before, peers.values.receives.get(side, ())),
+        Action(stage=stage, kind=ActionKind.F, microbatch=number),
+        *_messages(ActionKind.SEND_F, side, program.after, _from(side, peers.values)),
+    ]
+
+
+def _backward(stage: int, number: int, program: _Program, peers: _Peers, *, split: bool) -> list[Action]:
+    """`split`: the backward as I and W."""
+    side = (stage, number)
+    return [
+        *_messages(ActionKind.RECV_B, side, program.gradients_from, peers.gradients.receives.get(side, ())),
+        Action(stage=stage, kind=ActionKind.I if split else ActionKind.B, microbatch=number),
+        *_messages(ActionKind.SEND_B, side, program.gradients_to, _from(side, peers.gradients)),
+        *([Action(stage=stage, kind=ActionKind.W, microbatch=number)] if split else ()),
+    ]
+
+
+def _from(side: Side, messages: Messages) -> list[tuple[Side, Side]]:
+    return [(side, receiver) for receiver in messages.sends.get(side, ())]
+
+
+def _messages(
+    kind: ActionKind, side: Side, inside: Mapping[int, Sequence[int]], between: Iterable[tuple[Side, Side]]
+) -> list[Action]:
+    """
+    Args:
+        inside: stage -> peers, for messages of the unit itself.
+        between: units: (this side, the other).
+    """
+    stage, number = side
+    return [
+        *(Action(stage=stage, kind=kind, microbatch=number, peer=peer) for peer in inside.get(stage, ())),
+        *(
+            Action(stage=stage, kind=kind, microbatch=own, peer=peer, peer_microbatch=None if other == own else other)
+            for (_, own), (peer, other) in between
+        ),
+    ]
+
+
+def _checked(flow: Flow, index: Mapping[str, int], depth: tuple[int, ...]) -> Iterable[tuple[int, int]]:
+    """Edges of a flow as pairs of stage indices."""
+    present = set(flow.stages)
+    for name in (*flow.stages, *flow.backward):
+        if name not in index:
+            raise PlanError(f"a flow names stage {name!r}; stages are {', '.join(index)}")
+    if not present.issuperset(flow.backward):
+        missing = ", ".join(sorted(set(flow.backward) - present))
+        raise PlanError(f"a flow has a backward of {missing} but no forward; its stages are {', '.join(flow.stages)}")
+    for edge in flow.edges:
+        ends = {edge.source, edge.target}
+        if not present.issuperset(ends):
+            names = ", ".join(flow.stages)
+            raise PlanError(f"a flow has an edge {edge.source} -> {edge.target} outside its stages {names}")
+        if edge.gradient and not ends.issubset(flow.backward):
+            raise PlanError(f"edge {edge.source} -> {edge.target} carries gradient, but one of them runs no backward")
+        source, target = index[edge.source], index[edge.target]
+        if depth[source] <= depth[target]:
+            raise PlanError(
+                f"edge {edge.source} -> {edge.target} goes from depth {depth[source]} to {depth[target]}; it must fall"
+            )
+        yield source, target
+
+
+def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    groups: dict[int, list[int]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups

@@ -1,0 +1,255 @@
+"""Discrete-event simulation of a schedule: when every action runs, given how long each takes.
+
+A rank runs its actions in order. A send starts when its rank reaches it and costs the rank nothing; messages of one
+directed pair of stages follow one another. A receive waits until its message has arrived: the one of its microbatch on this
+side and on the other. The simulator is the one judge of plans.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from mmcompile.errors import PlanError, VerifyError
+from mmcompile.planner.schedule.schedule import Action, ActionKind, Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageDuration:
+    """Seconds of one microbatch in one stage."""
+
+    forward_s: float
+    input_grad_s: float
+    """The part of the backward that stages before wait for."""
+    weight_grad_s: float = 0.0
+    """The part of the backward that nothing else waits for."""
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
+
+
+Durations = Mapping[str, StageDuration | Sequence[StageDuration] | Mapping[int, StageDuration]]
+"""Stage name -> its durations: the same for every microbatch, or one for each number of a microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One action in time [s], predicted or measured.
+
+    Predicted times count from the start of the step, and a SEND lasts until the message has arrived (its rank goes on
+    meanwhile). Measured times are on the wall clock, which ranks of one machine share.
+    """
+
+    rank: int
+    stage: str
+    kind: ActionKind
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """A simulated step."""
+
+    events: tuple[Event, ...] = field(repr=False)
+    """F, B, I, W and SEND events, by start; () if they were not recorded."""
+    makespan_s: float
+    """When the last computation ends."""
+    busy_s: tuple[float, ...]
+    """Computing seconds of each rank."""
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the ranks' time, 0..1."""
+        available = len(self.busy_s) * self.makespan_s
+        return 1.0 - sum(self.busy_s) / available if available else 0.0
+
+
+def simulate(
+    schedule: Schedule,
+    durations: Durations,
+    link_s: Mapping[tuple[str, str], float] | None = None,
+    *,
+    record: bool = True,
+) -> Timeline:
+    """Play a schedule.
+
+    Args:
+        schedule: what each rank does, in order.
+        durations: of every stage, the same for all microbatches or one for each; those that it does not compute may be missing
+            from a mapping.
+        link_s: (sending stage, receiving stage) -> seconds of one message; an absent pair costs nothing.
+        record: False leaves `Timeline.events` empty, which is several times faster.
+
+    Raises:
+        PlanError: a stage has no durations, or none for a microbatch that it computes.
+        VerifyError: the schedule deadlocks (`check_schedule` says where).
+    """
+    index = {name: position for position, name in enumerate(schedule.stages)}
+    state = _State(
+        num_stages=len(index),
+        seconds=_seconds(schedule, durations),
+        link_s={
+            index[source] * len(index) + index[target]: seconds
+            for (source, target), seconds in (link_s or {}).items()
+            if source in index and target in index
+        },
+        clock=[0.0] * len(schedule.ranks),
+        busy=[0.0] * len(schedule.ranks),
+        events=[] if record else None,
+    )
+    positions = [0] * len(schedule.ranks)
+    state.ready.extend(range(len(schedule.ranks)))
+    while state.ready:
+        rank = state.ready.popleft()
+        positions[rank] = state.play(rank, schedule.ranks[rank], positions[rank])
+    _check_finished(schedule, positions)
+    return Timeline(
+        events=_events(schedule, state.events or ()),
+        makespan_s=max(state.clock, default=0.0),
+        busy_s=tuple(state.busy),
+    )
+
+
+_ByNumber = Sequence[float] | Mapping[int, float]
+_Seconds = tuple[_ByNumber, _ByNumber, _ByNumber, _ByNumber]
+"""F, B, I, W of each microbatch."""
+
+
+def _seconds(schedule: Schedule, durations: Durations) -> list[_Seconds]:
+    numbers: list[set[int]] = [set() for _ in schedule.stages]
+    for actions in schedule.ranks:
+        for action in actions:
+            if action.peer is None:
+                numbers[action.stage].add(action.microbatch)
+    for name in schedule.stages:
+        if name not in durations:
+            raise PlanError(f"stage {name} has no durations; there are some for {', '.join(sorted(durations))}")
+    return [_of_stage(name, durations[name], own) for name, own in zip(schedule.stages, numbers, strict=True)]
+
+
+def _of_stage(
+    name: str, given: StageDuration | Sequence[StageDuration] | Mapping[int, StageDuration], numbers: Set[int]
+) -> _Seconds:
+    """
+    Args:
+        numbers: of the microbatches that the stage computes.
+    """
+    count = 1 + max(numbers, default=-1)
+    if isinstance(given, StageDuration):
+        each = (given.forward_s, given.backward_s, given.input_grad_s, given.weight_grad_s)
+        return [each[0]] * count, [each[1]] * count, [each[2]] * count, [each[3]] * count
+    if isinstance(given, Mapping):
+        missing = sorted(numbers - given.keys())
+        if missing:
+            raise PlanError(f"stage {name} has no duration of microbatch {missing[0]}, which the schedule has")
+        return (
+            {number: duration.forward_s for number, duration in given.items()},
+            {number: duration.backward_s for number, duration in given.items()},
+            {number: duration.input_grad_s for number, duration in given.items()},
+            {number: duration.weight_grad_s for number, duration in given.items()},
+        )
+    if len(given) < count:
+        raise PlanError(f"stage {name} has durations of {len(given)} microbatches, the schedule has {count}")
+    return (
+        [duration.forward_s for duration in given],
+        [duration.backward_s for duration in given],
+        [duration.input_grad_s for duration in given],
+        [duration.weight_grad_s for duration in given],
+    )
+
+
+def _check_finished(schedule: Schedule, positions: Sequence[int]) -> None:
+    stuck = [
+        f"rank {rank} at step {position} ({actions[position]})"
+        for rank, (actions, position) in enumerate(zip(schedule.ranks, positions, strict=True))
+        if position < len(actions)
+    ]
+    if stuck:
+        raise VerifyError(f"the schedule deadlocks: {', '.join(stuck)}")
+
+
+_Record = tuple[float, int, float, Action]
+"""Start, rank, end, what ran."""
+
+
+def _events(schedule: Schedule, records: Sequence[_Record]) -> tuple[Event, ...]:
+    return tuple(
+        Event(
+            rank=rank,
+            stage=schedule.stages[action.stage],
+            kind=action.kind,
+            microbatch=action.microbatch,
+            start_s=start,
+            end_s=end,
+        )
+        for start, rank, end, action in sorted(records, key=lambda record: record[:3])
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _State:
+    num_stages: int
+    seconds: Sequence[_Seconds]
+    link_s: Mapping[int, float]
+    """By channel: source * num_stages + target."""
+    clock: list[float]
+    busy: list[float]
+    events: list[_Record] | None
+    ready: deque[int] = field(default_factory=deque)
+    arrivals: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    """(channel, sender's microbatch, receiver's) -> when the message is there; values and gradients never share a channel."""
+    waiting: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """The rank that waits for a message."""
+    channel_free: dict[int, float] = field(default_factory=dict)
+
+    def play(self, rank: int, actions: Sequence[Action], position: int) -> int:
+        """Run a rank's actions until one must wait for a message (its sender wakes the rank); where it stopped.
+
+        One flat loop over locals: the planner plays millions of actions, and calls would cost more than the work.
+        """
+        num_stages, seconds, arrivals, waiting = self.num_stages, self.seconds, self.arrivals, self.waiting
+        channel_free, link_s, events = self.channel_free, self.link_s, self.events
+        forward, backward, input_grad = ActionKind.F, ActionKind.B, ActionKind.I
+        send_f, send_b = ActionKind.SEND_F, ActionKind.SEND_B
+        now, busy = self.clock[rank], self.busy[rank]
+        for step in range(position, len(actions)):
+            action = actions[step]
+            kind, stage, microbatch, peer = action.kind, action.stage, action.microbatch, action.peer
+            if peer is None:
+                part = 0 if kind is forward else 1 if kind is backward else 2 if kind is input_grad else 3
+                taken = seconds[stage][part][microbatch]
+                if events is not None:
+                    events.append((now, rank, now + taken, action))
+                now += taken
+                busy += taken
+            elif kind is send_f or kind is send_b:
+                other = action.peer_microbatch
+                channel = stage * num_stages + peer
+                start = channel_free.get(channel, 0.0)
+                if now > start:
+                    start = now
+                end = start + link_s.get(channel, 0.0)
+                channel_free[channel] = end
+                key = (channel, microbatch, microbatch if other is None else other)
+                arrivals[key] = end
+                if events is not None:
+                    events.append((start, rank, end, action))
+                if key in waiting:
+                    self.ready.append(waiting.pop(key))
+            else:
+                other = action.peer_microbatch
+                key = (peer * num_stages + stage, microbatch if other is None else other, microbatch)
+                if key not in arrivals:
+                    waiting[key] = rank
+                    break
+                there = arrivals.pop(key)
+                if there > now:
+                    now = there
+        else:
+            step = len(actions)
+        self.clock[rank], self.busy[rank] = now, busy
+        return step

@@ -1,0 +1,221 @@
+"""Quick looks at candidates: a bound below the makespan, and what the simulator gives, many candidates at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.planner.search.candidate import Candidate
+
+Array = NDArray[np.float64]
+Index = NDArray[np.int64]
+
+
+def lower_bound_s(candidate: Candidate) -> float:
+    """Seconds that a step of the candidate takes at least, if every microbatch is as the mean.
+
+    Let F, B be a stage's own times, w its warm-up, M the number of microbatches, `before` the forward path into it,
+    `after` the backward path from it upstream, and `round` the path to the loss and back. Under 1F1B the step takes
+
+        before + M (F + B) + after + max(0, round - w F) + max(0, round - w B)
+
+    at least: from the stage's first forward to its first backward it has only w more forwards to do, and from its
+    last forward to its last backward only w backwards (both gaps count if M > w + 1, else the larger). Equality for a
+    chain of equal stages. Eager 1F1B has twice the warm-up; under GPipe the whole `round` lies between a stage's last forward and
+    its first backward; under ZB-H1 the way back is of input gradients.
+    """
+    schedule, microbatches = candidate.setting.schedule, candidate.setting.num_microbatches
+    count = len(candidate.stages)
+    forward = [stage.forward_s for stage in candidate.stages]
+    backward = [stage.backward_s for stage in candidate.stages]
+    late = [stage.weight_grad_s if schedule == "zb-h1" else 0.0 for stage in candidate.stages]
+    way = [own - behind for own, behind in zip(backward, late, strict=True)]
+    before, after, down, back = [0.0] * count, [0.0] * count, [0.0] * count, [0.0] * count
+    for source, target in sorted(candidate.edges):
+        before[target] = max(before[target], before[source] + forward[source])
+        after[target] = max(after[target], after[source] + way[source])
+    for source, target in sorted(candidate.edges, reverse=True):
+        down[source] = max(down[source], down[target] + forward[target])
+        back[source] = max(back[source], back[target] + way[target])
+    bound = 0.0
+    for index, stage in enumerate(candidate.stages):
+        busy = before[index] + microbatches * (forward[index] + backward[index])
+        if not stage.has_backward:
+            # Its last forward still has to reach the loss and come back as far as any gradient goes.
+            bound = max(bound, busy + down[index] + after[-1] + way[-1])
+            continue
+        round_s = down[index] + back[index]
+        gap_s = _gap(schedule, round_s, stage.depth, microbatches, forward[index], backward[index])
+        bound = max(bound, busy + max(0.0, after[index] - late[index]) + gap_s)
+    return bound
+
+
+def _gap(
+    schedule: ScheduleKind, round_s: float, depth: int, microbatches: int, forward_s: float, backward_s: float
+) -> float:
+    """Idle seconds of a stage between its first action and its last."""
+    if schedule == "gpipe":
+        return round_s
+    warm_up = 2 * depth if schedule == "eager-1f1b" else depth
+    gaps = (max(0.0, round_s - warm_up * forward_s), max(0.0, round_s - warm_up * backward_s))
+    return sum(gaps) if microbatches > warm_up + 1 else max(gaps)
+
+
+def expected_s(candidates: Sequence[Candidate]) -> list[float]:
+    """Seconds of a step of each candidate, the mean over its draws: with what replicas add up after the last backward.
+
+    The makespans are those of the simulator, for candidates whose stages do not share ranks.
+    """
+    if not candidates:
+        return []
+    ends = _Union.of(candidates).play()  # [draws, stages]
+    found: list[float] = []
+    first = 0
+    for candidate in candidates:
+        last = first + len(candidate.stages)
+        draws = len(candidate.durations)
+        found.append(float((ends[:draws, first:last] + np.array(candidate.tail_s)).max(axis=1).mean()))
+        first = last
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Union:
+    """Several candidates as one set of stages, played in lockstep.
+
+    By the keys of `mmcompile.planner.schedule.order`, in a tick of the clock of keys each stage runs one forward, one backward or
+    nothing, and nothing in a tick depends on anything else in it.
+    """
+
+    seconds: tuple[Array, Array, Array]
+    """[draws, stages, microbatches + 1] each: forward, what is waited for in the backward, the rest; 0 at the end."""
+    count: Index
+    """[stages]: microbatches."""
+    step: Index
+    """Ticks from one microbatch to the next."""
+    start: Index
+    """Tick of the first forward."""
+    turn: Index
+    """Tick of the first backward."""
+    backward: NDArray[np.bool_]
+    into: Index
+    """[stages, most edges into one]: numbers of edges, the last number for none."""
+    out: Index
+    """[stages, most gradient edges back into one]"""
+    source: Index
+    """[edges]"""
+    target: Index
+    gradient: NDArray[np.bool_]
+    link_s: Array
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> _Union:
+        durations = [candidate.durations for candidate in candidates]
+        draws = max(len(own) for own in durations)
+        most = max(own.shape[2] for own in durations)
+        padded = np.concatenate([_padded(own, draws, most) for own in durations], axis=1)
+        late = np.concatenate([np.full(len(c.stages), c.setting.schedule == "zb-h1") for c in candidates])[
+            None, :, None
+        ]
+        forward, input_grad, weight_grad = (padded[..., part] for part in range(3))
+        stages = [(stage, c.setting) for c in candidates for stage in c.stages]
+        rules = [_rule(setting.schedule, stage.depth, setting.num_microbatches) for stage, setting in stages]
+        offsets = np.cumsum([0, *(len(c.stages) for c in candidates)]).tolist()
+        edges = sorted(
+            (source + offset, target + offset, seconds)
+            for candidate, offset in zip(candidates, offsets, strict=False)
+            for (source, target), seconds in candidate.link_s.items()
+        )
+        backward = np.array([stage.has_backward for stage, _ in stages])
+        source = np.array([edge[0] for edge in edges], dtype=np.int64)
+        target = np.array([edge[1] for edge in edges], dtype=np.int64)
+        gradient = backward[source]
+        return cls(
+            seconds=(forward, np.where(late, input_grad, input_grad + weight_grad), np.where(late, weight_grad, 0.0)),
+            count=np.array([setting.num_microbatches for _, setting in stages]),
+            step=np.array([rule[0] for rule in rules]),
+            start=np.array([rule[1] for rule in rules]),
+            turn=np.array([rule[2] for rule in rules]),
+            backward=backward,
+            into=_lists(target, len(stages), np.ones_like(gradient)),
+            out=_lists(source, len(stages), gradient),
+            source=source,
+            target=target,
+            gradient=gradient,
+            link_s=np.array([edge[2] for edge in edges]),
+        )
+
+    def play(self) -> Array:
+        """[draws, stages]: when each stage has done everything."""
+        draws, num_stages = self.seconds[0].shape[:2]
+        most, edges = int(self.count.max()), len(self.source)
+        clock = np.zeros((draws, num_stages))
+        # [draws, edges + 1, microbatches + 1]: when a message has arrived. Before the first column: the channel's start.
+        there = np.zeros((draws, edges + 1, most + 1))
+        back = np.zeros((draws, edges + 1, most + 1))
+        last = self.turn + self.step * self.count
+        for tick in range(int(self.start.min()), int(last.max())):
+            since = tick - self.start
+            runs = np.flatnonzero((since >= 0) & (since % self.step == 0) & (since < self.step * self.count))
+            if len(runs):
+                microbatch = since[runs] // self.step[runs]
+                ready = there[:, self.into[runs], microbatch[:, None] + 1].max(axis=2)
+                clock[:, runs] = np.maximum(clock[:, runs], ready) + self.seconds[0][:, runs, microbatch]
+                sends, column = self._edges(runs, microbatch, self.source)
+                done = np.maximum(clock[:, self.source[sends]], there[:, sends, column])
+                there[:, sends, column + 1] = done + self.link_s[sends]
+            since = tick - self.turn
+            runs = np.flatnonzero(
+                (since >= 0) & (since % self.step == 0) & (since < self.step * self.count) & self.backward
+            )
+            if len(runs):
+                microbatch = since[runs] // self.step[runs]
+                ready = back[:, self.out[runs], microbatch[:, None] + 1].max(axis=2)
+                clock[:, runs] = np.maximum(clock[:, runs], ready) + self.seconds[1][:, runs, microbatch]
+                sends, column = self._edges(runs, microbatch, self.target)
+                kept = self.gradient[sends]
+                sends, column = sends[kept], column[kept]
+                done = np.maximum(clock[:, self.target[sends]], back[:, sends, column])
+                back[:, sends, column + 1] = done + self.link_s[sends]
+                clock[:, runs] += self.seconds[2][:, runs, microbatch]
+        return clock
+
+    def _edges(self, runs: Index, microbatch: Index, ends: Index) -> tuple[Index, Index]:
+        """Edges with one end in stages that run, and the microbatch each carries."""
+        carried = np.full(len(self.count), -1)
+        carried[runs] = microbatch
+        column = carried[ends]
+        sends = np.flatnonzero(column >= 0)
+        return sends, column[sends]
+
+
+def _padded(durations: Array, draws: int, most: int) -> Array:
+    """[draws, stages, most, 3]: of a candidate with fewer draws all are the same."""
+    own, _, count, _ = durations.shape
+    wide = np.broadcast_to(durations, (draws, *durations.shape[1:])) if own < draws else durations
+    return np.pad(wide, ((0, 0), (0, 0), (0, most - count), (0, 0)))
+
+
+def _rule(schedule: ScheduleKind, depth: int, microbatches: int) -> tuple[int, int, int]:
+    """Ticks between microbatches, of the first forward and of the first backward: `mmcompile.planner.schedule.order`."""
+    match schedule:
+        case "gpipe":
+            return 1, -depth, microbatches + depth
+        case "1f1b" | "zb-h1":
+            return 2, -depth, depth + 1
+        case "eager-1f1b":
+            return 2, -2 * depth, 2 * depth + 1
+
+
+def _lists(ends: Index, num_stages: int, kept: NDArray[np.bool_]) -> Index:
+    """[stages, most]: the edges at each stage, filled up with the number after the last edge."""
+    found: list[list[int]] = [[] for _ in range(num_stages)]
+    for edge, end in enumerate(ends.tolist()):
+        if kept[edge]:
+            found[end].append(edge)
+    most = max(1, *map(len, found))
+    return np.array([[*own, *[len(ends)] * (most - len(own))] for own in found], dtype=np.int64)

@@ -1,0 +1,363 @@
+"""`BranchAndBound`: from combinations to the fastest candidate. Bounds spare most splits, splits most simulations.
+
+Combinations come in the order of their guess. Each is split exactly, unless its bound is above the fastest so far; then bounded
+again with its real stages; what is left is judged by the simulator's makespan, the mean over draws of random samples. If
+everything was listed and the loop ends, no combination so split is faster by more than the tolerance. Otherwise it stops
+after a number of splits without a faster one, and neighbours of the fastest (a stage more or less in a chain) are tried. At
+last the finalists meet the other schedules, and their cuts are moved one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, islice, pairwise
+
+import numpy as np
+
+from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.search.bounds import expected_s, lower_bound_s
+from mmcompile.planner.search.candidate import Candidate, Ranges, assemble
+from mmcompile.planner.search.combos import Combos, Group
+from mmcompile.planner.search.options import OptionTables, TooBig
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.settings import RECOMPUTES, SCHEDULES, Degrees, Setting
+from mmcompile.planner.search.splitter import Splitter
+
+TOLERANCE = 0.005
+"""Times closer than this are equal, for costs cannot tell them apart: the simpler plan wins."""
+BATCH = 24
+"""Combinations split before the next are judged."""
+PATIENCE = 48
+"""Combinations split in a row without a faster one, where not all are listed."""
+MAX_VAIN = 400
+"""Combinations split in a row that do not fit the memory, where not all are listed."""
+MAX_ROUNDS = 6
+"""Times that the neighbours of the fastest are looked at."""
+FINALISTS = 12
+"""Candidates tried with every schedule, and with cuts moved."""
+POLISHED = 3
+"""Of the finalists, those whose cuts are moved where not all combinations are listed."""
+POLISH_SIZE = 200_000
+"""Durations (draws x stages x microbatches x 3) simulated to move cuts."""
+MAX_INSERTED = 6
+"""Layers of a stage up to which a cut is tried between any two; in a larger one, in the middle."""
+POLISH_SLACK = 0.05
+"""Moved cuts whose bound is further above the fastest are not simulated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """A candidate and the seconds of its step."""
+
+    candidate: Candidate
+    iteration_s: float
+    strategy: str = "auto"
+    """Whose it is."""
+
+
+@dataclass(kw_only=True)
+class BranchAndBound:
+    """One search. Its fields say afterwards what was looked at."""
+
+    problem: Problem
+    judged: list[Judged] = field(default_factory=list)
+    too_big: list[TooBig] = field(default_factory=list)
+    """Combinations that were split in vain."""
+    bounded: list[tuple[float, Group, int]] = field(default_factory=list)
+    """Combinations (group, number in it) that cannot be faster, with their bound."""
+    unseen: int = 0
+    """Combinations left when the splits ran out."""
+
+    @cached_property
+    def splitter(self) -> Splitter:
+        return Splitter(problem=self.problem)
+
+    @cached_property
+    def combos(self) -> Combos:
+        return Combos(problem=self.problem, tables=OptionTables(problem=self.problem))
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        return self.combos.groups()
+
+    @property
+    def all_too_big(self) -> tuple[TooBig, ...]:
+        """What the memory does not hold, those closest to it first: found by splitting, then by bounds."""
+        return (*self.too_big, *self.combos.tables.too_big.values())
+
+    @property
+    def everything(self) -> bool:
+        """Whether all combinations were listed."""
+        return all(self.combos.listed)
+
+    def run(self) -> None:
+        """Look at all combinations. What was judged before is a time to beat."""
+        self._refine()
+        if not self.judged and not self.everything:
+            tight = self.first()
+            self.judge([] if tight is None else [tight])
+        if self.judged and not self.everything:
+            self._neighbours()
+        self._schedules()
+        self._polish()
+
+    def first(self) -> Candidate | None:
+        """Some candidate that fits the memory; None if none was found.
+
+        Those that need least come first: most computed again, most ranks, smallest microbatches. Splits are limited.
+        """
+        order = [
+            (-RECOMPUTES.index(group.setting.recompute), -int(group.ranks[index]), group.setting.samples, number, index)
+            for number, group in enumerate(self.groups)
+            for index in range(len(group))
+        ]
+        for *_, number, index in sorted(order)[:MAX_VAIN]:
+            group = self.groups[number]
+            candidate = self.draft(group.chains, group.setting, group.degrees(index), group.counts(index))
+            if candidate is not None:
+                return candidate
+        return None
+
+    def best(self) -> Judged | None:
+        limit_s = self.fastest_s * (1 + TOLERANCE / 2)
+        close = (judged for judged in self.judged if judged.iteration_s <= limit_s)
+        return min(close, key=_simplest, default=None)
+
+    @property
+    def fastest_s(self) -> float:
+        return min((judged.iteration_s for judged in self.judged), default=float("inf"))
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No combination's step takes less, on average data; infinite without any."""
+        bounds = [float(group.bound_s.min()) for group in self.groups]
+        return min([*bounds, *self.combos.left_out], default=float("inf"))
+
+    def judge(self, candidates: Sequence[Candidate], strategy: str = "auto") -> None:
+        """Simulate candidates and keep the results."""
+        apart = [candidate for candidate in candidates if not _shares_ranks(candidate)]
+        seconds = dict(zip(map(id, apart), expected_s(apart), strict=True))
+        for candidate in candidates:
+            makespan_s = seconds.get(id(candidate))
+            if makespan_s is None:
+                timelines = candidate.timelines()
+                makespan_s = max(candidate.tail_s) + sum(each.makespan_s for each in timelines) / len(timelines)
+            # Processes that share cores are never faster than all their work spread over the cores.
+            devices = min(candidate.num_ranks, self.problem.cluster.num_devices)
+            shared_s = candidate.step_work_s / devices
+            self.judged.append(Judged(candidate=candidate, iteration_s=max(makespan_s, shared_s), strategy=strategy))
+
+    def draft(
+        self, chains: ChainSet, setting: Setting, degrees: Sequence[Degrees], counts: Sequence[int]
+    ) -> Candidate | None:
+        """Split and assemble; None, and a note of it, if a chain does not fit the memory."""
+        limit = self.problem.memory_bytes(self._ranks(degrees, counts))
+        parts = self.splitter.parts(chains, setting, degrees, counts, limit)
+        if not isinstance(parts, int):
+            return assemble(self.problem, chains, setting, degrees, parts)
+        text = describe(chains, setting, degrees, counts, many=self.problem.global_batch is not None)
+        self.too_big.append(TooBig(text=text, chain=chains.chains[parts].name, limit_bytes=limit))
+        return None
+
+    def _refine(self) -> None:
+        """Split and judge combinations until none can be faster, or until many in a row were not."""
+        order = self._order()
+        seen = splits = improved_at = 0
+        while True:
+            limit_s = self.fastest_s * (1 - TOLERANCE / 2)
+            batch: list[Candidate] = []
+            taken = list(islice(order, BATCH))
+            seen += len(taken)
+            for group, index in taken:
+                if group.bound_s[index] >= limit_s:
+                    self.bounded.append((float(group.bound_s[index]), group, index))
+                    continue
+                splits += 1
+                candidate = self.draft(group.chains, group.setting, group.degrees(index), group.counts(index))
+                if candidate is None:
+                    continue
+                bound_s = max(lower_bound_s(candidate), float(group.bound_s[index]))
+                if bound_s >= limit_s:
+                    self.bounded.append((bound_s, group, index))
+                    continue
+                batch.append(candidate)
+            before_s = self.fastest_s
+            self.judge(batch)
+            if self.fastest_s < before_s * (1 - TOLERANCE):
+                improved_at = splits
+            patience = PATIENCE if self.judged else MAX_VAIN
+            if not taken or (not self.everything and splits - improved_at >= patience):
+                self.unseen = sum(map(len, self.groups)) - seen
+                return
+
+    def _order(self) -> Iterator[tuple[Group, int]]:
+        """Combinations, the best guess first."""
+        if not self.groups:
+            return
+        guess_s = np.concatenate([group.guess_s for group in self.groups])
+        ranks = np.concatenate([group.ranks for group in self.groups])
+        owner = np.repeat(np.arange(len(self.groups)), [len(group) for group in self.groups])
+        number = np.concatenate([np.arange(len(group)) for group in self.groups])
+        for position in np.lexsort((ranks, guess_s)):
+            yield self.groups[owner[position]], int(number[position])
+
+    def _neighbours(self) -> None:
+        """A stage more or less in each chain of the fastest, again from what is found."""
+        tried: set[tuple[int, Setting, tuple[Degrees, ...], tuple[int, ...]]] = set()
+        for _ in range(MAX_ROUNDS):
+            before_s = self.fastest_s
+            best = min(self.judged, key=lambda judged: judged.iteration_s).candidate
+            batch: list[Candidate] = []
+            for counts in _near(best.counts):
+                key = (id(best.chains), best.setting, best.degrees, counts)
+                if key not in tried and self._possible(best, counts):
+                    tried.add(key)
+                    candidate = self.draft(best.chains, best.setting, best.degrees, counts)
+                    if candidate is not None and lower_bound_s(candidate) < before_s:
+                        batch.append(candidate)
+            self.judge(batch)
+            if self.fastest_s >= before_s:
+                return
+
+    def _possible(self, best: Candidate, counts: Sequence[int]) -> bool:
+        fixed = self.problem.stages
+        return (
+            self._own(best)
+            and self._ranks(best.degrees, counts) <= self.problem.num_devices
+            and all(
+                1 <= count <= len(chain.layers) and fixed.get(chain.name, count) == count
+                for chain, count in zip(best.chains.chains, counts, strict=True)
+            )
+        )
+
+    def _schedules(self) -> None:
+        """The finalists under every schedule that is allowed."""
+        finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:FINALISTS]
+        batch: list[Candidate] = []
+        for judged in finalists:
+            best = judged.candidate
+            if not self._own(best):
+                continue
+            for schedule in self.problem.space.schedules:
+                if schedule != best.setting.schedule:
+                    setting = replace(best.setting, schedule=schedule)
+                    candidate = self.draft(best.chains, setting, best.degrees, best.counts)
+                    if candidate is not None:
+                        batch.append(candidate)
+        self.judge(batch)
+
+    def _polish(self) -> None:
+        """Move single cuts of the finalists while that makes them faster: even stages are not always the best."""
+        number = FINALISTS if self.everything else POLISHED
+        finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:number]
+        moving = [judged for judged in finalists if self._own(judged.candidate)]
+        spent = 0
+        while moving:
+            batch = [(number, moved) for number, judged in enumerate(moving) for moved in self._moves(judged.candidate)]
+            sizes = accumulate(moved.durations.size for _, moved in batch)
+            kept = [each for each, size in zip(batch, sizes, strict=True) if spent + size <= POLISH_SIZE]
+            spent += sum(moved.durations.size for _, moved in kept)
+            start = len(self.judged)
+            self.judge([moved for _, moved in kept])
+            better: dict[int, Judged] = {}
+            for (number, _), judged in zip(kept, self.judged[start:], strict=True):
+                rival = better.get(number, moving[number])
+                if judged.iteration_s < rival.iteration_s:
+                    better[number] = judged
+            moving = list(better.values())
+
+    def _moves(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate with the cuts of one chain changed a little, where the memory holds that."""
+        parts = [
+            [(stage.first, stage.last) for stage in candidate.stages if stage.chain == chain]
+            for chain in range(len(candidate.degrees))
+        ]
+        for chain, ranges in enumerate(parts):
+            fixed = candidate.chains.chains[chain].name in self.problem.stages
+            for moved in other_cuts(ranges, same=fixed):
+                every = [*parts[:chain], moved, *parts[chain + 1 :]]
+                if self._ranks(candidate.degrees, list(map(len, every))) <= self.problem.num_devices:
+                    found = assemble(self.problem, candidate.chains, candidate.setting, candidate.degrees, every)
+                    fits = max(found.rank_bytes) <= self.problem.memory_bytes(found.num_ranks)
+                    if fits and lower_bound_s(found) < self.fastest_s * (1 + POLISH_SLACK):
+                        yield found
+
+    def _ranks(self, degrees: Sequence[Degrees], counts: Sequence[int]) -> int:
+        return sum(own.ranks * count for own, count in zip(degrees, counts, strict=True))
+
+    def _own(self, candidate: Candidate) -> bool:
+        """Whether it is of the search's space and no two stages share ranks."""
+        return not _shares_ranks(candidate) and any(candidate.chains is chains for chains in self.problem.sets)
+
+
+def describe(
+    chains: ChainSet, setting: Setting, degrees: Sequence[Degrees], counts: Sequence[int], *, many: bool
+) -> str:
+    """A combination in a few words, for lists of alternatives.
+
+    Args:
+        many: microbatches are chosen, so they are named.
+    """
+    each = ", ".join(
+        f"{chain.name} {count}" + (f" ({own})" if str(own) else "")
+        for chain, count, own in zip(chains.chains, counts, degrees, strict=True)
+    )
+    words = [
+        f"projector {chains.placement}" if chains.placement else "",
+        "colocated" if chains.colocated else "",
+        setting.schedule if setting.schedule != "1f1b" else "",
+        f"recompute {setting.recompute}" if setting.recompute != "none" else "",
+        f"{setting.num_microbatches} microbatches" if many else "",
+    ]
+    kept = ", ".join(filter(None, words))
+    return f"{each} ({kept})" if kept else each
+
+
+def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int, int]]]:
+    """Cuts of a chain that differ a little: one cut, or all, a layer earlier or later; one cut less; one more in a stage.
+
+    Args:
+        same: keep the number of stages.
+    """
+    cuts = [last for _, last in ranges[:-1]]
+    end = ranges[-1][1]
+    changed = [[*cuts[:i], cut + step, *cuts[i + 1 :]] for i, cut in enumerate(cuts) for step in (-1, 1)]
+    if len(cuts) > 1:
+        changed += [[cut + step for cut in cuts] for step in (-1, 1)]
+    if not same:
+        changed += [[*cuts[:i], *cuts[i + 1 :]] for i in range(len(cuts))]
+        for first, last in ranges:
+            places = range(first + 1, last) if last - first <= MAX_INSERTED else [(first + last) // 2]
+            changed += [sorted((*cuts, place)) for place in places]
+    for each in changed:
+        bounds = [0, *each, end]
+        if all(before < after for before, after in pairwise(bounds)):
+            yield list(pairwise(bounds))
+
+
+def _shares_ranks(candidate: Candidate) -> bool:
+    return len({stage.ranks[0] for stage in candidate.stages}) < len(candidate.stages)
+
+
+def _simplest(judged: Judged) -> tuple[int, int, int, int, float]:
+    """Order of plans that take the same time: fewer devices, fewer stages, the simpler schedule, less recomputed."""
+    candidate = judged.candidate
+    return (
+        candidate.num_ranks,
+        len(candidate.stages),
+        SCHEDULES.index(candidate.setting.schedule),
+        RECOMPUTES.index(candidate.setting.recompute),
+        judged.iteration_s,
+    )
+
+
+def _near(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for chain in range(len(counts)):
+        for step in (-1, 1):
+            yield tuple(count + step * (index == chain) for index, count in enumerate(counts))
+    for more in range(len(counts)):
+        for less in range(len(counts)):
+            if more != less:
+                yield tuple(count + (index == more) - (index == less) for index, count in enumerate(counts))

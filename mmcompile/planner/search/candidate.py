@@ -1,0 +1,431 @@
+"""`Candidate`: one way to run a model: chains cut, sharded, replicated, placed, and ready to be judged.
+
+Any plan of the vocabulary can be assembled: a chain set says how components are lined up (all in one line, or copies of a
+component in several places of a line too), `Degrees` how each chain is spread, the ranges where it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.planner.plan.chains import ChainLayer, ChainSet
+from mmcompile.planner.plan.plan import Chain, Segment, Stage, StagePrediction
+from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule, in_flight
+from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
+from mmcompile.planner.search.messages import Messages, place
+from mmcompile.planner.search.problem import OPTIMIZER_STATES, PricedChain, Problem
+from mmcompile.planner.search.settings import Degrees, Setting
+
+OPTIMIZER_PASSES = 3 + 2 * OPTIMIZER_STATES
+"""Times its step moves the bytes of the trainable parameters: reads gradients; reads and writes parameters and states."""
+
+Ranges = Sequence[tuple[int, int]]
+"""First layer (included) and last (excluded) of each stage of a chain."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateStage:
+    """Contiguous layers of a chain on the ranks of all its replicas; seconds and bytes are those of one rank."""
+
+    chain: int
+    position: int
+    """Within the chain."""
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+    """Replica by replica."""
+    depth: int
+    has_backward: bool
+    forward_s: float
+    """By the mean microbatch, as the other seconds."""
+    input_grad_s: float
+    weight_grad_s: float
+    parameter_bytes: int
+    trainable_bytes: int
+    saved_bytes: int
+    """For backward, of the mean microbatch."""
+    worst_bytes: int
+    """For backward, of the worst microbatch."""
+    working_bytes: int
+    in_flight: int
+    modes: tuple[Recompute | None, ...] | None = None
+    """What each layer computes again, None for a layer with nothing to win; None: that of the setting."""
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+    @property
+    def activation_bytes(self) -> int:
+        """One microbatch in flight is the worst, the others are as the mean; activations computed again come on top."""
+        if self.in_flight == 0:
+            return 0
+        return self.worst_bytes + (self.in_flight - 1) * self.saved_bytes + self.working_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parameter_bytes + (1 + OPTIMIZER_STATES) * self.trainable_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Stages with their times and memory, and the edges between them. Stages are numbered chain by chain."""
+
+    problem: Problem = field(repr=False)
+    chains: ChainSet = field(repr=False)
+    setting: Setting
+    degrees: tuple[Degrees, ...]
+    """Per chain."""
+    stages: tuple[CandidateStage, ...]
+    edges: Mapping[tuple[int, int], int]
+    """(source stage, target stage) -> forward bytes of a microbatch to one replica of the target; the source has the lower
+    number."""
+    link_s: Mapping[tuple[int, int], float]
+    """The same pairs -> seconds of one message, either way."""
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 + max(max(stage.ranks) for stage in self.stages)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Stages of each chain."""
+        return tuple(sum(stage.chain == chain for stage in self.stages) for chain in range(len(self.chains.chains)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{self.chains.chains[stage.chain].name}.{stage.position}" for stage in self.stages)
+
+    @cached_property
+    def step_work_s(self) -> float:
+        """Device seconds of a step, all replicas together: forwards, backwards and the optimizer; the mean over draws."""
+        each = self.durations.sum(axis=(2, 3)).mean(axis=0).tolist()
+        return sum(
+            (seconds + tail_s) * len(stage.ranks)
+            for seconds, tail_s, stage in zip(each, self.tail_s, self.stages, strict=True)
+        )
+
+    @cached_property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Predicted bytes of each rank; of ranks that run the same stages once, on the first of them."""
+        used: dict[int, int] = {}
+        for stage in self.stages:
+            used[stage.ranks[0]] = used.get(stage.ranks[0], 0) + stage.total_bytes
+        return tuple(used[rank] for rank in sorted(used))
+
+    @cached_property
+    def tail_s(self) -> tuple[float, ...]:
+        """Seconds each stage is busy after its last backward: gradients reduced over replicas, the optimizer's step.
+
+        The reduction runs layer by layer beside the last backward; what that does not hide, at least one layer's, is left.
+        """
+        return tuple(self._tail(stage) for stage in self.stages)
+
+    def _tail(self, stage: CandidateStage) -> float:
+        if not stage.trainable_bytes:
+            return 0.0
+        cluster, degrees = self.problem.cluster, self.degrees[stage.chain]
+        update_s = OPTIMIZER_PASSES * stage.trainable_bytes / cluster.device.memory_bytes_per_s
+        if degrees.fsdp:
+            return update_s
+        reduce_s = self.problem.all_reduce_s(stage.trainable_bytes, degrees)
+        return update_s + max(reduce_s / (stage.last - stage.first), reduce_s - stage.backward_s)
+
+    @property
+    def link_names_s(self) -> dict[tuple[str, str], float]:
+        """(sending stage, receiving stage) -> seconds of one message, both ways of every edge."""
+        names = self.names
+        found: dict[tuple[str, str], float] = {}
+        for (source, target), seconds in self.link_s.items():
+            found[names[source], names[target]] = seconds
+            found[names[target], names[source]] = seconds
+        return found
+
+    def timelines(self, *, record: bool = False) -> tuple[Timeline, ...]:
+        """One simulated step for each draw."""
+        flows = [self.flow()] * self.setting.num_microbatches
+        schedule = build_schedule(one_rank_each(self), flows, self.setting.schedule)
+        link_s = self.link_names_s
+        return tuple(
+            simulate(schedule, stage_durations(self.names, drawn), link_s, record=record) for drawn in self.durations
+        )
+
+    def longest_path_s(self) -> float:
+        """Seconds of the mean microbatch, forward to the loss and backward again, without messages."""
+        forward, backward = [0.0] * len(self.stages), [0.0] * len(self.stages)
+        for index, stage in enumerate(self.stages):
+            before = [source for source, target in self.edges if target == index]
+            forward[index] = stage.forward_s + max((forward[source] for source in before), default=0.0)
+            backward[index] = stage.backward_s + max((backward[source] for source in before), default=0.0)
+        return forward[-1] + backward[-1]
+
+    @cached_property
+    def durations(self) -> NDArray[np.float64]:
+        """[draws, stages, microbatches, 3]: seconds of forward, input gradient, weight gradient, by random samples.
+
+        One draw of equal microbatches where there is no dataset.
+        """
+        mean = np.array([(stage.forward_s, stage.input_grad_s, stage.weight_grad_s) for stage in self.stages])
+        first = self.problem.drawn_loads(self.setting, self.degrees[-1], last=True)
+        if not first:
+            count = self.setting.num_microbatches
+            return np.broadcast_to(mean[None, :, None, :], (1, len(mean), count, 3)).copy()
+        return np.concatenate([self._chain_durations(chain) for chain in range(len(self.degrees))], axis=1)
+
+    def _chain_durations(self, chain: int) -> NDArray[np.float64]:
+        """[draws, stages of the chain, microbatches, 3]."""
+        degrees, layers = self.degrees[chain], self.chains.chains[chain].layers
+        loads = self.problem.drawn_loads(self.setting, degrees, last=chain == len(self.degrees) - 1)
+        modes = self.modes_of(chain)
+        draws, count = next(iter(loads.values())).shape[:2]
+        own = [stage for stage in self.stages if stage.chain == chain]
+        stage_of = np.repeat(np.arange(len(own)), [stage.last - stage.first for stage in own])
+        seconds = np.zeros((len(own), draws * count * 3))
+        kinds: list[tuple[str, float, Recompute]] = [
+            (layer.component, layer.share, mode) for layer, mode in zip(layers, modes, strict=True)
+        ]
+        for kind in dict.fromkeys(kinds):
+            component, share, mode = kind
+            rows = loads[component].reshape(-1, 2) * share
+            sharding = degrees.sharding(mode)
+            each = self.problem.pricing.group_durations(component, rows[:, 0], rows[:, 1], sharding)
+            group_of = self.problem.pricing.groups(component)
+            # How many layers of each group a stage has.
+            held = np.zeros((len(own), len(each)))
+            for stage, layer, own_kind in zip(stage_of, layers, kinds, strict=True):
+                if own_kind == kind:
+                    held[stage, group_of[layer.index]] += 1.0
+            seconds += held @ each.reshape(len(each), -1)
+        return np.moveaxis(seconds.reshape(len(own), draws, count, 3), 0, 1)
+
+    def modes_of(self, chain: int) -> list[Recompute]:
+        """What each layer of a chain computes again."""
+        found: list[Recompute] = []
+        for stage in (own for own in self.stages if own.chain == chain):
+            for mode in stage.modes or (self.setting.recompute,) * (stage.last - stage.first):
+                found.append("none" if mode is None else mode)
+        return found
+
+    def flow(self) -> Flow:
+        """What one microbatch does: it passes through every stage."""
+        names = self.names
+        return Flow(
+            stages=names,
+            edges=tuple(
+                FlowEdge(source=names[source], target=names[target], gradient=self.stages[source].has_backward)
+                for source, target in self.edges
+            ),
+            backward=tuple(name for name, stage in zip(names, self.stages, strict=True) if stage.has_backward),
+        )
+
+    def to_chains(self) -> tuple[Chain, ...]:
+        stages = self.to_stages()
+        return tuple(
+            Chain(
+                name=chain.name,
+                components=chain.components,
+                stages=tuple(stage for stage, own in zip(stages, self.stages, strict=True) if own.chain == index),
+                tp=degrees.tp,
+                cp=degrees.cp,
+                dp=degrees.dp,
+                fsdp=degrees.fsdp,
+            )
+            for index, (chain, degrees) in enumerate(zip(self.chains.chains, self.degrees, strict=True))
+        )
+
+    def to_stages(self) -> tuple[Stage, ...]:
+        return tuple(self._stage(name, stage) for name, stage in zip(self.names, self.stages, strict=True))
+
+    def _stage(self, name: str, stage: CandidateStage) -> Stage:
+        chain = self.chains.chains[stage.chain]
+        part = chain.layers[stage.first : stage.last]
+        backward = np.diff(self.problem.priced(chain, self.degrees[stage.chain], self.setting).backward)
+        uniform: list[Recompute | None] = [self.setting.recompute] * len(part)
+        for layer in np.flatnonzero(backward[stage.first : stage.last] == 0).tolist():
+            uniform[layer] = None
+        return Stage(
+            name=name,
+            segments=_segments(part),
+            layer_names=tuple(layer.name for layer in part),
+            ranks=stage.ranks,
+            has_backward=stage.has_backward,
+            depth=stage.depth,
+            prediction=StagePrediction(
+                forward_s=stage.forward_s,
+                input_grad_s=stage.input_grad_s,
+                weight_grad_s=stage.weight_grad_s,
+                parameter_bytes=stage.parameter_bytes,
+                gradient_bytes=stage.trainable_bytes,
+                optimizer_bytes=OPTIMIZER_STATES * stage.trainable_bytes,
+                activation_bytes=stage.activation_bytes,
+                in_flight=stage.in_flight,
+            ),
+            recompute=stage.modes or tuple(uniform),
+        )
+
+
+Strategy = Callable[[Problem], Sequence[Candidate]]
+"""Proposes candidates for a problem; the simulator decides between them. None if nothing fits the memory."""
+
+
+def assemble(
+    problem: Problem,
+    chains: ChainSet,
+    setting: Setting,
+    degrees: Sequence[Degrees],
+    parts: Sequence[Ranges],
+    ranks: Sequence[Sequence[int]] | None = None,
+) -> Candidate:
+    """Put a candidate together. It is not checked: neither its memory nor the number of its ranks.
+
+    Args:
+        degrees: of each chain.
+        parts: of each chain, the layers of its stages.
+        ranks: of each stage, chain by chain, replica by replica; ranks of its own each by default (`place`).
+    """
+    assert degrees[-1].dp == setting.dp, f"replicas of the last chain: {degrees[-1].dp}, of the setting: {setting.dp}"
+    if ranks is None:
+        ranks = place(degrees, [len(ranges) for ranges in parts])
+    priced = [problem.priced(chain, own, setting) for chain, own in zip(chains.chains, degrees, strict=True)]
+    edges = _stage_edges(chains, parts)
+    spans = [(chain, position, *ends) for chain, ranges in enumerate(parts) for position, ends in enumerate(ranges)]
+    depths = _depths(len(spans), edges)
+    backward = _backward([_runs_backward(priced[chain], first, last) for chain, _, first, last in spans], edges)
+    stages = tuple(
+        _stage(priced[span[0]], span, tuple(own), depth, has_backward, setting)
+        for span, own, depth, has_backward in zip(spans, ranks, depths, backward, strict=True)
+    )
+    messages = Messages(cluster=problem.cluster, degrees=degrees, priced=priced)
+    ends = [(stage.chain, stage.ranks) for stage in stages]
+    return Candidate(
+        problem=problem,
+        chains=chains,
+        setting=setting,
+        degrees=tuple(degrees),
+        stages=stages,
+        edges={pair: messages.num_bytes(stages[pair[1]].chain, layers) for pair, layers in edges.items()},
+        link_s={pair: messages.seconds(ends[pair[0]], ends[pair[1]], layers) for pair, layers in edges.items()},
+    )
+
+
+_Edges = dict[tuple[int, int], list[tuple[int, int]]]
+"""(source stage, target stage) -> (chain, layer) whose output is sent."""
+
+
+def _stage_edges(chains: ChainSet, parts: Sequence[Ranges]) -> _Edges:
+    offsets = [0, *accumulate(map(len, parts))]
+    edges: _Edges = {}
+    for chain, ranges in enumerate(parts):
+        for index, (_, last) in enumerate(ranges[:-1]):
+            edges[offsets[chain] + index, offsets[chain] + index + 1] = [(chain, last - 1)]
+    for edge in chains.edges:
+        if edge.source == edge.target and edge.target_layer == edge.source_layer + 1:
+            continue
+        source = offsets[edge.source] + holder(parts[edge.source], edge.source_layer)
+        target = offsets[edge.target] + holder(parts[edge.target], edge.target_layer)
+        if source != target:
+            edges.setdefault((source, target), []).append((edge.source, edge.source_layer))
+    return edges
+
+
+def holder(ranges: Ranges, layer: int) -> int:
+    """The stage of a chain that holds a layer."""
+    return next(index for index, (first, last) in enumerate(ranges) if first <= layer < last)
+
+
+def _depths(num_stages: int, edges: _Edges) -> tuple[int, ...]:
+    # Stages are numbered along the flow, so every edge goes from a lower to a higher index.
+    depths = [0] * num_stages
+    for source, target in sorted(edges, reverse=True):
+        depths[source] = max(depths[source], depths[target] + 1)
+    return tuple(depths)
+
+
+def _runs_backward(priced: PricedChain, first: int, last: int) -> bool:
+    return bool(priced.backward[last] > priced.backward[first])
+
+
+def _backward(own: Sequence[bool], edges: _Edges) -> tuple[bool, ...]:
+    """A stage runs a backward if a layer of it does, or if gradient must pass through it to a stage before."""
+    backward = list(own)
+    for source, target in sorted(edges):
+        backward[target] = backward[target] or backward[source]
+    return tuple(backward)
+
+
+def _stage(
+    priced: PricedChain,
+    span: tuple[int, int, int, int],
+    ranks: tuple[int, ...],
+    depth: int,
+    has_backward: bool,
+    setting: Setting,
+) -> CandidateStage:
+    chain, position, first, last = span
+    return CandidateStage(
+        chain=chain,
+        position=position,
+        first=first,
+        last=last,
+        ranks=ranks,
+        depth=depth,
+        has_backward=has_backward,
+        forward_s=float(priced.forward_s[last] - priced.forward_s[first]),
+        input_grad_s=float(priced.input_grad_s[last] - priced.input_grad_s[first]),
+        weight_grad_s=float(priced.weight_grad_s[last] - priced.weight_grad_s[first]),
+        parameter_bytes=int(priced.parameter_bytes[last] - priced.parameter_bytes[first]),
+        trainable_bytes=int(priced.trainable_bytes[last] - priced.trainable_bytes[first]),
+        saved_bytes=int(priced.saved_bytes[last] - priced.saved_bytes[first] + priced.shared_bytes[first]),
+        worst_bytes=int(priced.worst_bytes[last] - priced.worst_bytes[first] + priced.worst_shared_bytes[first]),
+        working_bytes=int(priced.working_bytes[first:last].max()),
+        in_flight=in_flight(setting.schedule, depth, setting.num_microbatches) if has_backward else 0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedStage:
+    """A stage as the simulator needs it, on one rank."""
+
+    name: str
+    ranks: tuple[int, ...]
+    depth: int
+
+
+def one_rank_each(candidate: Candidate) -> list[SimulatedStage]:
+    """The stages of a candidate, each on one rank: ranks that share a stage do the same, so the first stands for all."""
+    number = {rank: index for index, rank in enumerate(sorted({stage.ranks[0] for stage in candidate.stages}))}
+    return [
+        SimulatedStage(name=name, ranks=(number[stage.ranks[0]],), depth=stage.depth)
+        for name, stage in zip(candidate.names, candidate.stages, strict=True)
+    ]
+
+
+def stage_durations(names: Sequence[str], drawn: NDArray[np.float64]) -> dict[str, list[StageDuration]]:
+    """Stage name -> its durations, from [stages, microbatches, 3]."""
+    return {
+        name: [
+            StageDuration(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
+            for forward_s, input_grad_s, weight_grad_s in rows
+        ]
+        for name, rows in zip(names, drawn.tolist(), strict=True)
+    }
+
+
+def _segments(part: Sequence[ChainLayer]) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    for layer in part:
+        same = bool(segments) and segments[-1].component == layer.component and segments[-1].last == layer.index
+        first = segments.pop().first if same else layer.index
+        segments.append(Segment(component=layer.component, first=first, last=layer.index + 1))
+    return tuple(segments)

@@ -1,0 +1,301 @@
+"""`combos`: every combination of settings, degrees and stage counts that may be worth splitting, with a bound and a guess.
+
+A combination's step takes at least (`bound`), and about (`guess`, after Entrain's Eq. 4.2), with M microbatches, the path of
+one microbatch through its stages, and the slowest stage:
+
+    bound = max(M slowest, path of the encoders + r T / (1 - (1 - r / (M - 1 + r))^S))
+    guess = path + (M - 1) slowest (1 + a spread sqrt(ln stages)) + tail
+
+The spread of the microbatches' sizes counts by the largest of as many as there are stages [Empirical, by the simulator]. T is
+the last chain's time in S stages, r the part of it that stages upstream wait for (1 but for ZB-H1). The second bound: stage
+k of the last chain ends no sooner than r times all before it plus M times itself, and some split makes these equal.
+
+Where combinations are few, all are listed; else each option of the last chain meets the encoders' options that no other
+beats in ranks, slowest stage and path.
+
+Source: dissertation of Oobleck / Cornstarch / Entrain, §4.4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf, log, prod, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.planner.plan.chains import ChainSet, ChainSpec
+from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.planner.search.joined_encoders import JoinedEncoders
+from mmcompile.planner.search.options import Array, Index, Options, OptionTables
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.settings import Degrees, Setting
+
+MAX_LISTED = 4000
+"""Combinations up to which all are considered."""
+SPREAD_COST = 0.4
+"""[Empirical] Of what the largest of several microbatches exceeds their mean by, the part that stages wait for."""
+MAX_PAIRS = 64
+"""Chain sets with settings up to which all are listed."""
+NEAR = 1.3
+"""Of more, those are listed whose least guess is within this of the least of all."""
+KEPT = 2
+"""Options of the encoders that each option of the last chain meets, otherwise."""
+KEPT_EACH = 48
+"""Best guesses kept of each setting, otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Combinations that share a chain set and a setting."""
+
+    chains: ChainSet
+    setting: Setting
+    options: tuple[Options, ...]
+    """Of each chain."""
+    chosen: Index
+    """[combinations, chains]: the option of each chain."""
+    ranks: Index
+    bound_s: Array
+    guess_s: Array
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def degrees(self, index: int) -> tuple[Degrees, ...]:
+        return tuple(
+            options.degrees[options.which[option]]
+            for options, option in zip(self.options, self.chosen[index], strict=True)
+        )
+
+    def counts(self, index: int) -> tuple[int, ...]:
+        return tuple(
+            int(options.stages[option]) for options, option in zip(self.options, self.chosen[index], strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combos:
+    """Lists combinations of a problem."""
+
+    problem: Problem
+    tables: OptionTables
+    listed: list[bool] = field(default_factory=list)
+    """Whether everything was listed; filled by `groups`."""
+    left_out: list[float] = field(default_factory=list)
+    """Bounds of the chain sets and settings that were not listed; filled by `groups`."""
+    _joined: dict[tuple[int, ...], JoinedEncoders] = field(default_factory=dict, repr=False)
+
+    def groups(self) -> list[Group]:
+        """Groups that have any combination."""
+        self._price()
+        prepared = [(chains, setting, self._options(chains, setting)) for chains, setting in self._promising()]
+        number = sum(prod(map(len, options)) for _, _, options in prepared) + len(self.left_out) * MAX_LISTED
+        self.listed.append(number <= MAX_LISTED)
+        found = [
+            self._group(chains, setting, options, everything=number <= MAX_LISTED)
+            for chains, setting, options in prepared
+            if all(map(len, options))
+        ]
+        return [group for group in found if len(group)]
+
+    @cached_property
+    def settings(self) -> tuple[Setting, ...]:
+        return tuple(_settings(self.problem, primary(self.problem.space.schedules)))
+
+    def max_ranks(self, chains: ChainSet) -> int:
+        """Ranks that a candidate may have: the devices; processes of this machine may share them if stages are demanded."""
+        least = self.problem.least_ranks(chains, min(self.problem.space.cp))
+        return max(self.problem.num_devices, least if self.problem.cluster.is_local else 0)
+
+    def _promising(self) -> list[tuple[ChainSet, Setting]]:
+        """Chain sets and settings; of many, those whose least guess is not far above the least of all."""
+        pairs = [
+            (chains, setting)
+            for chains in self.problem.sets
+            for setting in self.settings
+            if self.problem.decided_replicas(chains)[-1] in (None, setting.dp)
+        ]
+        if len(pairs) <= MAX_PAIRS:
+            return pairs
+        looks = [self._look(chains, setting) for chains, setting in pairs]
+        limit_s = max(NEAR * min(guess_s for guess_s, _ in looks), sorted(guess_s for guess_s, _ in looks)[MAX_PAIRS])
+        for guess_s, bound_s in looks:
+            if guess_s > limit_s:
+                self.left_out.append(bound_s)
+        return [pair for pair, (guess_s, _) in zip(pairs, looks, strict=True) if guess_s <= limit_s]
+
+    def _look(self, chains: ChainSet, setting: Setting) -> tuple[float, float]:
+        """Least guess and bound of a step, if the last chain had all devices and its layers could be cut anywhere."""
+        last, count = chains.chains[-1], setting.num_microbatches
+        found: list[tuple[float, float]] = [(inf, inf)]
+        for degrees in self.degrees(last, setting, last=True):
+            stages = min(self.max_ranks(chains) // degrees.ranks, len(last.layers))
+            if stages:
+                priced = self.problem.priced(last, degrees, setting)
+                total_s = float(priced.total_s[-1])
+                uneven = 1.0 + SPREAD_COST * self.problem.spread(setting) * sqrt(log(stages))
+                limit = stages * self.problem.memory_bytes(1)
+                if priced.held_bytes(stages, 1) > limit:
+                    continue
+                tight = priced.held_bytes(stages, count) > limit
+                guess_s = inf if tight else total_s * (1.0 + (count - 1) * uneven / stages)
+                found.append((guess_s, float(_in_turn(setting, total_s, priced.waited, stages))))
+        return min(guess_s for guess_s, _ in found), min(bound_s for _, bound_s in found)
+
+    def _price(self) -> None:
+        """Price every chain in every layout, many at a time."""
+        chains = {
+            (id(chain), decided): (chain, chain is each.chains[-1], decided)
+            for each in self.problem.sets
+            for chain, decided in zip(each.chains, self.problem.decided_replicas(each), strict=True)
+        }
+        for chain, last, decided in chains.values():
+            self.problem.price(
+                chain,
+                [
+                    (degrees, setting)
+                    for setting in self.settings
+                    for degrees in self.degrees(chain, setting, last=last, decided=decided)
+                ],
+            )
+
+    def _options(self, chains: ChainSet, setting: Setting) -> tuple[Options, ...]:
+        limit = self.max_ranks(chains)
+        found: list[Options] = []
+        decided = self.problem.decided_replicas(chains)
+        for index, chain in enumerate(chains.chains):
+            last = index == len(chains.chains) - 1
+            fixed = self.problem.stages.get(chain.name)
+            counts = range(1, len(chain.layers) + 1) if fixed is None else range(fixed, fixed + 1)
+            choices = tuple(self.degrees(chain, setting, last=last, decided=decided[index]))
+            options = self.tables.options(chain, setting, choices, counts, limit - len(chains.chains) + 1, last=last)
+            found.append(options)
+        return tuple(found)
+
+    def degrees(
+        self, chain: ChainSpec, setting: Setting, *, last: bool, decided: int | None = None
+    ) -> Iterator[Degrees]:
+        """Degrees of a chain.
+
+        Args:
+            last: whether it is the last one, whose replicas are the setting's.
+            decided: replicas of another, where they are.
+        """
+        shares = self.problem.tensor_degrees(chain)
+        if last:
+            fsdp = self.problem.shares_parameters(chain, setting.dp)
+            for tp in shares:
+                yield from (Degrees(tp=tp, cp=cp, dp=setting.dp, fsdp=fsdp) for cp in self.problem.space.cp)
+            return
+        for dp in self._replicas(setting) if decided is None else (decided,):
+            fsdp = self.problem.shares_parameters(chain, dp)
+            yield from (Degrees(tp=tp, dp=dp, fsdp=fsdp) for tp in shares)
+
+    def _replicas(self, setting: Setting) -> list[int]:
+        """Replicas of an encoder: divisors of the last chain's, and multiples that leave each a whole sample."""
+        if self.problem.space.dp == (1,):
+            return [1]
+        slot = round(setting.dp * setting.samples)
+        return [
+            dp
+            for dp in range(1, min(slot, self.problem.num_devices) + 1)
+            if slot % dp == 0 and (setting.dp % dp == 0 or dp % setting.dp == 0)
+        ]
+
+    def _group(self, chains: ChainSet, setting: Setting, options: tuple[Options, ...], *, everything: bool) -> Group:
+        key = (id(chains), *map(id, options[:-1]))
+        if key not in self._joined:
+            self._joined[key] = JoinedEncoders.of(chains, options[:-1], setting.schedule, everything=everything)
+        encoders = self._joined[key]
+        last = options[-1]
+        limit = self.max_ranks(chains)
+        ranks = encoders.ranks[None, :] + last.ranks[:, None]
+        slowest_s = np.maximum(encoders.slowest_s[None, :], last.slowest_s[:, None])
+        # Stages that work on unequal microbatches at the same time wait for the largest of them.
+        uneven = 1.0 + SPREAD_COST * self.problem.spread(setting) * np.sqrt(
+            np.log(last.stages + len(chains.chains) - 1)
+        )
+        guess_s = ((setting.num_microbatches - 1) * uneven)[:, None] * slowest_s
+        guess_s += encoders.path_s[None, :] + (last.path_s - last.late_s * (setting.schedule == "zb-h1"))[:, None]
+        guess_s += np.maximum(encoders.tail_s[None, :], last.tail_s[:, None])
+        fits = ranks <= limit
+        rows, columns = np.nonzero(fits) if everything else _best(np.where(fits, guess_s, np.inf))
+        return Group(
+            chains=chains,
+            setting=setting,
+            options=options,
+            chosen=np.concatenate([encoders.chosen[columns], rows[:, None]], axis=1),
+            ranks=ranks[rows, columns],
+            bound_s=np.maximum(
+                setting.num_microbatches * slowest_s[rows, columns],
+                encoders.before_s[columns] + _in_turn(setting, last.path_s, last.waited, last.stages)[rows],
+            ),
+            guess_s=guess_s[rows, columns],
+        )
+
+
+def _in_turn(
+    setting: Setting, total_s: Array | float, waited: Array | float, stages: Index | int
+) -> NDArray[np.float64]:
+    """Seconds that the stages of the last chain need at least, one after the other: `bound`'s second part.
+
+    Args:
+        total_s: of a microbatch in all stages.
+        waited: the least part of it that is not weight gradients.
+    """
+    share = np.maximum(waited, 1e-3) if setting.schedule == "zb-h1" else np.ones_like(waited)
+    each = share / (setting.num_microbatches - 1 + share)
+    return share * total_s / (1.0 - (1.0 - each) ** stages)
+
+
+def _best(guess_s: Array) -> tuple[Index, Index]:
+    """Row and column of the best guesses: a few in each row, not too many in all."""
+    count = min(KEPT, guess_s.shape[1])
+    if not count:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    columns = np.argpartition(guess_s, count - 1, axis=1)[:, :count]
+    rows = np.repeat(np.arange(len(guess_s)), count)
+    columns = columns.ravel()
+    values = guess_s[rows, columns]
+    order = np.argsort(values, kind="stable")[:KEPT_EACH]
+    order = order[np.isfinite(values[order])]
+    return rows[order], columns[order]
+
+
+def primary(schedules: Sequence[ScheduleKind]) -> ScheduleKind:
+    """The schedule that candidates are first looked at under: ZB-H1 is never slower than 1F1B and holds no more."""
+    order: Mapping[ScheduleKind, int] = {"zb-h1": 0, "1f1b": 1, "eager-1f1b": 2, "gpipe": 3}
+    return min(schedules, key=order.__getitem__)
+
+
+def _settings(problem: Problem, schedule: ScheduleKind) -> Iterator[Setting]:
+    space, batch = problem.space, problem.global_batch
+    for recompute in space.recomputes:
+        if batch is None:
+            for dp in space.dp or (1,):
+                for count in space.microbatches or (1,):
+                    yield Setting(
+                        num_microbatches=count,
+                        samples=problem.graph.num_samples,
+                        dp=dp,
+                        schedule=schedule,
+                        recompute=recompute,
+                    )
+            continue
+        for dp in _divisors(batch, space.dp):
+            if dp <= problem.num_devices:
+                for count in _divisors(batch // dp, space.microbatches):
+                    yield Setting(
+                        num_microbatches=count,
+                        samples=batch / dp / count,
+                        dp=dp,
+                        schedule=schedule,
+                        recompute=recompute,
+                    )
+
+
+def _divisors(number: int, allowed: Sequence[int] | None) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0 and (allowed is None or size in allowed)]

@@ -1,0 +1,278 @@
+"""An impossible request: what needs more than there is, and the nearest requests that work.
+
+One thing is given up at a time, the cheapest for the user first: recompute, share tensors, take smaller microbatches, all of
+these, more nodes, less to train. Each is decided as the search decides it: by splitting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.planner.search.branch_and_bound import BranchAndBound
+from mmcompile.planner.search.problem import OPTIMIZER_STATES, Problem
+from mmcompile.planner.search.projector_only import fresh, projector_only, trains_more
+from mmcompile.planner.search.settings import Degrees, SearchSpace
+from mmcompile.units import format_bytes
+
+BUDGET_S = 20.0
+WANTED = 3
+"""Requests that work, after which no more are looked for."""
+MAX_NODES = 64
+"""Times the nodes asked for that are tried."""
+
+Way = tuple[str, Callable[[], Problem]]
+"""What is said of a request, and the problem it makes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relaxation:
+    """Requests that give up one thing, the least of it first."""
+
+    words: str
+    ways: tuple[Way, ...]
+    rising: bool = False
+    """Each way fits wherever the one before it does, so that not all need be tried."""
+    instead_of: str = ""
+    """Words of another relaxation with as many ways: of no use unless an earlier way works than of that one."""
+    useless_after: tuple[str, ...] = ()
+    """Words of relaxations that give up less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nearest:
+    """What was found."""
+
+    works: tuple[str, ...]
+    """One request a relaxation, in their order."""
+    fails: tuple[str, ...]
+    """Relaxations that are not enough."""
+    untried: tuple[str, ...]
+    """Relaxations left when the time was up."""
+
+
+def explain(problem: Problem, *, budget_s: float = BUDGET_S) -> str:
+    """Why nothing fits, and the nearest requests that do: the lines of a PlanError.
+
+    Args:
+        problem: for which the search found nothing that fits the memory.
+        budget_s: seconds to look for requests that work.
+    """
+    found = nearest(relaxations(problem), budget_s=budget_s)
+    lines = list(_needs(problem))
+    if found.works:
+        lines += ["what works, nearest first:", *(f"  {words}" for words in found.works)]
+    elif not found.untried:
+        lines.append("nothing near it works; use devices with more memory, or a smaller model")
+    if found.fails:
+        lines.append(f"not enough: {'; '.join(found.fails)}")
+    if found.untried:
+        lines.append(f"not tried, for {budget_s:g} s were up: {'; '.join(found.untried)}")
+    return "\n".join(lines)
+
+
+def fits(problem: Problem) -> bool:
+    """Whether some candidate of the problem's space fits the memory."""
+    return BranchAndBound(problem=problem).first() is not None
+
+
+def nearest(
+    asked: Sequence[Relaxation],
+    works: Callable[[Problem], bool] = fits,
+    *,
+    budget_s: float = BUDGET_S,
+    wanted: int = WANTED,
+) -> Nearest:
+    """Try relaxations in their order until enough work or the time is up.
+
+    Args:
+        works: decides whether a problem has a plan.
+        wanted: relaxations that work, after which no more are tried.
+    """
+    until = time.monotonic() + budget_s
+    found: dict[str, int] = {}
+    said: list[str] = []
+    fails: list[str] = []
+    for number, relaxation in enumerate(asked):
+        if len(said) == wanted:
+            break
+        if time.monotonic() >= until:
+            return Nearest(works=tuple(said), fails=tuple(fails), untried=tuple(own.words for own in asked[number:]))
+        if not found.keys().isdisjoint(relaxation.useless_after):
+            continue
+        ways = relaxation.ways[: found.get(relaxation.instead_of)]
+        first = _first(ways, relaxation.rising, works)
+        if first is not None:
+            found[relaxation.words] = first
+            said.append(ways[first][0])
+        elif len(ways) == len(relaxation.ways):
+            fails.append(relaxation.words)
+    return Nearest(works=tuple(said), fails=tuple(fails), untried=())
+
+
+def _first(ways: Sequence[Way], rising: bool, works: Callable[[Problem], bool]) -> int | None:
+    """Number of the first way that works."""
+
+    def does(number: int) -> bool:
+        return works(ways[number][1]())
+
+    if not rising or not ways:
+        return next((number for number in range(len(ways)) if does(number)), None)
+    # Steps double until one works; the first that does is between it and the one before.
+    low, high = -1, 0
+    while not does(high):
+        if high == len(ways) - 1:
+            return None
+        low, high = high, min(2 * high + 1, len(ways) - 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if does(middle) else (middle, high)
+    return high
+
+
+def relaxations(problem: Problem) -> tuple[Relaxation, ...]:
+    """What could be given up, the cheapest first; only what is not given up already."""
+    single = [
+        Relaxation(words="recompute full", ways=tuple(_recomputes(problem))),
+        Relaxation(words="tensor parallelism", ways=tuple(_tensors(problem))),
+        Relaxation(words="smaller microbatches", ways=tuple(_microbatches(problem)), rising=True),
+    ]
+    single = [own for own in single if own.ways]
+    together = ", ".join(own.words for own in single)
+    names = tuple(own.words for own in single)
+    every, frozen = partial(_everything, problem), cache(partial(projector_only, problem))
+    found = list(single)
+    if len(single) > 1:
+        ways = ((f"together: {together}", every),)
+        found.append(Relaxation(words=_ALL, ways=ways, useless_after=names))
+    ways = tuple(_nodes(partial(_same, problem), problem.cluster, ""))
+    found.append(Relaxation(words=_NODES, ways=ways, rising=True))
+    if single:
+        ways = tuple(_nodes(every, problem.cluster, f", with {together}"))
+        words = f"{_NODES} with {together}"
+        found.append(Relaxation(words=words, ways=ways, rising=True, instead_of=_NODES, useless_after=(*names, _ALL)))
+    if trains_more(problem):
+        found.append(Relaxation(words=_FROZEN, ways=((_FROZEN, frozen),)))
+    if single and trains_more(problem):
+        words = f"{_FROZEN}, with {together}"
+        ways = ((words, lambda: _everything(frozen())),)
+        found.append(Relaxation(words=words, ways=ways, useless_after=(*names, _ALL, _FROZEN)))
+    return tuple(own for own in found if own.ways)
+
+
+_ALL = "all of these together"
+_NODES = f"up to {MAX_NODES} times the nodes"
+_FROZEN = "training only the projector"
+
+
+def _same(problem: Problem) -> Problem:
+    return problem
+
+
+def _recomputes(problem: Problem) -> Iterator[Way]:
+    kinds: tuple[Recompute, ...] = ("selective", "full")
+    for recompute in kinds[: 0 if "full" in problem.space.recomputes else None]:
+        if recompute not in problem.space.recomputes:
+            yield f"recompute {recompute}", _changed(problem, recomputes=(recompute,))
+
+
+def _tensors(problem: Problem) -> Iterator[Way]:
+    for degree in SearchSpace.everything(problem.cluster).tp:
+        if degree > max(problem.space.tp):
+            yield f"tp {degree}", _changed(problem, tp=(degree,))
+
+
+def _microbatches(problem: Problem) -> Iterator[Way]:
+    """More and smaller microbatches of the same step, where their number is decided."""
+    asked = problem.space.microbatches
+    if asked is None:
+        return
+    batch, share = _batch(problem), _share(problem)
+    for count in range(max(asked) + 1, share + 1):
+        if share % count == 0:
+            samples = share // count
+            words = f"{count} microbatches of {samples} sample{'s' if samples != 1 else ''}"
+            yield words, _changed(problem, global_batch=batch, microbatches=(count,))
+
+
+def _batch(problem: Problem) -> int:
+    """Samples of a step."""
+    asked, replicas = problem.space.microbatches, min(problem.space.dp or (1,))
+    return problem.global_batch or problem.graph.num_samples * max(asked or (1,)) * replicas
+
+
+def _share(problem: Problem) -> int:
+    """Samples of a replica in a step, where there are fewest replicas."""
+    return _batch(problem) // min(problem.space.dp or (1,))
+
+
+def _everything(problem: Problem) -> Problem:
+    """All that needs no other cluster and no other model."""
+    smaller = any(True for _ in _microbatches(problem))
+    space = replace(
+        problem.space,
+        tp=SearchSpace.everything(problem.cluster).tp,
+        recomputes=("full",),
+        microbatches=(_share(problem),) if smaller else problem.space.microbatches,
+    )
+    return replace(problem, space=space, global_batch=_batch(problem) if smaller else problem.global_batch)
+
+
+def _nodes(make: Callable[[], Problem], cluster: Cluster, words: str) -> Iterator[Way]:
+    # Processes of one machine share its memory: more of them have no more.
+    for factor in range(2, 1 if cluster.is_local else MAX_NODES + 1):
+        larger = replace(cluster, num_nodes=cluster.num_nodes * factor)
+        yield f"{larger.num_devices} devices, {larger}{words}", partial(_on, make, larger)
+
+
+def _on(make: Callable[[], Problem], cluster: Cluster) -> Problem:
+    """A problem on another cluster."""
+    problem = make()
+    return fresh(problem, pricing=fresh(problem.pricing, cluster=cluster), num_devices=cluster.num_devices)
+
+
+def _changed(
+    problem: Problem,
+    *,
+    recomputes: tuple[Recompute, ...] | None = None,
+    tp: tuple[int, ...] | None = None,
+    microbatches: tuple[int, ...] | None = None,
+    global_batch: int | None = None,
+) -> Callable[[], Problem]:
+    space = problem.space
+    space = replace(
+        space,
+        recomputes=recomputes or space.recomputes,
+        tp=tp or space.tp,
+        microbatches=microbatches or space.microbatches,
+    )
+    return lambda: replace(problem, space=space, global_batch=global_batch or problem.global_batch)
+
+
+def _needs(problem: Problem) -> Iterator[str]:
+    """What the model needs in all, against what the devices have."""
+    each = problem.memory_bytes(1)
+    together = each * problem.num_devices
+    setting = replace(BranchAndBound(problem=problem).combos.settings[-1], dp=1)
+    yield (
+        f"no plan fits {problem.num_devices} devices of {problem.cluster}: they have {format_bytes(each)} each, "
+        f"{format_bytes(together)} together"
+    )
+    lines: list[str] = []
+    state = 0
+    for chain in problem.sets[0].chains:
+        priced = problem.priced(chain, Degrees(cp=problem.pricing.given_cp), setting)
+        fixed = priced.parameter_bytes + (1 + OPTIMIZER_STATES) * priced.trainable_bytes
+        needed = fixed + priced.worst_bytes
+        state += int(fixed[-1])
+        lines.append(
+            f"  {chain.name}: {format_bytes(int(fixed[-1]))}, and {format_bytes(int(priced.worst_bytes[-1]))} of activations a "
+            f"microbatch (recompute {setting.recompute}); biggest layer {format_bytes(int((needed[1:] - needed[:-1]).max()))}"
+        )
+    verdict = "more than there is" if state > together else "the activations in flight do not fit beside"
+    yield f"parameters, gradients and optimizer state need {format_bytes(state)}: {verdict}"
+    yield from lines

@@ -1,0 +1,81 @@
+"""Where stages lie, and what a message between two of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain as chained
+
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.comm import all_gather_s, p2p_seconds
+from mmcompile.costmodel.hardware import Interconnect
+from mmcompile.planner.pricing.priced_chain import PricedChain
+from mmcompile.planner.search.settings import Degrees
+
+Sent = Sequence[tuple[int, int]]
+"""(chain, layer) of the outputs that one message carries."""
+End = tuple[int, Sequence[int]]
+"""Chain and ranks of a stage."""
+
+
+def place(degrees: Sequence[Degrees], counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Ranks of every stage, chain by chain, no two stages sharing any.
+
+    Chains lie one after the other, those of larger tp first, so that no tensor-parallel group leaves its node; in a chain,
+    replica by replica, stage by stage, so that neighbours in the pipeline are near.
+    """
+    base: dict[int, int] = {}
+    free = 0
+    for chain in sorted(range(len(degrees)), key=lambda index: -degrees[index].tp):
+        base[chain] = free
+        free += degrees[chain].ranks * counts[chain]
+    found: list[tuple[int, ...]] = []
+    for chain, (own, count) in enumerate(zip(degrees, counts, strict=True)):
+        for position in range(count):
+            first = base[chain] + position * own.width
+            starts = range(first, first + count * own.ranks, count * own.width)
+            found.append(tuple(chained(*(range(start, start + own.width) for start in starts))))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Messages:
+    """Bytes and seconds of what passes between stages of priced chains."""
+
+    cluster: Cluster
+    degrees: Sequence[Degrees]
+    """Of each chain."""
+    priced: Sequence[PricedChain]
+
+    def num_bytes(self, target: int, sent: Sent) -> int:
+        """Forward bytes to one replica of a chain."""
+        replicas = self.degrees[target].dp
+        return sum(
+            int(self.priced[chain].whole_bytes[layer]) * self.degrees[chain].dp // replicas for chain, layer in sent
+        )
+
+    def seconds(self, source: End, target: End, sent: Sent) -> float:
+        """Of one message: every rank sends its share to its peer, at once.
+
+        Where the two sides are spread differently, the side with fewer ranks is the slower; a receiver that shares tensors
+        then gathers the shares of its group, for each rank reads the whole.
+        """
+        sends, receives = self.degrees[source[0]], self.degrees[target[0]]
+        link = self._link(source[1], target[1])
+        if (sends.tp, sends.cp, sends.dp) == (receives.tp, receives.cp, receives.dp):
+            return p2p_seconds(sum(int(self.priced[chain].output_bytes[layer]) for chain, layer in sent), link)
+        arriving = self.num_bytes(target[0], sent)
+        sent_s = p2p_seconds(arriving * receives.dp / min(sends.ranks, receives.ranks), link)
+        gathered_s = all_gather_s(arriving / receives.cp, receives.tp, self.cluster) if receives.tp > 1 else 0.0
+        return sent_s + gathered_s
+
+    def _link(self, source: Sequence[int], target: Sequence[int]) -> Interconnect:
+        """Within a node if all peers are; the first replicas are looked at, the others lie in the same pattern."""
+        node = self.cluster.devices_per_node
+        if len(source) == len(target):
+            pairs = zip(source[: node * node], target[: node * node], strict=True)
+            near = all(a // node == b // node for a, b in pairs)
+        else:
+            ends = (source[0], source[-1], target[0], target[-1])
+            near = min(ends) // node == max(ends) // node
+        return self.cluster.intra if near else self.cluster.inter

@@ -1,0 +1,263 @@
+"""From what a search found to a `Plan`: predictions, reasons for cuts, alternatives that lost, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mmcompile.costmodel.calibration import describe_costs
+from mmcompile.planner.plan.plan import BubbleShare, Cut, Plan, Prediction, Rejected
+from mmcompile.planner.schedule.bubbles import attribute
+from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound, Judged, describe
+from mmcompile.planner.search.candidate import Candidate, one_rank_each, stage_durations
+from mmcompile.planner.search.combos import MAX_LISTED
+from mmcompile.planner.search.problem import NUM_DRAWS, OPTIMIZER_STATES, Problem
+from mmcompile.planner.search.splitter import Splitter
+from mmcompile.units import format_bytes, format_seconds
+
+MAX_REJECTED = 5
+
+
+def plan_of(engine: BranchAndBound, best: Judged, *, strategy: str = "auto") -> Plan:
+    """The plan of a judged candidate. Its `links` and `shared_values` are empty: they are known once stages are lowered."""
+    problem, candidate = engine.problem, best.candidate
+    setting = candidate.setting
+    return Plan(
+        fingerprint=problem.fingerprint,
+        cluster=problem.cluster,
+        chains=candidate.to_chains(),
+        links=(),
+        num_microbatches=setting.num_microbatches,
+        shared_values=(),
+        predicted=predicted(best, engine.lower_bound_s),
+        rejected=tuple(_rejected(engine, best)),
+        schedule=setting.schedule,
+        strategy=strategy,
+        microbatch_samples=0.0 if problem.global_batch is None else setting.samples,
+        data=_data(problem),
+        costs=_costs(problem),
+        cuts=tuple(cuts(candidate, engine.splitter)),
+        notes=tuple(_notes(engine, best)),
+    )
+
+
+def predicted(best: Judged, lower_bound_s: float = float("inf")) -> Prediction:
+    """What the simulator says of a judged candidate.
+
+    Args:
+        lower_bound_s: that holds for all alternatives; it is bounded by what holds for this one.
+    """
+    candidate = best.candidate
+    cluster = candidate.problem.cluster
+    devices = min(candidate.num_ranks, cluster.num_devices)
+    work_s = candidate.step_work_s
+    if lower_bound_s == float("inf"):
+        lower_bound_s = max(work_s / devices, candidate.longest_path_s())
+    lower_bound_s = min(lower_bound_s, best.iteration_s)
+    bubble = 1.0 - work_s / (devices * best.iteration_s) if best.iteration_s else 0.0
+    return Prediction(
+        iteration_s=best.iteration_s,
+        bubble=max(bubble, 0.0),
+        lower_bound_s=lower_bound_s,
+        gap=best.iteration_s / lower_bound_s - 1 if lower_bound_s else 0.0,
+        bubbles=_bubbles(candidate),
+        reduce_s=max(candidate.tail_s),
+    )
+
+
+def _bubbles(candidate: Candidate) -> tuple[BubbleShare, ...]:
+    """Of all draws together: a longer step counts more."""
+    names = candidate.names
+    flow = candidate.flow()
+    chains = {
+        chain.name: [name for name, stage in zip(names, candidate.stages, strict=True) if stage.chain == index]
+        for index, chain in enumerate(candidate.chains.chains)
+    }
+    drawn = [
+        attribute(
+            one_rank_each(candidate),
+            [flow] * candidate.setting.num_microbatches,
+            stage_durations(names, durations),
+            candidate.link_names_s,
+            chains=chains,
+            kind=candidate.setting.schedule,
+        )
+        for durations in candidate.durations
+    ]
+    makespans_s = [timeline.makespan_s for timeline in candidate.timelines()]
+    weights = [makespan_s / sum(makespans_s) for makespan_s in makespans_s]
+    return tuple(_together(shares, weights) for shares in zip(*drawn, strict=True))
+
+
+def _together(shares: Sequence[BubbleShare], weights: Sequence[float]) -> BubbleShare:
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True))
+
+    return BubbleShare(
+        chain=shares[0].chain,
+        warm_up=mean(share.warm_up for share in shares),
+        stages=mean(share.stages for share in shares),
+        microbatches=mean(share.microbatches for share in shares),
+        links=mean(share.links for share in shares),
+    )
+
+
+def _data(problem: Problem) -> str:
+    if problem.workload is None or problem.workload.stats is None:
+        return ""
+    stats = problem.workload.stats
+    return f"{stats.name}, {len(stats.samples):,} samples"
+
+
+def _costs(problem: Problem) -> str:
+    pricing = problem.pricing
+    return describe_costs(pricing.calibration, pricing.kinds)
+
+
+def cuts(candidate: Candidate, splitter: Splitter) -> Iterator[Cut]:
+    """Why each stage but the last ends where it does."""
+    problem, setting = candidate.problem, candidate.setting
+    names = candidate.names
+    limit = problem.memory_bytes(candidate.num_ranks)
+    for index, stage in enumerate(candidate.stages[:-1]):
+        chain = candidate.chains.chains[stage.chain]
+        after = candidate.stages[index + 1]
+        if after.chain != stage.chain:
+            yield Cut(stage=names[index], reason=_end(candidate, stage.chain))
+            continue
+        own = [each for each in candidate.stages if each.chain == stage.chain]
+        priced = problem.priced(chain, candidate.degrees[stage.chain], setting)
+        free = splitter.table(chain, setting, candidate.degrees[stage.chain], 0, None, len(own))[len(own) - 1]
+        here = f"{stage.total_s * 1e3:.4g} ms before, {after.total_s * 1e3:.4g} ms after"
+        if free is None or stage.last == free.boundaries[stage.position + 1]:
+            yield Cut(stage=names[index], reason=f"balance: {here}")
+            continue
+        # What the stage on the fuller side would need with the layer on the other side of the cut.
+        layer = stage.last if free.boundaries[stage.position + 1] > stage.last else stage.last - 1
+        into = stage if layer == stage.last else after
+        fixed = priced.parameter_bytes[layer + 1] - priced.parameter_bytes[layer]
+        fixed += (1 + OPTIMIZER_STATES) * (priced.trainable_bytes[layer + 1] - priced.trainable_bytes[layer])
+        saved = into.in_flight * (priced.saved_bytes[layer + 1] - priced.saved_bytes[layer])
+        needed = into.total_bytes + int(fixed + saved)
+        if needed > limit:
+            reason = (
+                f"memory: with {chain.layers[layer].name}, {names[index + (into is after)]} needs "
+                f"{format_bytes(needed)} of {format_bytes(limit)}; {here}"
+            )
+        else:
+            reason = f"memory of other stages, or a cut of the same balance: {here}"
+        yield Cut(stage=names[index], reason=reason)
+
+
+def _end(candidate: Candidate, chain: int) -> str:
+    chains = candidate.chains
+    name = chains.chains[chain].name
+    targets = [edge for edge in chains.edges if edge.source == chain != edge.target]
+    if not targets:
+        return f"{name} ends here"
+    entry = targets[0]
+    target = chains.chains[entry.target]
+    where = "" if entry.target_layer == 0 else f" before {target.layers[entry.target_layer].name}"
+    return f"{name} ends here; its output enters {target.name}{where}"
+
+
+def _notes(engine: BranchAndBound, best: Judged) -> Iterator[str]:
+    problem, candidate = engine.problem, best.candidate
+    if best.strategy != "auto":
+        yield f"found by {best.strategy}"
+    if candidate.chains.colocated:
+        yield "colocated: all components in one line of stages, encoder layers before the language model's"
+    if problem.workload is not None and problem.workload.stats is not None:
+        yield (
+            f"times are means over {NUM_DRAWS} steps of random samples, as they come: of replicas the slowest counts; memory "
+            "holds the worst microbatch of the dataset beside mean ones in flight"
+        )
+    if engine.unseen:
+        yield f"{engine.unseen:,} combinations were guessed to be slower and not split"
+    if engine.combos.left_out:
+        number = len(engine.combos.left_out)
+        yield f"{number:,} settings (replicas, microbatches, recomputation) were guessed to be slower and not listed"
+    if not engine.everything:
+        yield f"over {MAX_LISTED:,} combinations: encoder options that others beat in ranks, slowest stage and path were left out"
+
+
+def _rejected(engine: BranchAndBound, best: Judged) -> Iterator[Rejected]:
+    problem, candidate = engine.problem, best.candidate
+    cores, ranks = problem.cluster.num_devices, candidate.num_ranks
+    if len({stage.ranks[0] for stage in candidate.stages}) < len(candidate.stages):
+        yield Rejected(
+            what="a device for every chain",
+            reason=f"{len(candidate.stages)} chains on {problem.num_devices} devices: they share, balanced by time",
+        )
+    if ranks > cores:
+        yield Rejected(
+            what="a core for every process",
+            reason=f"{ranks} processes share {cores} cores; the iteration is at least all work spread over the cores",
+        )
+    yield from _closest(engine, best)
+    yield from _too_big(engine)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loser:
+    seconds: float
+    text: str
+    known: bool
+    placement: str | None
+
+
+def _closest(engine: BranchAndBound, best: Judged) -> Iterator[Rejected]:
+    """The closest losers, the closest of each other projector placement first."""
+    many = engine.problem.global_batch is not None
+    losers = [
+        _Loser(
+            seconds=judged.iteration_s,
+            text=describe(c.chains, c.setting, c.degrees, c.counts, many=many),
+            known=True,
+            placement=c.chains.placement,
+        )
+        for judged in engine.judged
+        if judged is not best
+        for c in [judged.candidate]
+    ]
+    for seconds, group, index in sorted(engine.bounded, key=lambda item: item[0])[: 4 * MAX_REJECTED]:
+        text = describe(group.chains, group.setting, group.degrees(index), group.counts(index), many=many)
+        losers.append(_Loser(seconds=seconds, text=text, known=False, placement=group.chains.placement))
+    losers.sort(key=lambda loser: loser.seconds)
+    own = describe(
+        best.candidate.chains, best.candidate.setting, best.candidate.degrees, best.candidate.counts, many=many
+    )
+    seen, placements = {own}, {best.candidate.chains.placement}
+    first: list[_Loser] = []
+    others: list[_Loser] = []
+    for loser in losers:
+        if loser.text in seen:
+            continue
+        seen.add(loser.text)
+        (others if loser.placement in placements else first).append(loser)
+        placements.add(loser.placement)
+    for loser in [*first, *others][:MAX_REJECTED]:
+        yield Rejected(what=loser.text, reason=_slower(loser, best.iteration_s))
+    if many and engine.bounded:
+        yield Rejected(
+            what=f"{len(engine.bounded):,} combinations in all",
+            reason="cannot take less than this plan, by their bounds",
+        )
+
+
+def _slower(loser: _Loser, best_s: float) -> str:
+    seconds, more = format_seconds(loser.seconds), f"{loser.seconds / best_s - 1:.1%} more"
+    if not loser.known:
+        return f"cannot take less than {seconds}" + (f", {more}" if loser.seconds > best_s else "")
+    if loser.seconds < best_s * (1 + TOLERANCE):
+        return f"takes {seconds}, which is no faster to {TOLERANCE:.1%}"
+    return f"takes {seconds}, {more}"
+
+
+def _too_big(engine: BranchAndBound) -> Iterator[Rejected]:
+    found = engine.all_too_big
+    if not found:
+        return
+    more = sum(each.number for each in found) - 1
+    what = f"{found[0].text} and {more:,} more" if more else found[0].text
+    yield Rejected(what=what, reason=f"a stage needs more than the {format_bytes(found[0].limit_bytes)} of a device")

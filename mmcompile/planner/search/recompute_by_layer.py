@@ -1,0 +1,201 @@
+"""`relaxed`: a candidate whose layers compute again only what its memory needs; `by_layer`: the fastest such of a search.
+
+A search gives all layers of a candidate one mode, the cheapest that fits. A stage far from the loss holds many microbatches, one
+near it few, so most stages could do with less: with the cuts and ranks as they are, each rank gets the modes of its layers that
+take the least time within its memory (`mmcompile.planner.search.recompute_choice`). The mode of the search is among the
+choices, so that no stage gets slower by its mean microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.planner.plan.constraints import Constraint, MemoryCap
+from mmcompile.planner.pricing.priced_chain import PricedChain, price_chain
+from mmcompile.planner.search.branch_and_bound import FINALISTS, TOLERANCE, BranchAndBound, Judged
+from mmcompile.planner.search.candidate import Candidate, CandidateStage
+from mmcompile.planner.search.recompute_choice import LayerWays, Modes, StageChoices, Way, cheapest
+from mmcompile.planner.search.settings import RECOMPUTES
+
+
+def by_layer(engine: BranchAndBound, best: Judged, constraints: Sequence[Constraint] = ()) -> Judged:
+    """The fastest of what a search found, with recomputation chosen layer by layer; what was found before if that is as good.
+
+    Args:
+        engine: after its search.
+        best: what it found, all layers in one mode. Where there are constraints, only its own layers are chosen anew, for others
+            may break them.
+
+    Returns:
+        A candidate whose step takes no longer than that of `best`.
+    """
+    close = sorted(engine.judged, key=lambda judged: judged.iteration_s)[:FINALISTS]
+    own = _judged(engine, best, constraints)
+    if own.iteration_s <= best.iteration_s:
+        best = own
+    for other in [] if constraints else close:
+        rival = _judged(engine, other)
+        if rival.iteration_s < best.iteration_s * (1 - TOLERANCE / 2):
+            best = rival
+    return best
+
+
+def _judged(engine: BranchAndBound, judged: Judged, constraints: Sequence[Constraint] = ()) -> Judged:
+    candidate = relaxed(judged.candidate, constraints)
+    if candidate is judged.candidate:
+        return judged
+    engine.judge([candidate], judged.strategy)
+    return engine.judged[-1]
+
+
+def relaxed(candidate: Candidate, constraints: Sequence[Constraint] = ()) -> Candidate:
+    """The candidate with the modes of its layers chosen anew.
+
+    Args:
+        candidate: all layers in the mode of its setting. A rank that does not fit in it stays as it is.
+        constraints: their memory caps are kept to.
+    """
+    if candidate.setting.recompute == "none":
+        return candidate
+    limit = candidate.problem.memory_bytes(candidate.num_ranks)
+    chains = [_PricedModes.of(candidate, chain) for chain in range(len(candidate.degrees))]
+    groups: dict[int, list[int]] = {}
+    for index, stage in enumerate(candidate.stages):
+        groups.setdefault(stage.ranks[0], []).append(index)
+    known: dict[tuple[object, ...], list[Modes] | None] = {}
+    stages = list(candidate.stages)
+    for members in groups.values():
+        own = [candidate.stages[index] for index in members]
+        free = limit - sum(chains[stage.chain].fixed_bytes(stage) for stage in own)
+        caps = [_cap(candidate, index, constraints) for index in members]
+        key = (*((stage.chain, stage.first, stage.last, stage.in_flight) for stage in own), *caps)
+        if key not in known:
+            choices = [
+                chains[stage.chain].choices(stage, limit if cap is None else min(cap, limit))
+                for stage, cap in zip(own, caps, strict=True)
+            ]
+            known[key] = cheapest(choices, free)
+        for index, stage, each in zip(members, own, known[key] or [], strict=known[key] is not None):
+            stages[index] = chains[stage.chain].run(stage, each)
+    return replace(candidate, stages=tuple(stages))
+
+
+def _cap(candidate: Candidate, index: int, constraints: Sequence[Constraint]) -> int | None:
+    """The most that a stage may need, where a constraint says so."""
+    stage = candidate.stages[index]
+    places = {"", candidate.chains.chains[stage.chain].name, candidate.names[index], *(f"rank{r}" for r in stage.ranks)}
+    caps = [each.num_bytes for each in constraints if isinstance(each, MemoryCap) and each.where in places]
+    return min(caps, default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Priced:
+    """A chain in one mode, by layer."""
+
+    input_grad_s: NDArray[np.float64]
+    weight_grad_s: NDArray[np.float64]
+    total_s: NDArray[np.float64]
+    saved_bytes: NDArray[np.int64]
+    worst_bytes: NDArray[np.int64]
+    working_bytes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, priced: PricedChain) -> _Priced:
+        return cls(
+            input_grad_s=np.diff(priced.input_grad_s),
+            weight_grad_s=np.diff(priced.weight_grad_s),
+            total_s=np.diff(priced.total_s),
+            saved_bytes=np.diff(priced.saved_bytes),
+            worst_bytes=np.diff(priced.worst_bytes),
+            working_bytes=priced.working_bytes,
+        )
+
+    def way(self, layer: int, mode: Recompute | None, in_flight: int) -> Way:
+        held = self.worst_bytes[layer] + (in_flight - 1) * self.saved_bytes[layer] if in_flight else 0
+        return Way(
+            mode=mode,
+            num_bytes=int(held),
+            working_bytes=int(self.working_bytes[layer]) if in_flight else 0,
+            seconds=float(self.total_s[layer]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PricedModes:
+    """A chain in every mode."""
+
+    backward: NDArray[np.bool_]
+    """[layers]: whether there is something to win."""
+    kept: _Priced
+    """Nothing of the stage computed again."""
+    mixed: dict[Recompute, _Priced]
+    """Some of the stage computed again."""
+    shared_bytes: NDArray[np.int64]
+    """[layers]: for backward beside, in every mode, of a stage that begins with the layer; by the mean microbatch."""
+    worst_shared_bytes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, candidate: Candidate, chain: int) -> _PricedModes:
+        problem, spec, degrees = candidate.problem, candidate.chains.chains[chain], candidate.degrees[chain]
+        setting = candidate.setting
+        loads = problem.loads_of(spec, degrees, setting)
+
+        def priced(mode: Recompute) -> _Priced:
+            sharding = replace(degrees.sharding(mode), mixed=True)
+            return _Priced.of(price_chain(problem.pricing, spec, sharding, [loads])[0])
+
+        kept = problem.priced(spec, degrees, replace(setting, recompute="none"))
+        return cls(
+            backward=np.diff(kept.backward) > 0,
+            kept=_Priced.of(kept),
+            mixed={mode: priced(mode) for mode in RECOMPUTES},
+            shared_bytes=kept.shared_bytes,
+            worst_shared_bytes=kept.worst_shared_bytes,
+        )
+
+    def fixed_bytes(self, stage: CandidateStage) -> int:
+        """What a stage holds whatever it computes again."""
+        held = stage.total_bytes - stage.activation_bytes
+        if not stage.in_flight:
+            return held
+        shared, worst = self.shared_bytes[stage.first], self.worst_shared_bytes[stage.first]
+        return held + int(worst + (stage.in_flight - 1) * shared)
+
+    def choices(self, stage: CandidateStage, limit_bytes: int) -> StageChoices:
+        layers = range(stage.first, stage.last)
+        return StageChoices(
+            mixed=[self._ways(layer, stage.in_flight) for layer in layers],
+            kept=[(self.kept.way(layer, self._mode(layer, "none"), stage.in_flight),) for layer in layers],
+            limit_bytes=limit_bytes - self.fixed_bytes(stage),
+        )
+
+    def _ways(self, layer: int, in_flight: int) -> LayerWays:
+        modes = RECOMPUTES if self.backward[layer] else ("none",)
+        return tuple(self.mixed[mode].way(layer, self._mode(layer, mode), in_flight) for mode in modes)
+
+    def _mode(self, layer: int, mode: Recompute) -> Recompute | None:
+        return mode if self.backward[layer] else None
+
+    def run(self, stage: CandidateStage, modes: Modes) -> CandidateStage:
+        """The stage in other modes."""
+        again = any(mode not in ("none", None) for mode in modes)
+        own = [
+            (self.mixed[mode or "none"] if again else self.kept, stage.first + index)
+            for index, mode in enumerate(modes)
+        ]
+        return replace(
+            stage,
+            input_grad_s=float(sum(priced.input_grad_s[layer] for priced, layer in own)),
+            weight_grad_s=float(sum(priced.weight_grad_s[layer] for priced, layer in own)),
+            saved_bytes=int(sum(priced.saved_bytes[layer] for priced, layer in own) + self.shared_bytes[stage.first]),
+            worst_bytes=int(
+                sum(priced.worst_bytes[layer] for priced, layer in own) + self.worst_shared_bytes[stage.first]
+            ),
+            working_bytes=int(max(priced.working_bytes[layer] for priced, layer in own)),
+            modes=modes,
+        )

@@ -1,0 +1,80 @@
+"""Replicas that are decided before a search, chain by chain.
+
+Chains of one tower have equally many: their rows stay in the replica that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import networkx as nx
+
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.chains import ChainSet
+
+Decided = tuple[int | None, ...]
+"""Replicas of each chain; None where the search chooses."""
+
+
+def towers_of(chains: ChainSet) -> tuple[tuple[int, ...], ...]:
+    """Chains that have equally many replicas: the last alone, and each group of others that values lead between."""
+    last = len(chains.chains) - 1
+    graph = nx.Graph()
+    graph.add_nodes_from(range(last))
+    graph.add_edges_from((edge.source, edge.target) for edge in chains.edges if last not in (edge.source, edge.target))
+    return (*sorted(tuple(sorted(group)) for group in nx.connected_components(graph)), (last,))
+
+
+def decided_replicas(chains: ChainSet, wanted: Mapping[str, int], *, follow: bool) -> Decided | None:
+    """Replicas of each chain; None if a chain, or a tower, is wanted with two different numbers.
+
+    Args:
+        wanted: chain or component name -> replicas.
+        follow: chains that are not named, in a tower without any, have as many as the last chain, which has 1 if it is not
+            named; otherwise the search chooses.
+    """
+    found: list[int | None] = [None] * len(chains.chains)
+    for tower in towers_of(chains):
+        numbers = set(_named(chains, tower, wanted))
+        if len(numbers) > 1:
+            return None
+        for index in tower:
+            found[index] = next(iter(numbers), None)
+    if not follow:
+        return tuple(found)
+    rest = found[-1] or 1
+    return tuple(number or rest for number in found)
+
+
+def _named(chains: ChainSet, tower: Sequence[int], wanted: Mapping[str, int]) -> Iterator[int]:
+    for index in tower:
+        chain = chains.chains[index]
+        yield from (number for name, number in wanted.items() if name == chain.name or name in chain.components)
+
+
+def with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follow: bool) -> list[ChainSet]:
+    """The chain sets that can have the replicas wanted.
+
+    Raises:
+        PlanError: a name that is neither of a chain nor of a component, a number below 1, or none can.
+    """
+    names = dict.fromkeys(name for each in sets for chain in each.chains for name in (chain.name, *chain.components))
+    for name, number in wanted.items():
+        if name not in names:
+            raise PlanError(
+                f"no chain {name!r} to give {number} replicas; chains and components are {', '.join(names)}"
+            )
+        if number < 1:
+            raise PlanError(f"{name} cannot have {number} replicas; give 1 or more")
+    fitting = [chains for chains in sets if decided_replicas(chains, wanted, follow=follow) is not None]
+    if not fitting:
+        asked = ", ".join(f"{name} {number}" for name, number in wanted.items())
+        towers = " | ".join(
+            ", ".join("+".join(chains.chains[index].name for index in tower) for tower in towers_of(chains))
+            for chains in sets
+        )
+        raise PlanError(
+            f"no placement gives {asked} replicas: chains that lead from one encoder to the language model have equally many, "
+            f"and so have components of one chain; they are {towers}"
+        )
+    return fitting

@@ -1,0 +1,111 @@
+"""What a search decides besides the cuts: degrees of a chain, settings of a whole plan, and the space of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.planner.pricing.pricing import Sharding
+
+Placing = Literal["disjoint", "colocated"]
+"""Chains on ranks of their own; or all components in one line, encoder layers before the language model's on its ranks."""
+
+SCHEDULES: tuple[ScheduleKind, ...] = ("1f1b", "zb-h1", "eager-1f1b", "gpipe")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Degrees:
+    """Ranks of a chain besides its stages."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    fsdp: bool = False
+    """Its replicas share its parameters instead of each holding them."""
+
+    @property
+    def width(self) -> int:
+        """Ranks of one stage of one replica."""
+        return self.tp * self.cp
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one stage of all replicas."""
+        return self.tp * self.cp * self.dp
+
+    def sharding(self, recompute: Recompute) -> Sharding:
+        return Sharding(tp=self.tp, cp=self.cp, fsdp=self.dp if self.fsdp else 1, recompute=recompute)
+
+    def __str__(self) -> str:
+        words = [f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp)) if size > 1]
+        return ", ".join([*words, *(["fsdp"] if self.fsdp else [])])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What holds for a whole plan."""
+
+    num_microbatches: int
+    """Of one replica of the last chain."""
+    samples: float
+    """Of one microbatch of one replica of the last chain."""
+    dp: int = 1
+    """Replicas of the last chain."""
+    schedule: ScheduleKind = "1f1b"
+    recompute: Recompute = "none"
+
+    def samples_of(self, degrees: Degrees) -> float:
+        """Samples of a slot of one replica of a chain: those of all replicas of the last chain are shared evenly."""
+        return self.samples * self.dp / degrees.dp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchSpace:
+    """What a search may choose from."""
+
+    tp: tuple[int, ...] = (1,)
+    cp: tuple[int, ...] = (1,)
+    """For the last chain; other chains have 1."""
+    dp: tuple[int, ...] | None = (1,)
+    """For the last chain; None: every divisor of the global batch. Other chains have divisors and multiples of it."""
+    schedules: tuple[ScheduleKind, ...] = ("1f1b",)
+    recomputes: tuple[Recompute, ...] = ("none",)
+    placements: tuple[Placing, ...] = ("disjoint",)
+    microbatches: tuple[int, ...] | None = None
+    """None: every divisor of a replica's share of the global batch."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "dp", "schedules", "recomputes", "placements", "microbatches"):
+            if getattr(self, name) == ():
+                raise PlanError(f"the search space has no {name} to choose from; name at least one")
+
+    @classmethod
+    def runnable(cls, num_microbatches: int | None = None) -> SearchSpace:
+        """What the engine runs: tp 1, one replica, 1F1B, nothing computed again."""
+        return cls(microbatches=None if num_microbatches is None else (num_microbatches,))
+
+    @classmethod
+    def everything(cls, cluster: Cluster, *, context_parallel: bool = False) -> SearchSpace:
+        """All that is planned: tp and cp in powers of two up to a node.
+
+        Args:
+            context_parallel: the language model's tokens can be shared between ranks.
+        """
+        powers = tuple(
+            size
+            for size in (1, 2, 4, 8, 16)
+            if size <= cluster.devices_per_node and cluster.devices_per_node % size == 0
+        )
+        return cls(
+            tp=powers,
+            cp=powers if context_parallel else (1,),
+            dp=None,
+            schedules=SCHEDULES,
+            recomputes=RECOMPUTES,
+            placements=("disjoint", "colocated"),
+        )

@@ -1,0 +1,338 @@
+"""Baselines: how other systems lay a multimodal model out, as candidates of our vocabulary, priced by our simulator.
+
+A baseline is about as strong as its structure allows: degrees, microbatches and recomputation are the fastest by the simulator
+of those guessed best in the search space, under 1F1B, on all devices, with one tensor-parallel degree. Only the structure and
+the rule by which layers are cut are theirs.
+
+    frozen-unaware   encoders, projectors and language model on devices of their own, as ours; but stages are shared out and
+                     cut by forward time, as if everything trained (backward a fixed multiple of forward)
+    megatron         one line; all encoders in as few first stages as hold them, the language model behind, by forward time
+    replicated       every stage of the language model, cut by forward time, runs all encoders on the whole microbatch again
+    equal-layers     one line; every stage has as many layers
+    pinned           one line; all encoders in the first stage, and every stage as many layers of the language model
+    fsdp             no pipeline: every device, or every few that share tensors, a replica; parameters spread over all
+
+Source: Oobleck / Cornstarch / Entrain dissertation §3.5 (frozen-unaware, megatron, fsdp) and Cornstarch §2.2 (replicated, as in
+Llama 3); torchtitan and NeMo Automodel pin the encoder and count layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import inf, log, sqrt
+
+import numpy as np
+
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.chains import ChainEdge, ChainLayer, ChainSet, ChainSpec
+from mmcompile.planner.search.bounds import expected_s, lower_bound_s
+from mmcompile.planner.search.branch_and_bound import describe
+from mmcompile.planner.search.candidate import Candidate, Ranges, Strategy, assemble
+from mmcompile.planner.search.combos import SPREAD_COST, Combos
+from mmcompile.planner.search.options import OptionTables
+from mmcompile.planner.search.partition import PartitionLayer, Split, partition
+from mmcompile.planner.search.problem import PricedChain, Problem
+from mmcompile.planner.search.settings import Degrees, Setting
+from mmcompile.units import format_bytes
+
+MAX_FITTING = 8
+"""Settings and degrees of a baseline that fit and are judged: the fastest by guess."""
+MAX_FRAMES = 24
+"""Those that are laid out to find them."""
+_AT_ONCE = 32
+"""Candidates simulated together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """The chains of a problem as baselines see them, made once so that each is priced once."""
+
+    problem: Problem
+
+    @cached_property
+    def apart(self) -> tuple[ChainSet, ...]:
+        """Components on devices of their own."""
+        return tuple(chains for chains in self.problem.sets if not chains.colocated)
+
+    @cached_property
+    def line(self) -> ChainSet:
+        """All components in one line, in the order of the flow."""
+        chains = self.apart[0]
+        offsets = np.cumsum([0, *(len(chain.layers) for chain in chains.chains)]).tolist()
+        line = ChainSpec(
+            name=chains.chains[-1].name,
+            components=tuple(name for chain in chains.chains for name in chain.components),
+            layers=tuple(layer for chain in chains.chains for layer in chain.layers),
+        )
+        edges = tuple(
+            ChainEdge(
+                source=0,
+                source_layer=offsets[edge.source] + edge.source_layer,
+                target=0,
+                target_layer=offsets[edge.target] + edge.target_layer,
+            )
+            for edge in chains.edges
+        )
+        return ChainSet(placement=None, chains=(line,), edges=edges, colocated=True)
+
+    @cached_property
+    def encoders(self) -> ChainSpec:
+        """All that comes before the language model."""
+        line = self.line.chains[0]
+        last = line.layers[-1].component
+        before = tuple(layer for layer in line.layers if layer.component != last)
+        return ChainSpec(name=line.name, components=line.components[:-1], layers=before)
+
+    @cached_property
+    def language(self) -> ChainSpec:
+        line = self.line.chains[0]
+        return ChainSpec(
+            name=line.name, components=line.components[-1:], layers=line.layers[len(self.encoders.layers) :]
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """What a baseline fills: a setting, one tensor-parallel degree, and the stages that the devices of a replica make."""
+
+    problem: Problem
+    lines: Lines
+    setting: Setting
+    tp: int
+    num_stages: int
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(tp=self.tp, dp=self.setting.dp)
+
+    @property
+    def bound_s(self) -> float:
+        """Of a step: all layers once a microbatch, spread evenly over the stages."""
+        chains = self.lines.apart[0].chains
+        each_s = sum(float(self.problem.priced(chain, self.degrees, self.setting).total_s[-1]) for chain in chains)
+        return self.setting.num_microbatches * each_s / self.num_stages
+
+    @property
+    def guess_s(self) -> float:
+        """As `bound_s`, with the pipeline filled and drained, and stages waiting for unequal microbatches.
+
+        What all stages hold together is compared with the memory of all; where that is too much, the guess is far up.
+        """
+        priced = [self.problem.priced(chain, self.degrees, self.setting) for chain in self.lines.apart[0].chains]
+        count = self.setting.num_microbatches
+        stages = min(self.num_stages, sum(len(chain.layers) for chain in self.lines.apart[0].chains))
+        each_s = sum(float(own.total_s[-1]) for own in priced)
+        uneven = 1.0 + SPREAD_COST * self.problem.spread(self.setting) * sqrt(log(stages))
+        held = sum(own.held_bytes(stages, count) for own in priced)
+        tight = 1.0 if held <= stages * self.problem.memory_bytes(1) else 1000.0
+        return tight * each_s * (1.0 + (count - 1) * uneven / stages)
+
+    def fits(self, candidate: Candidate) -> bool:
+        return max(candidate.rank_bytes) <= self.problem.memory_bytes(candidate.num_ranks)
+
+    def assemble(self, chains: ChainSet, parts: Sequence[Ranges]) -> Candidate:
+        return assemble(self.problem, chains, self.setting, [self.degrees] * len(chains.chains), parts)
+
+    def splits(self, chain: ChainSpec, max_stages: int) -> tuple[Split, ...]:
+        """Best splits of a chain into 1, 2, ... stages by forward time alone."""
+        priced = self.problem.priced(chain, self.degrees, self.setting)
+        most = max(1, min(max_stages, len(chain.layers)))
+        return tuple(split for split in partition(_by_forward(priced), most) if split is not None)
+
+
+Structure = Callable[[Frame], Iterator[Candidate]]
+
+
+def baseline(name: str, problem: Problem) -> Candidate:
+    """The fastest candidate of a baseline that fits.
+
+    Args:
+        name: of `BASELINES`.
+
+    Raises:
+        PlanError: unknown name, stage counts demanded (the baseline decides them), no batch to share between replicas, nothing
+            fits the devices or their memory.
+    """
+    if name not in STRUCTURES:
+        raise PlanError(f"no baseline {name!r}; known are {', '.join(STRUCTURES)}")
+    if problem.stages:
+        raise PlanError(f"strategy {name} decides the stages itself; leave {', '.join(problem.stages)} out")
+    race = _Race(structure=STRUCTURES[name], best_s=problem.beat_s)
+    race.run((_replicas if name == "fsdp" else _frames)(problem))
+    if race.best is None:
+        raise PlanError(_nothing_fits(name, problem, race.smallest))
+    return race.best
+
+
+def _propose(name: str, problem: Problem) -> Sequence[Candidate]:
+    try:
+        return (baseline(name, problem),)
+    except PlanError:
+        return ()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Race:
+    """The fastest candidate of a structure by the simulator; bounds spare most simulations."""
+
+    structure: Structure
+    best: Candidate | None = None
+    best_s: float = inf
+    smallest: Candidate | None = None
+    """The candidate that needs least memory, whether it fits or not."""
+
+    def run(self, frames: Iterable[Frame]) -> None:
+        waiting: list[Candidate] = []
+        laid_out = fitting = 0
+        for frame in sorted(frames, key=lambda frame: frame.guess_s):
+            if frame.bound_s >= self.best_s:
+                continue
+            found = list(self.structure(frame))
+            self.smallest = min(
+                filter(None, (self.smallest, *found)), key=lambda each: max(each.rank_bytes), default=None
+            )
+            fits = [candidate for candidate in found if frame.fits(candidate)]
+            waiting += [candidate for candidate in fits if lower_bound_s(candidate) < self.best_s]
+            laid_out, fitting = laid_out + 1, fitting + bool(fits)
+            if len(waiting) >= _AT_ONCE:
+                self._judge(waiting)
+                waiting = []
+            if fitting == MAX_FITTING or laid_out == MAX_FRAMES:
+                break
+        self._judge(waiting)
+
+    def _judge(self, candidates: Sequence[Candidate]) -> None:
+        for candidate, seconds in zip(candidates, expected_s(candidates), strict=True):
+            if seconds < self.best_s:
+                self.best, self.best_s = candidate, seconds
+
+
+def _frames(problem: Problem) -> Iterator[Frame]:
+    lines = Lines(problem=problem)
+    for setting in Combos(problem=problem, tables=OptionTables(problem=problem)).settings:
+        for tp in problem.space.tp:
+            count = problem.num_devices // (tp * setting.dp)
+            if count:
+                own = replace(setting, schedule="1f1b")
+                yield Frame(problem=problem, lines=lines, setting=own, tp=tp, num_stages=count)
+
+
+def _replicas(problem: Problem) -> Iterator[Frame]:
+    """For each tensor-parallel degree as many replicas as can share the batch, whatever replicas the search may choose.
+
+    Microbatches are those of the space, if a replica's share of the batch divides so.
+    """
+    batch = problem.global_batch
+    if batch is None:
+        raise PlanError("strategy fsdp shares a batch between replicas; say how many samples it has (--global-batch)")
+    for tp in problem.space.tp:
+        most = min(batch, problem.num_devices // tp)
+        dp = max((count for count in range(1, most + 1) if batch % count == 0), default=0)
+        if dp:
+            counts = problem.space.microbatches
+            if counts is not None and not any(batch // dp % count == 0 for count in counts):
+                counts = None
+            yield from _frames(replace(problem, space=replace(problem.space, dp=(dp,), tp=(tp,), microbatches=counts)))
+
+
+def _frozen_unaware(frame: Frame) -> Iterator[Candidate]:
+    for chains in frame.lines.apart:
+        spare = frame.num_stages - len(chains.chains)
+        if spare < 0:
+            continue
+        tables = [frame.splits(chain, 1 + spare) for chain in chains.chains]
+        counts = [1] * len(tables)
+        for _ in range(spare):
+            growing = [chain for chain, table in enumerate(tables) if counts[chain] < len(table)]
+            if not growing:
+                break
+            counts[max(growing, key=lambda chain: tables[chain][counts[chain] - 1].bottleneck_s)] += 1
+        yield frame.assemble(chains, [table[count - 1].ranges for table, count in zip(tables, counts, strict=True)])
+
+
+def _megatron(frame: Frame) -> Iterator[Candidate]:
+    line, encoders, language = frame.lines.line, frame.lines.encoders, frame.lines.language
+    if frame.num_stages == 1 or not encoders.layers:
+        yield frame.assemble(line, [frame.splits(line.chains[0], frame.num_stages)[-1].ranges])
+        return
+    offset = len(encoders.layers)
+    rest = frame.splits(language, frame.num_stages - 1)
+    for first in frame.splits(encoders, frame.num_stages - 1):
+        behind = rest[min(len(rest), frame.num_stages - len(first.ranges)) - 1]
+        ranges = (*first.ranges, *((a + offset, b + offset) for a, b in behind.ranges))
+        candidate = frame.assemble(line, [ranges])
+        if frame.fits(candidate):
+            yield candidate
+            return
+
+
+def _replicated(frame: Frame) -> Iterator[Candidate]:
+    encoders, language = frame.lines.encoders, frame.lines.language
+    split = frame.splits(language, frame.num_stages)[-1]
+    layers: list[ChainLayer] = []
+    ranges: list[tuple[int, int]] = []
+    for first, last in split.ranges:
+        start = len(layers)
+        layers += [*encoders.layers, *language.layers[first:last]]
+        ranges.append((start, len(layers)))
+    chain = replace(language, components=(*encoders.components, *language.components), layers=tuple(layers))
+    yield frame.assemble(ChainSet(placement=None, chains=(chain,), edges=(), colocated=True), [ranges])
+
+
+def _equal_layers(frame: Frame) -> Iterator[Candidate]:
+    line = frame.lines.line
+    yield frame.assemble(line, [_equal_ranges(0, len(line.chains[0].layers), frame.num_stages)])
+
+
+def _pinned(frame: Frame) -> Iterator[Candidate]:
+    offset = len(frame.lines.encoders.layers)
+    ranges = _equal_ranges(offset, offset + len(frame.lines.language.layers), frame.num_stages)
+    yield frame.assemble(frame.lines.line, [((0, ranges[0][1]), *ranges[1:])])
+
+
+def _fully_sharded(frame: Frame) -> Iterator[Candidate]:
+    line = frame.lines.line
+    degrees = replace(frame.degrees, fsdp=frame.setting.dp > 1)
+    yield assemble(frame.problem, line, frame.setting, [degrees], [((0, len(line.chains[0].layers)),)])
+
+
+STRUCTURES: Mapping[str, Structure] = {
+    "frozen-unaware": _frozen_unaware,
+    "megatron": _megatron,
+    "replicated": _replicated,
+    "equal-layers": _equal_layers,
+    "pinned": _pinned,
+    "fsdp": _fully_sharded,
+}
+"""Name -> what a baseline makes of each frame."""
+
+BASELINES: Mapping[str, Strategy] = {name: partial(_propose, name) for name in STRUCTURES}
+"""Name -> strategy that proposes the fastest candidate, or nothing where `baseline` raises."""
+
+
+def _by_forward(priced: PricedChain) -> list[PartitionLayer]:
+    return [PartitionLayer(seconds=seconds) for seconds in np.diff(priced.forward_s).tolist()]
+
+
+def _equal_ranges(first: int, last: int, count: int) -> tuple[tuple[int, int], ...]:
+    """At most `count` ranges whose sizes differ by one at most, the longer ones first."""
+    count = min(count, last - first)
+    size, longer = divmod(last - first, count)
+    ends = [first + index * size + min(index, longer) for index in range(count + 1)]
+    return tuple(zip(ends, ends[1:], strict=False))
+
+
+def _nothing_fits(name: str, problem: Problem, smallest: Candidate | None) -> str:
+    if smallest is None:
+        least = min(len(chains.chains) for chains in Lines(problem=problem).apart) * min(problem.space.tp)
+        return f"strategy {name} finds no layout on {problem.num_devices} devices of {problem.cluster}; it needs {least} or more"
+    what = describe(
+        smallest.chains, smallest.setting, smallest.degrees, smallest.counts, many=problem.global_batch is not None
+    )
+    return (
+        f"strategy {name} fits no layout: the smallest ({what}) needs {format_bytes(max(smallest.rank_bytes))} on one "
+        f"device, {problem.cluster} has {format_bytes(problem.memory_bytes(smallest.num_ranks))}; allow more recomputation or "
+        "devices, or take strategy auto"
+    )

@@ -1,0 +1,152 @@
+"""`dflop`: one (tp, pp, dp) for the encoders, one for the language model, and a microbatch count, by mean work.
+
+All devices are used (Eq. 3). A stage has an equal part of its module; a step is taken to last
+
+    T = (N_mb + E_pp + L_pp - 1) max(E_dur, L_dur)
+
+with the durations of the mean microbatch. Memory by Eq. 4-5: an encoder stage keeps the activations of E_pp + L_pp
+microbatches, a language-model stage those of L_pp. The argmin over all of these is Algorithm 1; its candidate is cut into
+equal numbers of layers. Where its memory model is too kind for ours, the next best is taken.
+
+Differences: microbatch counts are divisors of a replica's samples, and replicas divide or multiply each other, so that
+the global batch is shared evenly; durations are those of our costs, by the mean microbatch; recomputation is one more choice.
+
+Source: DFLOP §3.3, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.planner.plan.chains import ChainSet, ChainSpec
+from mmcompile.planner.search.candidate import Candidate, assemble
+from mmcompile.planner.search.combos import Combos
+from mmcompile.planner.search.options import Array, Index, OptionTables
+from mmcompile.planner.search.problem import OPTIMIZER_STATES, Problem
+from mmcompile.planner.search.settings import Degrees, Setting
+
+MAX_TRIED = 64
+"""Best by its own estimate that are held against our memory model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Module:
+    """Configurations of one module [configurations]."""
+
+    degrees: tuple[Degrees, ...]
+    which: Index
+    pp: Index
+    ranks: Index
+    duration_s: Array
+    """Of one of its equal stages."""
+    state_bytes: Array
+    """Of a stage: parameters, gradients, optimizer."""
+    saved_bytes: Array
+    """Of a stage: activations of the mean microbatch."""
+
+    def take(self, chosen: NDArray[np.bool_]) -> _Module:
+        return _Module(
+            degrees=self.degrees,
+            which=self.which[chosen],
+            pp=self.pp[chosen],
+            ranks=self.ranks[chosen],
+            duration_s=self.duration_s[chosen],
+            state_bytes=self.state_bytes[chosen],
+            saved_bytes=self.saved_bytes[chosen],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    makespan_s: float
+    setting: Setting
+    degrees: tuple[Degrees, Degrees]
+    pp: tuple[int, int]
+
+
+def dflop(problem: Problem) -> Sequence[Candidate]:
+    """The candidate of Algorithm 1; none for a model without encoders, or with nothing that fits."""
+    pairs = [chains for chains in problem.sets if len(chains.chains) == 2]
+    if not pairs:
+        return ()
+    chains = pairs[0]
+    found = sorted(_configurations(problem, chains), key=lambda each: each.makespan_s)
+    for each in found[:MAX_TRIED]:
+        parts = [_equal(len(chain.layers), pp) for chain, pp in zip(chains.chains, each.pp, strict=True)]
+        candidate = assemble(problem, chains, each.setting, each.degrees, parts)
+        if max(candidate.rank_bytes) <= problem.memory_bytes(candidate.num_ranks):
+            return (candidate,)
+    return ()
+
+
+def _configurations(problem: Problem, chains: ChainSet) -> Iterator[_Found]:
+    """The best few of each setting."""
+    combos = Combos(problem=problem, tables=OptionTables(problem=problem))
+    limit = problem.memory_bytes(1)
+    modules: dict[tuple[object, ...], _Module] = {}
+
+    def module(chain: ChainSpec, setting: Setting, choices: tuple[Degrees, ...]) -> _Module:
+        drawn = (setting.num_microbatches, setting.dp) if chain is chains.chains[-1] else ()
+        key = (id(chain), choices, setting.samples * setting.dp, setting.recompute, drawn)
+        if key not in modules:
+            modules[key] = _module(problem, chain, setting, choices)
+        return modules[key]
+
+    for setting in combos.settings:
+        setting = replace(setting, schedule="1f1b" if "1f1b" in problem.space.schedules else setting.schedule)
+        encoder = module(chains.chains[0], setting, tuple(combos.degrees(chains.chains[0], setting, last=False)))
+        language = module(chains.chains[1], setting, tuple(combos.degrees(chains.chains[1], setting, last=True)))
+        # Of each, the configurations that some configuration of the other makes up to all devices.
+        encoder, language = (
+            encoder.take(np.isin(problem.num_devices - encoder.ranks, language.ranks)),
+            language.take(np.isin(problem.num_devices - language.ranks, encoder.ranks)),
+        )
+        depth = encoder.pp[:, None] + language.pp[None, :]
+        slowest_s = np.maximum(encoder.duration_s[:, None], language.duration_s[None, :])
+        makespan_s = (setting.num_microbatches + depth - 1) * slowest_s
+        fits = encoder.ranks[:, None] + language.ranks[None, :] == problem.num_devices
+        fits &= encoder.state_bytes[:, None] + depth * encoder.saved_bytes[:, None] <= limit
+        fits &= (language.state_bytes + language.pp * language.saved_bytes <= limit)[None, :]
+        rows, columns = np.nonzero(fits)
+        for index in np.argsort(makespan_s[rows, columns], kind="stable")[:8].tolist():
+            row, column = int(rows[index]), int(columns[index])
+            yield _Found(
+                makespan_s=float(makespan_s[row, column]),
+                setting=setting,
+                degrees=(encoder.degrees[encoder.which[row]], language.degrees[language.which[column]]),
+                pp=(int(encoder.pp[row]), int(language.pp[column])),
+            )
+
+
+def _module(problem: Problem, chain: ChainSpec, setting: Setting, choices: tuple[Degrees, ...]) -> _Module:
+    fixed = problem.stages.get(chain.name)
+    columns: list[NDArray[Any]] = []
+    for which, degrees in enumerate(choices):
+        most = min(len(chain.layers), (problem.num_devices - 1) // degrees.ranks)
+        pp = np.arange(1, most + 1) if fixed is None else np.arange(fixed, min(fixed, most) + 1)
+        priced = problem.priced(chain, degrees, setting)
+        state = float(priced.parameter_bytes[-1] + (1 + OPTIMIZER_STATES) * priced.trainable_bytes[-1])
+        stage = np.array([[float(priced.total_s[-1])], [state], [float(priced.saved_bytes[-1])]]) / pp
+        columns.append(np.stack([np.full(len(pp), which), pp, pp * degrees.ranks, *stage]))
+    table = np.concatenate(columns, axis=1)
+    return _Module(
+        degrees=choices,
+        which=table[0].astype(np.int64),
+        pp=table[1].astype(np.int64),
+        ranks=table[2].astype(np.int64),
+        duration_s=table[3],
+        state_bytes=table[4],
+        saved_bytes=table[5],
+    )
+
+
+def _equal(num_layers: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of as many layers each; the first have one more where it does not come out even."""
+    size, longer = divmod(num_layers, count)
+    ends = [index * size + min(index, longer) for index in range(count + 1)]
+    return tuple(zip(ends, ends[1:], strict=False))

@@ -1,0 +1,111 @@
+"""`entrain`: devices in proportion to each component's work, then the best degrees of each within its share.
+
+For every number of replicas, components get `ProportionalAllocation` of a replica's devices, by their mean work over the
+dataset (what a stable profiling batch estimates); each tries every tp x cp x pp that makes its share, split by Eq. 4.1. A step is
+taken to last Eq. 4.2,
+
+    T = sum of all stage times + (K - 1) slowest stage + resharding
+
+and the highest throughput wins. Every component has as many replicas; microbatches of every size that shares the batch
+evenly are tried, and every recomputation.
+
+Source: Entrain, Algorithm 3 (dissertation of Oobleck / Cornstarch / Entrain, §4.4.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from mmcompile.data.allocation import allocate
+from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.search.candidate import Candidate, assemble
+from mmcompile.planner.search.combos import Combos
+from mmcompile.planner.search.options import OptionTables
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.settings import Degrees, Setting
+from mmcompile.planner.search.splitter import Splitter
+
+MAX_SPLIT = 48
+"""Best by rough estimate that are split exactly."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Topology:
+    rough_s: float
+    setting: Setting
+    degrees: tuple[Degrees, ...]
+    counts: tuple[int, ...]
+
+
+def entrain(problem: Problem) -> Sequence[Candidate]:
+    """The candidate of Algorithm 3; none if nothing fits."""
+    apart = [chains for chains in problem.sets if not chains.colocated]
+    if not apart:
+        return ()
+    chains, splitter = apart[0], Splitter(problem=problem)
+    best: tuple[float, Candidate] | None = None
+    for each in sorted(_topologies(problem, chains), key=lambda each: each.rough_s)[:MAX_SPLIT]:
+        candidate = _drafted(problem, splitter, chains, each)
+        if candidate is not None:
+            seconds = _step_s(candidate)
+            if best is None or seconds < best[0]:
+                best = seconds, candidate
+    return () if best is None else (best[1],)
+
+
+def _topologies(problem: Problem, chains: ChainSet) -> Iterator[_Topology]:
+    """Every factorisation of every allocation, with Eq. 4.2 for stages as even as layers could be."""
+    combos = Combos(problem=problem, tables=OptionTables(problem=problem))
+    tables = combos.tables
+    for setting in combos.settings:
+        per_replica = problem.num_devices // setting.dp
+        if per_replica < len(chains.chains):
+            continue
+        setting = replace(setting, schedule="1f1b" if "1f1b" in problem.space.schedules else setting.schedule)
+        whole = Degrees(dp=setting.dp)
+        work = {chain.name: float(problem.priced(chain, whole, setting).total_s[-1]) for chain in chains.chains}
+        shares = allocate(work, per_replica)
+        ways: list[list[tuple[Degrees, int, float, float]]] = []
+        for index, chain in enumerate(chains.chains):
+            last = index == len(chains.chains) - 1
+            own: list[tuple[Degrees, int, float, float]] = []
+            for tp, cp in product(problem.space.tp, problem.space.cp if last else (1,)):
+                pp, left = divmod(shares[chain.name], tp * cp)
+                if left or not 1 <= pp <= len(chain.layers) or problem.stages.get(chain.name, pp) != pp:
+                    continue
+                degrees = Degrees(tp=tp, cp=cp, dp=setting.dp)
+                priced = problem.priced(chain, degrees, setting)
+                slowest_s = float(tables.slowest(priced, setting, len(chain.layers), last=last)[pp - 1])
+                if slowest_s < float("inf"):
+                    own.append((degrees, pp, slowest_s, float(priced.total_s[-1])))
+            ways.append(own)
+        for chosen in product(*ways):
+            slowest_s = max(each[2] for each in chosen)
+            rough_s = sum(each[3] for each in chosen) + (setting.num_microbatches - 1) * slowest_s
+            yield _Topology(
+                rough_s=rough_s,
+                setting=setting,
+                degrees=tuple(each[0] for each in chosen),
+                counts=tuple(each[1] for each in chosen),
+            )
+
+
+def _drafted(problem: Problem, splitter: Splitter, chains: ChainSet, each: _Topology) -> Candidate | None:
+    """Tier 1, and the limit of the memory."""
+    limit = problem.memory_bytes(problem.num_devices)
+    parts = splitter.parts(chains, each.setting, each.degrees, each.counts, limit)
+    return None if isinstance(parts, int) else assemble(problem, chains, each.setting, each.degrees, parts)
+
+
+def _step_s(candidate: Candidate) -> float:
+    """Eq. 4.2, and the messages between components of different degrees."""
+    count = candidate.setting.num_microbatches
+    slowest_s = max(stage.total_s for stage in candidate.stages)
+    crossing_s = sum(
+        seconds
+        for (source, target), seconds in candidate.link_s.items()
+        if candidate.degrees[candidate.stages[source].chain] != candidate.degrees[candidate.stages[target].chain]
+    )
+    return sum(stage.total_s for stage in candidate.stages) + (count - 1) * slowest_s + count * crossing_s

@@ -1,0 +1,1 @@
+"""Planning of pipeline templates: the fastest pipeline for each number of nodes."""

@@ -1,0 +1,195 @@
+"""Pipelines of chains that branch: several towers that enter one chain, at its start or in the middle.
+
+The longest path is no sum over stages. A weighted mean of all paths is, and never longer: so a search with weights gives a
+lower bound for every pipeline, and pipelines on the way. The weights are moved towards the paths that turn out longest.
+Where bound and pipeline then differ, all pipelines whose bound is below the best known are listed; if the list ends in
+time, the best is an optimum. Otherwise the difference is stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmcompile.planner.templates.intervals import Found, Search
+from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Line, Piece
+from mmcompile.planner.templates.sweep import Costs, Sweep, steps
+
+_SHARES = 12
+"""Weights are multiples of 1/12."""
+_ROUNDS = 6
+"""Times that weights are tried."""
+_FIRST_STEP = 4
+"""Shares moved at a time; half as many each time that another path turns out longest."""
+_INTERVALS = 64
+"""Bounded for each weights, about; and so many more for each node count:"""
+_MORE_INTERVALS = 8
+_VISITS = 8_000
+"""Stages that may be put down while listing the pipelines of a node count."""
+
+
+def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, Found]:
+    """Node count -> the best pipeline found; without those that have none, or none that was found to fit the memory."""
+    searches = _searches(line, node_counts)
+    results: dict[int, Found] = {}
+    for count in node_counts:
+        tried = [search for search in searches if count in search.counts]
+        if tried:
+            sharpest = max(tried, key=lambda search: search.bound(count))
+            for search in tried:
+                if count in search.found:
+                    sharpest.keep(count, search.found[count])
+            found = _listed(sharpest, count)
+            if found is not None:
+                results[count] = found
+    return results
+
+
+def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
+    """One for each weights tried; each for the node counts that were not settled before."""
+    weights, step, longest = _equal(line), _FIRST_STEP, -1
+    best = _counted(line, node_counts, weights)
+    searches: dict[tuple[int, ...], Search] = {}
+    left = list(node_counts)
+    while left and weights not in searches and len(searches) < _ROUNDS:
+        search = Search.of(line, _families(line, weights), left, fitting=True)
+        for count in set(left) & set(best):
+            search.keep(count, best[count])
+        search.run(max_intervals=_INTERVALS + _MORE_INTERVALS * len(left))
+        searches[weights] = search
+        best |= search.found
+        gaps = {count: search.result(count).gap for count in search.found}
+        left = [count for count, gap in gaps.items() if gap > 0]
+        if left:
+            lengths = _lengths(line, _bounding(search, max(left, key=gaps.__getitem__)))
+            before, longest = longest, lengths.index(max(lengths))
+            step = step if before in (-1, longest) else max(1, step // 2)
+            weights = _moved(weights, lengths, longest, step)
+    return list(searches.values())
+
+
+def _counted(line: Line, node_counts: Sequence[int], weights: tuple[int, ...]) -> dict[int, tuple[Piece, ...]]:
+    """Pipelines that fit the memory even if the stages of all later chains are between a stage and the loss."""
+    return Search.of(line, _families(line, weights), node_counts, num_stages=line.most_stages(max(node_counts))).found
+
+
+def _families(line: Line, weights: tuple[int, ...]) -> list[Costs]:
+    return [Costs(line=line, path=path, first=path, last=path, weights=weights) for path in range(len(line.names))]
+
+
+def _equal(line: Line) -> tuple[int, ...]:
+    """Equal weights of the paths that are not the end of another one."""
+    whole = [_is_whole(line, path) for path in range(len(line.names))]
+    share, rest = divmod(_SHARES, sum(whole))
+    firsts = {path for path in [index for index, own in enumerate(whole) if own][:rest]}
+    return tuple(share * own + (path in firsts) for path, own in enumerate(whole))
+
+
+def _is_whole(line: Line, path: int) -> bool:
+    return not any(line.begins[other, path] == line.starts[path] for other in range(path))
+
+
+def _bounding(search: Search, count: int) -> Sequence[Piece]:
+    """The pipeline whose weighted time is the bound, feasible or not: the path it is longest on needs more weight."""
+    interval = min(search.settled, key=lambda each: int(each.lower[count]))
+    sweep = min(search.sweeps([interval], count), key=lambda each: int(each.bounds[0, count]))
+    return sweep.pieces(0, count)
+
+
+def _lengths(line: Line, pieces: Sequence[Piece]) -> list[int]:
+    """What each path adds to T."""
+    slowest = line.timing(pieces).slowest
+    return [
+        sum(line.time(piece) + MICROBATCHES_A_STAGE * slowest for piece in pieces if line.on_path(path, piece))
+        for path in range(len(line.names))
+    ]
+
+
+def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: int) -> tuple[int, ...]:
+    """Shares moved from the shortest path that has some to the longest."""
+    moved = list(weights)
+    shortest = min((path for path in range(len(weights)) if weights[path]), key=lengths.__getitem__)
+    taken = min(step, moved[shortest])
+    moved[shortest] -= taken
+    moved[longest] += taken
+    return tuple(moved)
+
+
+def _listed(search: Search, count: int) -> Found | None:
+    """The best pipeline, after all that may be better were listed; or with what is left open as the bound."""
+    visits, bound = _Visits(left=_VISITS), INFINITE
+    for interval in sorted(search.settled, key=lambda each: int(each.lower[count])):
+        if interval.lower[count] >= search.upper[count]:
+            break
+        for sweep in search.sweeps([interval], count):
+            for pieces in _Listing(sweep=sweep, search=search, count=count, visits=visits).pipelines():
+                search.keep(count, pieces)
+        if not visits.left:
+            bound = int(interval.lower[count])
+            break
+    if count not in search.found:
+        return None
+    total = int(search.upper[count])
+    return Found(pieces=search.found[count], total=total, bound=min(total, bound))
+
+
+@dataclass(kw_only=True)
+class _Visits:
+    left: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Listing:
+    """All pipelines of a sweep's only interval that may be better than the best known, likely ones first."""
+
+    sweep: Sweep
+    search: Search
+    count: int
+    visits: _Visits
+
+    def pipelines(self) -> Iterator[tuple[Piece, ...]]:
+        yield from self._from((), 0, self.count * self.sweep.shape.line.devices_per_node, 0, False)
+
+    def _from(
+        self, pieces: tuple[Piece, ...], first: int, devices: int, spent: int, found: bool
+    ) -> Iterator[tuple[Piece, ...]]:
+        """Pipelines that go on with layer `first` on so many devices.
+
+        Args:
+            spent: what `pieces` add to T, times the scale.
+            found: the slowest is among them.
+        """
+        line = self.sweep.shape.line
+        if first == line.num_layers:
+            yield pieces
+            return
+        for least, piece, cost, then in self._steps(first, devices, found):
+            if least + spent >= int(self.search.upper[self.count]) * self.sweep.costs.scale:
+                return
+            if not self.visits.left:
+                return
+            self.visits.left -= 1
+            left = devices - line.widths[piece.width]
+            yield from self._from((*pieces, piece), piece.last, left, spent + cost, then)
+
+    def _steps(self, first: int, devices: int, found: bool) -> list[tuple[int, Piece, int, bool]]:
+        """(least cost from here on, stage, its cost, whether the slowest is then found), the least first."""
+        line, sweep = self.sweep.shape.line, self.sweep
+        ways: list[tuple[int, Piece, int, bool]] = []
+        device = devices % line.devices_per_node
+        for width, times in steps(line, first, int(sweep.high[0])):
+            taken = devices - line.widths[width]
+            if taken < 0 or (device or line.devices_per_node) < line.widths[width]:
+                continue
+            at = (slice(first + 1, first + 1 + len(times)), 0, 0, *divmod(taken, line.devices_per_node))
+            before, itself, after = (cost[:, 0] for cost in sweep.costs.of(first, times, sweep.low, sweep.high))
+            options = [(after, sweep.behind[at], True)]
+            if not found:
+                options = [(itself, sweep.behind[at], True), (before, sweep.whole[at], False)]
+            for cost, rest, then in options:
+                for index in np.flatnonzero(cost + rest < INFINITE).tolist():
+                    piece = Piece(first=first, last=first + 1 + index, width=width)
+                    ways.append((int(cost[index] + rest[index]), piece, int(cost[index]), then))
+        return sorted(ways, key=lambda way: way[0])

@@ -1,0 +1,84 @@
+"""`generate`: all templates of a cluster, from the fewest nodes that hold a replica on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmcompile.errors import PlanError
+from mmcompile.planner.resilience.nodes import node_counts
+from mmcompile.planner.resilience.template import Template
+from mmcompile.planner.templates.layer_table import LayerTable, SharedLayers
+from mmcompile.planner.templates.mapping import fastest_templates
+from mmcompile.units import format_bytes
+
+
+def generate(
+    table: LayerTable, num_nodes: int, fault_tolerance: int, *, sizes: Sequence[int] | None = None
+) -> dict[int, Template]:
+    """Plan the templates that let a cluster lose nodes and go on with all that are left.
+
+    Args:
+        table: layers priced for one microbatch.
+        num_nodes: N, nodes of the cluster.
+        fault_tolerance: f, nodes that may fail at once.
+        sizes: node counts that templates may have; None for all from n0 to N - f n0.
+
+    Returns:
+        Node count -> the fastest pipeline of so many nodes. `Cover.of` says which node counts they cover; sizes without a
+        pipeline (more nodes than stages, say) are missing.
+
+    Raises:
+        PlanError: no pipeline fits (with the reason), f + 1 replicas do not, or one of `sizes` has no pipeline.
+        ConfigError: `fault_tolerance` is negative.
+    """
+    if sizes is not None:
+        return _of_sizes(table, sizes)
+    for least in range(1, num_nodes + 1):
+        if fastest_templates(table, [least]):
+            return fastest_templates(table, node_counts(num_nodes, least, fault_tolerance))
+    raise PlanError(f"no template: a replica fits in no number of nodes up to {num_nodes}: {_why(table, 1, num_nodes)}")
+
+
+def _of_sizes(table: LayerTable, sizes: Sequence[int]) -> dict[int, Template]:
+    found = fastest_templates(table, sizes)
+    for size in sizes:
+        if size not in found:
+            raise PlanError(f"no template of {size} nodes: {_why(table, size, size)}")
+    return found
+
+
+def _why(table: LayerTable, fewest: int, most: int) -> str:
+    """What keeps all pipelines of `fewest` to `most` nodes from fitting."""
+    for chain in table.chains:
+        for layer in range(chain.num_layers):
+            needed, devices = min((_layer_bytes(shared, layer), shared.devices) for shared in chain.shared)
+            if table.memory_bytes is not None and needed > table.memory_bytes:
+                where = "a device that has" if devices == 1 else f"each of {devices} devices that have"
+                return (
+                    f"layer {layer} of {chain.name} needs {format_bytes(needed)} on {where} "
+                    f"{format_bytes(table.memory_bytes)}; use recomputation, smaller microbatches or larger devices"
+                )
+    devices, chains = most * table.devices_per_node, len(table.chains)
+    if devices < chains:
+        return f"{chains} chains need a device each, and there are {devices}; use more nodes, or colocate components"
+    stages = -(-table.devices_per_node // table.devices[-1])
+    if fewest * stages > table.num_layers:
+        return (
+            f"a node holds {stages} stage{'s' * (stages > 1)} or more, and {table.num_layers} layers make no more than "
+            f"{table.num_layers}; use fewer nodes in a pipeline, or let a stage have more devices"
+        )
+    if table.memory_bytes is None:
+        return (
+            f"stages of {', '.join(map(str, table.devices))} devices do not add up to nodes of {table.devices_per_node}"
+        )
+    held = sum(sum(chain.shared[0].parameter_bytes) for chain in table.chains)
+    return (
+        f"parameters, gradients and optimizer state are {format_bytes(held)}, and stages far from the loss keep a "
+        f"microbatch of activations for each stage behind them, in {format_bytes(table.memory_bytes)} a device; use "
+        "recomputation, smaller microbatches or more nodes"
+    )
+
+
+def _layer_bytes(shared: SharedLayers, layer: int) -> int:
+    """What a stage of this layer alone needs, next to the loss."""
+    return shared.parameter_bytes[layer] + shared.activation_bytes[layer] + shared.working_bytes

@@ -1,0 +1,221 @@
+"""`Line`: the chains of a table laid end to end as integer arrays, and the time of a pipeline cut from them.
+
+Stages follow each other over the devices in the order of the line, chains that feed others first. Every chain has one
+*path* to the loss: all of its stages, then those of the chain it feeds from the stage that holds the entry layer on, and
+so forth. For a stage t = F + B on its devices; S = stages of the longest path; N_b = 4 S microbatches; with k* the slowest
+stage (the last of equals) and w its time:
+
+    T  = T1 + T2 + T3
+    T1 = the path that takes longest
+    T2 = (N_b - stages behind k* on its path - 2) w
+    T3 = the path from k* on
+
+A single chain of S stages has S - 1 - k* stages behind k*: T2 = (N_b - S + k* - 1) w, as published. Times are whole
+picoseconds, so that sums are exact and ties are ties on every machine.
+
+Source: Oobleck / Cornstarch / Entrain dissertation, Eq. 2.1 to 2.4, there for one chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.planner.resilience.template import Template, TemplateStage
+from mmcompile.planner.templates.layer_table import ChainLayers, LayerTable, SharedLayers
+
+PER_SECOND = 10**12
+INFINITE = 2**60
+MICROBATCHES_A_STAGE = 4
+_NEVER = 2**31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A stage of the line: layers `first` to `last` (excluded) on the devices of one column of widths."""
+
+    first: int
+    last: int
+    width: int
+    """Index into `Line.widths`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """What a pipeline takes, in picoseconds: `fill + b * slowest` with b microbatches."""
+
+    fill: int
+    slowest: int
+    longest: int
+    """Stages of the longest path."""
+
+    @property
+    def total(self) -> int:
+        """T, with `MICROBATCHES_A_STAGE` microbatches a stage."""
+        return self.fill + MICROBATCHES_A_STAGE * self.longest * self.slowest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Layers of all chains, numbered through. [widths, layers + 1, layers + 1] arrays are over (width, first, last)."""
+
+    names: tuple[str, ...]
+    starts: tuple[int, ...]
+    """First layer of each chain, and the number of layers."""
+    widths: tuple[int, ...]
+    """Devices a stage may have."""
+    devices_per_node: int
+    times: NDArray[np.int64]
+    """Forward and backward; `INFINITE` for what is no stage or fits in no memory."""
+    deepest: NDArray[np.int64]
+    """Most stages between the stage and the loss at which its memory suffices."""
+    least: NDArray[np.int64]
+    """[layers]: forward and backward of a layer on the devices where it is fastest, nothing sent."""
+    chain_of: NDArray[np.int64]
+    """[layers]"""
+    begins: NDArray[np.int64]
+    """[paths, chains]: layer of the line at which the path of a chain enters a chain; beyond the line if it never does."""
+
+    @classmethod
+    def of(cls, table: LayerTable) -> Line:
+        starts = np.cumsum([0, *(chain.num_layers for chain in table.chains)]).tolist()
+        total = starts[-1]
+        shape = (len(table.devices), total + 1, total + 1)
+        times, deepest = np.full(shape, INFINITE), np.full(shape, -1)
+        for chain, first in zip(table.chains, starts, strict=False):
+            inside = slice(first, first + chain.num_layers + 1)
+            for index, shared in enumerate(chain.shared):
+                own, limit = _ranges(shared, table.memory_bytes)
+                times[index, inside, inside], deepest[index, inside, inside] = own, limit
+        return cls(
+            names=tuple(chain.name for chain in table.chains),
+            starts=tuple(starts),
+            widths=table.devices,
+            devices_per_node=table.devices_per_node,
+            times=times,
+            deepest=deepest,
+            least=np.concatenate([_least(chain) for chain in table.chains]),
+            chain_of=np.repeat(np.arange(len(table.chains)), [chain.num_layers for chain in table.chains]),
+            begins=_begins(table, starts),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def is_chain(self) -> bool:
+        """Every chain feeds the next at its first layer, so that all stages are on the longest path."""
+        return bool((self.begins[0] == self.starts[:-1]).all())
+
+    @cached_property
+    def least_path(self) -> int:
+        """The longest path, every layer on the devices where it is fastest, nothing sent."""
+        on = np.arange(self.num_layers) >= self.begins[:, self.chain_of]
+        return int((on * self.least).sum(axis=1).max())
+
+    def most_stages(self, num_nodes: int) -> int:
+        """Stages that a pipeline can have if each holds a microbatch for every later one, and one."""
+        by_memory = int(self.deepest.max()) + 1
+        return min(self.num_layers, num_nodes * self.devices_per_node, by_memory)
+
+    def time(self, piece: Piece) -> int:
+        """Forward and backward of one microbatch, in picoseconds."""
+        return int(self.times[piece.width, piece.first, piece.last])
+
+    def on_path(self, path: int, piece: Piece) -> bool:
+        return piece.last > int(self.begins[path, self.chain_of[piece.first]])
+
+    def timing(self, pieces: Sequence[Piece]) -> Timing:
+        """Of a pipeline, its stages in the order of the line."""
+        times = [self.time(piece) for piece in pieces]
+        paths = [[self.on_path(path, piece) for piece in pieces] for path in range(len(self.names))]
+        filled = max(sum(time for time, on in zip(times, path, strict=True) if on) for path in paths)
+        longest = max(map(sum, paths))
+        slowest = max(times)
+        last = len(times) - 1 - times[::-1].index(slowest)
+        own = paths[self.chain_of[pieces[last].first]][last + 1 :]
+        behind = sum(time for time, on in zip(times[last + 1 :], own, strict=True) if on)
+        fill = filled + slowest + behind - (sum(own) + 2) * slowest
+        return Timing(fill=fill, slowest=slowest, longest=longest)
+
+    def fits(self, pieces: Sequence[Piece]) -> bool:
+        """Whether every stage has the memory for the microbatches in flight: its distance to the loss, and one."""
+        for index, piece in enumerate(pieces):
+            path = int(self.chain_of[piece.first])
+            depth = sum(self.on_path(path, later) for later in pieces[index + 1 :])
+            if depth > self.deepest[piece.width, piece.first, piece.last]:
+                return False
+        return True
+
+    def template(self, num_nodes: int, pieces: Sequence[Piece], gap: float) -> Template:
+        timing, stages, device = self.timing(pieces), [], 0
+        for piece in pieces:
+            chain, width = int(self.chain_of[piece.first]), self.widths[piece.width]
+            stages.append(
+                TemplateStage(
+                    chain=self.names[chain],
+                    first=piece.first - self.starts[chain],
+                    last=piece.last - self.starts[chain],
+                    devices=tuple(range(device, device + width)),
+                    seconds=self.time(piece) / PER_SECOND,
+                )
+            )
+            device += width
+        return Template(
+            num_nodes=num_nodes,
+            stages=tuple(stages),
+            fill_s=timing.fill / PER_SECOND,
+            slowest_s=timing.slowest / PER_SECOND,
+            gap=gap,
+        )
+
+
+def _ranges(shared: SharedLayers, memory_bytes: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[layers + 1, layers + 1] picoseconds and greatest depth of stages of one chain."""
+    count = len(shared.forward_s)
+    zeros = (0.0,) * count
+    busy = _prefix(_picoseconds(shared.forward_s) + _picoseconds(shared.backward_s))
+    send = np.concatenate([[0], _picoseconds(shared.send_s or zeros)])
+    back = np.concatenate([[0], _picoseconds(shared.return_s or zeros)])
+    times = (busy + send)[None, :] - (busy - back)[:, None]
+    fixed, saved = _prefix(np.array(shared.parameter_bytes)), _prefix(np.array(shared.activation_bytes))
+    held, kept = fixed[None, :] - fixed[:, None], saved[None, :] - saved[:, None]
+    if memory_bytes is None:
+        deepest = np.full_like(times, _NEVER)
+    else:
+        room = memory_bytes - shared.working_bytes - held
+        deepest = np.where(kept > 0, room // np.maximum(kept, 1) - 1, np.where(room >= 0, _NEVER, -1))
+    index = np.arange(count + 1)
+    stage = (index[:, None] < index[None, :]) & (deepest >= 0)
+    return np.where(stage, times, INFINITE), np.where(stage, deepest, -1)
+
+
+def _least(chain: ChainLayers) -> NDArray[np.int64]:
+    return np.min([_picoseconds(each.forward_s) + _picoseconds(each.backward_s) for each in chain.shared], axis=0)
+
+
+def _begins(table: LayerTable, starts: Sequence[int]) -> NDArray[np.int64]:
+    names = [chain.name for chain in table.chains]
+    begins = np.full((len(names), len(names)), starts[-1])
+    for path in range(len(names)):
+        index, entry = path, 0
+        while True:
+            begins[path, index] = starts[index] + entry
+            chain = table.chains[index]
+            if chain.feeds is None:
+                break
+            index, entry = names.index(chain.feeds), chain.entry
+    return begins
+
+
+def _picoseconds(values: Sequence[float]) -> NDArray[np.int64]:
+    return np.rint(np.array(values, dtype=np.float64) * PER_SECOND).astype(np.int64)
+
+
+def _prefix(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(values)])

@@ -1,0 +1,126 @@
+"""`plan_resilience`: templates for the layout that a search has chosen, and what its layers weigh when they are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmcompile.errors import PlanError
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.planner.plan.chains import ChainSet, ChainSpec
+from mmcompile.planner.pricing.priced_chain import OPTIMIZER_STATES
+from mmcompile.planner.resilience.resilience import Resilience
+from mmcompile.planner.resilience.template import Template
+from mmcompile.planner.search.candidate import Candidate
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.settings import Setting
+from mmcompile.planner.templates.generate import generate
+from mmcompile.planner.templates.layer_costs import layer_table
+
+STEP_BYTES = 4
+"""AdamW's count of steps, one float32 for each parameter tensor (torch.optim.AdamW)."""
+
+
+def plan_resilience(problem: Problem, candidate: Candidate, fault_tolerance: int) -> Resilience:
+    """Plan pipelines for every number of nodes that failures may leave.
+
+    A pipeline is one replica of the model: the chains of the candidate, its samples of a microbatch and its recomputation, on the
+    devices of its nodes.
+
+    Args:
+        problem: prices, cluster, memory.
+        candidate: the layout of the whole cluster.
+        fault_tolerance: nodes that may fail at once, 0 or more.
+
+    Raises:
+        PlanError: no f + 1 replicas fit the cluster, or a step does not feed them; the layout has layers in several stages at
+            once, shares tokens that are priced shared, or has a chain that feeds several others.
+    """
+    setting, chains = candidate.setting, candidate.chains
+    num_microbatches = setting.num_microbatches * candidate.degrees[-1].dp
+    _check(problem, candidate, fault_tolerance, num_microbatches)
+    try:
+        templates = _templates(problem, chains, setting, fault_tolerance)
+    except PlanError as error:
+        raise PlanError(f"{error}{_other_placement(problem, chains, setting, fault_tolerance)}") from None
+    return Resilience(
+        fault_tolerance=fault_tolerance,
+        templates=tuple(templates.values()),
+        num_nodes=problem.cluster.num_nodes,
+        devices_per_node=problem.cluster.devices_per_node,
+        num_microbatches=num_microbatches,
+        layer_bytes={chain.name: layer_bytes(problem.graph, chain) for chain in chains.chains},
+        microbatch_samples=float(setting.samples),
+    )
+
+
+def layer_bytes(graph: ModelGraph, chain: ChainSpec) -> tuple[int, ...]:
+    """Bytes of each layer of a chain that a node must get to run it: parameters that train, and AdamW's state of them.
+
+    Gradients are made anew, and what is frozen every node has. A parameter that several layers use (tied embeddings) counts with
+    each of them: whoever runs one of these layers holds it, with optimizer state of its own.
+    """
+    specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
+    found = []
+    for layer in chain.layers:
+        names = graph.component(layer.component).layers[layer.index].parameters
+        own = {specs[name].name: specs[name] for name in names if specs[name].trainable}
+        found.append(sum((1 + OPTIMIZER_STATES) * spec.num_bytes + STEP_BYTES for spec in own.values()))
+    return tuple(found)
+
+
+def notes_of(resilience: Resilience, candidate: Candidate, *, constrained: bool) -> Iterator[str]:
+    """What a reader of the plan should know of its templates.
+
+    Args:
+        constrained: stages or constraints were asked for.
+    """
+    yield from (f"templates: {problem}" for problem in resilience.problems)
+    other = [
+        *([candidate.setting.schedule] if candidate.setting.schedule != "1f1b" else []),
+        *(["shared tokens"] if candidate.degrees[-1].cp > 1 else []),
+        *(["parameters shared between replicas"] if any(degrees.fsdp for degrees in candidate.degrees) else []),
+    ]
+    if other:
+        yield (
+            f"templates run 1f1b, their stages whole or with tensors shared inside a node; the layout above has "
+            f"{' and '.join(other)}"
+        )
+    if constrained:
+        yield "templates have stages of their own: constraints and numbers of stages hold for the layout above"
+
+
+def _templates(problem: Problem, chains: ChainSet, setting: Setting, fault_tolerance: int) -> dict[int, Template]:
+    return generate(layer_table(problem, chains, setting), problem.cluster.num_nodes, fault_tolerance)
+
+
+def _check(problem: Problem, candidate: Candidate, fault_tolerance: int, num_microbatches: int) -> None:
+    layers = [(layer.component, layer.index) for chain in candidate.chains.chains for layer in chain.layers]
+    if len(set(layers)) < len(layers):
+        raise PlanError(
+            "no templates: this layout runs a layer in several stages at once, and a template has each layer once; plan "
+            "without fault_tolerance, or with another strategy"
+        )
+    if problem.pricing.given_cp > 1:
+        raise PlanError(
+            f"no templates: their stages do not share tokens, and context_parallel is {problem.pricing.given_cp}; plan with "
+            "context_parallel=1, or without fault_tolerance"
+        )
+    pipelines = fault_tolerance + 1
+    if num_microbatches < pipelines:
+        raise PlanError(
+            f"a fault tolerance of {fault_tolerance} needs {pipelines} pipelines with at least one microbatch each, and a step "
+            f"has {num_microbatches}; use {pipelines} microbatches or more, or a fault tolerance of {num_microbatches - 1}"
+        )
+
+
+def _other_placement(problem: Problem, chains: ChainSet, setting: Setting, fault_tolerance: int) -> str:
+    """Advice to place projectors otherwise, where that gives templates; else ""."""
+    for other in problem.sets:
+        if other.placement is None or other is chains or other.colocated:
+            continue
+        try:
+            _templates(problem, other, setting, fault_tolerance)
+        except PlanError:
+            continue
+        return f"; projector {other.placement!r} instead of {chains.placement!r} has templates"
+    return ""

@@ -1,0 +1,234 @@
+"""One pass over a line from the loss backwards, for many guesses of the slowest stage at once.
+
+With w the time of the slowest stage, T of a chain is a sum over its stages (`N_b = 4 S` put in):
+
+    T = sum before k* of (t + 4 w)  +  4 w  +  sum behind k* of (2 t + 3 w),    t <= w before, t < w behind
+
+so for a given w the best pipeline is a shortest path over (first layer, devices left), and one pass from the end gives it
+for every number of nodes. A guess is an interval [low, high] around w: with max(low, t) for w the pass gives a lower
+bound for all w inside, and the optimum if low = high.
+
+Chains that branch: any weights of the paths (summing up to 1) bound the longest path from below, in time and in stages. A
+stage has the weight W of the paths it is on; those behind k* count once more if they are on the path of k*:
+
+    stage W (t + 4 w) [+ t - w],    k* itself 5 W w - w
+
+Where memory decides, a third coordinate counts the stages left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Line, Piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What stages add to T, times `scale`, if the slowest stage is in one of the chains `first` to `last` (included)."""
+
+    line: Line
+    path: int
+    """The chain whose path runs from the slowest stage to the loss."""
+    first: int
+    last: int
+    weights: tuple[int, ...]
+    """Of each path; they sum up to `scale`."""
+
+    @property
+    def scale(self) -> int:
+        return sum(self.weights)
+
+    @cached_property
+    def _weight(self) -> NDArray[np.int64]:
+        """[chains, layers + 1]: of a stage of a chain, by its last layer."""
+        ends = np.arange(self.line.num_layers + 1)
+        on = ends[None, None, :] > self.line.begins[:, :, None]
+        return (on * np.array(self.weights)[:, None, None]).sum(axis=0)
+
+    @cached_property
+    def _behind(self) -> NDArray[np.int64]:
+        """[chains, layers + 1]: `scale` if the stage is on the path, else 0."""
+        ends = np.arange(self.line.num_layers + 1)
+        return (ends[None, :] > self.line.begins[self.path][:, None]) * self.scale
+
+    def of(
+        self, first: int, times: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """[n, guesses] each: as a stage before the slowest, as the slowest, as one behind it.
+
+        Args:
+            times: [n] of the stages from `first` to the next n layers.
+        """
+        chain = int(self.line.chain_of[first])
+        ends = slice(first + 1, first + 1 + len(times))
+        weight, behind = self._weight[chain, ends, None], self._behind[chain, ends, None]
+        time = times[:, None]
+        at_least = np.maximum(low, time)
+        before = weight * (time + MICROBATCHES_A_STAGE * at_least)
+        share = MICROBATCHES_A_STAGE * weight - behind
+        after = weight * time + behind * time + share * np.where(share >= 0, at_least, high)
+        itself = ((MICROBATCHES_A_STAGE + 1) * weight - self.scale) * time
+        return (
+            np.where((time <= high) & (chain <= self.last), before, INFINITE),
+            np.where((time <= high) & (time >= low) & (self.first <= chain <= self.last), itself, INFINITE),
+            np.where((time < high) & (chain >= self.first), after, INFINITE),
+        )
+
+
+def steps(line: Line, first: int, limit: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """(width, times [n] of the stages from `first` to the next n layers) for widths with a stage of at most `limit`."""
+    for width in range(len(line.widths)):
+        times = line.times[width, first, first + 1 :]
+        fast = np.flatnonzero(times <= limit)
+        if len(fast):
+            yield width, times[: fast[-1] + 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Axes of the tables: [layers + 1, guesses, stages left, nodes + 1, devices of a node]; devices left are the last two."""
+
+    line: Line
+    num_nodes: int
+    num_stages: int | None = None
+    """Most stages, where they are counted; None where they are not."""
+
+    def table(self, guesses: int) -> NDArray[np.int64]:
+        stages = 1 if self.num_stages is None else self.num_stages + 1
+        shape = (self.line.num_layers + 1, guesses, stages, self.num_nodes + 1, self.line.devices_per_node)
+        return np.full(shape, INFINITE)
+
+    def rest(self, table: NDArray[np.int64], first: int, count: int, width: int) -> NDArray[np.int64]:
+        """View [count, guesses, stages, nodes, ways in a node] of what is left after a stage of one of `count` lengths."""
+        stages = slice(None) if self.num_stages is None else slice(0, -1)
+        free = self.line.devices_per_node - self.line.widths[width] + 1
+        return table[first + 1 : first + 1 + count, :, stages, :-1, :free]
+
+    def put(self, row: NDArray[np.int64], found: NDArray[np.int64], width: int) -> None:
+        """Keep the smaller of a row [guesses, stages, nodes + 1, devices] and what `rest` became."""
+        target = row if self.num_stages is None else row[:, 1:]
+        devices = self.line.widths[width]
+        if devices < self.line.devices_per_node:
+            inside = target[:, :, :-1, devices:]
+            np.minimum(inside, found[..., :-1], out=inside)
+        full = target[:, :, 1:, 0]
+        np.minimum(full, found[..., -1], out=full)
+
+    def depths(self, first: int, count: int, width: int) -> NDArray[np.int64]:
+        """[count, 1, stages]: 0 where a stage has the memory for so many stages left after it, else `INFINITE`."""
+        if self.num_stages is None:
+            return np.zeros((count, 1, 1), dtype=np.int64)
+        deepest = self.line.deepest[width, first, first + 1 : first + 1 + count]
+        return np.where(deepest[:, None, None] >= np.arange(self.num_stages), 0, INFINITE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Tables of the least cost: of layers from one on that hold the slowest stage (`whole`), or are all behind it (`behind`)."""
+
+    shape: Shape
+    costs: Costs
+    low: NDArray[np.int64]
+    """[guesses] picoseconds."""
+    high: NDArray[np.int64]
+    whole: NDArray[np.int64]
+    behind: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, shape: Shape, costs: Costs, low: NDArray[np.int64], high: NDArray[np.int64]) -> Sweep:
+        line = shape.line
+        whole, behind = shape.table(len(low)), shape.table(len(low))
+        behind[line.num_layers, :, 0, 0, 0] = 0
+        limit = int(high.max())
+        for first in reversed(range(line.num_layers)):
+            chain = int(line.chain_of[first])
+            for width, times in steps(line, first, limit):
+                before, itself, after = costs.of(first, times, low, high)
+                depths = shape.depths(first, len(times), width)
+                rest_behind = shape.rest(behind, first, len(times), width)
+                if chain >= costs.first:
+                    shape.put(behind[first], _best(rest_behind, after, depths), width)
+                if chain <= costs.last:
+                    rest = shape.rest(whole, first, len(times), width)
+                    shape.put(whole[first], _best(rest, before, depths), width)
+                slowest = np.flatnonzero((itself < INFINITE).any(axis=1))
+                if len(slowest):
+                    shape.put(whole[first], _best(rest_behind[slowest], itself[slowest], depths[slowest]), width)
+        return cls(shape=shape, costs=costs, low=low, high=high, whole=whole, behind=behind)
+
+    @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """[guesses, nodes + 1]: least T, rounded up to a picosecond; `INFINITE` where no pipeline is in the interval."""
+        least = self.whole[0, :, :, :, 0].min(axis=1)
+        return np.where(least < INFINITE, -(-least // self.costs.scale), INFINITE)
+
+    def pieces(self, guess: int, num_nodes: int) -> list[Piece]:
+        """The pipeline behind a bound."""
+        node, device, first, found = num_nodes, 0, 0, False
+        left = int(self.whole[0, guess, :, num_nodes, 0].argmin())
+        pieces: list[Piece] = []
+        while first < self.shape.line.num_layers:
+            piece, found, left = self._step(guess, first, left, node, device, found)
+            taken = node * self.shape.line.devices_per_node + device - self.shape.line.widths[piece.width]
+            node, device = divmod(taken, self.shape.line.devices_per_node)
+            pieces.append(piece)
+            first = piece.last
+        return pieces
+
+    def _step(self, guess: int, first: int, left: int, node: int, device: int, found: bool) -> tuple[Piece, bool, int]:
+        """The next stage, whether the slowest is among those up to it, and the stages left."""
+        line, one = self.shape.line, slice(guess, guess + 1)
+        table = self.behind if found else self.whole
+        wanted = table[first, guess, left, node, device]
+        rest_left = left if self.shape.num_stages is None else left - 1
+        for width, times in steps(line, first, int(self.high[guess])):
+            taken = node * line.devices_per_node + device - line.widths[width]
+            if taken < 0 or (device or line.devices_per_node) < line.widths[width]:
+                continue
+            at = (slice(first + 1, first + 1 + len(times)), guess, rest_left, *divmod(taken, line.devices_per_node))
+            before, itself, after = (cost[:, 0] for cost in self.costs.of(first, times, self.low[one], self.high[one]))
+            room = self.shape.depths(first, len(times), width)[:, 0, rest_left if self.shape.num_stages else 0]
+            ways = (
+                ((after, self.behind, True),) if found else ((itself, self.behind, True), (before, self.whole, False))
+            )
+            for cost, source, then in ways:
+                match = np.flatnonzero(source[at] + cost + room == wanted)
+                if len(match):
+                    return Piece(first=first, last=first + 1 + int(match[0]), width=width), then, rest_left
+        raise AssertionError("the tables have no stage that explains a bound")
+
+
+def _best(rest: NDArray[np.int64], cost: NDArray[np.int64], depths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n, guesses, ...] and costs [n, guesses] -> least sum over n, at most `INFINITE`."""
+    added = cost[:, :, None] + depths
+    return np.minimum((rest + added[..., None, None]).min(axis=0), INFINITE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowest:
+    """The least possible slowest stage: of layers from one on, by devices left."""
+
+    shape: Shape
+    table: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, shape: Shape) -> Slowest:
+        line, table = shape.line, shape.table(1)
+        table[line.num_layers, :, 0, 0, 0] = 0
+        for first in reversed(range(line.num_layers)):
+            for width, times in steps(line, first, INFINITE - 1):
+                stage = np.maximum(times[:, None, None], shape.depths(first, len(times), width))
+                rest = shape.rest(table, first, len(times), width)
+                shape.put(table[first], np.maximum(rest, stage[..., None, None]).min(axis=0), width)
+        return cls(shape=shape, table=table)
+
+    @property
+    def times(self) -> NDArray[np.int64]:
+        """[nodes + 1]: `INFINITE` where no pipeline fits."""
+        return self.table[0, 0, :, :, 0].min(axis=0)

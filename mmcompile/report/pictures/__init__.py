@@ -1,0 +1,1 @@
+"""Pictures and traces: stage graphs, timelines, SVG, Perfetto."""

@@ -1,0 +1,131 @@
+"""A step as a picture: a row for each rank, a bar for each forward and backward."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmcompile.errors import ConfigError
+from mmcompile.files import write_atomic
+from mmcompile.planner.schedule.schedule import ActionKind
+from mmcompile.planner.schedule.simulate import Event
+from mmcompile.report.pictures.palette import chain_of, colours, lighter
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WHITE = {ActionKind.F: 0.0, ActionKind.B: 0.45, ActionKind.I: 0.45, ActionKind.W: 0.7}
+"""Share of white in a bar's colour."""
+_NAMES = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+}
+_COMPARABLE = 3.0
+"""Two timelines share their time axis while their lengths differ by at most this factor."""
+_DPI = 120
+
+
+def draw_timeline(path: str | os.PathLike[str], measured: Sequence[Event], predicted: Sequence[Event] = ()) -> Path:
+    """Draw a step as PNG: measured above predicted when both are given.
+
+    Bars are coloured by component, forwards dark and backwards light, and carry the microbatch's number where it fits.
+    Events of other kinds are left out.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or there is no forward or backward to draw.
+        OutputError: the file cannot be written.
+    """
+    groups = {name: computing(events) for name, events in (("measured", measured), ("predicted", predicted))}
+    groups = {name: events for name, events in groups.items() if events}
+    if not groups:
+        raise ConfigError("no timeline to draw: neither a measured nor a predicted forward or backward was given")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a timeline picture needs {error.name}: pip install 'mmcompile[demo]'") from None
+
+    ranks = {name: sorted({event.rank for event in events}) for name, events in groups.items()}
+    lengths = [length_s(events) for events in groups.values()]
+    one_axis = max(lengths) <= _COMPARABLE * min(lengths)
+    figure = Figure(figsize=(14, 1.4 + sum(0.9 + 0.45 * len(rows) for rows in ranks.values())), layout="constrained")
+    axes = figure.subplots(
+        len(groups),
+        sharex=one_axis,
+        squeeze=False,
+        height_ratios=[1 + len(rows) for rows in ranks.values()],
+    )[:, 0]
+    palette = colours(event.stage for events in groups.values() for event in sorted(events, key=lambda e: e.start_s))
+    for axis, (name, events) in zip(axes, groups.items(), strict=True):
+        _draw_rows(axis, events, ranks[name], palette)
+        title = f"{name}: {length_s(events) * 1e3:.4g} ms, {idle_share(events):.0%} idle"
+        axis.set_title(title if one_axis else f"{title} (time axis of its own)", loc="left")
+    axes[-1].set_xlabel("ms")
+    _legend(axes[0], groups.values(), palette)
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(picture, dpi=_DPI, format="png")
+    return write_atomic(path, picture.getvalue())
+
+
+def computing(events: Sequence[Event]) -> list[Event]:
+    """The forwards and backwards among events, whole or in their two parts."""
+    return [event for event in events if event.kind.is_compute]
+
+
+def length_s(events: Sequence[Event]) -> float:
+    """From the first start to the last end."""
+    return max(event.end_s for event in events) - min(event.start_s for event in events)
+
+
+def idle_share(events: Sequence[Event]) -> float:
+    """Share of the ranks' time, between the first start and the last end, in which they compute nothing; 0..1."""
+    available = len({event.rank for event in events}) * length_s(events)
+    return 1 - sum(event.end_s - event.start_s for event in events) / available if available else 0.0
+
+
+def _draw_rows(axis: Axes, events: Sequence[Event], ranks: Sequence[int], palette: dict[str, str]) -> None:
+    origin = min(event.start_s for event in events)
+    width_ms = max(length_s(events) * 1e3, 1e-9)
+    for event in events:
+        colour = palette[chain_of(event.stage)]
+        start, length = (event.start_s - origin) * 1e3, (event.end_s - event.start_s) * 1e3
+        forward = event.kind is ActionKind.F
+        row = ranks.index(event.rank)
+        axis.barh(
+            row,
+            length,
+            left=start,
+            height=0.8,
+            color=lighter(colour, _WHITE[event.kind]),
+            edgecolor="white",
+            linewidth=0.5,
+        )
+        if length / width_ms > 0.007 * len(str(event.microbatch)):
+            colour = "white" if forward else "black"
+            axis.text(
+                start + length / 2, row, str(event.microbatch), ha="center", va="center", fontsize=8, color=colour
+            )
+    axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axis.set_ylim(len(ranks) - 0.5, -0.5)
+    axis.set_xlim(left=0)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(axis: Axes, groups: Iterable[Sequence[Event]], palette: dict[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    drawn = {(chain_of(event.stage), event.kind) for events in groups for event in events}
+    handles = [
+        Patch(color=lighter(colour, _WHITE[kind]), label=f"{chain} {label}")
+        for chain, colour in palette.items()
+        for kind, label in _NAMES.items()
+        if (chain, kind) in drawn
+    ]
+    axis.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), frameon=False, fontsize=8
+    )

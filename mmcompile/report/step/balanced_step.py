@@ -1,0 +1,233 @@
+"""One step of a plan, balanced: what every microbatch of every replica costs, in arrival order and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mmcompile.batching.balance.arrival_order import Arrival
+from mmcompile.batching.balance.assignment import Assignment, SampleCosts
+from mmcompile.batching.balance.exchange import exchange
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.balance_groups import towers
+from mmcompile.planner.plan.plan import Plan, Stage
+
+Loads = tuple[tuple[float, ...], ...]
+"""Seconds, [replicas][microbatches]."""
+Ranks = tuple[int, ...]
+"""One a replica: its first rank in a stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One figure in arrival order, and balanced."""
+
+    before: float
+    after: float
+
+    @property
+    def saved(self) -> float:
+        return self.before - self.after
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What an encoder makes for the language model, in tokens, and how much of it leaves a rank or a node."""
+
+    tokens: int
+    other_rank: Change
+    other_node: Change
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """A component's microbatches."""
+
+    name: str
+    replicas: int
+    samples: int
+    """That take part."""
+    loads_before: Loads
+    loads_after: Loads
+    deferred: tuple[tuple[int, ...], ...]
+    """Samples of every microbatch that the language model computes in a later one, [replicas][microbatches]."""
+    deferred_s: Loads
+    """Their part of `loads_after`."""
+    traffic: Traffic | None
+    """None for the language model."""
+
+    @property
+    def slowest_s(self) -> Change:
+        return Change(before=_slowest(self.loads_before), after=_slowest(self.loads_after))
+
+    @property
+    def imbalance(self) -> Change:
+        """The slowest microbatch over the mean; 1 is even."""
+        return Change(before=_imbalance(self.loads_before), after=_imbalance(self.loads_after))
+
+    @property
+    def straggler_s(self) -> Change:
+        """At each microbatch, the slowest replica less the mean of all; summed."""
+        return Change(before=straggler_s(self.loads_before), after=straggler_s(self.loads_after))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """What one balancer makes of the step."""
+
+    name: str
+    simulated_s: float | None
+    """None if it cannot balance this step."""
+    straggler_s: float | None
+    deferred: int
+    """Samples that the language model computes in a later microbatch than an encoder does."""
+    reason: str
+    """Why it cannot; or, of `auto`, what it chose."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalancedStep:
+    """A step's samples, where they are computed, and what that saves."""
+
+    plan: str
+    """Where it was read from."""
+    data: str
+    seed: int
+    step: int
+    num_microbatches: int
+    """Of each replica."""
+    asked: str
+    """The balancer asked for."""
+    balancer: str
+    """The one whose assignment this is: another than asked for if `auto` chose it."""
+    reason: str
+    components: tuple[Component, ...]
+    simulated_s: Change
+    assignment: Assignment
+    balancers: tuple[Tried, ...] = ()
+    """All there are, where that was asked."""
+
+    @property
+    def straggler_s(self) -> Change:
+        """Of all components."""
+        return Change(
+            before=sum(component.straggler_s.before for component in self.components),
+            after=sum(component.straggler_s.after for component in self.components),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Times [s]; places as `Assignment.to_json` has them."""
+        found = {
+            "plan": self.plan,
+            "data": self.data,
+            "seed": self.seed,
+            "step": self.step,
+            "samples": self.assignment.num_samples,
+            "num_microbatches": self.num_microbatches,
+            "asked": self.asked,
+            "balancer": self.balancer,
+            "reason": self.reason,
+            "components": [_component_json(component) for component in self.components],
+            "simulated_s": _change_json(self.simulated_s),
+            "straggler_s": _change_json(self.straggler_s),
+            "assignment": msgspec.json.decode(self.assignment.to_json()),
+        }
+        return found | ({"balancers": msgspec.to_builtins(self.balancers)} if self.balancers else {})
+
+
+def components_of(plan: Plan, costs: SampleCosts, choice: Assignment) -> tuple[Component, ...]:
+    """The figures of each component of a step.
+
+    Args:
+        costs: of the towers of the plan.
+        choice: the balanced assignment.
+    """
+    grid = choice.grid
+    arrival = Arrival().assign(costs, grid)
+    before, after = arrival.loads(costs), choice.loads(costs)
+    last = len(costs.components) - 1
+    found: list[Component] = []
+    for row, name in enumerate(costs.components):
+        late = choice.deferred(row).astype(np.float64)
+        found.append(
+            Component(
+                name=name,
+                replicas=grid.num_replicas[row],
+                samples=int(costs.takes_part[row].sum()),
+                loads_before=_rows(before[name]),
+                loads_after=_rows(after[name]),
+                deferred=tuple(map(tuple, choice.sums(row, late).astype(int).tolist())),
+                deferred_s=_rows(choice.sums(row, late * costs.costs[row])),
+                traffic=_traffic(plan, costs, row, (arrival, choice)) if row != last else None,
+            )
+        )
+    return tuple(found)
+
+
+def _traffic(plan: Plan, costs: SampleCosts, row: int, steps: tuple[Assignment, Assignment]) -> Traffic:
+    last = len(costs.components) - 1
+    tokens = costs.takes_part[row].astype(np.int64) if costs.lengths is None else costs.lengths[row]
+    source, target = (np.array(ranks) for ranks in _ends(plan, costs.components[row], costs.components[last]))
+    per_node = plan.cluster.devices_per_node
+    other_rank = np.not_equal.outer(source, target)
+    other_node = np.not_equal.outer(source // per_node, target // per_node)
+    before, after = (exchange(step, row, last).volume(tokens, len(source), len(target)) for step in steps)
+    return Traffic(
+        tokens=int(before.sum()),
+        other_rank=Change(before=int(before[other_rank].sum()), after=int(after[other_rank].sum())),
+        other_node=Change(before=int(before[other_node].sum()), after=int(after[other_node].sum())),
+    )
+
+
+def _ends(plan: Plan, encoder: str, language_model: str) -> tuple[Ranks, Ranks]:
+    """First rank of each replica, of the stage that makes what crosses and of the first that reads it."""
+    chains = towers(plan)
+    sources, targets = (
+        {stage.name: chain.dp for chain in chains[name] for stage in chain.stages} for name in (encoder, language_model)
+    )
+    for link in plan.links:
+        if link.source in sources and link.target in targets:
+            return (
+                _first_ranks(plan.stage(link.source), sources[link.source]),
+                _first_ranks(plan.stage(link.target), targets[link.target]),
+            )
+    raise PlanError(f"the plan has no link from {encoder} to {language_model}; make it anew with `mmcompile plan`")
+
+
+def _first_ranks(stage: Stage, replicas: int) -> Ranks:
+    return stage.ranks[:: len(stage.ranks) // replicas]
+
+
+def _rows(loads: np.ndarray) -> Loads:
+    return tuple(map(tuple, loads.tolist()))
+
+
+def _slowest(loads: Loads) -> float:
+    return max(map(max, loads))
+
+
+def _imbalance(loads: Loads) -> float:
+    mean = float(np.mean(loads))
+    return _slowest(loads) / mean if mean else 1.0
+
+
+def straggler_s(loads: ArrayLike) -> float:
+    """At each microbatch, the slowest replica less the mean of all; summed. Loads are [replicas, microbatches]."""
+    array = np.asarray(loads)
+    return float((array.max(axis=0) - array.mean(axis=0)).sum())
+
+
+def _change_json(change: Change) -> dict[str, float]:
+    return {"before": change.before, "after": change.after, "saved": change.saved}
+
+
+def _component_json(component: Component) -> dict[str, Any]:
+    return msgspec.to_builtins(component) | {
+        "slowest_s": _change_json(component.slowest_s),
+        "imbalance": {"before": component.imbalance.before, "after": component.imbalance.after},
+        "straggler_s": _change_json(component.straggler_s),
+    }

@@ -1,0 +1,210 @@
+"""A step of a plan, simulated again: as planned, in another order, or with more microbatches.
+
+Ranks that do the same at the same time (the shards of a stage, its replicas, and stages that share them) are one *group*; one
+replica of the last chain and its share of the encoders stand for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mmcompile.costmodel.comm import p2p_seconds
+from mmcompile.errors import PlanError
+from mmcompile.planner.plan.plan import BubbleShare, Link, Plan, ScheduleKind, Stage
+from mmcompile.planner.schedule.bubbles import attribute
+from mmcompile.planner.schedule.memory_curve import MemoryCurve, SavedBytes, memory_curve
+from mmcompile.planner.schedule.schedule import Flow, FlowEdge, Schedule, build_schedule
+from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Stages that share ranks."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def name(self) -> str:
+        return " + ".join(stage.name for stage in self.stages)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for stage in self.stages for rank in stage.ranks}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """A simulated step."""
+
+    plan: Plan = field(repr=False)
+    kind: ScheduleKind
+    schedule: Schedule = field(repr=False)
+    """With one rank a group."""
+    groups: tuple[Group, ...]
+    timeline: Timeline
+    flows: tuple[Flow, ...] = field(repr=False)
+    loads: Mapping[str, Sequence[float]] = field(repr=False)
+    """Chain -> work of each microbatch relative to what the plan predicts."""
+    durations: Mapping[str, Sequence[StageDuration]] = field(repr=False)
+    """Stage -> seconds of each microbatch."""
+    link_s: Mapping[tuple[str, str], float] = field(repr=False)
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.flows)
+
+    @property
+    def iteration_s(self) -> float:
+        """With the reduction of gradients and the optimizer's step, as planned."""
+        return self.timeline.makespan_s + self.plan.predicted.reduce_s
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the devices' time, 0..1; groups count with their ranks."""
+        weights = [len(group.ranks) for group in self.groups]
+        available = sum(weights) * self.timeline.makespan_s
+        busy = sum(weight * busy_s for weight, busy_s in zip(weights, self.timeline.busy_s, strict=True))
+        return 1.0 - busy / available if available else 0.0
+
+    def idle(self, group: int) -> float:
+        """Idle share of one group's time, 0..1."""
+        makespan_s = self.timeline.makespan_s
+        return 1.0 - self.timeline.busy_s[group] / makespan_s if makespan_s else 0.0
+
+    def bubbles(self) -> tuple[BubbleShare, ...]:
+        """Idle share of each chain's ranks, by cause."""
+        return attribute(
+            placed(self.plan, self.groups),
+            self.flows,
+            self.durations,
+            self.link_s,
+            chains={chain.name: [stage.name for stage in chain.stages] for chain in self.plan.chains},
+            kind=self.kind,
+        )
+
+    def memory(self) -> tuple[MemoryCurve, ...]:
+        """What a rank of each group holds over the step."""
+        saved = {
+            stage.name: [
+                SavedBytes(activation_bytes=round(load * saved_bytes(stage))) for load in self.loads[chain.name]
+            ]
+            for chain in self.plan.chains
+            for stage in chain.stages
+        }
+        fixed = {stage.name: fixed_bytes(stage) for stage in self.plan.stages}
+        return memory_curve(self.schedule, self.timeline, saved, fixed)
+
+
+def replay(
+    plan: Plan,
+    *,
+    schedule: ScheduleKind | None = None,
+    num_microbatches: int | None = None,
+    loads: Mapping[str, Sequence[float]] | None = None,
+) -> Replay:
+    """Simulate a step in which every microbatch passes through every stage.
+
+    Args:
+        schedule: order of each rank; the plan's by default.
+        num_microbatches: of one replica of the last chain; the plan's by default.
+        loads: chain -> for each microbatch, its work relative to what the plan predicts; durations and what is
+            saved for backward are taken to grow with it.
+
+    Raises:
+        PlanError: the plan has several stages and no links.
+    """
+    if not plan.links and len(plan.stages) > 1:
+        raise PlanError(
+            f"this plan has {len(plan.stages)} stages and no links between them, so nothing says what waits for what (a plan by "
+            f"{plan.strategy} that runs layers in several stages has none); simulate another plan"
+        )
+    kind, count = schedule or plan.schedule, num_microbatches or plan.num_microbatches
+    groups = stage_groups(plan)
+    pairs = {(link.source, link.target): bool(link.gradient) for link in plan.links}
+    flow = Flow(
+        stages=tuple(stage.name for stage in plan.stages),
+        edges=tuple(
+            FlowEdge(source=source, target=target, gradient=gradient) for (source, target), gradient in pairs.items()
+        ),
+        backward=tuple(stage.name for stage in plan.stages if stage.has_backward),
+    )
+    flows = (flow,) * count
+    work = {chain.name: (loads or {}).get(chain.name, [1.0] * count) for chain in plan.chains}
+    durations = {stage.name: _durations(stage, work[chain.name]) for chain in plan.chains for stage in chain.stages}
+    link_s = _link_seconds(plan)
+    order = build_schedule(placed(plan, groups), flows, kind)
+    return Replay(
+        plan=plan,
+        kind=kind,
+        schedule=order,
+        groups=groups,
+        timeline=simulate(order, durations, link_s),
+        flows=flows,
+        loads=work,
+        durations=durations,
+        link_s=link_s,
+    )
+
+
+def placed(plan: Plan, groups: Sequence[Group]) -> list[Stage]:
+    """All stages, each on the number of its group."""
+    number = {stage.name: index for index, group in enumerate(groups) for stage in group.stages}
+    return [replace(stage, ranks=(number[stage.name],)) for stage in plan.stages]
+
+
+def stage_groups(plan: Plan) -> tuple[Group, ...]:
+    """Stages joined wherever they share a rank, in order of their first stage."""
+    groups: list[list[Stage]] = []
+    for stage in plan.stages:
+        ranks = set(stage.ranks)
+        met = [group for group in groups if any(not ranks.isdisjoint(other.ranks) for other in group)]
+        joined = [other for group in met for other in group] + [stage]
+        groups = [group for group in groups if group not in met]
+        groups.append(joined)
+    order = {stage.name: index for index, stage in enumerate(plan.stages)}
+    groups.sort(key=lambda group: order[group[0].name])
+    return tuple(Group(stages=tuple(group)) for group in groups)
+
+
+def saved_bytes(stage: Stage) -> int:
+    """What one microbatch keeps for backward in a stage."""
+    predicted = stage.prediction
+    return predicted.activation_bytes // predicted.in_flight if predicted.in_flight else 0
+
+
+def fixed_bytes(stage: Stage) -> int:
+    """What a stage holds whatever is in flight."""
+    predicted = stage.prediction
+    rest = 0 if predicted.in_flight else predicted.activation_bytes
+    return predicted.parameter_bytes + predicted.gradient_bytes + predicted.optimizer_bytes + rest
+
+
+def _durations(stage: Stage, loads: Sequence[float]) -> list[StageDuration]:
+    predicted = stage.prediction
+    return [
+        StageDuration(
+            forward_s=load * predicted.forward_s,
+            input_grad_s=load * predicted.input_grad_s,
+            weight_grad_s=load * predicted.weight_grad_s,
+        )
+        for load in loads
+    ]
+
+
+def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
+    """Of one message either way: a gradient has the size of what it is the gradient of."""
+    seconds: dict[tuple[str, str], float] = {}
+    for link in plan.links:
+        source, target = plan.stage(link.source), plan.stage(link.target)
+        message_s = p2p_seconds(_message_bytes(plan, link), plan.cluster.between(source.ranks[0], target.ranks[0]))
+        both = ((link.source, link.target), (link.target, link.source))
+        seconds |= {pair: seconds.get(pair, 0.0) + message_s for pair in both}
+    return seconds
+
+
+def _message_bytes(plan: Plan, link: Link) -> int:
+    """What one rank sends: shards of a stage send their parts side by side."""
+    chains = {stage.name: chain for chain in plan.chains for stage in chain.stages}
+    widths = [chains[name].tp * chains[name].cp for name in (link.source, link.target)]
+    return link.num_bytes // min(widths)

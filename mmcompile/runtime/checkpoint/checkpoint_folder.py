@@ -1,0 +1,110 @@
+"""A folder that is replaced as a whole: the old one stays until the new one is on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from mmcompile.errors import CheckpointError
+from mmcompile.runtime.monitoring.fail_points import fail_point
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill, beside another one. `swap` puts it in the other's place; what is not swapped is removed.
+
+    Raises:
+        CheckpointError: for an error of writing of any kind (a full disk, no permission). The old folder is untouched.
+    """
+    fresh = Path()
+    try:
+        fresh = make_fresh(folder)
+        yield fresh
+    except (OSError, SafetensorError) as error:
+        raise unwritable(folder, error) from error
+    finally:
+        if fresh != Path():
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+def make_fresh(folder: Path) -> Path:
+    """An empty folder beside another one, on the same file system. Raises OSError."""
+    target = resolved(folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Only one run writes to a folder at a time: others' are left over from processes that were killed.
+    for left in target.parent.glob(f"{target.name}.tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    fresh = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:12]}")
+    fresh.mkdir()
+    return fresh
+
+
+def swap(fresh: Path, folder: Path, is_ours: Callable[[str], bool]) -> None:
+    """Put a filled folder in the place of another one, once all of it is on the disk. Raises OSError.
+
+    Between two renames the old one is at `<folder>.previous`, where `place_of` finds it.
+
+    Args:
+        is_ours: whether a file of the old folder, by its path in there, was written by what `fresh` replaces. All others (a
+            processor, a README) are the user's, and stay.
+    """
+    target = resolved(folder)
+    previous = previous_of(target)
+    _keep_foreign(target if target.is_dir() else previous, fresh, is_ours)
+    for path in (fresh, *fresh.rglob("*")):
+        sync(path)
+    if target.exists():
+        # A left-over from an interruption: `target` is whole, so it is not needed.
+        shutil.rmtree(previous, ignore_errors=True)
+        target.rename(previous)
+    fail_point("checkpoint-swapping")
+    fresh.rename(target)
+    sync(target.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def place_of(folder: Path, mark: str) -> Path | None:
+    """Where the last whole folder is; None if there is none.
+
+    Args:
+        mark: a file that every whole one has.
+    """
+    target = resolved(folder)
+    return next((place for place in (target, previous_of(target)) if (place / mark).is_file()), None)
+
+
+def resolved(folder: Path) -> Path:
+    return folder.expanduser().resolve()
+
+
+def previous_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}.previous")
+
+
+def unwritable(folder: Path, error: Exception | str) -> CheckpointError:
+    return CheckpointError(f"cannot write to {folder}: {error}; what was saved there before, if anything, is untouched")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _keep_foreign(old: Path, new: Path, is_ours: Callable[[str], bool]) -> None:
+    if not old.is_dir():
+        return
+    for path in old.rglob("*"):
+        name = path.relative_to(old)
+        if path.is_file() and not is_ours(name.as_posix()) and not (new / name).exists():
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, new / name)

@@ -1,0 +1,44 @@
+"""A folder that loads with `from_pretrained`: the model without anything of its training."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Protocol, runtime_checkable
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mmcompile.runtime.checkpoint.checkpoint_folder import replacing, swap
+
+_MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json")
+"""A model with fewer files than the one before must not leave some of the other's."""
+
+
+@runtime_checkable
+class _SavesItself(Protocol):
+    """Models of transformers, composed models, and models with adapters of peft, which write only these."""
+
+    def save_pretrained(self, save_directory: Path, *, state_dict: Mapping[str, Tensor]) -> object: ...
+
+
+def export(folder: Path, model: nn.Module | None, state_dict: Mapping[str, Tensor]) -> None:
+    """Write what the model's own `save_pretrained` does; for modules without one a model.safetensors with all names, which loads
+    strictly. Other files in the folder stay.
+
+    Raises:
+        CheckpointError: it cannot be written. What was there before is untouched.
+    """
+    with replacing(folder) as fresh:
+        if isinstance(model, _SavesItself):
+            model.save_pretrained(fresh, state_dict=dict(state_dict))
+        else:
+            # Tied names are written once each.
+            tensors = {name: tensor.detach().cpu().clone() for name, tensor in state_dict.items()}
+            save_file(tensors, fresh / "model.safetensors")
+        swap(fresh, folder, _is_model_file)
+
+
+def _is_model_file(path: str) -> bool:
+    return any(fnmatch.fnmatch(PurePath(path).name, pattern) for pattern in _MODEL_FILES)

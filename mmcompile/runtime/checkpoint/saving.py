@@ -1,0 +1,236 @@
+"""`Saving`: a checkpoint on its way to the disk, while training goes on.
+
+Every rank has a thread that writes what the rank holds to a file of its own in a fresh folder, and says so in the store that
+all ranks share. Rank 0's waits for all, joins their parts to one index, and puts the folder in the place of the old one. The
+others' wait to hear how that ended. Nothing goes over the groups, which belong to the steps that run meanwhile.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# torch.distributed re-exports its C++ classes without saying so.
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+
+from mmcompile.errors import CheckpointError
+from mmcompile.runtime.checkpoint.checkpoint_folder import swap, sync, unwritable
+from mmcompile.runtime.checkpoint.index import Index, StoredTensor, digest_of
+from mmcompile.runtime.checkpoint.pieces import Piece
+from mmcompile.runtime.checkpoint.trainer_state import TrainerState, files_of, write_state
+from mmcompile.runtime.monitoring.fail_points import fail_point
+
+_POLL_S = 0.03
+
+
+class Saving:
+    """A save that was begun. Its error is raised by `wait`, or by the next call of the engine."""
+
+    def __init__(self, step: int, write: Callable[[Saving], None], check: Callable[[], None]) -> None:
+        self.step = step
+        """Number of steps that were done."""
+        self._check = check
+        self._error: Exception | None = None
+        self._abandoned = False
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(write,), name=f"mmcompile-save-{step}", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """It is on the disk, or failed."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is on the disk.
+
+        Raises:
+            CheckpointError: it could not be written; the one before is untouched.
+            EngineError: a rank failed meanwhile.
+        """
+        try:
+            while not self._done.wait(_POLL_S):
+                self._check()
+        except BaseException:
+            self.abandon()
+            raise
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def settle(self) -> None:
+        """Wait until it is over, however it ends; its error is still to come."""
+        self._done.wait()
+
+    def abandon(self) -> None:
+        """Stop waiting for other ranks: some are gone."""
+        self._abandoned = True
+
+    def until(self, found: Callable[[], bool]) -> None:
+        """On the thread: wait for other ranks. Raises CheckpointError."""
+        while not found():
+            if self._abandoned:
+                raise CheckpointError(f"the save of step {self.step} was cut off, since a rank failed")
+            time.sleep(_POLL_S)
+
+    def _work(self, write: Callable[[Saving], None]) -> None:
+        try:
+            write(self)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartJob:
+    """What one rank does in a save."""
+
+    folder: Path
+    """To write to; it is there already, and empty."""
+    rank: int
+    step: int
+    pieces: Sequence[Piece]
+    refused: str = ""
+    """Why this rank has nothing to write; "" if it has."""
+    store: dist.Store
+    """Of this save alone, and of this thread alone."""
+
+    def run(self, saving: Saving) -> None:
+        """A rank other than 0."""
+        self.write()
+        saving.until(lambda: self.store.check([_OUTCOME]))
+        error = self.store.get(_OUTCOME).decode()
+        self.store.set(_heard_by(self.rank), "")
+        if error:
+            raise CheckpointError(error)
+
+    def write(self) -> None:
+        """Write this rank's part, and say so. What goes wrong is said to rank 0."""
+        # It takes most of a second to import.
+        from mmcompile.runtime.checkpoint import dcp
+
+        if self.refused:
+            self._say(_Said(error=self.refused))
+            return
+        try:
+            fail_point("checkpoint-writing", rank=self.rank, step=self.step)
+            part = dcp.write_part(self.folder, self.rank, self.pieces)
+            data = msgspec.json.encode(part)
+            path = part_file(self.folder, self.rank)
+            path.write_bytes(data)
+            sync(path)
+            fail_point("checkpoint-written", rank=self.rank, step=self.step)
+        except Exception as error:
+            hint = "" if self.folder.is_dir() else "; save to a folder that all machines share"
+            self._say(_Said(error=f"rank {self.rank} failed with {type(error).__name__}: {error}{hint}"))
+            return
+        self._say(_Said(digest=digest_of(data)))
+
+    def _say(self, said: _Said) -> None:
+        self.store.set(str(self.rank), msgspec.json.encode(said).decode())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeJob:
+    """What rank 0 does in a save."""
+
+    part: PartJob
+    folder: Path
+    """That the checkpoint gets to."""
+    trainer: TrainerState
+    data: bytes | None
+    tied: Mapping[str, str]
+    """Further name of a parameter -> its first one."""
+    num_ranks: int
+    saved: Callable[[], None]
+    """Called once the checkpoint is in its place."""
+
+    def run(self, saving: Saving) -> None:
+        """Write rank 0's part, then join all."""
+        try:
+            self.part.write()
+            self._join(saving)
+        except Exception as error:
+            shutil.rmtree(self.part.folder, ignore_errors=True)
+            failure = error if isinstance(error, CheckpointError) else unwritable(self.folder, error)
+            self._tell(saving, str(failure))
+            raise failure from error
+        self.saved()
+        self._tell(saving, "")
+
+    def _tell(self, saving: Saving, outcome: str) -> None:
+        """Say how it ended, and wait until all have heard: the store may be gone when this process is."""
+        store = self.part.store
+        store.set(_OUTCOME, outcome)
+        # Whoever does not hear it is gone, which does not change how it ended.
+        with contextlib.suppress(CheckpointError):
+            for rank in range(1, self.num_ranks):
+                saving.until(lambda rank=rank: store.check([_heard_by(rank)]))
+                store.delete_key(_heard_by(rank))
+            store.delete_key(_OUTCOME)
+
+    def _join(self, saving: Saving) -> None:
+        from mmcompile.runtime.checkpoint import dcp
+
+        fresh, store = self.part.folder, self.part.store
+        parts: list[dict[str, StoredTensor]] = []
+        for rank in range(self.num_ranks):
+            saving.until(lambda rank=rank: store.check([str(rank)]))
+            said = msgspec.json.decode(store.get(str(rank)), type=_Said)
+            store.delete_key(str(rank))
+            if said.error:
+                raise unwritable(self.folder, said.error)
+            parts.append(_part(fresh, rank, said.digest))
+        fail_point("checkpoint-joining", rank=0, step=saving.step)
+        for rank in range(self.num_ranks):
+            part_file(fresh, rank).unlink()
+        index = Index.joined(parts, self.tied)
+        dcp.write_metadata(fresh, index)
+        write_state(fresh, self.trainer, index.write(fresh), self.data)
+        swap(fresh, self.folder, files_of(self.folder).__contains__)
+        fail_point("checkpoint-saved", rank=0, step=saving.step)
+
+
+_OUTCOME = "outcome"
+
+
+def _heard_by(rank: int) -> str:
+    return f"heard by {rank}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Said:
+    """How writing ended on a rank."""
+
+    digest: str = ""
+    """Of its part of the index."""
+    error: str = ""
+
+
+def part_file(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its part of the index."""
+    return folder / f"part-{rank}.json"
+
+
+def _part(folder: Path, rank: int, digest: str) -> dict[str, StoredTensor]:
+    path = part_file(folder, rank)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"rank {rank} wrote to {folder}, and rank 0 does not see it there: save to a folder that all machines share"
+        ) from error
+    if digest_of(data) != digest:
+        raise CheckpointError(
+            f"rank 0 sees another {path} than rank {rank} wrote: save to a folder that all machines share"
+        )
+    return msgspec.json.decode(data, type=dict[str, StoredTensor])

@@ -1,0 +1,209 @@
+"""`TrainerState`: what a checkpoint says of the run it is of, and whether a folder is a checkpoint at all.
+
+trainer.json        `TrainerState`; it is written last, so a folder with it is whole
+index.json          `Index`: where each tensor is
+.metadata           the same for torch
+__<rank>_0.distcp   tensors, as `torch.distributed.checkpoint` writes them
+data.pt             where the user's data was, if that was saved
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from mmcompile.errors import CheckpointError
+from mmcompile.runtime.checkpoint.checkpoint_folder import place_of
+from mmcompile.runtime.checkpoint.index import Index, damaged, digest_of
+from mmcompile.runtime.optim.optimizer import Hyper, OptimizerSpec
+
+CHECKPOINT_VERSION = 2
+STATE = "trainer.json"
+_DATA = "data.pt"
+_SAMPLED = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerState:
+    """What is small: counters and the optimizer's settings."""
+
+    step: int
+    optimizer: OptimizerSpec
+    hyper: Hyper
+    seed: int
+    num_samples: int = 0
+    """Trained on so far, over all steps and replicas."""
+    cursor: str | None = None
+    """Of the data, for a run that reads it by itself."""
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    """Parameter that does not train -> its `fingerprint`: it is not in the checkpoint, and what trains was trained with it."""
+    version: int = CHECKPOINT_VERSION
+    index: str = ""
+    """Digest of the index."""
+    data: str | None = None
+    """Digest of what the user's data said of itself; None if nothing was saved of it."""
+    files: tuple[str, ...] = ()
+    """Everything this checkpoint wrote; other files in the folder are the user's and are kept."""
+    digest: str = ""
+    """Of this, without it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """Where training was when a checkpoint was saved, for the data to go on from there."""
+
+    num_steps: int
+    """Updates, and so batches, where each is one step."""
+    num_samples: int
+    """Of these batches, over all replicas."""
+    data: Any
+    """What was saved of the user's data; None if nothing was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A whole checkpoint on the disk, without its tensors."""
+
+    folder: Path
+    """That was asked for."""
+    place: Path
+    """Where it is: that folder, or its predecessor after an interruption."""
+    trainer: TrainerState
+    index: Index
+
+    @classmethod
+    def find(cls, folder: Path) -> Stored:
+        """Raises CheckpointError: there is no whole checkpoint, another version wrote it, or it is damaged."""
+        place = place_of(folder, STATE)
+        if place is None:
+            raise CheckpointError(
+                f"no checkpoint at {folder}: wanted a folder with {STATE}, as engine.save() writes it"
+            )
+        trainer = read_state(place)
+        return cls(folder=folder, place=place, trainer=trainer, index=Index.read(place, trainer.index))
+
+    def data(self) -> Any:
+        """What the user's data said of itself; None if nothing was saved of it. Raises CheckpointError."""
+        if self.trainer.data is None:
+            return None
+        try:
+            found = (self.place / _DATA).read_bytes()
+        except OSError as error:
+            raise damaged(self.place, error) from error
+        if digest_of(found) != self.trainer.data:
+            raise damaged(self.place, f"{_DATA} is not as it was written")
+        return _decoded(found)
+
+
+def saved(folder: Path) -> TrainerState | None:
+    """What a checkpoint says of itself; None if there is none.
+
+    Raises:
+        CheckpointError: another version wrote it, or it is damaged.
+    """
+    place = place_of(folder, STATE)
+    return None if place is None else read_state(place)
+
+
+def write_state(fresh: Path, trainer: TrainerState, index: str, data: bytes | None) -> None:
+    """Write the last file of a checkpoint. Raises OSError.
+
+    Args:
+        index: digest of the index that is there already.
+        data: `encoded`.
+    """
+    if data is not None:
+        (fresh / _DATA).write_bytes(data)
+    written = (path.relative_to(fresh).as_posix() for path in fresh.rglob("*") if path.is_file())
+    whole = replace(
+        trainer,
+        index=index,
+        data=None if data is None else digest_of(data),
+        files=(*sorted(written), STATE),
+    )
+    whole = replace(whole, digest=_digest(whole))
+    (fresh / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
+
+
+def read_state(place: Path) -> TrainerState:
+    """Raises CheckpointError."""
+    try:
+        raw = (place / STATE).read_bytes()
+        version = msgspec.json.decode(raw, type=_Version).version
+        if version != CHECKPOINT_VERSION:
+            raise CheckpointError(
+                f"{place / STATE} has version {version}; this mmcompile reads version {CHECKPOINT_VERSION}"
+            )
+        trainer = msgspec.json.decode(raw, type=TrainerState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise damaged(place, error) from error
+    if _digest(trainer) != trainer.digest:
+        raise damaged(place, f"{STATE} is not as it was written")
+    return trainer
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Of a tensor's dtype, shape and about a thousand elements spread over it: told in microseconds, whatever its size.
+
+    Other weights (another model, another training of it) differ nearly everywhere, so a sample tells them apart.
+    """
+    flat = tensor.detach().reshape(-1)
+    drawn = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous().view(torch.uint8)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}:{zlib.crc32(drawn.numpy().tobytes()):08x}"
+
+
+def files_of(folder: Path) -> frozenset[str]:
+    """Files that the checkpoint in a folder wrote; none if there is none."""
+    place = place_of(folder, STATE)
+    try:
+        return frozenset() if place is None else msgspec.json.decode((place / STATE).read_bytes(), type=_Files).files
+    except (OSError, msgspec.DecodeError):
+        return frozenset()
+
+
+def encoded(data: Any) -> bytes:
+    """What the user's data says of itself, as bytes.
+
+    Raises:
+        CheckpointError: it has more than plain values and tensors.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(data, buffer)
+        _decoded(buffer.getvalue())
+    except (CheckpointError, pickle.PicklingError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"the state of the data must be numbers, text, lists, dicts and tensors, got {type(data).__name__}: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"what was saved of the data cannot be read: {error}") from error
+
+
+def _digest(trainer: TrainerState) -> str:
+    return digest_of(msgspec.json.encode(replace(trainer, digest="")))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Version:
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Files:
+    files: frozenset[str]

@@ -1,0 +1,81 @@
+"""A checkpoint as one process has it in memory: written and read as a whole, in the format that ranks write together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mmcompile.ir.graph import torch_dtype
+from mmcompile.runtime.checkpoint.checkpoint_folder import replacing, swap
+from mmcompile.runtime.checkpoint.holding import Holding
+from mmcompile.runtime.checkpoint.index import Index, state_key, weight_key
+from mmcompile.runtime.checkpoint.pieces import wanted_by, whole_piece
+from mmcompile.runtime.checkpoint.trainer_state import Stored, TrainerState, files_of, saved, write_state
+from mmcompile.runtime.comm.wire import under
+
+__all__ = ["Checkpoint", "TrainerState", "read", "saved", "write"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint in memory, tensors on the CPU."""
+
+    trainer: TrainerState
+    weights: Mapping[str, Tensor]
+    """Trained parameters by original name."""
+    optimizer: Mapping[str, Tensor]
+    """`<key>/<name>`."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Of the weights."""
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()}
+
+
+def write(folder: Path, checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
+    """Write a checkpoint beside the old one, then put it in its place.
+
+    Args:
+        tied: further name of a parameter -> its first one.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder cannot be written. The old checkpoint is untouched.
+    """
+    # It takes most of a second to import.
+    from mmcompile.runtime.checkpoint import dcp
+
+    pieces = [whole_piece(weight_key(name), tensor) for name, tensor in checkpoint.weights.items()]
+    for path, tensor in checkpoint.optimizer.items():
+        key, name = path.split("/", 1)
+        pieces.append(whole_piece(state_key(name, key), tensor))
+    with replacing(folder) as fresh:
+        index = Index.joined([dcp.write_part(fresh, 0, pieces)], tied)
+        dcp.write_metadata(fresh, index)
+        write_state(fresh, checkpoint.trainer, index.write(fresh), data=None)
+        swap(fresh, folder, files_of(folder).__contains__)
+
+
+def read(folder: Path) -> Checkpoint:
+    """Read a checkpoint, whatever wrote it.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, another version wrote it, or it is damaged.
+    """
+    from mmcompile.runtime.checkpoint import dcp
+
+    stored = Stored.find(folder)
+    names = tuple(stored.index.weights)
+    wanted = wanted_by({name: Holding(whole=name) for name in names}, stored.index, weights=names, states=names)
+    for piece in wanted.values():
+        dcp.read_piece(stored.place, stored.index, piece)
+    tensors = {path: piece.tensor() for path, piece in wanted.items()}
+    return Checkpoint(trainer=stored.trainer, weights=under("value/", tensors), optimizer=under("state/", tensors))
+
+
+def shapes_of(index: Index) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Of the weights of a checkpoint."""
+    return {name: (torch_dtype(stored.dtype), stored.shape) for name, stored in index.weights.items()}

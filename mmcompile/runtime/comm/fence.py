@@ -1,0 +1,249 @@
+"""`Fence`: lets go, in milliseconds, of everything that waits for other ranks over sockets of one group.
+
+gloo has no abort. A thread that waits for a message is let go when its connection ends, and by nothing else, so a fence ends
+the connections: it knows which sockets were opened while a group was made and shuts them down. gloo then raises in every
+thread that waits, however its peers are: alive and busy, stopped, or gone without a word. A socket is shut down, never closed:
+its file descriptor stays gloo's, to be closed by gloo.
+
+Needs /proc/self/fd. `fence_works` tries it out; where it does not work, threads that wait must be left behind.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# torch.distributed re-exports its C++ classes without saying so.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from mmcompile.runtime.comm.groups import Groups, PeerLost, wait
+
+_FDS = "/proc/self/fd"
+_AGAIN_S = 0.005
+"""Between two cuts of a group that is still being made, and goes on to open sockets."""
+_CLOSED, _LISTENING = 7, 10
+"""States of a socket, as the first byte of TCP_INFO."""
+
+_TRY_S = 1.0
+"""A fence that works lets go within a few milliseconds, also on a busy machine."""
+_TRY_TAG = 1
+
+Mine = Callable[[socket.socket], bool]
+"""Whether a TCP socket opened while a group was made is the group's, and not by chance another thread's."""
+
+
+def of_gloo(end: socket.socket) -> bool:
+    """gloo lets all its sockets reuse addresses; outgoing connections of others hardly ever do."""
+    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR))
+
+
+def of_store(port: int) -> Mine:
+    """Connections to a store that listens at this port."""
+
+    def mine(end: socket.socket) -> bool:
+        try:
+            return end.getpeername()[1] == port
+        except OSError:  # Not connected yet.
+            return False
+
+    return mine
+
+
+class Fence:
+    """Around the making of one group, or of one connection to a store.
+
+        fence = Fence(of_gloo, num_ranks=4)
+        with fence.around():
+            make the group
+        ...
+        fence.cut()     # by any thread, at any time, several times
+
+    Sockets that were there before are never touched, nor those of servers that were there before.
+
+    Args:
+        num_ranks: of the gloo group. A rank that waits for a peer to connect has no socket to shut down yet; a cut connects
+            in the peer's place, which takes one connection a rank.
+    """
+
+    def __init__(self, mine: Mine, *, num_ranks: int = 0) -> None:
+        self._mine = mine
+        self._num_ranks = num_ranks
+        self._lock = threading.Lock()
+        self._is_making = False
+        self._is_cut = False
+        self._inodes: frozenset[int] = frozenset()
+        """While the group is being made, of sockets that were there before; afterwards, of the group's."""
+        self._servers: frozenset[int] = frozenset()
+        """Ports that were listened at before."""
+        self._met: set[int] = set()
+        """Inodes of listening sockets that a cut has connected to."""
+
+    @property
+    def is_cut(self) -> bool:
+        return self._is_cut
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Make the group inside of this, once. After a cut whatever is made here is cut too, at once."""
+        with self._lock:
+            self._inodes = frozenset(inode for _, inode in _sockets())
+            self._servers = frozenset(_port(end) for _, end in _tcp_sockets() if _state(end) == _LISTENING)
+            self._is_making = True
+            if self._is_cut:
+                self._keep_cutting()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._is_cut:
+                    self._shut()
+                mine = frozenset(inode for inode, _ in self._ours())
+                self._is_making, self._inodes = False, mine
+
+    def cut(self) -> None:
+        """Let go of every thread that waits for another rank. What waits later is let go at once."""
+        with self._lock:
+            first, self._is_cut = not self._is_cut, True
+            self._shut()
+            if first and self._is_making:
+                self._keep_cutting()
+
+    def _keep_cutting(self) -> None:
+        threading.Thread(target=self._cut_while_making, name="mmcompile-fence", daemon=True).start()
+
+    def _cut_while_making(self) -> None:
+        while True:
+            time.sleep(_AGAIN_S)
+            with self._lock:
+                if not self._is_making:
+                    return
+                self._shut()
+
+    def _shut(self) -> None:
+        for inode, end in self._ours():
+            state = _state(end)
+            if state == _LISTENING:
+                # Shutting it down would end the process: gloo takes a failed `accept` for a bug.
+                if self._is_making and inode not in self._met:
+                    self._met.add(inode)
+                    _connect_all(end, self._num_ranks)
+            elif state != _CLOSED:
+                with contextlib.suppress(OSError):  # It may have ended since.
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def _ours(self) -> Iterator[tuple[int, socket.socket]]:
+        """(inode, socket) of the group."""
+        for inode, end in _tcp_sockets():
+            if not self._is_making:
+                if inode in self._inodes:
+                    yield inode, end
+            elif inode not in self._inodes and _port(end) not in self._servers and self._mine(end):
+                yield inode, end
+
+
+@functools.cache
+def fence_works() -> bool:
+    """Whether a fence lets go of gloo on this system. Tried once a process, which takes some 50 ms; says so if it does not."""
+    works = os.path.isdir(_FDS) and _lets_go()
+    if not works:
+        print(
+            "mmcompile: waits for other workers cannot be cut short on this system. After a failure each leaves a thread "
+            "behind, which ends with the process on the other side; results are the same.",
+            file=sys.stderr,
+        )
+    return works
+
+
+def _lets_go() -> bool:
+    """Whether a rank that waits for a live one is let go by a cut."""
+    store, fence = dist.HashStore(), Fence(of_gloo, num_ranks=2)
+    made: dict[int, Groups] = {}
+
+    def make(rank: int) -> None:
+        made[rank] = Groups.connect(store, rank, 2, torch.device("cpu"), local=True, timeout_s=2 * _TRY_S)
+
+    with fence.around():
+        threads = [threading.Thread(target=make, args=(rank,), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_TRY_S)
+    if len(made) < 2:
+        return False
+
+    def receive() -> None:
+        with contextlib.suppress(PeerLost):
+            wait(made[0].receive_control(torch.empty(1), 1, _TRY_TAG))
+
+    waiting = threading.Thread(target=receive, daemon=True)
+    waiting.start()
+    waiting.join(0.01)
+    waits = waiting.is_alive()
+    fence.cut()
+    waiting.join(_TRY_S)
+    if waiting.is_alive():
+        # Its end is a message that nobody minds.
+        made[1].send_control(torch.zeros(1), 0, _TRY_TAG)
+        waiting.join(_TRY_S)
+        return False
+    for groups in made.values():
+        groups.close()
+    return waits
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """(file descriptor, inode) of every socket of this process; none where the system does not tell."""
+    for name in os.listdir(_FDS) if os.path.isdir(_FDS) else ():
+        with contextlib.suppress(OSError):  # Closed since, as the one that lists the folder.
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                yield int(name), status.st_ino
+
+
+def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """(inode, socket) of every TCP socket of this process. The socket is a duplicate, closed again after its turn."""
+    for number, _ in _sockets():
+        # Looked at only as a duplicate: the number may be another file's by the next line.
+        try:
+            copy = os.dup(number)
+        except OSError:
+            continue
+        try:
+            end = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            continue
+        with end:
+            if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
+                yield os.fstat(copy).st_ino, end
+
+
+def _state(end: socket.socket) -> int:
+    return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
+def _port(end: socket.socket) -> int:
+    return end.getsockname()[1]
+
+
+def _connect_all(listener: socket.socket, num_ranks: int) -> None:
+    """Connect to gloo as every rank it may wait for, and leave again.
+
+    A new connection says with its first number, counted from 0 in order of ranks, what it is for.
+    """
+    for number in range(num_ranks):
+        with contextlib.suppress(OSError), socket.socket(listener.family, socket.SOCK_STREAM) as end:
+            end.settimeout(_TRY_S)
+            end.connect(listener.getsockname())
+            end.sendall(struct.pack("n", number))

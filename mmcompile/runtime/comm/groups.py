@@ -1,0 +1,301 @@
+"""Process groups of one engine: a gloo group for control and CPU tensors, and NCCL pairs for CUDA tensors.
+
+The groups are made directly on a store and never become torch's default group, so a user's own use of
+torch.distributed is left alone, and two engines can live in one process one after the other.
+
+gloo on torch 2.13 offers no way to wait for a message for a while and then go on waiting: a `wait` that times out closes
+the pair, `is_completed` stays false, and an abort from another thread releases nobody. So waits block, and what ends
+them is the end of the process on the other side (`launch` sees to that), or a `Fence`.
+"""
+
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+# torch.distributed re-exports its C++ classes without saying so, and their stubs lack a few members.
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmcompile.runtime.comm.local_address import listen_at
+
+_NEVER = timedelta(days=7)
+"""Rank 0 may think for hours between two steps; a dead peer is noticed by other means."""
+
+_INTERRUPT_TAG = 2**31 - 5
+"""Of messages that nobody sends."""
+_MOMENT = timedelta(milliseconds=1)
+
+_BROADCASTS = 8
+"""Broadcasts that may be under way at a time."""
+
+_NO_MORE = "the groups are closed: this rank left them"
+
+_STAR_TAG = 2**31 - 3
+"""Above the tags of links and of gradients, below those of control messages."""
+
+
+class PeerLost(Exception):
+    """A message could not be sent or received because the other side is gone; another rank holds the cause."""
+
+
+class Work(Protocol):
+    """A message on its way (`torch.distributed.Work`, as far as we use it)."""
+
+    def wait(self) -> bool: ...
+
+
+class Backend(Protocol):
+    """A process group made directly on a store (`ProcessGroupGloo`, `ProcessGroupNCCL`)."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any: ...
+
+
+class _Closed:
+    """What is left of a group that was closed."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
+        raise RuntimeError(_NO_MORE)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
+        raise RuntimeError(_NO_MORE)
+
+
+def wait(work: Work) -> None:
+    """Block until a message is through. Raises PeerLost."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """One direction between two stages. Messages of a lane are sent and received in the same order on both sides."""
+
+    source: int
+    """Rank that sends."""
+    target: int
+    """Rank that receives."""
+    name: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Groups:
+    """The groups of one rank.
+
+    Args:
+        store: shared by all ranks, fresh for this engine.
+        device: where stages compute. On CUDA, lanes are pairs of ranks joined by NCCL, one communicator a lane since
+            NCCL matches messages by order only; control messages and batch inputs stay on gloo.
+    """
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    device: torch.device
+    control: Backend
+    local: bool
+    """All ranks are on this machine."""
+    closed: bool = False
+    waiting: bool = False
+    """A thread waits for a message on gloo; once the groups are closed it does nothing more than raise PeerLost."""
+    _broadcasts: deque[list[Work]] = field(default_factory=deque)
+    """Of rank 0, not known to have arrived."""
+    _lanes: dict[Lane, Backend] = field(default_factory=dict)
+    _shards: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def connect(
+        cls,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        *,
+        local: bool,
+        timeout_s: float | None = None,
+    ) -> Groups:
+        """Meet all other ranks.
+
+        Args:
+            local: all ranks are on this machine, so only its loopback address is used.
+            timeout_s: how long to wait for a rank that does not come; None: for ever. Messages may take as long as they like.
+
+        Raises:
+            RuntimeError: a rank did not come, or went away meanwhile.
+        """
+        timeout = _NEVER if timeout_s is None else timedelta(seconds=timeout_s)
+        control = _gloo(dist.PrefixStore("control", store), rank, world_size, local, timeout)
+        return cls(store=store, rank=rank, world_size=world_size, device=device, control=control, local=local)
+
+    def close(self) -> None:
+        """Give back the connections and threads of gloo; takes about 10 ms a group, in which other threads run.
+
+        Whoever waits for a message, sends or receives afterwards gets PeerLost. A thread that waits now keeps its group until
+        its wait ends (cut a `Fence` first), as does a message that nobody waited for, for as long as it is referred to. The
+        store is the caller's. Safe to call twice.
+        """
+        self.closed = True
+        self.control = _Closed()
+        self._broadcasts.clear()
+        self._lanes.clear()
+        self._shards.clear()
+
+    def interrupt(self) -> None:
+        """Let go of every thread that waits for a message on gloo, with PeerLost, on any system; any thread may call this.
+
+        gloo ends all connections of a group when one wait runs out of time, one after the other: up to 10 ms a rank. Where a
+        `Fence` works, it is faster.
+        """
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                # Without a connection to this rank, one to the next will do.
+                with contextlib.suppress(RuntimeError):
+                    self.control.recv([torch.empty(1)], rank, _INTERRUPT_TAG).wait(_MOMENT)
+
+    def shards(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of the ranks that share a stage, for collectives on the device; all of them must ask for it.
+
+        Args:
+            ranks: of the shards in order; this rank is one of them.
+        """
+        if self.closed:
+            raise PeerLost(_NO_MORE)
+        if ranks not in self._shards:
+            store = dist.PrefixStore(f"shards/{'-'.join(map(str, ranks))}", self.store)
+            index = ranks.index(self.rank)
+            if self.device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = _NEVER
+                self._shards[ranks] = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+            else:
+                self._shards[ranks] = _gloo(store, index, len(ranks), self.local, _NEVER)
+        return self._shards[ranks]
+
+    def send(self, tensor: Tensor, lane: Lane, tag: int) -> Work:
+        """Start to send. The tensor must be contiguous, kept and unchanged until the work is through."""
+        if tensor.is_cuda:
+            return self._pair(lane).send([tensor], 1, tag)
+        return self.send_control(tensor, lane.target, tag)
+
+    def receive(self, tensor: Tensor, lane: Lane, tag: int) -> Work:
+        """Start to receive into a contiguous tensor."""
+        if tensor.is_cuda:
+            return self._pair(lane).recv([tensor], 0, tag)
+        return self.receive_control(tensor, lane.source, tag)
+
+    def send_control(self, tensor: Tensor, rank: int, tag: int) -> Work:
+        """Start to send a CPU tensor to a rank."""
+        try:
+            return _Message(self.control.send([tensor], rank, tag), self)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+
+    def receive_control(self, tensor: Tensor, rank: int, tag: int) -> Work:
+        """Start to receive a CPU tensor from a rank."""
+        try:
+            return _Message(self.control.recv([tensor], rank, tag), self)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give every rank rank 0's CPU tensor, of a size that all know. On rank 0 it must not change afterwards.
+
+        Straight from rank 0, as `all_reduce`: for what we send this way, gloo's collectives cost more in hops between
+        threads and in rounds around a ring than they save.
+        """
+        if self.rank == 0:
+            # Not waited for now: gloo forgets a message that it has begun to write to a rank that just left, and a thread
+            # that waits for that one is never let go. A receive is; so whoever hears from the others next learns of it.
+            self._broadcasts.append([self.send_control(tensor, rank, _STAR_TAG) for rank in range(1, self.world_size)])
+            while len(self._broadcasts) > _BROADCASTS:
+                self._arrived()
+        else:
+            wait(self.receive_control(tensor, 0, _STAR_TAG))
+
+    def flush(self) -> None:
+        """Rank 0: wait until the others have all that was broadcast."""
+        while self._broadcasts:
+            self._arrived()
+
+    def _arrived(self) -> None:
+        for work in self._broadcasts.popleft():
+            wait(work)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a CPU tensor over all ranks, in place and in order of ranks, so that all get the same bits."""
+        if self.rank == 0:
+            parts = [torch.empty_like(tensor) for _ in range(1, self.world_size)]
+            for work in [self.receive_control(part, rank, _STAR_TAG) for rank, part in enumerate(parts, 1)]:
+                wait(work)
+            for part in parts:
+                tensor += part
+            self.broadcast(tensor.clone())
+        else:
+            mine = tensor.clone()
+            # Posted first: rank 0's answer then needs no asking.
+            answer = self.receive_control(tensor, 0, _STAR_TAG)
+            given = self.send_control(mine, 0, _STAR_TAG)
+            wait(answer)
+            # Rank 0 answers when it has it.
+            del given
+
+    def _pair(self, lane: Lane) -> Backend:
+        if self.closed:
+            raise PeerLost(_NO_MORE)
+        if lane not in self._lanes:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _NEVER
+            store = dist.PrefixStore(f"{lane.name}/{lane.source}/{lane.target}", self.store)
+            self._lanes[lane] = dist.ProcessGroupNCCL(store, int(self.rank == lane.target), 2, options)
+        return self._lanes[lane]
+
+
+class _Message:
+    """A message on gloo. Its wait lasts as long as it takes, whatever timeout its group was made with."""
+
+    __slots__ = ("_groups", "_work")
+
+    def __init__(self, work: Any, groups: Groups) -> None:
+        self._work = work
+        self._groups = groups
+
+    def wait(self) -> bool:
+        groups = self._groups
+        # Closing looks the other way round, closed first: a wait it sees can only end in the error below.
+        groups.waiting = True
+        try:
+            if not groups.closed:
+                self._work.wait(_NEVER)
+        finally:
+            groups.waiting = False
+        if groups.closed:
+            raise RuntimeError(_NO_MORE)
+        return True
+
+
+def _gloo(store: dist.Store, rank: int, world_size: int, local: bool, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._threads = 2
+    options._devices = [_listener(local)]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _listener(local: bool) -> Any:
+    """What gloo listens and connects with."""
+    found = "hostname", "127.0.0.1"
+    if not local:
+        found = listen_at(os.environ)
+    if found is None:
+        return dist.ProcessGroupGloo.create_default_device()
+    return dist.ProcessGroupGloo.create_device(**dict([found]))

@@ -1,0 +1,242 @@
+"""`Connections`: the groups of one generation after the other, each left in milliseconds whoever waits for whom.
+
+    connections = Connections(membership)
+    while True:
+        generation = membership.wait_generation()
+        with contextlib.suppress(Superseded), connections.open(generation) as connection:
+            connection.call(function that uses connection.groups)
+
+When the generation ends, waits of this rank for others are cut by the thread that hears of it, while the main thread may still
+be in `call`. After `open` nothing of the generation runs any more.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# torch.distributed re-exports its C++ classes without saying so.
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mmcompile.runtime.comm.fence import Fence, fence_works, of_gloo, of_store
+from mmcompile.runtime.comm.groups import Groups, PeerLost
+from mmcompile.runtime.comm.runner import Runner
+from mmcompile.runtime.control.control_errors import Superseded
+from mmcompile.runtime.control.membership import Generation
+from mmcompile.runtime.control.store import open_client
+from mmcompile.runtime.control.times import Times
+
+T = TypeVar("T")
+
+_LEAVE_S = 0.002
+"""Between two looks at a thread that is to end."""
+_STUCK_S = 0.5
+"""A thread that waits for a message so long after the cut is left behind: gloo lets go of all that wait, but for a send that it
+had begun to write when the connection ended (seen with torch 2.13)."""
+
+
+class Watch(Protocol):
+    """What a worker hears of its generation (`Membership`)."""
+
+    superseded: bool
+    on_superseded: Callable[[], None] | None
+    times: Times
+
+    def check(self) -> None: ...
+    def fault(self, error: str) -> None: ...
+
+
+class Connections:
+    """One for all generations of a worker. Takes over `watch.on_superseded`.
+
+    Args:
+        fenced: cut by a `Fence`; None: if that works on this system. Otherwise gloo ends its own waits a little later, and a
+            thread that still waits for ranks to come is left behind until `times.attempt_s` is over (for a rank that was there
+            and did not go on, five times as long).
+    """
+
+    def __init__(self, watch: Watch, *, fenced: bool | None = None) -> None:
+        self._watch = watch
+        self._fenced = fence_works() if fenced is None else fenced
+        self._store = _StoreClient(watch.times.attempt_s)
+        self._current: Connection | None = None
+        watch.on_superseded = self.cut
+
+    @contextlib.contextmanager
+    def open(self, generation: Generation) -> Iterator[Connection]:
+        """Connect to all members of a generation, and leave them in the end.
+
+        Raises:
+            Superseded: the generation ended before all were connected. Also Released; as `Membership.check`.
+        """
+        connection = Connection(self._watch, self._store, generation, fenced=self._fenced)
+        self._current = connection
+        try:
+            # What ended the generation before this line found nothing to cut.
+            self._watch.check()
+            connection.meet()
+            yield connection
+        finally:
+            self._current = None
+            if not connection.leave():
+                # Whoever is left behind may use it.
+                self._store = _StoreClient(self._watch.times.attempt_s)
+
+    def cut(self) -> None:
+        """Let go of whatever in the current generation waits for other ranks. By any thread, several times."""
+        connection = self._current
+        if connection is not None:
+            connection.cut()
+
+
+class Connection:
+    """The groups of one generation, and a thread of its own for what may block in them.
+
+    Attributes:
+        groups: of all members.
+    """
+
+    groups: Groups
+
+    def __init__(self, watch: Watch, store: _StoreClient, generation: Generation, *, fenced: bool) -> None:
+        self._watch = watch
+        self._store = store
+        self._generation = generation
+        self._fenced = fenced
+        self._fence = Fence(of_gloo, num_ranks=generation.world_size)
+        self._runner = Runner()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._made: Groups | None = None
+        self._is_cut = False
+        self._over = False
+
+    def check(self) -> None:
+        """Raise Superseded if the generation is over. For functions in `call`, between two messages."""
+        if self._over or self._watch.superseded:
+            raise Superseded(f"generation {self._generation.number} is over")
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function that uses the groups, on their thread.
+
+        Raises:
+            Superseded: the generation ended meanwhile; also if a message failed, once that is explained.
+        """
+        self._idle.clear()
+        try:
+            return self._runner.call(partial(self._run, function), self._watch.check)
+        except PeerLost as error:
+            lost = str(error).partition("\n")[0]
+        # Out here the error is gone, and with it the messages that its traceback refers to.
+        self._watch.fault(lost)
+        raise AssertionError(f"no generation came after a fault: {lost}")
+
+    def meet(self) -> None:
+        self.groups = self.call(self._connect)
+
+    def cut(self) -> None:
+        self._is_cut = True
+        if self._fenced:
+            self._fence.cut()
+            if self._made is None:
+                self._store.cut()
+        elif self._made is not None:
+            self._made.interrupt()
+
+    def leave(self) -> bool:
+        """Wait until nothing of the generation runs any more, and close its groups. False if a thread had to be left behind.
+
+        A thread that computes is waited for: it works on what the next generation goes on with.
+        """
+        self._over = True
+        if self._made is not None:
+            self._made.closed = True
+        self.cut()
+        stuck_s = 0.0
+        while not self._idle.wait(_LEAVE_S) and stuck_s < (_STUCK_S if self._fenced or self._made is not None else 0.0):
+            waits = self._made is None or self._made.waiting
+            stuck_s = stuck_s + _LEAVE_S if waits else 0.0
+        self._runner.end(0.0)
+        if self._made is not None:
+            # Nobody needs to wait for gloo's threads to end.
+            threading.Thread(target=self._made.close, name="mmcompile-close").start()
+        return self._idle.is_set()
+
+    def _run(self, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        finally:
+            self._idle.set()
+
+    def _connect(self) -> Groups:
+        generation, timeout_s = self._generation, self._watch.times.attempt_s
+        try:
+            client = self._store.client(generation.store, lambda: self._is_cut)
+            with self._fence.around():
+                made = Groups.connect(
+                    dist.PrefixStore(generation.prefix, client),
+                    generation.rank,
+                    generation.world_size,
+                    torch.device("cpu"),
+                    local=_is_local(generation.store),
+                    timeout_s=timeout_s,
+                )
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+        self._made = made
+        if self._over or self._is_cut:
+            made.close()
+            raise PeerLost("the generation is over")
+        return made
+
+
+class _StoreClient:
+    """A connection to the store that is kept from generation to generation. It is cut only while ranks meet."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._address = ""
+        self._client: dist.TCPStore | None = None
+        self._fence: Fence | None = None
+
+    def client(self, address: str, is_cut: Callable[[], bool]) -> dist.TCPStore:
+        """The store at host:port."""
+        if not self._is_usable(address):
+            self._client, self._address = None, address
+            self._fence = Fence(of_store(int(address.rsplit(":", 1)[1])))
+            if is_cut():
+                self._fence.cut()
+            with self._fence.around():
+                self._client = open_client(address, self._timeout_s)
+        assert self._client is not None
+        return self._client
+
+    def cut(self) -> None:
+        fence = self._fence
+        if fence is not None:
+            fence.cut()
+
+    def _is_usable(self, address: str) -> bool:
+        if self._client is None or self._fence is None or self._fence.is_cut or address != self._address:
+            return False
+        try:
+            self._client.check(["anything"])
+        except RuntimeError:  # The store was started anew.
+            return False
+        return True
+
+
+def _is_local(store: str) -> bool:
+    """Whether a store is reached by the loopback address: all workers are on its machine then."""
+    host = store.rsplit(":", 1)[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,186 @@
+"""`ElasticEngine`: starts and watches a training run that goes on when nodes die. This process computes nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from mmcompile.errors import ConfigError, EngineError
+from mmcompile.planner.schedule.simulate import Event as StepEvent
+from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
+from mmcompile.runtime.checkpoint.export import export
+from mmcompile.runtime.control.effects import EventKind
+from mmcompile.runtime.control.events import Event, Recovery, recoveries
+from mmcompile.runtime.control.local import LocalCluster
+from mmcompile.runtime.control.times import Times
+from mmcompile.runtime.elastic.elastic_job import ElasticJob
+from mmcompile.runtime.elastic.elastic_worker import work
+from mmcompile.runtime.elastic.event_reader import EventReader, follow
+from mmcompile.runtime.elastic.record import StepRecord
+from mmcompile.runtime.elastic.template_planner import TemplatePlanner
+from mmcompile.runtime.monitoring.metrics import StepMetrics
+from mmcompile.runtime.monitoring.tracing import read_trace
+
+_END_S = 10.0
+_LOG = "coordinator.log"
+
+
+class ElasticEngine:
+    """A coordinator, a store and one agent a node, whose workers train by the templates of a plan.
+
+    Every step is committed once, on the same samples, whatever happens to nodes; see `mmcompile.runtime.elastic`. All processes
+    end with this one.
+
+    Args:
+        job: what is trained.
+        nodes: names of the nodes to start with; each is simulated by processes of this machine.
+        times: how soon what counts as lost.
+        max_restarts: times that the workers of a node are started anew after they were lost.
+        on_event: told every line of the event log while `train` runs.
+
+    Raises:
+        ConfigError: fewer nodes than the promise needs, or a folder of another run.
+    """
+
+    def __init__(
+        self,
+        job: ElasticJob,
+        nodes: Sequence[str],
+        *,
+        times: Times | None = None,
+        max_restarts: int = 3,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        least = job.resilience.job.min_nodes
+        if len(nodes) < least or len(set(nodes)) < len(nodes):
+            raise ConfigError(
+                f"{len(nodes)} nodes ({', '.join(nodes)}) cannot keep the plan's promise, which needs {least} or more of "
+                "different names"
+            )
+        if (job.folder / _LOG).exists():
+            raise ConfigError(f"{job.folder} holds a run already; give a new folder, or move it away")
+        self._job = job
+        self._on_event = on_event
+        self._events: list[Event] = []
+        self._reader = EventReader(job.folder / "events.jsonl")
+        self._cluster = LocalCluster(
+            folder=job.folder,
+            planner=TemplatePlanner(resilience=job.resilience, start_nodes=len(nodes), checkpoints=job.checkpoints),
+            work=partial(work, job),
+            times=times or Times(),
+            max_restarts=max_restarts,
+        )
+        # What workers share with this process must not be touched by their garbage collection, or it is copied.
+        gc.collect()
+        gc.freeze()
+        try:
+            self._cluster.start()
+            for node in nodes:
+                self._cluster.add(node, num_workers=job.resilience.devices_per_node)
+        finally:
+            gc.unfreeze()
+        self._closed = False
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """Lines of the event log, as far as `train` has come."""
+        return self._events
+
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """Changes of members that training got over, with what each phase took."""
+        return recoveries(self.events)
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Node -> process id of its agent."""
+        return dict(self._cluster.agents)
+
+    @property
+    def coordinator(self) -> int:
+        """Process id of what keeps store and coordinator running."""
+        return self._cluster.supervisor
+
+    def train(self) -> Iterator[StepMetrics]:
+        """Metrics of each step once it is committed, until training ends.
+
+        After state was lost and read from a checkpoint, the steps since then come again.
+
+        Raises:
+            EngineError: training ended before its last step; the message says why, and what was saved.
+        """
+        for event in follow(self._reader, lambda: self._cluster.ended):
+            self._note(event)
+            if event.kind is EventKind.COMMITTED and event.cursor is not None:
+                yield StepRecord.decode(event.cursor).metrics
+            # All were told; they need a moment.
+            if event.kind is EventKind.ENDED and not self._cluster.wait(_END_S):
+                raise EngineError(f"training ended: {event.cause}")
+
+    def add(self, node: str) -> None:
+        """Start a node, which joins after the step that runs."""
+        self._cluster.add(node, num_workers=self._job.resilience.devices_per_node)
+
+    def drain(self, node: str) -> None:
+        """Tell a node that it will be taken away; it leaves after the step that runs."""
+        self._cluster.drain(node)
+
+    def kill(self, node: str) -> None:
+        """Kill the workers of a node at once, to rehearse a failure. Its agent starts new ones, as often as it may."""
+        agent = self._cluster.agents[node]
+        for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+
+    def trace(self) -> list[StepEvent]:
+        """Measured actions of all ranks in the last step, on one clock, once training ended well."""
+        return read_trace(self._job.trace)
+
+    def pull(self) -> None:
+        """Copy the trained weights into the model, once training ended well.
+
+        Raises:
+            CheckpointError: no step was saved.
+        """
+        self._job.user.put(checkpoint.read(self._job.checkpoints).weights)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the checkpoint of the end to another folder; `Engine.load` goes on from it.
+
+        Raises:
+            CheckpointError: no step was saved, or the folder cannot be written.
+        """
+        checkpoint.write(Path(folder), checkpoint.read(self._job.checkpoints), self._job.user.tied())
+
+    def export(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model of the end, as `Engine.export` does.
+
+        Raises:
+            CheckpointError: no step was saved, or the folder cannot be written.
+        """
+        content = checkpoint.read(self._job.checkpoints)
+        export(Path(folder), self._job.model, self._job.user.complete(content.weights, self._job.user.tied()))
+
+    def close(self) -> None:
+        """End all processes. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._cluster.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _note(self, event: Event) -> None:
+        self._events.append(event)
+        if self._on_event is not None:
+            self._on_event(event)

@@ -1,0 +1,77 @@
+"""`ElasticJob`: everything a worker needs to take any part in training. Workers have it by fork."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.batching.step_planner import Collate, Costs
+from mmcompile.codegen.program_cache import Patterns
+from mmcompile.data.batches import Batches
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.resilience.resilience import Resilience
+from mmcompile.runtime.commands import Reduction
+from mmcompile.runtime.monitoring import tracing
+from mmcompile.runtime.optim.optimizer import OptimizerSpec, SchedulerFactory
+from mmcompile.runtime.user_model import UserModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ElasticJob:
+    """Model, data and settings of a run."""
+
+    resilience: Resilience
+    layers: Plan
+    """By layers."""
+    patterns: Patterns
+    model: nn.Module
+    data: Batches
+    num_steps: int
+    seed: int
+    optimizer: OptimizerSpec
+    scheduler: SchedulerFactory | None
+    clip_norm: float | None
+    compiled: bool
+    reduction: Reduction
+    collate: Collate
+    balancer: Balancer
+    """Of samples over the microbatches of a step."""
+    costs: Costs | None
+    folder: Path
+    save_every: int | None
+    """Steps between checkpoints; None for one at the end only."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the last checkpoint."""
+        return checkpoints_in(self.folder)
+
+    @property
+    def digests(self) -> Path:
+        """File with a digest of each layer at the end."""
+        return self.folder / "digests.json"
+
+    @property
+    def compiled_graphs(self) -> Path:
+        """File with the number of graphs that each rank of the last generation compiled since it started."""
+        return self.folder / "compiled_graphs.json"
+
+    @property
+    def trace(self) -> Path:
+        """File with the measured actions of the last step."""
+        return self.folder / tracing.FILE
+
+    @property
+    def user(self) -> UserModel:
+        return UserModel(module=self.model, source=self.patterns)
+
+    def saves_after(self, step: int) -> bool:
+        return step == self.num_steps or (self.save_every is not None and step % self.save_every == 0)
+
+
+def checkpoints_in(folder: Path) -> Path:
+    """Folder of the last checkpoint of a run."""
+    return folder / "checkpoint"

@@ -1,0 +1,135 @@
+"""Checkpoints and digests of a whole model whose layers are spread over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from mmcompile.errors import VerifyError
+from mmcompile.files import write_atomic
+from mmcompile.planner.resilience.job import LayerId
+from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
+from mmcompile.runtime.checkpoint.whole_checkpoint import Checkpoint, TrainerState
+from mmcompile.runtime.comm import wire
+from mmcompile.runtime.comm.groups import Groups
+from mmcompile.runtime.elastic.elastic_job import ElasticJob
+from mmcompile.runtime.elastic.generation_layout import Layout, ranges_held
+from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan
+from mmcompile.runtime.elastic.layer_store import LayerStore
+from mmcompile.runtime.monitoring.fail_points import fail_point
+from mmcompile.runtime.optim.optimizer import Hyper
+
+
+def owners(layout: Layout, *, former: bool) -> dict[LayerId, int]:
+    """Layer -> the first rank that holds it.
+
+    Args:
+        former: count layers that a worker held before and keeps until the first commit of the generation.
+    """
+    found: dict[LayerId, int] = {}
+    for device, rank in layout.ranks.items():
+        beside = _former(layout.plan, device) if former else frozenset[LayerId]()
+        for layer in layout.layers_of(device) | beside:
+            found.setdefault(layer, rank)
+    return found
+
+
+def _former(plan: GenerationPlan, device: Device) -> frozenset[LayerId]:
+    devices = plan.former.get(device.node, ())
+    return ranges_held(devices[device.index]) if device.index < len(devices) else frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """When a checkpoint is of."""
+
+    step: int
+    cursor: str | None
+    """That was committed with the step."""
+    hyper: Hyper
+    """Of the step that comes next."""
+
+
+def save(
+    groups: Groups,
+    job: ElasticJob,
+    owned: Mapping[LayerId, int],
+    store: LayerStore,
+    aliases: Mapping[str, str],
+    moment: Moment,
+) -> None:
+    """Collect all state on rank 0 and write it; the checkpoint before stays whole until this one is.
+
+    Args:
+        owned: layer -> rank that sends it.
+        aliases: other name of a tied parameter -> the name it is held under.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    fail_point("gathering", rank=groups.rank, step=moment.step)
+    mine: dict[str, Tensor] = {}
+    for layer in sorted(owned):
+        if owned[layer] == groups.rank and layer in store.held:
+            mine |= store.bundle(layer)
+    if groups.rank:
+        wire.send_tensors(groups, 0, mine)
+        return
+    tensors = {path: tensor.detach().to("cpu", copy=True) for path, tensor in mine.items()}
+    for rank in range(1, groups.world_size):
+        tensors |= wire.receive_tensors(groups, rank)
+    fail_point("saving", rank=groups.rank, step=moment.step)
+    weights = wire.under("value/", tensors)
+    complete = job.user.complete(weights, aliases)
+    content = Checkpoint(
+        trainer=TrainerState(
+            step=moment.step,
+            optimizer=job.optimizer,
+            hyper=moment.hyper,
+            seed=job.seed,
+            cursor=moment.cursor,
+            frozen=job.user.frozen(),
+        ),
+        weights=job.user.trainable(complete),
+        optimizer=wire.under("state/", tensors),
+    )
+    checkpoint.write(job.checkpoints, content, job.user.tied())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a worker has to say at the end."""
+
+    digests: dict[str, str]
+    """Layer -> digest of its parameters and optimizer state."""
+    num_compiled: int
+    """Graphs compiled since the worker started."""
+
+
+def check_replicas(groups: Groups, job: ElasticJob, mine: Outcome) -> None:
+    """Compare all replicas of every layer, and write what they are, on rank 0.
+
+    Raises:
+        VerifyError: on rank 0; two replicas differ.
+    """
+    if groups.rank:
+        wire.send_bytes(groups, 0, wire.encode(mine))
+        return
+    outcomes = [mine]
+    outcomes += (wire.decode(wire.receive_bytes(groups, rank), Outcome) for rank in range(1, groups.world_size))
+    found: dict[str, str] = {}
+    for rank, outcome in enumerate(outcomes):
+        for layer, digest in outcome.digests.items():
+            if found.setdefault(layer, digest) != digest:
+                raise VerifyError(
+                    f"replicas of layer {layer} differ: rank {rank} holds another one than ranks before it"
+                )
+    write_atomic(job.digests, _json(dict(sorted(found.items()))))
+    write_atomic(job.compiled_graphs, _json([outcome.num_compiled for outcome in outcomes]))
+
+
+def _json(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value))

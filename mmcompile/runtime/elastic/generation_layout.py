@@ -1,0 +1,177 @@
+"""From the pipelines of a generation to placed stages: every layer of every replica on the rank of the node that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import ClassVar, final
+
+import numpy as np
+
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.planner.plan.by_layers import layer_name
+from mmcompile.planner.plan.placement import PlacedStage, Placement, replica_name
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.resilience.job import Job, LayerId
+from mmcompile.planner.resilience.resilience import Resilience
+from mmcompile.planner.resilience.template import Template
+from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan, Held, NodePipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where the layers of a generation are.
+
+    Args:
+        plan: pipelines.
+        resilience: their templates.
+        layers: the plan by layers.
+        nodes: of the generation in order of ranks.
+    """
+
+    plan: GenerationPlan
+    resilience: Resilience
+    layers: Plan
+    nodes: tuple[str, ...]
+
+    @property
+    def ranks(self) -> dict[Device, int]:
+        """Of all workers, those of idle nodes too."""
+        count = self.resilience.devices_per_node
+        return {
+            Device(node=node, index=index): position * count + index
+            for position, node in enumerate(self.nodes)
+            for index in range(count)
+        }
+
+    def layers_of(self, device: Device) -> frozenset[LayerId]:
+        """What a worker runs."""
+        return self._layers.get(device, frozenset())
+
+    @cached_property
+    def _layers(self) -> dict[Device, frozenset[LayerId]]:
+        return layers_by_device(self.plan, self._job)
+
+    @cached_property
+    def _job(self) -> Job:
+        return self.resilience.job
+
+    def placement(self) -> Placement:
+        """Of all replicas, as one tower: a replica is a pipeline."""
+        ranks = self.ranks
+        depth = {stage.name: stage.depth for stage in self.layers.stages}
+        order = {name: place for place, name in enumerate(depth)}
+        several = len(self.plan.pipelines) > 1
+        stages: list[PlacedStage] = []
+        for replica, pipeline in enumerate(self.plan.pipelines):
+            placed = [(layer_name(layer), ranks[device]) for layer, device in self._run(pipeline)]
+            stages += (
+                PlacedStage(
+                    name=replica_name(name, replica) if several else name,
+                    ranks=(rank,),
+                    depth=depth[name],
+                    program=name if several else "",
+                    replica=replica,
+                )
+                for name, rank in sorted(placed, key=lambda item: order[item[0]])
+            )
+        return Placement(
+            stages=tuple(stages),
+            num_microbatches=max(pipeline.num_microbatches for pipeline in self.plan.pipelines),
+            num_replicas=(len(self.plan.pipelines),),
+        )
+
+    def _run(self, pipeline: NodePipeline) -> Iterator[tuple[LayerId, Device]]:
+        return placed_layers(self._job.by_size[len(pipeline.nodes)], pipeline.nodes, self._job.devices_per_node)
+
+
+def layers_by_device(plan: GenerationPlan, job: Job) -> dict[Device, frozenset[LayerId]]:
+    """Worker -> layers it runs; idle ones are missing."""
+    found: dict[Device, set[LayerId]] = {}
+    for pipeline in plan.pipelines:
+        template = job.by_size[len(pipeline.nodes)]
+        for layer, device in placed_layers(template, pipeline.nodes, job.devices_per_node):
+            found.setdefault(device, set()).add(layer)
+    return {device: frozenset(layers) for device, layers in found.items()}
+
+
+def placed_layers(template: Template, nodes: Sequence[str], devices_per_node: int) -> Iterator[tuple[LayerId, Device]]:
+    """Layers of a template, each with the device it is on.
+
+    Args:
+        nodes: in the order of the template's nodes.
+    """
+    for stage in template.stages:
+        node, index = divmod(stage.devices[0], devices_per_node)
+        for layer in range(stage.first, stage.last):
+            yield LayerId(chain=stage.chain, index=layer), Device(node=nodes[node], index=index)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dealt(Balancer):
+    """Microbatches as another balancer makes them of a step's samples, dealt to pipelines in runs.
+
+    What a microbatch holds does not depend on the pipelines, so a step computes the same whatever the membership.
+    """
+
+    name: ClassVar[str] = "dealt"
+
+    inner: Balancer
+    shares: tuple[int, ...]
+    """Microbatches of each pipeline."""
+
+    def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        return self._dealt(self.inner.assign(costs, self._whole(grid)), grid)
+
+    def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
+        found, reason = self.inner.explained(costs, self._whole(grid))
+        return self._dealt(found, grid), reason
+
+    @property
+    def _first(self) -> np.ndarray:
+        return np.array([0, *accumulate(self.shares)][:-1])
+
+    def _whole(self, grid: Grid) -> Grid:
+        return Grid(num_replicas=(1,) * len(grid.num_replicas), num_microbatches=sum(self.shares))
+
+    def _dealt(self, found: Assignment, grid: Grid) -> Assignment:
+        replica_of = np.repeat(np.arange(len(self.shares)), self.shares)
+        slot_of = np.arange(sum(self.shares)) - np.repeat(self._first, self.shares)
+        present = found.microbatch >= 0
+        return Assignment(
+            components=found.components,
+            grid=grid,
+            replica=np.where(present, replica_of[found.microbatch], found.replica),
+            microbatch=np.where(present, slot_of[found.microbatch], found.microbatch),
+        )
+
+
+def shares_of(pipelines: Sequence[NodePipeline]) -> tuple[int, ...]:
+    """Microbatches of each."""
+    return tuple(pipeline.num_microbatches for pipeline in pipelines)
+
+
+def held_ranges(layers: frozenset[LayerId]) -> Held:
+    """Layers as runs by chain, as `GenerationPlan.former` writes them."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for layer in sorted(layers):
+        runs = found.setdefault(layer.chain, [])
+        if runs and runs[-1][1] == layer.index:
+            runs[-1] = (runs[-1][0], layer.index + 1)
+        else:
+            runs.append((layer.index, layer.index + 1))
+    return {chain: tuple(runs) for chain, runs in found.items()}
+
+
+def ranges_held(held: Held) -> frozenset[LayerId]:
+    """Inverse of `held_ranges`."""
+    return frozenset(
+        LayerId(chain=chain, index=index)
+        for chain, runs in held.items()
+        for first, last in runs
+        for index in range(first, last)
+    )

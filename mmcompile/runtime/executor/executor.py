@@ -1,0 +1,247 @@
+"""`Executor`: one rank's part of one step, forwards, backwards and messages in the order of its action list."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mmcompile.batching.step_plan import StepPlan
+from mmcompile.codegen.weight_grad_split import DeferredGradient
+from mmcompile.kernels.process_groups import ExchangeLost
+from mmcompile.planner.schedule.schedule import Action, ActionKind
+from mmcompile.runtime.comm.groups import Groups, PeerLost
+from mmcompile.runtime.executor.autograd_boundary import Received
+from mmcompile.runtime.executor.loaded_stage import LoadedStage, OutputSlot, Stages
+from mmcompile.runtime.executor.p2p import Mail
+from mmcompile.runtime.monitoring.fail_points import fail_point
+from mmcompile.runtime.monitoring.status import IDLE, StatusBoard
+from mmcompile.runtime.optim.carried_sums import CarriedSums
+from mmcompile.runtime.optim.gradients import GradientSums
+
+_KINDS = {kind: position for position, kind in enumerate(ActionKind)}
+
+
+@dataclass(kw_only=True, slots=True)
+class StepResult:
+    """What one rank has to say about a step."""
+
+    losses: Tensor
+    """float64 [microbatches of the step], on the CPU: weighted losses, 0 for those whose loss stage is elsewhere."""
+    num_tokens: int = 0
+    """Valid tokens its loss stage counted."""
+    seconds: Tensor
+    """float64 [microbatches of the step]: time in this rank's forwards and backwards of each, 0 for those of others."""
+    events: list[tuple[Action, float, float]] = field(default_factory=list)
+    """(action, start, end) by time.perf_counter, if traced."""
+
+    @property
+    def busy_s(self) -> float:
+        """Time in forwards and backwards."""
+        return float(self.seconds.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What a backward needs of its forward. Only graph edges of results are kept, not their data."""
+
+    received: list[Received]
+    edges: list[tuple[OutputSlot, GradientEdge | None]]
+    loss: tuple[GradientEdge, Tensor] | None
+    """Edge of the loss, and the gradient it is seeded with."""
+    deferred: tuple[DeferredGradient, ...]
+    """Weight gradients that the backward leaves to W."""
+
+
+class Executor:
+    """Runs the actions of one step on one rank. Results and inputs of a microbatch are freed after its backward."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        loaded: Sequence[Stages],
+        mail: Mail,
+        board: StatusBoard,
+        groups: Groups,
+        sums: GradientSums | CarriedSums,
+        *,
+        seed: int,
+        trace: bool,
+        check: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
+            board: told before every action.
+            sums: told after every backward; it takes the gradients that the backward left in `.grad`.
+            seed: of the random numbers in forwards, with step, stage, and the first sample of the microbatch, which is the same
+                wherever, and among whatever others, the microbatch is computed.
+            trace: keep the time of every action.
+            check: called before every action; what it raises ends the step.
+        """
+        self._plan = plan
+        self._seed = seed
+        self._loaded = loaded
+        self._mail = mail
+        self._board = board
+        self._sums = sums
+        self._rank = groups.rank
+        self._generator = _generator(groups.device)
+        self._trace = trace
+        self._check = check
+        self._backward = [frozenset(microbatch.flow.backward) for microbatch in plan.microbatches]
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._deferred: dict[tuple[int, int], tuple[DeferredGradient, ...]] = {}
+        """Between I and W."""
+        self._losses: list[tuple[int, Tensor, Tensor | int]] = []
+        """Microbatch, loss and valid tokens."""
+
+    def run(self, actions: Sequence[Action]) -> StepResult:
+        """Execute the action list to its end. Raises PeerLost if another rank is gone."""
+        try:
+            return self._run(actions)
+        except ExchangeLost as error:
+            raise PeerLost(str(error)) from error
+
+    def _run(self, actions: Sequence[Action]) -> StepResult:
+        seconds = torch.zeros(len(self._plan.microbatches), dtype=torch.float64)
+        result = StepResult(losses=torch.zeros_like(seconds), seconds=seconds)
+        before = self._generator.get_state()
+        for action in actions:
+            self._check()
+            self._board.write(self._rank, self._plan.step, action.stage, _KINDS[action.kind], action.microbatch)
+            start = time.perf_counter()
+            if action.kind.is_send:
+                self._mail.send(action)
+            elif action.kind.is_receive:
+                fail_point("receive", rank=self._rank, step=self._plan.step)
+                self._mail.receive(action)
+            else:
+                microbatch = self._compute(action)
+                seconds[microbatch] += time.perf_counter() - start
+            if self._trace:
+                result.events.append((action, start, time.perf_counter()))
+        # On rank 0 the generator is the user's.
+        self._generator.set_state(before)
+        self._board.write(self._rank, self._plan.step, IDLE, 0, 0)
+        for microbatch, loss, tokens in self._losses:
+            result.losses[microbatch] += loss.double().cpu() * self._plan.microbatches[microbatch].loss_weight
+            result.num_tokens += int(tokens)
+        return result
+
+    def _compute(self, action: Action) -> int:
+        """Run a forward, a backward, or a part of one; returns the microbatch by index."""
+        microbatch = self._mail.microbatch(action.stage, action.microbatch)
+        stage = self._loaded[microbatch][action.stage]
+        match action.kind:
+            case ActionKind.F:
+                self._run_forward(stage, microbatch, stage.name in self._backward[microbatch])
+            case ActionKind.W:
+                self._run_weight_gradients(stage, microbatch)
+            case _:
+                self._run_backward(stage, microbatch)
+                if action.kind is ActionKind.B:
+                    self._run_weight_gradients(stage, microbatch)
+        return microbatch
+
+    def _run_forward(self, stage: LoadedStage, microbatch: int, backward: bool) -> None:
+        received: list[Received] = []
+        arguments = self._arguments(stage, microbatch, received if backward else None)
+        first = self._plan.first_sample + min(self._plan.microbatches[microbatch].samples)
+        self._generator.manual_seed(_key(self._seed, self._plan.step, first, stage.key))
+        with torch.set_grad_enabled(backward):
+            results, deferred = stage.run.run_deferring(*arguments)
+        edges: list[tuple[OutputSlot, GradientEdge | None]] = []
+        for slot in stage.outputs:
+            value = results[slot.position]
+            if backward and slot.gradient:
+                edges.append((slot, get_gradient_edge(value) if value.requires_grad else None))
+            self._mail.put_value(microbatch, stage.index, slot, value)
+        loss = self._keep_loss(stage, results, microbatch)
+        if backward:
+            self._saved[microbatch, stage.index] = _Saved(received, edges, loss, deferred)
+
+    def _arguments(self, stage: LoadedStage, microbatch: int, received: list[Received] | None) -> list[Tensor | int]:
+        """Inputs of a stage in order; link inputs whose gradient flows back are noted in `received`."""
+        roots: Mapping[str, Tensor] = self._mail.roots(microbatch)
+        sizes = self._plan.microbatches[microbatch].sizes
+        arguments: list[Tensor | int] = []
+        for slot in stage.inputs:
+            if slot.kind == "link":
+                value = self._mail.take_value(microbatch, stage.index, slot)
+                if received is not None and slot.gradient:
+                    received.append(Received.of(slot, value))
+                    value = received[-1].enter(value)
+                arguments.append(value)
+            else:
+                arguments.append(sizes[slot.name] if slot.kind == "size" else roots[slot.name])
+        return arguments
+
+    def _keep_loss(
+        self, stage: LoadedStage, results: Sequence[Tensor], microbatch: int
+    ) -> tuple[GradientEdge, Tensor] | None:
+        """Note the loss, unless the microbatch has no token to learn from (its mean would be 0 / 0)."""
+        weight = self._plan.microbatches[microbatch].loss_weight
+        if stage.loss is None or weight == 0:
+            return None
+        loss = results[stage.loss]
+        self._losses.append((microbatch, loss.detach(), 0 if stage.tokens is None else results[stage.tokens]))
+        return (get_gradient_edge(loss), torch.full_like(loss, weight)) if loss.requires_grad else None
+
+    def _run_backward(self, stage: LoadedStage, microbatch: int) -> None:
+        """The backward as autograd runs it: all of it, or where weight gradients are deferred, what other stages wait for."""
+        fail_point("backward", rank=self._rank, step=self._plan.step)
+        saved = self._saved.pop((microbatch, stage.index))
+        edges: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        for slot, edge in saved.edges:
+            gradient = self._mail.take_gradient(microbatch, stage.index, slot)
+            if edge is not None:
+                edges.append(edge)
+                gradients.append(gradient)
+        if saved.loss is not None:
+            edges.append(saved.loss[0])
+            gradients.append(saved.loss[1])
+        if edges:
+            torch.autograd.backward(edges, gradients)
+        for value in saved.received:
+            self._mail.put_gradient(microbatch, stage.index, value.slot, value.take_gradient())
+        self._deferred[microbatch, stage.index] = saved.deferred
+
+    def _run_weight_gradients(self, stage: LoadedStage, microbatch: int) -> None:
+        """The rest of a backward."""
+        for gradient in self._deferred.pop((microbatch, stage.index)):
+            gradient.add()
+        self._sums.ran(stage.trainable)
+
+
+def num_backwards(plan: StepPlan, loaded: Sequence[Stages]) -> Counter[str]:
+    """How many backwards of a step touch each trainable parameter, by name.
+
+    Args:
+        loaded: per microbatch, this rank's stages of its tower and replica.
+    """
+    return Counter(
+        name
+        for microbatch, stages in zip(plan.microbatches, loaded, strict=True)
+        for stage in stages.values()
+        if stage.name in microbatch.flow.backward
+        for name in stage.trainable
+    )
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
+def _key(*parts: int) -> int:
+    """One seed from several numbers."""
+    key = 0
+    for part in parts:
+        key = (key * 1_000_003 + part) % 2**63
+    return key

@@ -1,0 +1,186 @@
+"""`LoadedStage`: a stage program on this rank, its ports resolved to placed stages once and for all.
+
+Ports name stages as programs do. A peer of the same tower is the placed stage of that name in the same replica. Which replica
+a peer of another tower is in, and which of its microbatches, differs by step: the row exchanges of the step plan say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmcompile.codegen.compiled import load_compiled_stage
+from mmcompile.codegen.load import load_stage
+from mmcompile.codegen.program import Port, StageProgram
+from mmcompile.codegen.stage_module import StageModule
+from mmcompile.errors import VerifyError
+from mmcompile.planner.plan.placement import PlacedStage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputSlot:
+    """One argument of a stage."""
+
+    name: str
+    kind: str
+    producer: int
+    """Index of the stage of this tower that a link comes from; -1 for other kinds, and for a link that crosses."""
+    crossing: bool
+    """A link from another tower."""
+    gradient: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputSlot:
+    """One result of a stage that goes to other stages."""
+
+    position: int
+    name: str
+    consumers: tuple[int, ...]
+    """Stages of this tower, by index; nobody, if another shard sends the same."""
+    crossing: bool
+    """Stages of another tower read it too."""
+    gradient: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedStage:
+    """A stage ready to run.
+
+    `from_peer`, `to_peer`, `gradients_from`, `gradients_to` list the value names that move inside the tower per stage on the
+    other side, in the order of this program's ports, for the actions RECV_F, SEND_F, RECV_B and SEND_B.
+    """
+
+    index: int
+    """Of the placed stage."""
+    key: int
+    """Of its random numbers: the place of its program among those of all stages. Replicas do not change it, nor which shard of
+    tensors it is: what all these compute is the same."""
+    name: str
+    """What programs call it."""
+    run: StageModule
+    inputs: tuple[InputSlot, ...]
+    outputs: tuple[OutputSlot, ...]
+    roots: frozenset[str]
+    trainable: tuple[str, ...]
+    """Parameters whose gradient a backward may make, by original name."""
+    loss: int | None
+    """Position of the loss among the results, if this is the loss stage."""
+    tokens: int | None
+    """Position of the number of valid tokens, if it counts them."""
+    from_peer: Mapping[int, tuple[str, ...]]
+    to_peer: Mapping[int, tuple[str, ...]]
+    gradients_from: Mapping[int, tuple[str, ...]]
+    gradients_to: Mapping[int, tuple[str, ...]]
+
+    @classmethod
+    def load(
+        cls,
+        program: StageProgram,
+        tensors: Mapping[str, Tensor],
+        stages: Sequence[PlacedStage],
+        placed: int,
+        *,
+        device: torch.device,
+        compiled: bool,
+    ) -> LoadedStage:
+        """Build the module of a program on parameters and buffers by original name.
+
+        Args:
+            stages: all placed stages.
+            placed: index of the one that is to run the program; the program may belong to several replicas.
+            compiled: run it by compiled code, which is made at the first call, once for all stages that differ in names only.
+
+        Raises:
+            VerifyError: the program is of another stage, or names a peer that is nowhere.
+        """
+        tower = _tower(program, stages, placed)
+        load = load_compiled_stage if compiled else load_stage
+        inputs = tuple(_input(port, tower) for port in program.inputs)
+        outputs = tuple(
+            _output(port, at, tower) for at, port in enumerate(program.outputs) if port.peers or port.gradient
+        )
+        into = [
+            (slot.producer, slot.name, slot.gradient) for slot in inputs if slot.kind == "link" and not slot.crossing
+        ]
+        out = [(consumer, slot.name, slot.gradient) for slot in outputs for consumer in slot.consumers]
+        return cls(
+            index=placed,
+            key=_key(stages, placed),
+            name=program.stage,
+            run=load(program, tensors, device),
+            inputs=inputs,
+            outputs=outputs,
+            roots=root_names(program),
+            trainable=tuple(spec.name for spec in program.parameters if spec.trainable),
+            loss=_position(program, "loss_sum"),
+            tokens=_position(program, "num_tokens"),
+            from_peer=_by_peer((peer, name) for peer, name, _ in into),
+            to_peer=_by_peer((peer, name) for peer, name, _ in out),
+            gradients_from=_by_peer((peer, name) for peer, name, gradient in out if gradient),
+            gradients_to=_by_peer((peer, name) for peer, name, gradient in into if gradient),
+        )
+
+
+Stages = Mapping[int, LoadedStage]
+"""By index, the stages of this rank that take part in a microbatch."""
+
+
+def root_names(program: StageProgram) -> frozenset[str]:
+    """Batch inputs a stage reads, given or computed by the planner."""
+    return frozenset(port.name for port in program.inputs if port.kind in ("root", "host"))
+
+
+def _position(program: StageProgram, name: str) -> int | None:
+    names = [port.name for port in program.outputs]
+    return names.index(name) if program.is_loss and name in names else None
+
+
+def _key(stages: Sequence[PlacedStage], placed: int) -> int:
+    names = [(stage.tower, stage.same_values) for stage in stages]
+    return list(dict.fromkeys(names)).index(names[placed])
+
+
+def _tower(program: StageProgram, stages: Sequence[PlacedStage], placed: int) -> dict[str, int]:
+    """Placed stages of the same tower and replica, by what programs call them. Peers of other towers must exist too."""
+    here = stages[placed]
+    if here.program_name != program.stage:
+        raise VerifyError(f"placed stage {here.name} runs programs of {here.program_name}, got one of {program.stage}")
+    known = {stage.program_name for stage in stages}
+    for port in (*program.inputs, *program.outputs):
+        if not known.issuperset(port.peers):
+            missing = ", ".join(peer for peer in port.peers if peer not in known)
+            raise VerifyError(f"value {port.name} of stage {program.stage} has the peer {missing}, which no rank runs")
+    return {
+        stage.program_name: at
+        for at, stage in enumerate(stages)
+        if (stage.tower, stage.replica) == (here.tower, here.replica)
+    }
+
+
+def _input(port: Port, tower: Mapping[str, int]) -> InputSlot:
+    link = port.kind == "link"
+    producer = tower.get(port.peers[0], -1) if link else -1
+    return InputSlot(
+        name=port.name, kind=port.kind, producer=producer, crossing=link and producer < 0, gradient=port.gradient
+    )
+
+
+def _output(port: Port, position: int, tower: Mapping[str, int]) -> OutputSlot:
+    return OutputSlot(
+        position=position,
+        name=port.name,
+        consumers=tuple(tower[peer] for peer in port.peers if peer in tower),
+        crossing=not tower.keys() >= set(port.peers),
+        gradient=port.gradient,
+    )
+
+
+def _by_peer(pairs: Iterable[tuple[int, str]]) -> dict[int, tuple[str, ...]]:
+    grouped: dict[int, tuple[str, ...]] = {}
+    for peer, name in pairs:
+        grouped[peer] = (*grouped.get(peer, ()), name)
+    return grouped

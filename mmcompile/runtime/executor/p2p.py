@@ -1,0 +1,370 @@
+"""`Mail`: every tensor that moves to, from or inside one rank during one step.
+
+Inside a tower a value goes from one stage to others of the same microbatch. To another tower rows of it go, by the exchanges of
+the step plan: each rank sends to each rank that reads them, and none collects them for others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmcompile.batching.step_plan import StepPlan
+from mmcompile.errors import VerifyError
+from mmcompile.ir.graph import torch_dtype
+from mmcompile.planner.plan.placement import PlacedStage
+from mmcompile.planner.schedule.schedule import Action, ActionKind
+from mmcompile.runtime.comm.groups import Groups, Lane, Work, wait
+from mmcompile.runtime.comm.row_routing import (
+    Edge,
+    Routes,
+    Rows,
+    added,
+    assembled,
+    check_covered,
+    check_samples,
+    num_rows,
+    packed,
+    row_samples,
+)
+from mmcompile.runtime.comm.tags import IDS, Tags
+from mmcompile.runtime.executor.batch_inputs import ARRIVED, Roots
+from mmcompile.runtime.executor.loaded_stage import InputSlot, LoadedStage, OutputSlot, Stages
+
+_AHEAD = 4
+"""Receives posted before their turn: gloo sends at once into a posted buffer, else it asks first and loses a round trip."""
+
+_Value = str | int
+"""What moves on an edge: a value of the tower by name, or an exchange by its position in the step plan."""
+
+
+class Mail:
+    """Posts receives ahead of the action list, sends, and hands tensors between stages of one rank by reference.
+
+    **Why waiting for sends cannot deadlock.** What is sent is held until it has arrived, so a send first waits for those
+    before it that are received `window` or more slots earlier than its own slot. The receiver gets there without us: keys of
+    a schedule (`mmcompile.planner.schedule.order`) order the actions of all ranks consistently with all that they wait for, and
+    two forwards, or two backwards, `window` slots apart have keys in the order of their slots whatever their stages are, if
+    `window` is larger than the number of crossings on the longest path to the loss. The greatest depth bounds that number.
+    So of all ranks that wait, the one with the smallest key would wait for something of a smaller key, which is done. Lags
+    need no more room: what counts is the slot in which the other side receives, for a deferred sample that of the language
+    model.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        plan: StepPlan,
+        stages: Sequence[PlacedStage],
+        loaded: Sequence[Stages],
+        actions: Sequence[Action],
+        check_rows: bool = False,
+    ) -> None:
+        """
+        Args:
+            stages: all placed stages.
+            loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
+            actions: this rank's part of the schedule.
+            check_rows: send with rows whose they are, and check it where they arrive.
+
+        Raises:
+            EngineError: the step has more messages than there are tags.
+            VerifyError: exchanges do not give every reader every row once.
+        """
+        self._groups = groups
+        self._plan = plan
+        self._stages = stages
+        self._loaded = loaded
+        self._check_rows = check_rows
+        self._routes = Routes(plan, stages, groups.rank)
+        self._check_readers()
+        self._window = 1 + max(stage.depth for stage in stages)
+        self._index = {(m.tower, m.replica, m.number): m.index for m in plan.microbatches}
+        self._places = [{name: place for place, name in enumerate(shapes)} for shapes in self._routes.shapes]
+        self._tags = Tags(plan, stages)
+        self._values: dict[tuple[int, int, str], Tensor] = {}
+        self._gradients: dict[tuple[int, int, str], dict[int, Tensor]] = {}
+        self._rows: dict[int, Rows] = {}
+        self._row_gradients: dict[int, Rows] = {}
+        self._outbox: dict[tuple[ActionKind, Edge, _Value], Tensor] = {}
+        self._sent: dict[ActionKind, deque[tuple[int, Work, Tensor]]] = {
+            ActionKind.SEND_F: deque(),
+            ActionKind.SEND_B: deque(),
+        }
+        self._upcoming = deque(action for action in actions if action.kind.is_receive)
+        self._posted: deque[tuple[Action, list[_Message]]] = deque()
+        self._roots = Roots(groups, plan, loaded, tag=self._tags.end)
+        self._post()
+
+    def send_roots(self, values: Sequence[Mapping[str, Tensor]], reads: Sequence[Mapping[int, frozenset[str]]]) -> None:
+        """Rank 0: start to send the batch inputs, and keep its own.
+
+        Args:
+            values: per microbatch, every root by name.
+            reads: per microbatch, rank -> names its stages read.
+        """
+        self._roots.send(values, reads)
+
+    def roots(self, microbatch: int) -> Mapping[str, Tensor]:
+        """Batch inputs of a microbatch, on the device. Each of its stages takes them once."""
+        return self._roots.take(microbatch)
+
+    def microbatch(self, stage: int, number: int) -> int:
+        """Index in the step plan of what actions of a stage call `number`."""
+        placed = self._stages[stage]
+        return self._index[placed.tower, placed.replica, number]
+
+    def is_local(self, stage: int) -> bool:
+        return self._stages[stage].ranks[0] == self._groups.rank
+
+    def put_value(self, microbatch: int, stage: int, slot: OutputSlot, value: Tensor) -> None:
+        """A stage's result on its way to all who read it: kept for stages of this rank, else until its SEND_F."""
+        for consumer in slot.consumers:
+            # Laid out as if it had been sent: where stages are must not change a bit of what they compute. It is a new tensor on
+            # the same storage if it is so already; the consumer's autograd graph starts there.
+            if self.is_local(consumer):
+                self._values[microbatch, consumer, slot.name] = value.detach().contiguous()
+            else:
+                edge = Edge(microbatch, stage, microbatch, consumer)
+                self._outbox[ActionKind.SEND_F, edge, slot.name] = value.detach()
+        for position in self._routes.made.get((microbatch, stage, slot.name), ()):
+            rows = Rows(value.detach(), self._plan.exchanges[position].rows)
+            edge = self._routes.edge[position]
+            if self.is_local(edge.consumer):
+                self._rows[position] = rows
+            else:
+                self._outbox[ActionKind.SEND_F, edge, position] = rows.gathered()
+
+    def take_value(self, microbatch: int, stage: int, slot: InputSlot) -> Tensor:
+        """What a stage reads, put together from all who made it."""
+        if not slot.crossing:
+            return self._values.pop((microbatch, stage, slot.name))
+        positions = self._routes.read.get((microbatch, stage, slot.name), ())
+        parts = [(self._rows.pop(position), self._plan.exchanges[position].into) for position in positions]
+        return assembled(parts, self._routes.shapes[microbatch][slot.name], self._groups.device)
+
+    def put_gradient(self, microbatch: int, stage: int, slot: InputSlot, gradient: Tensor) -> None:
+        """The gradient of a stage's link input on its way back to all who made it."""
+        if slot.crossing:
+            self._put_rows(microbatch, stage, slot.name, gradient)
+        elif self.is_local(slot.producer):
+            self._gradients.setdefault((microbatch, slot.producer, slot.name), {})[stage] = gradient.contiguous()
+        else:
+            edge = Edge(microbatch, slot.producer, microbatch, stage)
+            self._outbox[ActionKind.SEND_B, edge, slot.name] = gradient
+
+    def take_gradient(self, microbatch: int, stage: int, slot: OutputSlot) -> Tensor:
+        """Sum of the gradients of all who read a result: those of its tower in plan order, then exchanges in theirs.
+
+        Zero where another shard sends the same result, and hears of its gradient.
+        """
+        total: Tensor | None = None
+        if slot.consumers:
+            parts = self._gradients.pop((microbatch, stage, slot.name))
+            total = parts[slot.consumers[0]]
+            for consumer in slot.consumers[1:]:
+                total = total + parts[consumer]
+        if slot.crossing:
+            positions = self._routes.made.get((microbatch, stage, slot.name), ())
+            exchanges = [(position, self._plan.exchanges[position]) for position in positions]
+            back = [(self._row_gradients.pop(position), e.rows) for position, e in exchanges if e.gradient]
+            total = added(back, self._routes.shapes[microbatch][slot.name], self._groups.device, total)
+        if total is None:
+            shape = self._routes.shapes[microbatch][slot.name]
+            return torch.zeros(shape.shape, dtype=torch_dtype(shape.dtype), device=self._groups.device)
+        return total
+
+    def send(self, action: Action) -> None:
+        """SEND_F or SEND_B: start to send what the stage left for this peer."""
+        edge = self._edge(action)
+        own, slot = (self._slot(action, index) for index in self._ends(action))
+        sent = self._sent[action.kind]
+        while sent and sent[0][0] <= own - self._window:
+            wait(sent.popleft()[1])
+        lane = self._lane(action.stage, _peer(action))
+        for item in self._items(action, edge):
+            tensor = self._outbox.pop((action.kind, edge, item.value)).contiguous()
+            if tensor.numel() == 0:
+                continue
+            tag = self._tag(action, edge, item)
+            if (ids := self._ids(item)) is not None:
+                ids = ids.to(self._groups.device)
+                sent.append((slot, self._groups.send(ids, lane, tag + IDS), ids))
+            sent.append((slot, self._groups.send(tensor, lane, tag), tensor))
+
+    def receive(self, action: Action) -> None:
+        """RECV_F or RECV_B: wait until the peer's tensors are here."""
+        posted, messages = self._posted.popleft()
+        assert posted == action, f"received out of order: {posted} is due, not {action}"
+        for message in messages:
+            if message.ids is not None:
+                wait(message.ids[0])
+                self._check_ids(action, message.item, message.ids[1])
+            wait(message.work)
+            self._keep(action, message.item.value, message.tensor)
+        self._post()
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        for sent in self._sent.values():
+            while sent:
+                wait(sent.popleft()[1])
+        self._roots.finish()
+
+    def _check_readers(self) -> None:
+        """Every row of every value read from another tower must arrive once."""
+        wanted = {
+            (microbatch, stage.index, slot.name): stage
+            for microbatch, stages in enumerate(self._loaded)
+            for stage in stages.values()
+            for slot in stage.inputs
+            if slot.crossing
+        }
+        for (microbatch, _, name), stage in wanted.items():
+            positions = self._routes.read.get((microbatch, stage.index, name), ())
+            where = f"{name}, read by {self._stages[stage.index].name} in microbatch {microbatch} of the step plan,"
+            into = [span for position in positions for span in self._plan.exchanges[position].into]
+            check_covered(into, self._routes.shapes[microbatch][name].shape[0], where)
+        for microbatch, stage, name in self._routes.read:
+            if self.is_local(stage) and (microbatch, stage, name) not in wanted:
+                raise VerifyError(
+                    f"rows of {name} go to {self._stages[stage].name}, which does not read it from another tower"
+                )
+
+    def _put_rows(self, microbatch: int, stage: int, name: str, gradient: Tensor) -> None:
+        for position in self._routes.read.get((microbatch, stage, name), ()):
+            exchange, edge = self._plan.exchanges[position], self._routes.edge[position]
+            if not exchange.gradient:
+                continue
+            rows = Rows(gradient, exchange.into)
+            if self.is_local(edge.producer):
+                self._row_gradients[position] = rows
+            else:
+                self._outbox[ActionKind.SEND_B, edge, position] = rows.gathered()
+
+    def _keep(self, action: Action, value: _Value, tensor: Tensor) -> None:
+        """File what arrived."""
+        microbatch = self._ends(action)[0]
+        forward = action.kind is ActionKind.RECV_F
+        if isinstance(value, int):
+            rows = Rows(tensor, packed(self._plan.exchanges[value].rows))
+            (self._rows if forward else self._row_gradients)[value] = rows
+        elif forward:
+            self._values[microbatch, action.stage, value] = tensor
+        else:
+            self._gradients.setdefault((microbatch, action.stage, value), {})[_peer(action)] = tensor
+
+    def _post(self) -> None:
+        while self._upcoming and len(self._posted) < _AHEAD:
+            action = self._upcoming.popleft()
+            edge = self._edge(action)
+            self._posted.append((action, [self._awaited(action, edge, item) for item in self._items(action, edge)]))
+
+    def _awaited(self, action: Action, edge: Edge, item: _Item) -> _Message:
+        tensor = torch.empty(item.shape, dtype=item.dtype, device=self._groups.device)
+        if tensor.numel() == 0:
+            return _Message(ARRIVED, item, tensor, None)
+        lane = self._lane(_peer(action), action.stage)
+        tag = self._tag(action, edge, item)
+        ids = self._ids(item)
+        if ids is not None:
+            ids = torch.empty_like(ids, device=self._groups.device)
+        before = None if ids is None else (self._groups.receive(ids, lane, tag + IDS), ids)
+        return _Message(self._groups.receive(tensor, lane, tag), item, tensor, before)
+
+    def _items(self, action: Action, edge: Edge) -> list[_Item]:
+        """What moves in an action, in order."""
+        if edge.source == edge.target:
+            stage = self._loaded[edge.source][action.stage]
+            names = _names(stage, action.kind)[_peer(action)]
+            shapes, places = self._routes.shapes[edge.source], self._places[edge.source]
+            return [_Item(name, places[name], shapes[name].shape, torch_dtype(shapes[name].dtype)) for name in names]
+        forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
+        items: list[_Item] = []
+        for place, position in enumerate(self._routes.edges[edge]):
+            exchange = self._plan.exchanges[position]
+            if forward or exchange.gradient:
+                made = self._routes.shapes[edge.source][exchange.name]
+                shape = (num_rows(exchange.rows), *made.shape[1:])
+                items.append(_Item(position, place, shape, torch_dtype(made.dtype)))
+        return items
+
+    def _ids(self, item: _Item) -> Tensor | None:
+        """Whose rows an exchange moves, if that is to be checked."""
+        if not self._check_rows or isinstance(item.value, str):
+            return None
+        return row_samples(self._plan.exchanges[item.value])
+
+    def _check_ids(self, action: Action, item: _Item, got: Tensor) -> None:
+        assert isinstance(item.value, int)
+        where = f"{action} of step {self._plan.step}, {self._plan.exchanges[item.value].name} from {{}} to {{}}"
+        ends = self._stages[_peer(action)].name, self._stages[action.stage].name
+        check_samples(got, self._plan.exchanges[item.value], where.format(*ends))
+
+    def _ends(self, action: Action) -> tuple[int, int]:
+        """Indices of the microbatches here and on the other side."""
+        return self.microbatch(action.stage, action.microbatch), self.microbatch(_peer(action), action.other)
+
+    def _edge(self, action: Action) -> Edge:
+        here, there = self._ends(action)
+        if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B):
+            return Edge(here, action.stage, there, _peer(action))
+        return Edge(there, _peer(action), here, action.stage)
+
+    def _slot(self, action: Action, microbatch: int) -> int:
+        """When a microbatch does what a send belongs to."""
+        plan = self._plan.microbatches[microbatch]
+        return plan.slot + (plan.lag if action.kind is ActionKind.SEND_B else 0)
+
+    def _lane(self, source: int, target: int) -> Lane:
+        return Lane(
+            source=self._stages[source].ranks[0], target=self._stages[target].ranks[0], name=f"{source}>{target}"
+        )
+
+    def _tag(self, action: Action, edge: Edge, item: _Item) -> int:
+        backward = action.kind in (ActionKind.SEND_B, ActionKind.RECV_B)
+        return self._tags.of(self._plan.microbatches[edge.source].number, edge, item.place, backward)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One tensor that moves on an edge."""
+
+    value: _Value
+    place: int
+    """Tells it from the others of its edge; the same on both sides."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One tensor under way to this rank."""
+
+    work: Work
+    item: _Item
+    tensor: Tensor
+    ids: tuple[Work, Tensor] | None
+    """Whose rows they are, if that is to be checked: a message before it."""
+
+
+def _names(stage: LoadedStage, kind: ActionKind) -> Mapping[int, tuple[str, ...]]:
+    """Values of the tower that move in an action of this kind, by the stage on the other side."""
+    match kind:
+        case ActionKind.SEND_F:
+            return stage.to_peer
+        case ActionKind.RECV_F:
+            return stage.from_peer
+        case ActionKind.SEND_B:
+            return stage.gradients_to
+        case _:
+            return stage.gradients_from
+
+
+def _peer(action: Action) -> int:
+    assert action.peer is not None, f"action {action} has no peer"
+    return action.peer

@@ -1,0 +1,111 @@
+"""`add_up`: what ranks have to say about a step, to totals whose bits do not depend on which rank said what.
+
+Every number has a place of its own in one vector, which one rank fills and all others leave at zero; so adding vectors up moves
+numbers, and rounds nothing. Then each rank adds up losses in the order of the samples, and squared norms in the order of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmcompile.batching.step_plan import StepPlan
+from mmcompile.errors import EngineError
+from mmcompile.runtime.comm.groups import Groups
+from mmcompile.runtime.monitoring.metrics import StepTotals
+
+_NAMED = 5
+"""Parameters an error names, at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnTotals:
+    """What one rank has to say."""
+
+    losses: Tensor
+    """float64 [microbatches, shards]: weighted losses computed here, 0 for those of others."""
+    num_tokens: int
+    seconds: Tensor
+    """float64 [microbatches]."""
+    squared_norms: Mapping[str, float] | None
+    """Of the gradients of parameters that this rank answers for, one rank each; None if nobody asks."""
+    faults: Mapping[str, float] | None
+    """Largest gradient, or NaN, of parameters with one that cannot be added up; None if there is no such thing."""
+
+
+def add_up(groups: Groups, plan: StepPlan, own: OwnTotals, *, names: Sequence[str], limit: float) -> StepTotals:
+    """Totals of all ranks, the same bits on all.
+
+    Args:
+        names: of all trainable parameters of the model, in an order that all ranks share.
+        limit: that gradients must stay below; for the error.
+
+    Raises:
+        EngineError: on all ranks, if any of them has a fault.
+    """
+    faults = own.faults or {}
+    too_large = [name for name, size in faults.items() if size < float("inf")]
+    parts = [
+        own.losses.flatten(),
+        torch.tensor([own.num_tokens], dtype=torch.float64),
+        torch.zeros(groups.world_size, dtype=torch.float64),
+        own.seconds,
+        _vector(names, own.squared_norms),
+        _vector(names, None if own.faults is None else dict.fromkeys(too_large, 1.0)),
+        _vector(names, None if own.faults is None else dict.fromkeys(faults.keys() - set(too_large), 1.0)),
+    ]
+    parts[2][groups.rank] = own.seconds.sum()
+    vector = torch.cat(parts)
+    groups.all_reduce(vector)
+    losses, num_tokens, busy_s, microbatch_s, norms, large, infinite = vector.split([len(part) for part in parts])
+    _check_faults(plan.step, names, large.tolist(), infinite.tolist(), limit)
+    by_microbatch = losses.view(own.losses.shape).tolist()
+    in_order = sorted(plan.microbatches, key=lambda microbatch: (min(microbatch.samples), microbatch.tower))
+    return StepTotals(
+        loss=_sum(loss for microbatch in in_order for loss in by_microbatch[microbatch.index]),
+        num_tokens=int(num_tokens),
+        squared_norm=None if own.squared_norms is None else _sum(norms.tolist()),
+        busy_s=tuple(busy_s.tolist()),
+        microbatch_s=tuple(microbatch_s.tolist()),
+    )
+
+
+def _vector(names: Sequence[str], values: Mapping[str, float] | None) -> Tensor:
+    """Values in the order of names, 0 for those that have none; nothing at all for None."""
+    if values is None:
+        return torch.zeros(0, dtype=torch.float64)
+    assert values.keys() <= set(names), f"not among the model's trainable parameters: {values.keys() - set(names)}"
+    return torch.tensor([values.get(name, 0.0) for name in names], dtype=torch.float64)
+
+
+def _sum(values: Iterable[float]) -> float:
+    """In the order given, without the compensation that newer Pythons' `sum` has."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+def _check_faults(
+    step: int, names: Sequence[str], large: Sequence[float], infinite: Sequence[float], limit: float
+) -> None:
+    kinds = (f"of {limit:,.0f} or more", large), ("that are infinite or NaN", infinite)
+    found = [
+        f"{_listed([name for name, count in zip(names, counts, strict=True) if count])} {what}"
+        for what, counts in kinds
+        if any(counts)
+    ]
+    if found:
+        raise EngineError(
+            f"step {step} has gradients that reduction='fixed' cannot add: those of {', and those of '.join(found)}. Parameters "
+            "are as they were before the step; lower the learning rate, look at the step's samples, or use reduction='fp64' or "
+            "'fast', which go on with such values"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

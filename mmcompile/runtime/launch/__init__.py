@@ -1,0 +1,1 @@
+"""Processes of a run: local workers, and the background process that balances samples."""

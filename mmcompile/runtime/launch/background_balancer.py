@@ -1,0 +1,231 @@
+"""`AsideBalancer`: a balancer that decides in a process of its own, at low priority.
+
+A thread that plans the next step shares Python's lock with the thread that runs this one; to weigh assignments of thousands of
+samples would hold up the step. The process gets costs and returns places, so it needs neither model nor samples. It ends when its
+socket does, that is with the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import msgspec
+import numpy as np
+
+from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
+from mmcompile.batching.balance.balancer import Balancer
+from mmcompile.errors import ConfigError
+from mmcompile.runtime.launch.local_workers import worker_environment
+
+_NICE = 10
+_WORKER = "mmcompile.runtime.launch.balance_worker"
+_LENGTH_BYTES = 8
+_END_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How to make a balancer in another process: an importable function of texts."""
+
+    module: str
+    function: str
+    arguments: tuple[str, ...]
+
+    def make(self) -> Balancer:
+        return getattr(importlib.import_module(self.module), self.function)(*self.arguments)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Question:
+    components: tuple[str, ...]
+    costs: bytes
+    lengths: bytes | None
+    memory_bytes: bytes | None
+    grid: Grid
+
+    @classmethod
+    def of(cls, costs: SampleCosts, grid: Grid) -> _Question:
+        return cls(
+            components=costs.components,
+            costs=costs.costs.tobytes(),
+            lengths=None if costs.lengths is None else costs.lengths.tobytes(),
+            memory_bytes=None if costs.memory_bytes is None else costs.memory_bytes.tobytes(),
+            grid=grid,
+        )
+
+    def sample_costs(self) -> SampleCosts:
+        rows = len(self.components)
+        return SampleCosts(
+            components=self.components,
+            costs=np.frombuffer(self.costs).reshape(rows, -1),
+            lengths=_integers(self.lengths, rows),
+            memory_bytes=_integers(self.memory_bytes, rows),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    replica: bytes = b""
+    microbatch: bytes = b""
+    reason: str = ""
+    error: str = ""
+    """Of a ConfigError; then there are no places."""
+
+    def assignment(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        shape = costs.costs.shape
+        replica, microbatch = (
+            np.frombuffer(places, np.int32).reshape(shape) for places in (self.replica, self.microbatch)
+        )
+        return Assignment(components=costs.components, grid=grid, replica=replica, microbatch=microbatch)
+
+
+@final
+class AsideBalancer(Balancer):
+    """Decides here until `start`ed and until its process is up, then there; the same either way.
+
+    Args:
+        inner: the balancer.
+        recipe: makes an equal one.
+    """
+
+    name: ClassVar[str] = "aside"
+
+    def __init__(self, inner: Balancer, recipe: Recipe) -> None:
+        self.inner = inner
+        self._recipe = recipe
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._up = False
+
+    @property
+    def title(self) -> str:
+        return self.inner.title
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the process decides."""
+        if not self._up and self._line is not None and select.select([self._line], [], [], 0)[0]:
+            self._up = self._heard() is not None
+        return self._up
+
+    def start(self) -> None:
+        """Start the process; does not wait for it. A second call does nothing."""
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno())],
+                env=worker_environment(),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # A session of its own: Ctrl-C in the terminal is not for it.
+                start_new_session=True,
+            )
+        self._line = ours
+        self._tell(self._recipe)
+
+    def close(self) -> None:
+        """End the process. Safe to call twice."""
+        if self._line is not None:
+            self._line.close()
+        self._line, self._up = None, False
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+            self._process.kill()
+            self._process.wait()
+
+    def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        return self.explained(costs, grid)[0]
+
+    def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
+        if not self.is_up:
+            return self.inner.explained(costs, grid)
+        self._tell(_Question.of(costs, grid))
+        answer = self._heard()
+        if answer is None:
+            return self.inner.explained(costs, grid)
+        if answer.error:
+            raise ConfigError(answer.error)
+        return answer.assignment(costs, grid), answer.reason
+
+    def _tell(self, message: object) -> None:
+        assert self._line is not None, "the process was not started"
+        with contextlib.suppress(OSError):  # what is read next tells that it is gone
+            _send(self._line, msgspec.msgpack.encode(message))
+
+    def _heard(self) -> _Answer | None:
+        """What the process says; None if it is gone."""
+        assert self._line is not None, "the process was not started"
+        try:
+            data = _receive(self._line)
+        except OSError:
+            data = None
+        if data is None:
+            self._line.close()
+            self._line, self._up = None, False
+            warnings.warn("the balancer's process ended; steps are balanced in this process from now on", stacklevel=2)
+            return None
+        return msgspec.msgpack.decode(data, type=_Answer)
+
+
+def serve(line: socket.socket) -> None:
+    """Answer questions until the other side is gone."""
+    _yield_cores()
+    data = _receive(line)
+    if data is None:
+        return
+    balancer = msgspec.msgpack.decode(data, type=Recipe).make()
+    _send(line, msgspec.msgpack.encode(_Answer()))
+    while (data := _receive(line)) is not None:
+        _send(line, msgspec.msgpack.encode(_answer(balancer, msgspec.msgpack.decode(data, type=_Question))))
+
+
+def _yield_cores() -> None:
+    """Ranks on the same cores come first: a plan has a whole step's time to be made."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(_NICE)
+
+
+def _answer(balancer: Balancer, question: _Question) -> _Answer:
+    try:
+        found, reason = balancer.explained(question.sample_costs(), question.grid)
+    except ConfigError as error:
+        return _Answer(error=str(error))
+    return _Answer(replica=found.replica.tobytes(), microbatch=found.microbatch.tobytes(), reason=reason)
+
+
+def _integers(data: bytes | None, rows: int) -> np.ndarray | None:
+    return None if data is None else np.frombuffer(data, np.int64).reshape(rows, -1)
+
+
+def _send(line: socket.socket, data: bytes) -> None:
+    line.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+
+
+def _receive(line: socket.socket) -> bytes | None:
+    """One message; None at the end of the stream."""
+    head = _exactly(line, _LENGTH_BYTES)
+    return None if head is None else _exactly(line, int.from_bytes(head, "little"))
+
+
+def _exactly(line: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        data = line.recv(min(count - len(parts), 1 << 20))
+        if not data:
+            return None
+        parts += data
+    return bytes(parts)

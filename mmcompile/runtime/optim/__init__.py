@@ -1,0 +1,1 @@
+"""Gradient buckets and sums, reductions, clipping, and the optimizers that update parameters."""

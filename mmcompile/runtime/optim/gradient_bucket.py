@@ -1,0 +1,267 @@
+"""`Bucket`: gradients of a few parameters with the same owners, that travel and are added up together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from mmcompile.runtime.comm.groups import Groups, Lane, Work, wait
+from mmcompile.runtime.optim.arithmetic import Arithmetic
+
+_PART_BYTES = 16 * 1024
+"""Below this, splitting a sum over more owners costs more in messages than it saves."""
+_ALIGN = 64
+"""Elements. Gradients start at multiples, so that kernels read them alike wherever they are; so do parts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ends:
+    """Between whom gradients travel."""
+
+    owners: tuple[int, ...]
+    """Ranks that hold the parameters, ascending."""
+    givers: tuple[int, ...]
+    """Those of them that may have a gradient, ascending."""
+    updater: int | None = None
+    """The owner that alone gets the sum; None: all do."""
+
+    @property
+    def is_local(self) -> bool:
+        """All that it takes is on one rank."""
+        return len(self.owners) == 1
+
+    def gets(self, rank: int) -> bool:
+        """Whether an owner gets the sum."""
+        return self.updater in (None, rank)
+
+
+@final
+class Bucket:
+    """A flat buffer: each parameter's gradient at its place, then one element a parameter that says whether there is one.
+
+    In phase 1 (`start`) every giver sends each owner its part of the buffer. The owner adds up what arrived, in order of ranks,
+    and rounds once; in phase 2 (`add`) it sends the sum to all owners, so that no rank carries more than its share, and all hold
+    the same bits. Where one owner alone updates the parameters, its part is all there is, and there is no phase 2. `give` leaves
+    sums in `.grad`. Only `add` and `give` wait.
+
+    Args:
+        parameters: of one dtype, by name.
+        targets: where each one's sum goes: the parameter itself, or its float32 master. All are of one dtype.
+        dtype: of the targets; also on ranks that get no sum.
+        tags: of the messages of both phases.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        arithmetic: Arithmetic,
+        parameters: Mapping[str, nn.Parameter],
+        targets: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        ends: Ends,
+        tags: tuple[int, int],
+    ) -> None:
+        self.is_local = ends.is_local
+        self.moves = arithmetic.moves
+        self._groups = groups
+        self._arithmetic = arithmetic
+        self._parameters = list(parameters.values())
+        self._targets = targets
+        self._index = {name: index for index, name in enumerate(parameters)}
+        self._ends = ends
+        self._gets = ends.gets(groups.rank)
+        self._tags = tags
+        self._dtype, self._device = dtype, self._parameters[0].device
+        self._places, self._flags = _places([parameter.numel() for parameter in self._parameters])
+        self._length = self._flags + len(self._parameters)
+        self._parts = _parts(self._length, self._dtype.itemsize, ends)
+        self._entered: set[int] = set()
+        self._largest = Largest(arithmetic.limit)
+        self._flat: Tensor | None = None
+        self._received: dict[int, Tensor] = {}
+        self._works: list[Work] = []
+        self._sum: Tensor | None = None
+
+    def enter(self, name: str) -> None:
+        """Take a parameter's gradient, if it has one, out of `.grad`."""
+        index = self._index[name]
+        parameter = self._parameters[index]
+        if parameter.grad is None:
+            return
+        gradient, flat = parameter.grad.flatten(), self._buffer()
+        self._arithmetic.add(flat[self._places[index]], gradient)
+        self._mark(index)
+        self._largest.note(name, gradient)
+        parameter.grad = None
+
+    def resume(self, name: str, total: Tensor) -> None:
+        """Go on from a sum [elements, *width] of earlier backwards."""
+        index = self._index[name]
+        self._buffer()[self._places[index]] = total
+        self._mark(index)
+
+    def start(self) -> None:
+        """Phase 1: start to send to each owner its part, and to receive our own from all givers."""
+        if not self._arithmetic.moves:
+            for name in self._index:
+                self.enter(name)
+        rank = self._groups.rank
+        if rank in self._ends.givers:
+            self._buffer()
+        own = self._parts[rank]
+        # In one order on all ranks: NCCL joins two ranks at their first message, and both must be there.
+        for source, target in _pairs(self._ends.givers, self._ends.owners):
+            if rank == source:
+                self._send(self._buffer()[self._parts[target]], target, phase=0)
+            elif rank == target:
+                shape = (own.stop - own.start, *self._arithmetic.width)
+                dtype = self._arithmetic.dtype(self._dtype)
+                self._received[source] = torch.empty(shape, dtype=dtype, device=self._device)
+                self._receive(self._received[source], source, phase=0)
+
+    def add(self) -> None:
+        """Wait for phase 1, add up our own part, and start phase 2."""
+        self._wait()
+        rank, flat = self._groups.rank, self._flat
+        if not self._gets:
+            self._flat = None
+            self._received.clear()
+            return
+        own = self._parts[rank]
+        total = self._arithmetic.sum(
+            [self._buffer()[own] if giver == rank else self._received[giver] for giver in self._ends.givers]
+        )
+        self._received.clear()
+        alike = flat is not None and flat.dtype == self._dtype and flat.dim() == 1
+        self._flat = None
+        self._sum = flat if alike else torch.empty(self._length, dtype=self._dtype, device=self._device)
+        assert self._sum is not None
+        self._sum[own] = self._arithmetic.rounded(total, self._dtype)
+        if self._ends.updater is not None:
+            return
+        for source, target in _pairs(self._ends.owners, self._ends.owners):
+            if rank == source:
+                self._send(self._sum[own], target, phase=1)
+            elif rank == target:
+                self._receive(self._sum[self._parts[source]], source, phase=1)
+
+    def give(self) -> None:
+        """Wait for phase 2; gradients are views of the buffer then, None where no rank had one, or another rank updates."""
+        self._wait()
+        if not self._gets:
+            return
+        assert self._sum is not None, "gradients are added before they are given"
+        # To read the flags would wait for a device.
+        given = [flag > 0 for flag in self._sum[self._flags :].tolist()] if not self.is_local else None
+        for index, (target, place) in enumerate(zip(self._targets, self._places, strict=True)):
+            has = index in self._entered if given is None else given[index]
+            target.grad = self._sum[place].view_as(target) if has else None
+        self._sum = None
+
+    def faults(self) -> dict[str, float]:
+        """The largest gradient of each parameter that had one here which the arithmetic cannot add."""
+        return self._largest.faults()
+
+    def _mark(self, index: int) -> None:
+        """Say that there is a gradient."""
+        if index not in self._entered:
+            self._entered.add(index)
+            flag = self._flags + index
+            one = torch.ones(1, dtype=self._dtype, device=self._device)
+            self._arithmetic.add(self._buffer()[flag : flag + 1], one)
+
+    def _buffer(self) -> Tensor:
+        if self._flat is None:
+            shape = (self._length, *self._arithmetic.width)
+            self._flat = torch.zeros(shape, dtype=self._arithmetic.dtype(self._dtype), device=self._device)
+        return self._flat
+
+    def _send(self, tensor: Tensor, target: int, *, phase: int) -> None:
+        if len(tensor):
+            self._works.append(self._groups.send(tensor, _lane(self._groups.rank, target), self._tags[phase]))
+
+    def _receive(self, tensor: Tensor, source: int, *, phase: int) -> None:
+        if len(tensor):
+            # Waited for before what is sent: gloo lets go of it if a rank is gone.
+            self._works.insert(0, self._groups.receive(tensor, _lane(source, self._groups.rank), self._tags[phase]))
+
+    def _wait(self) -> None:
+        for work in self._works:
+            wait(work)
+        self._works.clear()
+
+
+@final
+class Largest:
+    """The largest gradient met for each parameter, if there is a limit to what can be added."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._found: dict[str, Tensor] = {}
+
+    def note(self, name: str, gradient: Tensor) -> None:
+        """Look at a gradient [elements]."""
+        if self._limit < math.inf and len(gradient):
+            # Kept on the device: to ask for it now would wait for the backward.
+            size = torch.linalg.vector_norm(gradient, math.inf)
+            known = self._found.get(name)
+            self._found[name] = size if known is None else torch.maximum(known, size)
+
+    def faults(self) -> dict[str, float]:
+        """Those of the limit or more, and NaN."""
+        if not self._found:
+            return {}
+        sizes = torch.stack(list(self._found.values())).tolist()
+        return {name: size for name, size in zip(self._found, sizes, strict=True) if not size < self._limit}
+
+
+def split_into_buckets(parameters: Mapping[str, nn.Parameter], limit_bytes: int) -> Iterator[dict[str, nn.Parameter]]:
+    """Parameters of one dtype in order of names, as many as fit, at least one."""
+    by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
+    for name, parameter in sorted(parameters.items()):
+        by_dtype.setdefault(parameter.dtype, {})[name] = parameter
+    for same in by_dtype.values():
+        bucket: dict[str, nn.Parameter] = {}
+        num_bytes = 0
+        for name, parameter in same.items():
+            if bucket and num_bytes + parameter.nbytes > limit_bytes:
+                yield bucket
+                bucket, num_bytes = {}, 0
+            bucket[name] = parameter
+            num_bytes += parameter.nbytes
+        yield bucket
+
+
+def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
+    """Where each of several gradients is in a flat buffer, and where the last one ends."""
+    places: list[slice] = []
+    end = 0
+    for size in sizes:
+        places.append(slice(end, end + size))
+        end = math.ceil((end + size) / _ALIGN) * _ALIGN
+    return places, end
+
+
+def _parts(length: int, element_bytes: int, ends: Ends) -> dict[int, slice]:
+    """What each owner adds up: contiguous, in order, none too small to be worth it; the last ones may be empty."""
+    if ends.updater is not None:
+        return {rank: slice(0, length if rank == ends.updater else 0) for rank in ends.owners}
+    least = max(_PART_BYTES // element_bytes, math.ceil(length / len(ends.owners)))
+    size = math.ceil(least / _ALIGN) * _ALIGN
+    return {
+        rank: slice(min(index * size, length), min((index + 1) * size, length))
+        for index, rank in enumerate(ends.owners)
+    }
+
+
+def _pairs(sources: Iterable[int], targets: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((source, target) for source in sources for target in targets if source != target)
+
+
+def _lane(source: int, target: int) -> Lane:
+    return Lane(source=source, target=target, name="gradients")

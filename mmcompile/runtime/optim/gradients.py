@@ -1,0 +1,231 @@
+"""Gradients of a step: summed over microbatches and over the ranks that hold a parameter, while backwards still run; clipped."""
+
+# pyright: reportPrivateImportUsage=false
+# torch re-exports the functions its optimizers are built on without saying so.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import nn
+
+from mmcompile.errors import EngineError
+from mmcompile.runtime.comm.groups import Groups
+from mmcompile.runtime.comm.tags import gradient_tags
+from mmcompile.runtime.commands import Reduction
+from mmcompile.runtime.monitoring.fail_points import fail_point
+from mmcompile.runtime.optim.arithmetic import Arithmetic, arithmetic_of
+from mmcompile.runtime.optim.carried_sums import CarriedSums
+from mmcompile.runtime.optim.gradient_bucket import Bucket, Ends, split_into_buckets
+from mmcompile.runtime.optim.master_weights import HALF
+
+BUCKET_BYTES = 16 * 2**20
+"""Of the parameters whose gradients travel at once, unless one is larger. Less starts earlier, and is less for other messages
+between the same ranks to wait behind; more is fewer messages."""
+_EPSILON = 1e-6
+"""Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """Parameters held by the same ranks: replicas or shards of a stage, or stages that are tied; or all of these at once."""
+
+    names: tuple[str, ...]
+    owners: tuple[int, ...]
+    """At least two, ascending."""
+    givers: tuple[int, ...]
+    """Those that may have a gradient in this step, ascending: they ran a backward of a stage with these parameters."""
+    updater: int | None = None
+    """The owner that alone updates the parameters, and tells the others their new values; None: every owner does."""
+
+    @property
+    def ends(self) -> Ends:
+        return Ends(owners=self.owners, givers=self.givers, updater=self.updater)
+
+
+def buckets_of(
+    shared: Sequence[Shared], parameters: Mapping[str, nn.Parameter], rank: int, bucket_bytes: int
+) -> Iterator[tuple[Shared, dict[str, nn.Parameter], tuple[int, int]]]:
+    """What travels between this rank and others, in one order on all ranks: whose, which parameters, and two tags.
+
+    Args:
+        shared: the same on all ranks.
+    """
+    ordered = sorted(shared, key=lambda item: (item.owners, item.givers, -1 if item.updater is None else item.updater))
+    for place, item in enumerate(ordered):
+        if item.givers and rank in item.owners:
+            held = {name: parameters[name] for name in item.names}
+            for number, part in enumerate(split_into_buckets(held, bucket_bytes)):
+                yield item, part, gradient_tags(place, len(ordered), number)
+
+
+@final
+class GradientSums:
+    """The sums of one step: every rank that updates a parameter gets the same bits in `.grad`.
+
+    Parameters with the same owners and givers are summed in buckets (`Bucket`). A bucket starts as soon as the last backward
+    that touches its parameters has run here, and travels while other backwards run; what must be waited for is left to `finish`.
+    Ranks need not start buckets in one order: each has tags of its own, nobody waits before `finish`, and all that is waited
+    for there is started before by ranks that wait for none of it. NCCL has no tags; there, all start in `finish`, in one order.
+
+    A gradient of None counts as zero; None on all owners stays None. Parameters that no rank gives anything for cost nothing.
+
+    **Memory**, beside parameters and optimizer state. "fast": `.grad`, as torch; for parameters on several ranks a bucket takes
+    the place of `.grad` once it starts, and this rank's part of it is received from each other giver. "fp64" and "fixed" keep
+    8 and 16 bytes an element in place of `.grad` from a parameter's first backward on, and receive in the same numbers; what is
+    rounded at the end is `.grad` again, at once for parameters on one rank. `.grad` then lives only inside one backward. So it is
+    for half-precision parameters with masters, with 4 bytes an element in "fast". An updater receives whole buckets of the
+    parameters that it updates, and is left with the sums of no others.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        parameters: Mapping[str, nn.Parameter],
+        shared: Sequence[Shared],
+        backwards: Mapping[str, int],
+        *,
+        reduction: Reduction = "fast",
+        masters: Mapping[str, nn.Parameter] | None = None,
+        carried: CarriedSums | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """
+        Args:
+            parameters: trainable parameters of this rank, by original name.
+            shared: the same on all ranks; each parameter once, those on one rank not at all.
+            backwards: how many of this rank's backwards touch a parameter in this step, by name; 0 if absent.
+            masters: of half-precision parameters that this rank updates; sums are left in their `.grad`. None: there are no
+                masters, on any rank.
+            carried: sums of earlier calls of the step, which are taken out of it.
+            bucket_bytes: the same on all ranks.
+
+        Raises:
+            EngineError: more buckets, or backwards of a parameter, than can be numbered.
+        """
+        self._groups = groups
+        self._reduction: Reduction = reduction
+        self._masters = masters
+        self._carried = carried or CarriedSums(reduction, master_weights=masters is not None)
+        self._early = groups.device.type != "cuda"
+        self._left = {name: backwards.get(name, 0) for name in parameters}
+        self._num_terms = {name: left + self._carried.num_terms(name) for name, left in self._left.items()}
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[str, Bucket] = {}
+        self._open: dict[Bucket, int] = {}
+        """Backwards to come, of buckets that are not started. Buckets are in one order on all ranks."""
+        for item, part, tags in buckets_of(shared, parameters, groups.rank, bucket_bytes):
+            self._open_bucket(part, item.ends, tags)
+        elsewhere = {name for item in shared for name in item.names}
+        alone = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if self._num_terms[name] and name not in elsewhere and self._arithmetic(parameter).moves
+        }
+        here = Ends(owners=(groups.rank,), givers=(groups.rank,))
+        for part in split_into_buckets(alone, bucket_bytes):
+            self._open_bucket(part, here, (0, 0))
+        for bucket in [bucket for bucket, left in self._open.items() if not left]:
+            self._last_has_run(bucket)
+
+    def ran(self, names: Iterable[str]) -> None:
+        """A backward has run that touches these parameters."""
+        for name in names:
+            assert self._left[name], f"a backward touched {name} after the last one announced"
+            self._left[name] -= 1
+            if (bucket := self._bucket_of.get(name)) is None:
+                continue
+            if bucket.moves:
+                bucket.enter(name)
+            self._open[bucket] -= 1
+            if not self._open[bucket]:
+                self._last_has_run(bucket)
+
+    def finish(self, step: int | None = None) -> dict[str, float]:
+        """Wait for all sums, and leave them in `.grad`.
+
+        Args:
+            step: of which they are, for tests that make a rank fail here.
+
+        Returns:
+            Parameters with a gradient that the reduction cannot add (infinite, NaN, or too large), and the largest one that was
+            met here. Their sums mean nothing, on any rank.
+        """
+        assert not any(self._left.values()), f"backwards are missing: {self._left}"
+        for bucket in self._open:
+            bucket.start()
+        for bucket in self._buckets:
+            if not bucket.is_local:
+                bucket.add()
+        fail_point("reducing", rank=self._groups.rank, step=step)
+        for bucket in self._buckets:
+            if not bucket.is_local:
+                bucket.give()
+        return {name: size for bucket in self._buckets for name, size in bucket.faults().items()}
+
+    def _arithmetic(self, parameter: nn.Parameter) -> Arithmetic:
+        return arithmetic_of(self._reduction, master=self._has_master(parameter))
+
+    def _has_master(self, parameter: nn.Parameter) -> bool:
+        return self._masters is not None and parameter.dtype in HALF
+
+    def _check_terms(self, arithmetic: Arithmetic, names: Iterable[str], num_owners: int) -> None:
+        for name in names:
+            num_terms = self._num_terms[name] * num_owners
+            if num_terms > arithmetic.max_terms:
+                raise EngineError(
+                    f"{name} has gradients of up to {num_terms:,} backwards in a step; this reduction adds at most "
+                    f"{int(arithmetic.max_terms):,}: use fewer microbatches a step, or reduction='fp64'"
+                )
+
+    def _open_bucket(self, parameters: Mapping[str, nn.Parameter], ends: Ends, tags: tuple[int, int]) -> None:
+        first = next(iter(parameters.values()))
+        arithmetic = self._arithmetic(first)
+        self._check_terms(arithmetic, parameters, len(ends.owners))
+        masters = self._masters or {}
+        targets = [masters.get(name, parameter) for name, parameter in parameters.items()]
+        dtype = torch.float32 if self._has_master(first) else first.dtype
+        bucket = Bucket(self._groups, arithmetic, parameters, targets, dtype, ends, tags)
+        for name in parameters:
+            if (total := self._carried.take(name)) is not None:
+                bucket.resume(name, total)
+        self._buckets.append(bucket)
+        self._bucket_of |= dict.fromkeys(parameters, bucket)
+        self._open[bucket] = sum(self._left[name] for name in parameters)
+
+    def _last_has_run(self, bucket: Bucket) -> None:
+        if bucket.is_local:
+            bucket.add()
+            bucket.give()
+        elif self._early:
+            bucket.start()
+        else:
+            return
+        del self._open[bucket]
+
+
+def squared_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
+    """Sum of squares of each gradient that there is, by name; of norms in the parameter's precision, squared in float64."""
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    if not gradients:
+        return {}
+    norms = torch._foreach_norm(list(gradients.values()))
+    squares = torch.stack([norm.double().cpu() for norm in norms]).square()
+    return dict(zip(gradients, squares.tolist(), strict=True))
+
+
+def clip(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
+    """Multiply all gradients by min(1, limit / norm), the norm being that of all ranks together."""
+    factor = limit / (norm + _EPSILON)
+    if factor < 1:
+        scale(parameters, factor)
+
+
+def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,227 @@
+"""The optimizer of one rank, and how it travels: as a class name and keyword arguments."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from mmcompile.errors import CheckpointError, ConfigError
+from mmcompile.runtime.optim.master_weights import HALF, MasterWeights
+from mmcompile.runtime.optim.param_groups import ParameterGroup, Settings, check_settings, group_of
+
+Hyper: TypeAlias = list[Settings]
+"""Settings of each parameter group: the groups a user asked for in their order, then that of all other parameters."""
+SchedulerFactory: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
+MASTER = "master"
+"""Key of a float32 master among the state of its parameter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """An optimizer class by name, with keyword arguments; and what it is given to update."""
+
+    module: str
+    name: str
+    arguments: Settings = field(default_factory=dict)
+    groups: tuple[ParameterGroup, ...] = ()
+    """With settings of their own; all other parameters have the arguments."""
+    master_weights: bool = False
+    """Half-precision parameters are updated in float32."""
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        groups: Iterable[ParameterGroup] = (),
+        *,
+        master_weights: bool = False,
+    ) -> OptimizerSpec:
+        """Describe a `torch.optim` class, or a `functools.partial` of one.
+
+        Raises:
+            ConfigError: it is neither, has positional or unserialisable arguments, or workers could not import it; groups have
+                settings that it does not know.
+        """
+        keywords: Settings = {}
+        target: object = optimizer
+        if isinstance(optimizer, functools.partial):
+            if optimizer.args:
+                raise ConfigError(f"optimizer has positional arguments {optimizer.args}; pass them by keyword")
+            target, keywords = optimizer.func, optimizer.keywords
+        if not (isinstance(target, type) and issubclass(target, torch.optim.Optimizer)):
+            raise ConfigError(
+                f"optimizer is {optimizer!r}; wanted a torch.optim class, or functools.partial(torch.optim.AdamW, lr=1e-4)"
+            )
+        if target.__module__ == "__main__" or target is torch.optim.LBFGS:
+            raise ConfigError(
+                f"optimizer {target.__qualname__} cannot run in other processes: use one from an importable module"
+            )
+        groups = tuple(groups)
+        try:
+            msgspec.msgpack.encode([keywords, groups])
+        except TypeError as error:
+            own = f", groups {groups}" if groups else ""
+            raise ConfigError(
+                f"optimizer arguments {keywords}{own} must be plain numbers, flags and text: {error}"
+            ) from error
+        spec = cls(
+            module=target.__module__,
+            name=target.__qualname__,
+            arguments=dict(keywords),
+            groups=groups,
+            master_weights=master_weights,
+        )
+        if groups:
+            check_settings(groups, spec.build().defaults, spec.name)
+        return spec
+
+    def build(self) -> torch.optim.Optimizer:
+        """The optimizer, with an empty anchor parameter in each group: torch wants one, and it never has a gradient."""
+        optimizer = getattr(importlib.import_module(self.module), self.name)
+        # Two dims, since some optimizers take matrices only.
+        groups = [{"params": [nn.Parameter(torch.empty(0, 0))], **_tuples(group.own)} for group in self.groups]
+        return optimizer([*groups, {"params": [nn.Parameter(torch.empty(0, 0))]}], **_tuples(self.arguments))
+
+
+class RankOptimizer:
+    """The optimizer over those trainable parameters of one rank that this rank updates.
+
+    Ranks gain parameters while training (a pattern with images arrives late), and some hold none; so parameters join the groups
+    of an optimizer that starts without any. What the optimizer updates is the parameter, or its float32 master.
+    """
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self.optimizer = spec.build()
+        self.masters = MasterWeights() if spec.master_weights else None
+        self._spec = spec
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._updated: dict[str, nn.Parameter] = {}
+
+    @property
+    def updated(self) -> Mapping[str, nn.Parameter]:
+        """What is updated for each parameter, by name: the master or the parameter itself. Its `.grad` is what counts."""
+        return self._updated
+
+    def add(self, name: str, parameter: nn.Parameter) -> None:
+        self._parameters[name] = self._updated[name] = parameter
+        if self.masters is not None and parameter.dtype in HALF:
+            self._updated[name] = self.masters.add(name, parameter)
+        self.optimizer.param_groups[group_of(name, self._spec.groups)]["params"].append(self._updated[name])
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Let go of parameters and their state; the others are left as they are."""
+        gone: dict[int, nn.Parameter] = {}
+        for name in names:
+            del self._parameters[name]
+            updated = self._updated.pop(name)
+            gone[id(updated)] = updated
+            if self.masters is not None and name in self.masters:
+                self.masters.remove(name)
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [one for one in group["params"] if id(one) not in gone]
+        for updated in gone.values():
+            self.optimizer.state.pop(updated, None)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop the state of parameters, as if they were never updated; masters start again from the parameters."""
+        for name in names:
+            self.optimizer.state.pop(self._updated[name], None)
+            if self.masters is not None and name in self.masters:
+                self.masters.reset(name)
+
+    def step(self) -> None:
+        """Update, then drop the gradients. Parameters without a gradient are left alone, as torch does."""
+        self.optimizer.step()
+        if self.masters is not None:
+            self.masters.round()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        for tensor in (*self._parameters.values(), *self._updated.values()):
+            tensor.grad = None
+
+    @property
+    def hyper(self) -> Hyper:
+        return hyper_of(self.optimizer)
+
+    @hyper.setter
+    def hyper(self, values: Hyper) -> None:
+        for group, own in zip(self.optimizer.param_groups, values, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update(_tuples(own), params=parameters)
+
+    def state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """State tensors of parameters as `<key>/<parameter>`, masters as `master/<parameter>`.
+
+        Parameters never updated have none but a master.
+
+        Raises:
+            CheckpointError: the optimizer keeps something that is not a tensor.
+        """
+        found: dict[str, Tensor] = {}
+        for name in names:
+            if self.masters is not None and name in self.masters:
+                found[f"{MASTER}/{name}"] = self.masters[name].detach()
+            for key, value in self.optimizer.state.get(self._updated[name], {}).items():
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor):
+                    raise CheckpointError(
+                        f"{type(self.optimizer).__name__} keeps {key} of {name} as {type(value).__name__}; "
+                        "only tensors can be saved"
+                    )
+                found[f"{key}/{name}"] = value
+        return found
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of `state`, for parameters already added."""
+        for path, value in state.items():
+            key, name = path.split("/", 1)
+            if key == MASTER:
+                assert self.masters is not None, f"a master of {name} came to a rank without masters"
+                self.masters.load(name, value)
+                continue
+            updated = self._updated[name]
+            group = self.optimizer.param_groups[group_of(name, self._spec.groups)]
+            # Step counters stay on the CPU, as torch keeps them, unless a fused or capturable optimizer wants them near.
+            near = key != "step" or bool(group.get("fused")) or bool(group.get("capturable"))
+            self.optimizer.state[updated][key] = value.to(updated.device if near else "cpu", copy=True)
+
+
+def hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
+    """Settings of all groups of an optimizer."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def scheduler_after(num_steps: int, factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """A scheduler as it stands after so many steps, replayed rather than stored: its state need not be plain.
+
+    Raises:
+        ConfigError: it needs a measured value at each step.
+    """
+    scheduler = factory(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a measured value at each step; set engine.learning_rate yourself instead"
+        )
+    with warnings.catch_warnings():
+        # No optimizer step comes between; there is none to lose.
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(num_steps):
+            scheduler.step()
+    return scheduler
+
+
+def _tuples(values: Settings) -> Settings:
+    """msgpack and JSON know lists only; optimizers keep betas as a tuple."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

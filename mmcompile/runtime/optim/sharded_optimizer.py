@@ -1,0 +1,104 @@
+"""Optimizer state held once, though several ranks hold a parameter: one of them updates it, and tells the others its new value.
+
+This is stage 1 of ZeRO (Rajbhandari et al., SC 2020), by whole parameters: no optimizer need know, and what is saved has the
+shapes of the parameters. Gradients of a parameter are summed on its updater alone, so in a step as much travels as when every
+owner gets the sum.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# torch re-exports the functions its optimizers are built on without saying so.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from mmcompile.runtime.comm.groups import Groups, Lane, Work, wait
+from mmcompile.runtime.optim.gradients import BUCKET_BYTES, Shared, buckets_of
+
+
+def assign_updaters(
+    owners: Mapping[str, Collection[int]], num_bytes: Mapping[str, int], before: Mapping[str, int]
+) -> dict[str, int]:
+    """The rank that updates each parameter: balanced by bytes, largest first, each to the owner with the least so far.
+
+    Parameters with one owner have no choice, and come first. (Longest processing time first: Graham 1969.)
+
+    Args:
+        owners: ranks that hold each trainable parameter.
+        num_bytes: of each parameter.
+        before: parameters assigned already, which stay where their state is.
+
+    Returns:
+        Of all parameters, those assigned before among them; the same for the same arguments in any order.
+    """
+    loads: Counter[int] = Counter()
+    updaters = dict(before)
+    for name, rank in before.items():
+        loads[rank] += num_bytes[name]
+    new = owners.keys() - before.keys()
+    for name in sorted(new, key=lambda name: (len(owners[name]) > 1, -num_bytes[name], name)):
+        updaters[name] = min(owners[name], key=lambda rank: (loads[rank], rank))
+        loads[updaters[name]] += num_bytes[name]
+    return updaters
+
+
+@final
+class NewValues:
+    """Values of parameters after an update, on their way from the updaters to the other owners.
+
+    They travel while the engine does something else; parameters must not be read or written before `finish`.
+
+    Args:
+        parameters: trainable parameters of this rank, by original name.
+        shared: those that were updated, the same on all ranks.
+        bucket_bytes: as for `GradientSums`, whose second tag they have: it is free where there is an updater.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        parameters: Mapping[str, nn.Parameter],
+        shared: Sequence[Shared],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._works: list[Work] = []
+        self._kept: list[Tensor] = []
+        """What is sent."""
+        self._received: list[tuple[Tensor, list[nn.Parameter]]] = []
+        sharded = [item for item in shared if item.updater is not None]
+        for item, part, (_, tag) in buckets_of(sharded, parameters, groups.rank, bucket_bytes):
+            assert item.updater is not None
+            held = list(part.values())
+            if groups.rank == item.updater:
+                values = torch.cat([parameter.detach().flatten() for parameter in held])
+                self._kept.append(values)
+                for owner in item.owners:
+                    if owner != groups.rank and len(values):
+                        self._works.append(groups.send(values, _lane(groups.rank, owner), tag))
+            else:
+                values = torch.empty(sum(p.numel() for p in held), dtype=held[0].dtype, device=held[0].device)
+                self._received.append((values, held))
+                if len(values):
+                    self._works.append(groups.receive(values, _lane(item.updater, groups.rank), tag))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for all, and put what came into the parameters."""
+        for work in self._works:
+            wait(work)
+        for values, held in self._received:
+            parts = values.split([parameter.numel() for parameter in held])
+            torch._foreach_copy_([*held], [part.view_as(p) for part, p in zip(parts, held, strict=True)])
+        self._works.clear()
+        self._kept.clear()
+        self._received.clear()
+
+
+def _lane(source: int, target: int) -> Lane:
+    return Lane(source=source, target=target, name="values")

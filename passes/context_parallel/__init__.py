@@ -1,0 +1,1 @@
+"""The pass `context-parallel`, which shards the token dim of a graph, and its rules."""

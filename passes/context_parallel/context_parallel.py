@@ -1,0 +1,264 @@
+"""`ContextParallel`: lets several ranks run a language model together, each on its own tokens of every sequence.
+
+All ranks run the same nodes. Layer 0 of the component (embedding and merge of features) and shared values (rotary tables,
+shifted labels) stay whole; where they enter the *region*, the component's layers from 1 on, `shard_tokens` takes the rank's
+rows of them. In the region every op must treat tokens alike, attention excepted: it gathers keys and values from all ranks.
+The loss node returns the sum over the rank's own tokens and their number. So gradients of parameters, and those that leave the
+region for layer 0 and other components, are a rank's share: the sum over ranks is the gradient of the whole.
+
+New inputs of the graph, for P ranks of L rows each (`mmcompile.codegen.token_shards.shard_values` computes them):
+
+    cp_index         [L] int64: the rank's tokens in order, -1 for free rows
+    cp_positions     [B, L] int32: their positions before tokens were spread
+    cp_kv_positions  [B, P*L] int32: positions of the gathered rows
+    cp_words         [B, L] int64: mask words of the rank's tokens, 0 for free rows
+    cp_kv_words      [B, P*L] int64: mask words of the gathered rows
+
+A graph whose layers use several kinds of words has `cp_words_1`, `cp_kv_words_1`, and so on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mmcompile.errors import ConfigError, PlanError
+from mmcompile.ir.copy import copied
+from mmcompile.ir.graph import ModelGraph, TensorSpec, dtype_name, info, results_of
+from mmcompile.ir.nodes import token_loss
+from mmcompile.ir.sizes import shape_of
+from mmcompile.kernels.bitfield_attention.parallel.attention import (
+    context_parallel_attention as context_parallel_attention,
+)
+from mmcompile.passes.base import Fact, Rewrite
+from mmcompile.passes.context_parallel.sequence_sharding import Spreader
+from mmcompile.passes.context_parallel.token_axis import (
+    LOCAL_TOKENS,
+    Size,
+    TokenAxis,
+    TokenFlow,
+    follow,
+    localize,
+    shape,
+    sizes,
+)
+from mmcompile.passes.context_parallel.token_rules import rule_of
+from mmcompile.passes.values import op_name
+
+ATTENTION = "mmcompile.bitfield_attention"
+INDEX, POSITIONS, KV_POSITIONS = "cp_index", "cp_positions", "cp_kv_positions"
+WORDS, KV_WORDS = "cp_words", "cp_kv_words"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextParallel(Rewrite):
+    """Spreads the tokens of a component's layers from 1 on over ranks.
+
+    Raises (in `run`):
+        ConfigError: the component does not exist or is not the one that ends in the loss.
+        PlanError: the loss is not per token, attention is not bitfield attention, or an op mixes tokens.
+    """
+
+    name: ClassVar[str] = "context-parallel"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
+
+    component: str
+    num_ranks: int
+    local_tokens: int
+    """Rows of one rank in the captured batch; only recorded shapes depend on it."""
+    head_stride: int = 0
+    """Key/value heads gathered at a time, so that gathering the next overlaps with computing these; 0 gathers all at once."""
+    group: str = "cp"
+    """Name of the process group whose ranks share a sequence."""
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 2:
+            raise ConfigError(
+                f"context parallelism over {self.num_ranks} ranks has no effect; give 2 or more, or leave it out"
+            )
+        if self.local_tokens < 1:
+            raise ConfigError(f"local_tokens must be at least 1, got {self.local_tokens}")
+
+    def run(self, graph: ModelGraph) -> ModelGraph:
+        self._check(graph)
+        made = copied(graph)
+        nodes = _region(made, self.component)
+        words = _words(made, self.component, nodes)
+        batch, tokens = shape(words[0])
+        inputs = _Inputs.added(made, words, self, batch=sizes(words[0])[0])
+        spreader = Spreader(graph=made, component=self.component, index=inputs.index, tokens=sizes(words[0])[1])
+        flow = TokenFlow(graph=made, tokens=tokens, spread=spreader.spread)
+        spreader.flow = flow
+        _spread_entries(flow, nodes, self.component, batch)
+        follow(flow, nodes, rule_of)
+        _check_whole(flow, nodes)
+        _gather_keys(made, nodes, inputs, self)
+        localize(flow, self.local_tokens)
+        _drop_unread(made.module.graph)
+        made.module.graph.lint()
+        made.module.recompile()
+        return replace(
+            made,
+            inputs=(*made.inputs, *(_spec(node) for node in inputs.nodes)),
+            rewrites=(*made.rewrites, f"{self.name}: tokens of {self.component} on {self.num_ranks} ranks"),
+        )
+
+    def _check(self, graph: ModelGraph) -> None:
+        names = [component.name for component in graph.components]
+        if self.component not in names:
+            raise ConfigError(
+                f"no component {self.component!r} to spread over ranks; components are {', '.join(names)}"
+            )
+        if self.component != graph.loss_component:
+            raise ConfigError(
+                f"only the component that ends in the loss, {graph.loss_component!r}, can be spread over ranks, "
+                f"got {self.component!r}"
+            )
+        results = results_of(graph.module.graph)
+        if not graph.loss.per_token or any(_call(node) is not token_loss for node in results):
+            raise PlanError(
+                "context parallelism needs a loss that is a sum over tokens, so that each rank can add its own: "
+                f"{graph.loss.reason or 'the graph returns something else'}; plan this model without context parallelism"
+            )
+
+
+def _call(node: fx.Node) -> Any:
+    """What made an item of a tuple."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return source.target if isinstance(source, fx.Node) else None
+
+
+def _region(graph: ModelGraph, component: str) -> list[fx.Node]:
+    calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
+    return [node for node in calls if info(node).component == component and info(node).layer >= 1]
+
+
+def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Distinct words that the region's attention reads, in order."""
+    words = []
+    for node in nodes:
+        if op_name(node) != ATTENTION:
+            continue
+        given, positions, kv_words, kv_positions = node.args[3:7]
+        own = kv_words in (None, given) and kv_positions in (None, positions)
+        if not isinstance(given, fx.Node) or given.op != "placeholder" or not own:
+            raise PlanError(
+                f"context parallelism needs attention to the queries' own tokens, with words that are an input of the graph; "
+                f"{node.name} in {info(node).module_path} has words {given} and keys' words {kv_words}"
+            )
+        words.append(given)
+    if not words:
+        raise PlanError(
+            f"context parallelism finds no bitfield attention in the layers of {component}: each rank would see its own "
+            "tokens only; run the pass bitfield-attention first"
+        )
+    return list(dict.fromkeys(words))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Inputs:
+    """The new inputs of a graph."""
+
+    index: fx.Node
+    positions: fx.Node
+    kv_positions: fx.Node
+    words: Mapping[fx.Node, fx.Node]
+    """Words of all tokens -> words of the rank's tokens."""
+    kv_words: Mapping[fx.Node, fx.Node]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        pairs = [node for whole in self.words for node in (self.words[whole], self.kv_words[whole])]
+        return (self.index, self.positions, self.kv_positions, *pairs)
+
+    @classmethod
+    def added(cls, graph: ModelGraph, words: list[fx.Node], options: ContextParallel, batch: Size) -> _Inputs:
+        """Add them behind the graph's last input."""
+        roots: frozenset[str] = frozenset().union(*(node.meta.get("roots", {str(node.target)}) for node in words))
+        gathered = options.num_ranks * LOCAL_TOKENS
+
+        def add(name: str, *full: Size, dtype: torch.dtype, shard: bool, source: str = "") -> fx.Node:
+            local = [size if isinstance(size, int) else _example(size, graph, options) for size in full]
+            last = [node for node in graph.module.graph.nodes if node.op == "placeholder"][-1]
+            with graph.module.graph.inserting_after(last):
+                node = graph.module.graph.placeholder(name)
+            node.meta = {"val": torch.empty(local, dtype=dtype, device="meta"), "symbolic_shape": tuple(full)}
+            node.meta |= {"roots": roots, "from_integers": True}
+            if shard:
+                node.meta["shard"] = True
+            if source:
+                node.meta["words"] = source
+            return node
+
+        index = add(INDEX, LOCAL_TOKENS, dtype=torch.int64, shard=True)
+        positions = add(POSITIONS, batch, LOCAL_TOKENS, dtype=torch.int32, shard=True)
+        kv_positions = add(KV_POSITIONS, batch, gathered, dtype=torch.int32, shard=False)
+        local_words, kv_words = {}, {}
+        for number, node in enumerate(words):
+            ending, source = (f"_{number}" if number else ""), str(node.target)
+            local_words[node] = add(WORDS + ending, batch, LOCAL_TOKENS, dtype=torch.int64, shard=True, source=source)
+            kv_words[node] = add(KV_WORDS + ending, batch, gathered, dtype=torch.int64, shard=False, source=source)
+        return cls(index=index, positions=positions, kv_positions=kv_positions, words=local_words, kv_words=kv_words)
+
+
+def _example(size: Any, graph: ModelGraph, options: ContextParallel) -> int:
+    known = [(LOCAL_TOKENS, options.local_tokens)]
+    known += [(symbol, graph.hints[str(symbol)]) for symbol in size.free_symbols if str(symbol) in graph.hints]
+    return int(size.subs(known))
+
+
+def _spread_entries(flow: TokenFlow, nodes: Iterable[fx.Node], component: str, batch: int) -> None:
+    """Spread what layer 0 made for every token, [batch, tokens, ...], where the region reads it."""
+    for node in nodes:
+        for value in node.all_input_nodes:
+            if value.op != "call_function" or info(value).component != component or info(value).layer:
+                continue
+            if isinstance(value.meta["val"], torch.Tensor) and shape(value)[:2] == (batch, flow.tokens):
+                node.replace_input_with(value, flow.to_spread(node, value, TokenAxis(dim=1)))
+
+
+def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
+    """What the region computes on every rank from whole values must be the same on all."""
+    for node in nodes:
+        if node in flow.axes or flow.spread_inputs(node):
+            continue
+        if op_name(node) == ATTENTION:
+            flow.refuse(node, "its queries, keys and values are whole; no value of layer 0 with a token dim reaches it")
+        if node.target is token_loss:
+            flow.refuse(node, "its logits are whole: every rank would count all tokens")
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if random and not ("dropout" in op_name(node) and (node.args[1] == 0 or node.args[2] is False)):
+            flow.refuse(node, "it draws random numbers for a value that all ranks must agree on")
+
+
+def _gather_keys(graph: ModelGraph, nodes: Iterable[fx.Node], inputs: _Inputs, options: ContextParallel) -> None:
+    """Attention to the tokens of all ranks."""
+    for node in nodes:
+        if op_name(node) != ATTENTION:
+            continue
+        query, key, value, words, _, _, _, scale, window, *_ = node.args
+        assert isinstance(words, fx.Node)
+        node.target = torch.ops.mmcompile.context_parallel_attention.default
+        node.args = (
+            *(query, key, value),
+            *(inputs.words[words], inputs.positions, inputs.kv_words[words], inputs.kv_positions),
+            *(scale, window, options.head_stride, options.group, options.num_ranks),
+        )
+        node.kwargs = {}
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    """Erase shared values that nothing reads now: equal ones, of which one is spread."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and info(node).shared and not node.users:
+            graph.erase_node(node)
+
+
+def _spec(node: fx.Node) -> TensorSpec:
+    return TensorSpec(name=str(node.target), shape=shape_of(node), dtype=dtype_name(node.meta["val"].dtype))

@@ -1,0 +1,151 @@
+"""`Spreader`: makes the nodes that take a rank's rows of a whole value.
+
+A `shard_tokens` node stands where it sends least: one of a shared value is shared (each stage computes it again, as it does the
+value); one of a whole value from layer 0 or another component is in layer 0, so that links carry a rank's rows and not the
+sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mmcompile.errors import PlanError
+from mmcompile.ir.graph import META_KEY, ModelGraph, NodeInfo, info
+from mmcompile.ir.host_shapes import attribute
+from mmcompile.kernels.bitfield_attention.parallel.token_ops import shard_tokens as shard_tokens
+from mmcompile.passes.context_parallel.token_axis import Size, TokenAxis, TokenFlow, sizes
+
+aten = torch.ops.aten
+
+
+@dataclass(kw_only=True, slots=True)
+class Spreader:
+    """Makes `shard_tokens` nodes, one per value however often the model computed it."""
+
+    graph: ModelGraph
+    component: str
+    index: fx.Node
+    tokens: Size
+    flow: TokenFlow = field(init=False)
+    _first: dict[fx.Node, fx.Node] = field(init=False)
+    """Shared node -> the first that computes the same."""
+    _made: dict[tuple[fx.Node, TokenAxis, float], fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._first = _first_equal(self.graph.module.graph)
+
+    def spread(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
+        """The rank's rows of `value`, with `filler` in free rows."""
+        value = self._first.get(value, value)
+        key = (value, axis, filler)
+        if key not in self._made:
+            self._made[key] = self._make(value, axis, filler)
+        return self._made[key]
+
+    def _make(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
+        graph, after = self.graph.module.graph, value
+        if value.op != "call_function":
+            after = [node for node in graph.nodes if node.op == "placeholder"][-1]
+        chain = _Chain(
+            graph=graph, after=after, note=self._place(value), value=value, full=sizes(value), flow=self.flow
+        )
+        dim = axis.dim
+        if not (axis.outer == 1 and axis.inner == 1):
+            kept = (axis.outer, self.tokens - axis.front - axis.back, *((axis.inner,) if axis.inner != 1 else ()))
+            chain.add(
+                aten.unflatten.int, dim, self._rows(kept), full=(*chain.full[:dim], *kept, *chain.full[dim + 1 :])
+            )
+            dim += 1
+        filled = _of_dtype(filler, value.meta["val"].dtype)
+        if axis.front or axis.back:
+            amounts = [0, 0] * (len(chain.full) - 1 - dim) + [axis.front, axis.back]
+            full = (*chain.full[:dim], self.tokens, *chain.full[dim + 1 :])
+            chain.add(aten.pad.default, amounts, "constant", filled, full=full)
+        chain.add(torch.ops.mmcompile.shard_tokens.default, self.index, dim, filled, full=chain.full)
+        if dim != axis.dim:
+            self.flow.axes[chain.value] = TokenAxis(dim=dim)
+            last = dim + (axis.inner != 1)
+            chain.add(aten.flatten.using_ints, axis.dim, last, full=sizes(value))
+        return chain.value
+
+    def _rows(self, kept: tuple[Size, ...]) -> list[Any]:
+        """Sizes that split merged rows: one of them -1."""
+        outer, tokens, *inner = kept
+        first, second = self.flow.size_argument(outer), self.flow.size_argument(tokens)
+        if first is not None:
+            return [first, -1, *inner]
+        if second is not None:
+            return [-1, second, *inner]
+        raise PlanError(
+            f"context parallelism cannot split rows into batch and tokens: neither {outer} nor {tokens} is an input of the "
+            "graph; capture with a fixed batch size"
+        )
+
+    def _place(self, value: fx.Node) -> NodeInfo:
+        """Shared like the value; in its layer, if that is of the region; else in layer 0."""
+        if value.op == "call_function":
+            note = info(value)
+            if note.shared or note.component == self.component:
+                return NodeInfo(component=note.component, layer=note.layer, module_path=note.module_path)
+        floats = value.meta["val"].is_floating_point() and not value.meta.get("from_integers", False)
+        if value.op == "placeholder":
+            shared = not floats
+        else:
+            shared = value.op == "get_attr" and not isinstance(self._tensor(value), nn.Parameter)
+        return NodeInfo(component=None if shared else self.component, layer=0, module_path="")
+
+    def _tensor(self, value: fx.Node) -> torch.Tensor:
+        return attribute(self.graph.module, str(value.target))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Chain:
+    """Nodes added one behind the other."""
+
+    graph: fx.Graph
+    after: fx.Node
+    note: NodeInfo
+    value: fx.Node
+    """The last of them."""
+    full: tuple[Size, ...]
+    """Its shape before tokens are spread."""
+    flow: TokenFlow
+
+    def add(self, target: Any, *arguments: Any, full: tuple[Size, ...]) -> None:
+        """Call `target` on the last value; `full` is the shape of the result before tokens are spread."""
+        with self.graph.inserting_after(self.after):
+            made = self.graph.call_function(target, (self.value, *arguments))
+        shape = [self.flow.number(size) for size in full]
+        dtype = self.value.meta["val"].dtype
+        made.meta = {META_KEY: self.note, "module_path": self.note.module_path}
+        made.meta |= {"val": torch.empty(shape, dtype=dtype, device="meta"), "symbolic_shape": full}
+        self.value = self.after = made
+        self.full = full
+
+
+def _of_dtype(filler: float, dtype: torch.dtype) -> float:
+    """`filler` as a number of the kind that `dtype` holds."""
+    return filler if dtype.is_floating_point else bool(filler) if dtype == torch.bool else int(filler)
+
+
+def _first_equal(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For every shared node the first one that computes the same: each layer reshapes the rotary table for itself."""
+    first: dict[fx.Node, fx.Node] = {}
+    by_key: dict[object, fx.Node] = {}
+
+    def key(value: object) -> object:
+        if isinstance(value, (list, tuple)):
+            return tuple(key(item) for item in value)
+        if isinstance(value, fx.Node):
+            return first.get(value, value)
+        return (type(value), repr(value))
+
+    for node in graph.nodes:
+        if node.op == "call_function" and info(node).shared:
+            computed = (node.target, key(node.args), key(sorted(node.kwargs.items())))
+            first[node] = by_key.setdefault(computed, node)
+    return first

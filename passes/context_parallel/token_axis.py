@@ -1,0 +1,251 @@
+"""`TokenAxis`: the dim of a value that runs over tokens, and `TokenFlow`, which follows it from op to op.
+
+A graph that is to run on a part of the tokens may only hold ops that treat every token alike. `TokenFlow` knows for every
+value whether it is *spread* (each rank holds its own tokens) or *whole* (each rank holds the same full value), asks
+`mmcompile.passes.context_parallel.token_rules` what an op does to the token dim, and refuses ops that mix tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NoReturn
+
+import sympy
+import torch
+from torch import fx
+
+from mmcompile.errors import PlanError
+from mmcompile.ir.graph import ModelGraph, component_of, info
+from mmcompile.passes.values import op_name, tensors
+
+Size = int | sympy.Expr
+
+LOCAL_TOKENS = sympy.Symbol("local_tokens", integer=True, positive=True)
+"""Tokens that one rank holds, free rows included: what a size over tokens becomes once they are spread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenAxis:
+    """A dim of size outer * tokens * inner: batch and tokens merged into rows, or tokens repeated once per expert.
+
+    Where the model left tokens out at the ends (logits without the last), ranks keep their rows of them: nothing in the region
+    looks at other tokens, and the loss gets an ignored label for them.
+    """
+
+    dim: int
+    outer: Size = 1
+    inner: int = 1
+    front: int = 0
+    """Tokens that the model left out at the front."""
+    back: int = 0
+    """And at the back."""
+
+    def at(self, dim: int) -> TokenAxis:
+        """The same rows in another dim."""
+        return replace(self, dim=dim)
+
+    @property
+    def plain(self) -> bool:
+        """All tokens and nothing else: as in [batch, tokens, hidden]."""
+        return self.outer == 1 and self.inner == 1 and not self.front and not self.back
+
+    def local_size(self) -> Size:
+        """Size of the dim on one rank."""
+        return self.outer * LOCAL_TOKENS * self.inner
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenFlow:
+    """Spread values of a graph under rewriting. Recorded values (`node.meta["val"]`) keep their full shapes until the end."""
+
+    graph: ModelGraph
+    tokens: int
+    """Tokens of a row in the captured batch."""
+    spread: Callable[[fx.Node, TokenAxis, float], fx.Node]
+    """Makes the spread form of a whole value: (value, its token dim, filler of free rows)."""
+    axes: dict[fx.Node, TokenAxis] = field(default_factory=dict)
+    """Token dim of every spread value; of a tuple, that of its items."""
+    task: str = "context parallelism cannot spread the tokens of"
+    """What is refused where tokens cannot be followed, and what to do then, for messages."""
+    consequence: str = "plan this model without context parallelism"
+
+    def number(self, size: Size) -> int:
+        """A size in the captured batch."""
+        if isinstance(size, int):
+            return size
+        hints = self.graph.hints
+        return int(size.subs([(symbol, hints[str(symbol)]) for symbol in size.free_symbols if str(symbol) in hints]))
+
+    def rows(self, axis: TokenAxis) -> int:
+        """Size of a token dim in the captured batch, before tokens are spread."""
+        return self.number(axis.outer) * self.kept(axis) * axis.inner
+
+    def kept(self, axis: TokenAxis) -> int:
+        """Tokens of a row that the model keeps, in the captured batch."""
+        return self.tokens - axis.front - axis.back
+
+    def spread_inputs(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Inputs of `node` that are spread."""
+        return tuple(source for source in node.all_input_nodes if source in self.axes)
+
+    def to_spread(self, node: fx.Node, value: fx.Node, axis: TokenAxis, filler: float = 0) -> fx.Node:
+        """`value` as an input of `node` that must be spread along `axis`; a whole value is spread first."""
+        found = self.axes.get(value)
+        if found is None:
+            if shape(value)[axis.dim] != self.rows(axis):
+                self.refuse(node, f"{value.name} has {shape(value)[axis.dim]} rows, its tokens {self.rows(axis)}")
+            spread = self.spread(value, axis, filler)
+            self.axes[spread] = axis
+            return spread
+        if not self.same(found, axis):
+            self.refuse(node, f"its inputs do not hold the same tokens in the same dim (see {value.name})")
+        return value
+
+    def same(self, one: TokenAxis, other: TokenAxis) -> bool:
+        """Equal dims and equal rows; batch sizes may be different symbols of one number."""
+        return replace(one, outer=self.number(one.outer)) == replace(other, outer=self.number(other.outer))
+
+    def size_argument(self, size: Size) -> int | fx.Node | None:
+        """A size as an op takes it: a number, or the size input of the graph that has this value; None if there is none."""
+        if isinstance(size, int):
+            return size
+        placeholders = (node for node in self.graph.module.graph.nodes if node.op == "placeholder")
+        return next((node for node in placeholders if node.meta.get("size") == str(size)), None)
+
+    def refuse(self, node: fx.Node, reason: str) -> NoReturn:
+        """Raise PlanError naming the node's layer, module and op."""
+        note = info(node)
+        layer = self.graph.component(component_of(node)).layers[note.layer]
+        where = f"module {note.module_path}" if note.module_path else "the model's own forward"
+        raise PlanError(
+            f"{self.task} layer {layer.index} of {note.component} ({layer.name}): "
+            f"{node.name} = {op_name(node)} in {where} is not token-wise: {reason}; {self.consequence}"
+        )
+
+
+Rule = Callable[[TokenFlow, fx.Node], TokenAxis | None]
+"""Token dim of the result of an op that has spread inputs (None: it has none any more); may rewrite the node's arguments."""
+
+
+def follow(flow: TokenFlow, nodes: Iterable[fx.Node], rule_of: Callable[[fx.Node], Rule | None]) -> None:
+    """Find the token dim of every node, in graph order.
+
+    Raises:
+        PlanError: an op mixes tokens, or has no rule.
+    """
+    for node in nodes:
+        if not flow.spread_inputs(node):
+            continue
+        rule = rule_of(node)
+        if rule is None:
+            flow.refuse(node, "no rule says what it does to tokens")
+        _refuse_token_counts(flow, node)
+        axis = rule(flow, node)
+        if axis is not None:
+            flow.axes[node] = axis
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    """Shape of a tensor node in the captured batch; of the first item, where it is a tuple."""
+    return tuple(int(size) for size in tensors(node)[0].shape)
+
+
+def sizes(node: fx.Node) -> tuple[Size, ...]:
+    """Shape of a tensor node, over symbols where it may vary."""
+    return node.meta.get("symbolic_shape") or shape(node)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """What an op is given for the argument of its schema called `name`, or the default."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, entry in enumerate(node.target._schema.arguments):
+        if entry.name == name:
+            given = node.args[position] if position < len(node.args) else entry.default_value
+            return node.kwargs.get(name, given)
+    raise KeyError(f"{node.target} has no argument {name}")
+
+
+def has_argument(node: fx.Node, name: str) -> bool:
+    """Whether the op takes an argument of that name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return any(entry.name == name for entry in node.target._schema.arguments)
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Give an op another value for the argument of its schema called `name`."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [entry.name for entry in node.target._schema.arguments]
+    position = names.index(name)
+    if position < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def reshaped(flow: TokenFlow, node: fx.Node, value: fx.Node) -> TokenAxis:
+    """Where the token dim of `value` is in `node`, a view of the same elements in the same order.
+
+    Token t of outer index o and inner index i stands at row (o * tokens + t) * inner + i; the dims before tokens multiply to
+    `before`. The dim of the result that holds tokens is the one at which the product of dims passes `before`.
+    """
+    axis, old, new = flow.axes[value], shape(value), shape(node)
+    if prod(old) != prod(new):
+        flow.refuse(node, f"it makes {list(new)} of {list(old)}")
+    before = prod(old[: axis.dim]) * flow.number(axis.outer)
+    dim, left = 0, 1
+    while left * new[dim] <= before:
+        left *= new[dim]
+        dim += 1
+    outer, rest = divmod(before, left)
+    inner, uneven = divmod(new[dim], outer * flow.kept(axis))
+    if rest or uneven:
+        flow.refuse(node, f"it splits {list(old)} into {list(new)} across tokens")
+    symbolic: sympy.Expr = sympy.Mul(axis.outer, *sizes(value)[: axis.dim]) / sympy.Mul(*sizes(node)[:dim])
+    return replace(axis, dim=dim, outer=outer if symbolic.is_number else symbolic, inner=inner)
+
+
+def spread_size(flow: TokenFlow, node: fx.Node, wanted: list[Any], axis: TokenAxis) -> list[Any]:
+    """Sizes for a view, with -1 where `axis` is; a -1 elsewhere becomes the size it stood for."""
+    found = list(wanted)
+    for dim, size in enumerate(wanted):
+        if isinstance(size, int) and size == -1 and dim != axis.dim:
+            found[dim] = flow.size_argument(sizes(node)[dim])
+            if found[dim] is None:
+                flow.refuse(node, f"it needs {sizes(node)[dim]}, the size of dim {dim}, which is no input of the graph")
+    found[axis.dim] = -1
+    return found
+
+
+def localize(flow: TokenFlow, local_tokens: int) -> None:
+    """Record the shapes that spread values have on one rank.
+
+    Args:
+        flow: after `follow`.
+        local_tokens: example of `LOCAL_TOKENS`, of the recorded values.
+    """
+    for node, axis in flow.axes.items():
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            node.meta["val"] = tuple(_local(item, axis, flow, local_tokens) for item in tensors(node))
+            continue
+        full = list(sizes(node))
+        full[axis.dim] = axis.local_size()
+        node.meta["val"] = _local(value, axis, flow, local_tokens)
+        node.meta["symbolic_shape"] = tuple(full)
+
+
+def _local(value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, local_tokens: int) -> torch.Tensor:
+    local = [int(size) for size in value.shape]
+    local[axis.dim] = flow.number(axis.outer) * local_tokens * axis.inner
+    return torch.empty(local, dtype=value.dtype, device="meta")
+
+
+def _refuse_token_counts(flow: TokenFlow, node: fx.Node) -> None:
+    """Refuse arithmetic with the number of tokens, which would be that of the whole row; shapes are looked at by the rules."""
+    scalars: Mapping[str, Any] = {**dict(enumerate(node.args)), **node.kwargs}  # type: ignore[dict-item]
+    for value in scalars.values():
+        counts_tokens = isinstance(value, fx.Node) and "size" in value.meta and value.meta["val"] == flow.tokens
+        if counts_tokens and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            flow.refuse(node, "it computes with the number of tokens")

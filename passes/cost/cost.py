@@ -1,0 +1,315 @@
+"""`Cost`: FLOPs, bytes and saved memory of every node and layer, under the model's real `requires_grad` flags.
+
+Backward work of a node (thesis section 3.3.1): a weight gradient for each operand that is made of trainable parameters
+only, an input gradient for each other operand that carries gradient, nothing if neither. Amounts are those of the
+captured batch, kept apart by what they grow with (`op_load`), so that one capture prices every load.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from mmcompile.costmodel.compute import LayerCost
+from mmcompile.ir.graph import Component, ModelGraph, annotate, info
+from mmcompile.passes.base import Analysis, Fact
+from mmcompile.passes.cost.cost_table import SIZED, CostTable, GrowingCost
+from mmcompile.passes.cost.op_backward import backward_kernels, is_joint
+from mmcompile.passes.cost.op_flops import ATTENTION, keys_and_values, op_flops
+from mmcompile.passes.cost.op_load import Growth, Growths, captured_sequences
+from mmcompile.passes.cost.op_memory import EXCHANGES, Saved, is_view, saved_for_backward
+from mmcompile.passes.gradient_flow import makes_gradient, trainable_names
+from mmcompile.passes.shared_values import Place, needing_layers
+from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, storage_of, tensors, written
+
+Work = Counter[tuple[str, Growth]]
+"""Amounts by field of `LayerCost` and by what they grow with."""
+
+_EXCHANGES = {f"mmcompile.{name}" for name in EXCHANGES}
+LOOKUPS = aten_ops("embedding index index_select gather")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost(Analysis[CostTable]):
+    """Sets `NodeInfo.*_flops` and `bytes_moved`, and returns the cost of every layer."""
+
+    name: ClassVar[str] = "cost"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.COST,)
+
+    def run(self, graph: ModelGraph) -> CostTable:
+        places = _places(graph)
+        fixed = _made_of_attributes(graph.module.graph)
+        members: dict[str, list[fx.Node]] = {component.name: [] for component in graph.components}
+        for node, (component, _) in places.items():
+            if node not in fixed:
+                members[component].append(node)
+        sequences = captured_sequences(graph, members)
+        growths = {name: Growths(found, fixed) for name, found in sequences.items()}
+        meter = _Meter(graph, fixed)
+        sums: dict[Place, Work] = defaultdict(Counter)
+        for node, place in places.items():
+            work = meter.measure(node, growths[place[0]])
+            annotate(
+                node,
+                forward_flops=_total(work, "forward_flops"),
+                input_grad_flops=_total(work, "input_grad_flops"),
+                weight_grad_flops=_total(work, "weight_grad_flops"),
+                bytes_moved=_total(work, "forward_bytes"),
+            )
+            sums[place].update(work)
+        _add_kept(meter, places, growths, sums)
+        _keep_stateful(places, sums)
+        _add_crossing(graph, places, growths, sums)
+        growing = {component.name: _growing(graph, component, sums) for component in graph.components}
+        loads = {name: found.load for name, found in sequences.items()}
+        return CostTable(
+            layers={name: tuple(cost.total for cost in costs) for name, costs in growing.items()},
+            loads=loads,
+            growing=growing,
+            captured_loads=loads,
+        )
+
+
+def _total(work: Work, name: str) -> int:
+    return sum(work[name, growth] for growth in Growth)
+
+
+class _Meter:
+    """Measures single nodes of one graph."""
+
+    def __init__(self, graph: ModelGraph, fixed: set[fx.Node]) -> None:
+        """
+        Args:
+            graph: annotated by gradient-flow.
+            fixed: nodes made of parameters, buffers and constants only.
+        """
+        self._trainable = trainable_names(graph)
+        self._fixed = fixed
+        attributes = [node for node in graph.module.graph.nodes if node.op == "get_attr" and "val" in node.meta]
+        self._permanent = {storage_of(tensor) for node in attributes for tensor in tensors(node)}
+
+    def carries(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether `node`'s backward makes a gradient for its input `source`."""
+        return makes_gradient(node, source, self._trainable)
+
+    def saved(self, node: fx.Node) -> dict[int, Saved]:
+        """What `node` keeps for backward by storage, parameters and constants excluded."""
+        if not info(node).carries_gradient:
+            return {}
+        kept = saved_for_backward(node, lambda source: self.carries(node, source))
+        return {storage: saved for storage, saved in kept.items() if storage not in self._permanent}
+
+    def held(self, node: fx.Node, *, whole: bool) -> dict[int, Saved]:
+        """Memory of a node's value by storage, parameters and constants excluded.
+
+        Args:
+            node: any node.
+            whole: all that a view keeps alive, or its own elements only.
+        """
+        if "val" not in node.meta:
+            return {}
+        return {
+            storage_of(tensor): Saved(num_bytes=storage_bytes(tensor) if whole else num_bytes(tensor), owner=node)
+            for tensor in tensors(node)
+            if storage_of(tensor) not in self._permanent
+        }
+
+    def measure(self, node: fx.Node, growths: Growths) -> Work:
+        """Forward and backward work of a node."""
+        flops, growth, work = op_flops(node), growths.work(node), Work()
+        work["forward_flops", growth] += flops.forward
+        for operand, size in flops.operands:
+            if self.carries(node, operand):
+                work["weight_grad_flops" if operand in self._fixed else "input_grad_flops", growth] += size
+        if any(self.carries(node, operand) for operand in flops.joint_operands):
+            work["input_grad_flops", growth] += flops.joint
+        if not is_view(node):
+            work["kernels", Growth.FIXED] += 1
+            _add_forward_bytes(node, growths, work)
+        if info(node).carries_gradient:
+            self._add_backward(node, growths, work)
+        _add_shares(node, growths, work)
+        return work
+
+    def _add_backward(self, node: fx.Node, growths: Growths, work: Work) -> None:
+        """Bytes and kernels."""
+        kernels = backward_kernels(node, self.carries)
+        if is_joint(node):
+            kernels.append([node, *(source for source in node.all_input_nodes if self.carries(node, source))])
+            for saved in saved_for_backward(node, lambda source: self.carries(node, source)).values():
+                work["backward_bytes", growths.size(saved.owner)] += saved.num_bytes
+        work["backward_kernels", Growth.FIXED] += len(kernels)
+        for kernel in kernels:
+            _add_bytes("backward_bytes", kernel, growths, work)
+
+
+def _node_bytes(node: fx.Node) -> int:
+    return sum(min(num_bytes(tensor), storage_bytes(tensor)) for tensor in tensors(node))
+
+
+def _add_bytes(name: str, nodes: Iterable[fx.Node], growths: Growths, work: Work) -> None:
+    for node in nodes:
+        if "val" in node.meta:
+            work[name, growths.size(node)] += _node_bytes(node)
+
+
+def _add_forward_bytes(node: fx.Node, growths: Growths, work: Work) -> None:
+    results = sum(num_bytes(tensor) for tensor in tensors(node))
+    is_lookup = op_name(node) in LOOKUPS  # reads the rows it returns, not the whole table
+    work["forward_bytes", growths.size(node)] += 2 * results if is_lookup else results
+    _add_bytes("forward_bytes", node.all_input_nodes[1 if is_lookup else 0 :], growths, work)
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether selective recomputation keeps the node's result: a product, a convolution, attention, an exchange."""
+    return bool(op_flops(node).forward) or op_name(node) in _EXCHANGES
+
+
+def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
+    """What is attention, and what selective recomputation does not run again; `work` is that of the node alone."""
+    growth = growths.work(node)
+    if op_name(node) in ATTENTION or growth == Growth.SQUARES:
+        work["attention_flops", growth] = work["forward_flops", growth]
+        work["attention_backward_flops", growth] = work["input_grad_flops", growth]
+        keys = keys_and_values(node) or [operand for operand, _ in op_flops(node).operands[1:]]
+        _add_bytes("kv_bytes", keys, growths, work)
+    if _is_kept(node):
+        for growth in Growth:
+            work["kept_forward_bytes", growth] = work["forward_bytes", growth]
+        work["kept_kernels", Growth.FIXED] = work["kernels", Growth.FIXED]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Read:
+    """Memory that layers `first` to `last` of a component read and do not make."""
+
+    saved: Saved
+    first: int
+    last: int
+
+
+def _add_kept(
+    meter: _Meter, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
+) -> None:
+    """Memory until the backward of each layer without, with selective and with full recomputation; each storage once."""
+    repeated = {
+        place for place, work in sums.items() if _total(work, "input_grad_flops") + _total(work, "weight_grad_flops")
+    }
+    outside = _before_layers(places)
+    savers: dict[int, Place] = {}
+    counted: set[tuple[str, str, int]] = set()
+    read: dict[tuple[str, int], _Read] = {}
+
+    def count(name: str, place: Place, scope: str, kept: Mapping[int, Saved]) -> None:
+        for storage, saved in kept.items():
+            if (name, scope, storage) not in counted:
+                counted.add((name, scope, storage))
+                sums[place][name, growths[place[0]].size(saved.owner)] += saved.num_bytes
+
+    for node, place in places.items():
+        saved_here = meter.saved(node)
+        count("activation_bytes", place, "", saved_here)
+        for storage in saved_here:
+            savers.setdefault(storage, place)
+        if place not in repeated or node in outside:
+            continue
+        # What comes from another component has its own copy here.
+        for source in node.all_input_nodes:
+            if places.get(source) != place or source in outside:
+                kept = meter.held(source, whole=source not in places or places[source][0] == place[0])
+                count("selective_bytes", place, place[0], kept)
+                count("full_bytes", place, place[0], kept)
+                for storage, saved in kept.items():
+                    value = read.setdefault((place[0], storage), _Read(saved=saved, first=place[1], last=place[1]))
+                    value.first, value.last = min(value.first, place[1]), max(value.last, place[1])
+        if _is_kept(node):
+            count("selective_bytes", place, place[0], meter.held(node, whole=True))
+    for (component, storage), value in read.items():
+        size = growths[component].size(value.saved.owner)
+        for layer in range(value.first + 1, value.last + 1):
+            sums[component, layer]["shared_bytes", size] += value.saved.num_bytes
+        if value.first < value.last and savers.get(storage) != (component, value.first):
+            sums[component, value.first]["unsaved_bytes", size] += value.saved.num_bytes
+
+
+def _keep_stateful(places: Mapping[fx.Node, Place], sums: Mapping[Place, Work]) -> None:
+    """Layers that change a buffer must not run twice, so that they keep everything in every mode (`recomputed`)."""
+    for place in {places[node] for node in places if written(node)}:
+        for growth in Growth:
+            for name in ("selective_bytes", "full_bytes"):
+                sums[place][name, growth] = sums[place]["activation_bytes", growth]
+
+
+def _before_layers(places: Mapping[fx.Node, Place]) -> set[fx.Node]:
+    """Shared values that stand before the layers of a stage: those that several layers need."""
+    shared = [node for node in places if info(node).shared]
+    if not shared:
+        return set()
+    needing = needing_layers(shared[0].graph)
+    return {node for node in shared if len(needing[node]) != 1}
+
+
+def _made_of_attributes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes computed from parameters, buffers and constants only: their gradient is weight gradient."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr" or (
+            node.op == "call_function" and all(source in found for source in node.all_input_nodes)
+        ):
+            found.add(node)
+    return found
+
+
+def _places(graph: ModelGraph) -> dict[fx.Node, Place]:
+    """Layer of every `call_function` node; a shared node has the layer of its first reader, or of the loss."""
+    nodes = [node for node in graph.module.graph.nodes if node.op == "call_function"]
+    order = {node: index for index, node in enumerate(nodes)}
+    last: Place = (graph.loss_component, len(graph.component(graph.loss_component).layers) - 1)
+    first_reader: dict[fx.Node, fx.Node] = {}
+    for node in reversed(nodes):
+        if not info(node).shared:
+            first_reader[node] = node
+            continue
+        readers = [first_reader[user] for user in node.users if user in first_reader]
+        if readers:
+            first_reader[node] = min(readers, key=order.__getitem__)
+    places: dict[fx.Node, Place] = {}
+    for node in nodes:
+        reader = first_reader.get(node)
+        places[node] = last if reader is None else (str(info(reader).component), info(reader).layer)
+    return places
+
+
+def _add_crossing(
+    graph: ModelGraph, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
+) -> None:
+    """`output_bytes` of (component, i): made in layers <= i and read in its layers > i; for its last layer, read outside."""
+    last = {component.name: len(component.layers) - 1 for component in graph.components}
+    for node, (component, layer) in places.items():
+        if info(node).shared:
+            continue
+        readers = [info(user) for user in node.users if user.op == "call_function" and not info(user).shared]
+        within = max((reader.layer for reader in readers if reader.component == component), default=layer)
+        cuts = list(range(layer, within))
+        cuts += [last[component]] if any(reader.component != component for reader in readers) else []
+        for cut in cuts:
+            size = sum(num_bytes(tensor) for tensor in tensors(node))
+            sums[component, cut]["output_bytes", growths[component].size(node)] += size
+
+
+def _growing(graph: ModelGraph, component: Component, sums: Mapping[Place, Work]) -> tuple[GrowingCost, ...]:
+    specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
+    costs = []
+    for layer in component.layers:
+        own = {specs[name].name: specs[name] for name in layer.parameters}.values()
+        work = Counter(sums.get((component.name, layer.index), Work()))
+        work["parameter_bytes", Growth.FIXED] = sum(spec.num_bytes for spec in own)
+        work["trainable_bytes", Growth.FIXED] = sum(spec.num_bytes for spec in own if spec.trainable)
+        parts = [LayerCost(**{name: work[name, growth] for name in SIZED}) for growth in Growth]
+        costs.append(GrowingCost(fixed=parts[0], by_tokens=parts[1], by_squares=parts[2]))
+    return tuple(costs)

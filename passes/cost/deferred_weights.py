@@ -1,0 +1,55 @@
+"""`DeferredWeights`: products whose weight gradient may be computed after the backward, on its own (W of schedule zb-h1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import fx
+
+from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.passes.base import Analysis, Fact
+from mmcompile.passes.cost.op_flops import passed
+from mmcompile.passes.gradient_flow import trainable_names
+from mmcompile.passes.values import op_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeferredWeight:
+    """y = x w^T + b with a w that trains."""
+
+    x: fx.Node = field(repr=False)
+    weight: fx.Node = field(repr=False)
+    """A `get_attr` node."""
+    bias: fx.Node | None = field(repr=False)
+    """A `get_attr` node that trains; None without one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeferredWeights(Analysis[Mapping[fx.Node, DeferredWeight]]):
+    """Finds `linear` nodes whose weight is a parameter that trains.
+
+    Everything else that trains (norms, embeddings, convolutions, weights that are computed from others) keeps its gradient in the
+    first part of the backward: there is little of it, or nothing to be gained. A frozen weight has no gradient to defer.
+    """
+
+    name: ClassVar[str] = "deferred-weights"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
+
+    def run(self, graph: ModelGraph) -> Mapping[fx.Node, DeferredWeight]:
+        trainable = trainable_names(graph)
+
+        def trains(node: object) -> bool:
+            return isinstance(node, fx.Node) and node.op == "get_attr" and str(node.target) in trainable
+
+        found: dict[fx.Node, DeferredWeight] = {}
+        for node in graph.module.graph.nodes:
+            if node.op == "call_function" and op_name(node) == "aten.linear" and info(node).carries_gradient:
+                given = passed(node)
+                x, weight, bias = given["input"], given["weight"], given.get("bias")
+                if trains(weight) and isinstance(weight, fx.Node) and isinstance(x, fx.Node) and x.op != "get_attr":
+                    found[node] = DeferredWeight(
+                        x=x, weight=weight, bias=bias if trains(bias) and isinstance(bias, fx.Node) else None
+                    )
+        return found

@@ -1,0 +1,80 @@
+"""Which kernels a node's backward launches, and what each reads and writes. [Approximation, by class of op]
+
+Counted as eager autograd runs: no fusion, a sum where an operand was broadcast, an addition for every further reader of
+a value. Checked against the backward that torch traces for whole models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from mmcompile.passes.cost.op_flops import op_flops
+from mmcompile.passes.cost.op_memory import LOSSES, is_view
+from mmcompile.passes.values import aten_ops, num_bytes, op_name, tensors
+
+Kernel = Sequence[fx.Node]
+"""The nodes whose values it reads or writes; a gradient has the size of its node."""
+
+# The gradient is that of the result, or a view of it.
+PASSES_GRADIENT = aten_ops("add sub cat stack clone contiguous lift_fresh_copy sum reshape to _to_copy") | {
+    "mmcompile.tp_sum"
+}
+CASTS = aten_ops("to _to_copy")
+# One product a gradient.
+SCALES = aten_ops("mul div")
+# Views whose gradient is written into zeros, or gathered from parts.
+PARTS = aten_ops("slice select narrow unbind split split_with_sizes chunk")
+
+
+def backward_kernels(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool]) -> list[Kernel]:
+    """Kernels of the backward of a node that carries gradient; one that must read what was kept is `[node, *inputs]`.
+
+    Args:
+        node: the node.
+        carries: whether the backward of the first makes a gradient for the second, which it reads.
+    """
+    wanted = [source for source in node.all_input_nodes if carries(node, source)]
+    return [kernel for source in wanted for kernel in _for_input(node, source)] + _sums(node, carries)
+
+
+def is_joint(node: fx.Node) -> bool:
+    """Whether one kernel computes all gradients of a node from what it kept (norms, activations, attention)."""
+    name = op_name(node).removesuffix("_")
+    known = (*PASSES_GRADIENT, *SCALES, *PARTS, *LOSSES)
+    return not (is_view(node) or op_flops(node).operands or name in known)
+
+
+def _for_input(node: fx.Node, source: fx.Node) -> list[Kernel]:
+    name = op_name(node).removesuffix("_")
+    operands = [operand for operand, _ in op_flops(node).operands]
+    if operands:
+        return [[node, *operands] if source in operands else [node, source]]
+    if name in LOSSES:  # gradient of the log-probabilities, then of the logits
+        return [[source], [source, source, source]]
+    if name in SCALES:
+        others = [other for other in node.all_input_nodes if other is not source] or [source]
+        return [[node, *others, node], *_unbroadcast(node, source)]
+    if name in PARTS or name == "aten.expand":
+        return [[node, source]]
+    if is_view(node):
+        return []
+    if name in CASTS:
+        return [[node, source]]
+    return _unbroadcast(node, source) if name in PASSES_GRADIENT else []
+
+
+def _unbroadcast(node: fx.Node, source: fx.Node) -> list[Kernel]:
+    """The sum over what an operand was broadcast along."""
+    is_smaller = sum(map(num_bytes, tensors(source))) < sum(map(num_bytes, tensors(node)))
+    joins = op_name(node) in aten_ops("cat stack")
+    return [[node, source]] if is_smaller and not joins else []
+
+
+def _sums(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool]) -> list[Kernel]:
+    """Gradients of several readers added up."""
+    if len(tensors(node)) != 1:
+        return []
+    readers = sum(carries(user, node) for user in node.users if user.op == "call_function")
+    return [[node, node, node]] * (readers - 1)

@@ -1,0 +1,217 @@
+"""How the work of a node grows with the load of its component, and what load a component had when it was captured.
+
+One capture has one size. Which part of a node's work is fixed, grows with the rows of a microbatch, or with the pairs
+of rows that see each other, is decided from its op, its operands and its shapes; where the graph has size symbols,
+from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from math import prod
+
+import sympy
+from torch import fx
+
+from mmcompile.costmodel.load import Load
+from mmcompile.ir.graph import Component, ComponentKind, ModelGraph, info
+from mmcompile.ir.sizes import Shape
+from mmcompile.passes.cost.op_flops import PRODUCTS, attention_lengths, op_flops
+from mmcompile.passes.cost.op_memory import is_view
+from mmcompile.passes.values import aten_ops, concrete_shape, op_name, tensors
+
+# The last dim of their result is a width of the model, whatever its size.
+WIDE = aten_ops("linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding layer_norm")
+# Their result has the rows of what they join.
+JOINS = aten_ops("cat stack")
+
+
+class Growth(IntEnum):
+    """What an amount is proportional to."""
+
+    FIXED = 0
+    TOKENS = 1
+    SQUARES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequences:
+    """What attends within a component: images, sounds, samples."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def load(self) -> Load:
+        """Their rows and squares."""
+        return Load(tokens=float(sum(self.lengths)), squares=float(sum(length * length for length in self.lengths)))
+
+
+def captured_sequences(graph: ModelGraph, components: Mapping[str, list[fx.Node]]) -> dict[str, Sequences]:
+    """The sequences of every component in the captured batch.
+
+    Those of its widest self-attention (so a tower with windows and full attention has images, not windows). A projector,
+    and a component without attention, has those of what feeds it; one that nothing feeds has the rows it hands on.
+
+    Args:
+        graph: the captured graph.
+        components: name -> its `call_function` nodes, those made of parameters alone left out.
+    """
+    found: dict[str, Sequences] = {}
+    producers = {consumer: producer for producer, consumer, _ in reversed(graph.edges)}
+    for name in _topological(graph):
+        component = graph.component(name)
+        own = _attending(components[name]) if component.kind != ComponentKind.PROJECTOR else None
+        fed = found.get(producers[name]) if name in producers else None
+        found[name] = own or fed or _handed_on(graph, component, components[name])
+    return found
+
+
+def _topological(graph: ModelGraph) -> list[str]:
+    order: list[str] = []
+    waiting = [component.name for component in graph.components]
+    while waiting:
+        done = set(order)
+        ready = [
+            name
+            for name in waiting
+            if all(producer in done for producer, consumer, _ in graph.edges if consumer == name)
+        ]
+        order += ready or waiting  # a cycle is the modality-dag pass's to refuse
+        waiting = [name for name in waiting if name not in order]
+    return order
+
+
+def _attending(nodes: Iterable[fx.Node]) -> Sequences | None:
+    """Sequences of the self-attention with the most pairs; None without any."""
+    best: tuple[int, ...] | None = None
+    for lengths in filter(None, map(_self_lengths, nodes)):
+        if best is None or _pairs(lengths) > _pairs(best):
+            best = lengths
+    return None if best is None else Sequences(lengths=best)
+
+
+def _pairs(lengths: tuple[int, ...]) -> int:
+    return sum(length * length for length in lengths)
+
+
+def _self_lengths(node: fx.Node) -> tuple[int, ...] | None:
+    """Lengths of the sequences that attend to themselves in a node: an attention op, or the softmax of written-out scores."""
+    lengths = attention_lengths(node)
+    if lengths is not None:
+        queries, keys = lengths
+        return queries if queries == keys else None
+    if op_name(node) in ("aten.softmax", "aten._softmax"):
+        shape = concrete_shape(tensors(node)[0])
+        if len(shape) >= 3 and shape[-1] == shape[-2]:
+            return (shape[-1],) * (shape[0] if len(shape) > 3 else 1)
+    return None
+
+
+def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) -> Sequences:
+    """Rows of the first tensor that other components read; of the first one made, if none is."""
+    names = [tensor for producer, _, made in graph.edges if producer == component.name for tensor in made]
+    flowing = [node for node in nodes if node.name in names] or [node for node in nodes if "val" in node.meta]
+    shapes = [shape for node in flowing for shape in map(concrete_shape, tensors(node)[:1]) if len(shape) > 1]
+    if not shapes:
+        return Sequences(lengths=(1,))
+    count = prod(shapes[0][:-2]) if len(shapes[0]) > 2 else 1
+    return Sequences(lengths=(shapes[0][-2],) * count)
+
+
+class Growths:
+    """Decides growth for nodes read or made in one component."""
+
+    def __init__(self, sequences: Sequences, fixed: set[fx.Node]) -> None:
+        """
+        Args:
+            sequences: of the component.
+            fixed: nodes made of parameters, buffers and constants only.
+        """
+        self._count = len(sequences.lengths)
+        self._rows = {size for size in (max(sequences.lengths), sum(sequences.lengths)) if size > 1}
+        self._fixed = fixed
+        self._known: dict[fx.Node, Growth] = {}
+
+    def size(self, node: fx.Node) -> Growth:
+        """How the tensors of a node grow."""
+        pending = [node]
+        while pending:  # not recursive: graphs are deep
+            current = pending[-1]
+            unknown = [source for source in self._asked(current) if source not in self._known]
+            if current not in self._known and unknown:
+                pending += unknown
+                continue
+            pending.pop()
+            if current not in self._known:
+                self._known[current] = self._size(current)
+        return self._known[node]
+
+    def _asked(self, node: fx.Node) -> Iterable[fx.Node]:
+        return node.all_input_nodes if node.op == "call_function" and node not in self._fixed else ()
+
+    def work(self, node: fx.Node) -> Growth:
+        """How the FLOPs of a node grow."""
+        if node in self._fixed:
+            return self.size(node)
+        lengths = attention_lengths(node)
+        if lengths is not None:
+            queries, keys = lengths
+            return Growth.SQUARES if queries == keys and len(queries) == self._count else Growth.TOKENS
+        operands = [operand for operand, _ in op_flops(node).operands]
+        if op_name(node) in PRODUCTS and not any(operand in self._fixed for operand in operands):
+            return max(Growth.TOKENS, self.size(node), *(self.size(operand) for operand in operands))
+        return Growth.TOKENS
+
+    def _size(self, node: fx.Node) -> Growth:
+        if node in self._fixed:
+            return self._size_of_fixed(node)
+        if "symbolic_shape" in node.meta and (symbolic := _by_symbols(node.meta["symbolic_shape"])) is not None:
+            return symbolic
+        if not self._may_be_pairs(node):
+            return Growth.TOKENS
+        if node.op != "call_function":  # a mask, or features whose width happens to be their number
+            return Growth.TOKENS if any(tensor.is_floating_point() for tensor in tensors(node)) else Growth.SQUARES
+        name, inputs = op_name(node), [source for source in node.all_input_nodes if source not in self._fixed]
+        if any(self._known.get(source) == Growth.SQUARES for source in inputs):
+            return Growth.SQUARES
+        if name in PRODUCTS:
+            return Growth.SQUARES if len(inputs) > 1 else Growth.TOKENS
+        if name in WIDE or name in JOINS or any(self._may_be_pairs(source) for source in inputs):
+            return Growth.TOKENS
+        if is_view(node) and name != "aten.expand":
+            return Growth.TOKENS
+        # Rows against columns, as masks are made.
+        return Growth.SQUARES if info(node).shared or len(inputs) > 1 else Growth.TOKENS
+
+    def _size_of_fixed(self, node: fx.Node) -> Growth:
+        """Masks and tables made from counted positions have the rows of the batch after all; weights have not."""
+        if node.op == "get_attr" or not info(node).shared or node.meta.get("val") is None:
+            return Growth.FIXED
+        if self._may_be_pairs(node):
+            return Growth.SQUARES
+        has_rows = any(self._rows.intersection(concrete_shape(tensor)) for tensor in tensors(node))
+        return Growth.TOKENS if has_rows else Growth.FIXED
+
+    def _may_be_pairs(self, node: fx.Node) -> bool:
+        """Whether two dims of a node have the length of a sequence."""
+        if node.meta.get("val") is None:
+            return False
+        shapes = [concrete_shape(tensor) for tensor in tensors(node)]
+        return any(shape.count(rows) >= 2 for shape in shapes for rows in self._rows)
+
+
+@cache
+def _by_symbols(shape: Shape) -> Growth | None:
+    """By the number of elements when a size symbol doubles; None without symbols."""
+    count = sympy.sympify(prod(shape))
+    symbols = sorted(count.free_symbols, key=str)
+    if not symbols:
+        return None
+    # A round size: symbols also stand in quotients (patches in windows of four).
+    base = count.subs([(symbol, 2**12) for symbol in symbols])
+    doubled = [count.subs([(other, 2 ** (13 if other == symbol else 12)) for other in symbols]) for symbol in symbols]
+    ratios = [value / base for value in doubled] if base > 0 else [0]
+    return Growth.SQUARES if max(ratios) > 3 else Growth.TOKENS

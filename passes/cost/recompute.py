@@ -1,0 +1,50 @@
+"""`Recomputed`: which layers compute their activations again in the backward instead of keeping them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from mmcompile.costmodel.compute import Recompute
+from mmcompile.ir.graph import ModelGraph, component_of, info
+from mmcompile.passes.base import Analysis, Fact
+from mmcompile.passes.cost.op_flops import op_flops
+from mmcompile.passes.gradient_flow import makes_gradient, trainable_names
+from mmcompile.passes.shared_values import Place
+from mmcompile.passes.values import written
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recomputed(Analysis[Mapping[Place, Recompute]]):
+    """What each layer computes again; layers that compute nothing again are absent.
+
+    Of the layers asked to, only those whose backward has a product, a convolution or attention do: in others (an embedding, a
+    slice) there is next to nothing to win, and one without gradient keeps nothing anyway. That is what the memory model counts
+    on (`mmcompile.costmodel.memory`). Layers that change a buffer (running statistics) must not run twice.
+    """
+
+    name: ClassVar[str] = "recomputed"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
+
+    modes: Mapping[Place, Recompute] = field(default_factory=dict)
+    """What is asked of each layer; nothing of those absent."""
+
+    def run(self, graph: ModelGraph) -> Mapping[Place, Recompute]:
+        if all(mode == "none" for mode in self.modes.values()):
+            return {}
+        trainable = trainable_names(graph)
+        worth: set[Place] = set()
+        stateful: set[Place] = set()
+        for node in graph.module.graph.nodes:
+            if node.op != "call_function" or info(node).shared:
+                continue
+            place = component_of(node), info(node).layer
+            work = op_flops(node)
+            operands = [*(operand for operand, _ in work.operands), *work.joint_operands]
+            if any(makes_gradient(node, operand, trainable) for operand in operands):
+                worth.add(place)
+            if written(node):
+                stateful.add(place)
+        may = worth - stateful
+        return {place: mode for place, mode in sorted(self.modes.items()) if mode != "none" and place in may}

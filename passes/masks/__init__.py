@@ -1,0 +1,1 @@
+"""The pass `bitfield-attention`, and the analysis of attention masks behind it."""

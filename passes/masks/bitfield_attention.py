@@ -1,0 +1,300 @@
+"""`BitfieldAttention`: attention under a mask of a known form becomes attention under one word a token.
+
+    mask = (arange <= arange[:, None]) & valid[:, None] ...        [B, 1, T, T]
+    out = scaled_dot_product_attention(q, k, v, mask)
+
+becomes
+
+    words = attention_words(valid, None, islands, True, None, B, T)                                [B, T]
+    call = mmcompile.bitfield_attention(q, k, v, words, positions, words, positions, scale, window, impl)
+    out = call[0]
+
+and what made the mask leaves the graph. A mask that words cannot say is left alone, and `ModelGraph.rewrites` says why.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final, get_args
+
+import torch
+from torch import fx
+
+import mmcompile.kernels.bitfield_attention.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers its op)
+from mmcompile.errors import ConfigError
+from mmcompile.ir.copy import copied
+from mmcompile.ir.graph import META_KEY, ComponentKind, ModelGraph, NodeInfo, component_of, info
+from mmcompile.ir.host_shapes import drop_unread
+from mmcompile.kernels.bitfield_attention.impl.backends import Impl
+from mmcompile.passes.base import Fact, Rewrite
+from mmcompile.passes.masks.mask_formula import MaskFormula, recognise
+from mmcompile.passes.masks.mask_nodes import NodeMaker, extent_of
+from mmcompile.passes.masks.mask_reader import Reader, given, shape
+from mmcompile.passes.masks.predicates import Unrecognised
+from mmcompile.passes.values import aliased, aten_ops, op_name
+
+ATTENTION = "aten.scaled_dot_product_attention"
+_PROJECTIONS = aten_ops("linear matmul mm bmm addmm baddbmm conv1d")
+_VIEWS = aten_ops("view reshape _unsafe_view clone contiguous slice flatten")
+_RESHAPES = _VIEWS | aten_ops("transpose permute squeeze unsqueeze")
+_LEVELS = 2
+"""Projections between an attention's input and its queries or keys: two in low-rank attention."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BitfieldAttention(Rewrite):
+    """Rewrites the self-attention of language models whose masks words can say.
+
+    Raises (in `run`):
+        ConfigError: a component is not there.
+    """
+
+    name: ClassVar[str] = "bitfield-attention"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
+
+    components: tuple[str, ...] = ()
+    """Components to rewrite; none: every language model."""
+    impl: str = "auto"
+    """Implementation of the op: "auto", "eager" or "triton"."""
+
+    def __post_init__(self) -> None:
+        if self.impl not in get_args(Impl):
+            raise ConfigError(
+                f"impl={self.impl!r} is no implementation of bitfield attention; choose {', '.join(get_args(Impl))}"
+            )
+
+    def run(self, graph: ModelGraph) -> ModelGraph:
+        components = self._components(graph)
+        made = copied(graph)
+        calls = [node for node in made.module.graph.nodes if _called(node) == ATTENTION]
+        work = _Work(impl=self.impl)
+        for call in calls:
+            if info(call).component in components:
+                work.rewrite(call)
+        work.clean(made.module.graph)
+        made.module.graph.lint()
+        made.module.recompile()
+        present = {str(node.target) for node in made.module.graph.nodes if node.op == "placeholder"}
+        lines = [line for line in work.lines() if line not in graph.rewrites]
+        return replace(
+            made,
+            inputs=tuple(spec for spec in made.inputs if spec.name in present),
+            rewrites=(*graph.rewrites, *lines),
+        )
+
+    def _components(self, graph: ModelGraph) -> frozenset[str]:
+        names = [component.name for component in graph.components]
+        missing = [name for name in self.components if name not in names]
+        if missing:
+            raise ConfigError(
+                f"no component {missing[0]!r} whose attention could be rewritten; components are {', '.join(names)}"
+            )
+        models = [component.name for component in graph.components if component.kind is ComponentKind.LANGUAGE_MODEL]
+        return frozenset(self.components or models)
+
+
+def _called(node: fx.Node) -> str | None:
+    """What a call node calls; None for inputs, tensors and the output."""
+    return op_name(node) if node.op == "call_function" else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Words:
+    """A words node, with positions, for all calls of one formula."""
+
+    words: fx.Node
+    positions: fx.Node
+
+
+@final
+class _Work:
+    """What one run of the pass has made, and what it left."""
+
+    def __init__(self, impl: str) -> None:
+        self._impl = impl
+        self._masks: dict[tuple[fx.Node, bool], tuple[MaskFormula, Reader]] = {}
+        self._made: dict[tuple[MaskFormula, tuple[str, ...]], _Words] = {}
+        self._done: dict[tuple[str, fx.Node, int | None], list[int]] = {}
+        """(component, words, window) -> layers."""
+        self._left: list[str] = []
+        self._replaced: list[fx.Node] = []
+
+    def rewrite(self, call: fx.Node) -> None:
+        """Replace one call, or note why not."""
+        try:
+            _check(call)
+            formula, words = self._words(call)
+        except Unrecognised as reason:
+            self._left.append(f"{info(call).module_path or call.name} left as it is: {reason}")
+            return
+        _replace(call, words, formula.window, self._impl)
+        self._replaced.append(call)
+        self._done.setdefault((component_of(call), words.words, formula.window), []).append(info(call).layer)
+
+    def _words(self, call: fx.Node) -> tuple[MaskFormula, _Words]:
+        """What a call sees, and words that say it; a window that bounds islands is noted there for the check of them."""
+        mask, causal, extent = given(call)["attn_mask"], given(call)["is_causal"], extent_of(given(call)["query"])
+        if (mask, causal) not in self._masks:
+            reader = Reader()
+            self._masks[mask, causal] = recognise(mask, reader, causal=causal), reader
+        formula, reader = self._masks[mask, causal]
+        key = replace(formula, window=None, window_bounds_islands=False), tuple(map(str, extent.symbolic))
+        if key not in self._made:
+            before = call if mask is None else mask
+            maker = NodeMaker(before, extent, reader, info(before).module_path)
+            words = maker.words(formula)
+            self._made[key] = _Words(words=words, positions=maker.positions(words))
+        found = self._made[key]
+        if formula.window_bounds_islands:
+            known = found.words.args[4]
+            least = formula.window if known is None else min(known, formula.window)  # type: ignore[type-var]
+            found.words.update_arg(4, least)
+        return formula, found
+
+    def clean(self, graph: fx.Graph) -> None:
+        """Erase calls that were replaced, and what only they read."""
+        drop_unread(graph, self._replaced)
+
+    def lines(self) -> list[str]:
+        """One line per kind of call that was rewritten, and one per call that was left."""
+        rewritten = [
+            f"bitfield-attention: {component} {_layers(layers)} under {words.name}"
+            f"{'' if window is None else f', window {window}'}"
+            for (component, words, window), layers in self._done.items()
+        ]
+        return [*rewritten, *(f"bitfield-attention: {line}" for line in self._left)]
+
+
+def _layers(layers: list[int]) -> str:
+    """`layers 1-4, 6`."""
+    numbers = sorted(set(layers))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer{'s' if len(numbers) > 1 else ''} {text}"
+
+
+def _check(call: fx.Node) -> None:
+    """Unrecognised says what the op cannot do, or why words of tokens cannot be a mask here."""
+    arguments = given(call)
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    if any(len(shape(x)) != 4 for x in (query, key, value)):
+        raise Unrecognised(f"queries are {list(shape(query))}, not [batch, heads, tokens, dim]")
+    if arguments["dropout_p"]:
+        raise Unrecognised(f"it drops weights with probability {arguments['dropout_p']}")
+    if len({x.meta["val"].dtype for x in (query, key, value)}) > 1:
+        raise Unrecognised("queries, keys and values are of different dtypes")
+    if shape(value)[-1] != shape(query)[-1]:
+        raise Unrecognised(f"head dims are {shape(query)[-1]} of queries and {shape(value)[-1]} of values")
+    if extent_of(query) != extent_of(key):
+        sides = [" x ".join(map(str, extent_of(x).symbolic)) for x in (query, key)]
+        raise Unrecognised(f"{sides[0]} queries see {sides[1]} keys of something else (cross-attention)")
+    if not _sources(query, call) & _sources(key, call):
+        raise Unrecognised("queries and keys are made of different values (cross-attention)")
+
+
+def _sources(node: fx.Node, call: fx.Node) -> set[fx.Node]:
+    """The values of the call's layer that queries or keys are made of, through few enough projections."""
+    level, found = {node}, set()
+    for _ in range(_LEVELS + 1):
+        parts = [_until_projections(start, call) for start in level]
+        found |= set().union(*(seen for seen, _ in parts))
+        level = set().union(*(inputs for _, inputs in parts))
+    return found
+
+
+def _until_projections(start: fx.Node, call: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes that `start` is made of, back to projections and to what enters the layer; and the projections' inputs."""
+    seen, inputs, waiting = set(), set(), [start]
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node.op != "call_function" or info(node).shared:
+            continue
+        seen.add(node)
+        if (info(node).component, info(node).layer) != (info(call).component, info(call).layer):
+            continue
+        if op_name(node) in _PROJECTIONS:
+            inputs.add(node.all_input_nodes[0])
+        else:
+            waiting += node.all_input_nodes
+    return seen, inputs
+
+
+def _replace(call: fx.Node, words: _Words, window: int | None, impl: str) -> None:
+    graph, arguments = call.graph, given(call)
+    query, key, value = arguments["query"], *_unexpanded(call, arguments["key"], arguments["value"])
+    scale = arguments["scale"]
+    mask = (words.words, words.positions) * 2
+    options = (shape(query)[-1] ** -0.5 if scale is None else scale, window, impl)
+    with graph.inserting_before(call):
+        pair = graph.call_function(torch.ops.mmcompile.bitfield_attention.default, (query, key, value, *mask, *options))
+        out = graph.call_function(operator.getitem, (pair, 0))
+    note = info(call)
+    place = NodeInfo(
+        component=note.component,
+        layer=note.layer,
+        module_path=note.module_path,
+        carries_gradient=note.carries_gradient,
+    )
+    kept = {name: call.meta[name] for name in ("module_path", "symbolic_shape") if name in call.meta}
+    result = torch.empty(call.meta["val"].shape, dtype=call.meta["val"].dtype, device="meta")
+    sums = torch.empty(result.shape[:3], dtype=torch.promote_types(result.dtype, torch.float32), device="meta")
+    pair.meta = {"val": (result, sums), "module_path": call.meta.get("module_path", ""), META_KEY: place}
+    out.meta = {**kept, "val": result, META_KEY: place}
+    call.replace_all_uses_with(out)
+    _record_views(out)
+
+
+def _record_views(node: fx.Node) -> None:
+    """Record the values of a node's views anew: attention by a mask may lay out its result in other strides."""
+
+    def known(value: fx.Node) -> Any:
+        return value.meta["val"]
+
+    for user in node.users:
+        if _called(user) in _RESHAPES and aliased(user) == (node,):
+            args, options = fx.map_arg((user.args, user.kwargs), known)
+            user.meta["val"] = user.target(*args, **options)  # type: ignore[operator]
+            _record_views(user)
+
+
+def _unexpanded(call: fx.Node, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Keys and values before their heads were repeated for every query head, if only this call reads the repeated ones."""
+    found = [_before_repeat(x, call) for x in (key, value)]
+    if None in found or shape(found[0])[1] != shape(found[1])[1]:  # type: ignore[arg-type]
+        return key, value
+    return found[0], found[1]  # type: ignore[return-value]
+
+
+def _before_repeat(node: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """[B, Hkv, T, D] behind [B, H, T, D], in which each head stands H / Hkv times in a row."""
+    chain = [node]
+    while _called(chain[-1]) in _VIEWS:
+        chain.append(chain[-1].all_input_nodes[0])
+    if any(set(part.users) != {user} for part, user in zip(chain, [reader, *chain], strict=False)):
+        return None
+    last = chain[-1]
+    if _called(last) == "aten.repeat_interleave":
+        repeated = len(chain) == 1 and isinstance(given(last)["repeats"], int) and given(last)["dim"] in (1, -3)
+        return _own(last.all_input_nodes[0], reader) if repeated else None
+    source = last.all_input_nodes[0] if _called(last) == "aten.expand" else node
+    while _called(source) == "aten.slice" and shape(source) == shape(source.all_input_nodes[0]):
+        source = source.all_input_nodes[0]
+    if _called(source) != "aten.unsqueeze" or given(source)["dim"] not in (2, -3):
+        return None
+    found = source.all_input_nodes[0]
+    batch, heads, tokens, dim = shape(node)
+    expanded = (batch, shape(found)[1], heads // shape(found)[1], tokens, dim)
+    alike = shape(last) == expanded and all(shape(view) in (expanded, shape(node)) for view in chain[:-1])
+    return _own(found, reader) if alike else None
+
+
+def _own(node: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The node, if the component of its reader made it."""
+    return node if node.op == "call_function" and info(node).component == info(reader).component else None

@@ -1,0 +1,167 @@
+"""What a mask says, in the one form that words can: recognised by what it computes, whatever the model's spelling.
+
+visible(q, k) = valid(k) and documents(q) = documents(k) and (k <= q and q - k < window or islands(q) = islands(k))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from mmcompile.passes.masks.mask_expression import Apply, Axis, Expression, Index, Load, Number
+from mmcompile.passes.masks.mask_positions import with_places
+from mmcompile.passes.masks.mask_reader import Reader, shape
+from mmcompile.passes.masks.predicates import (
+    CAUSAL,
+    Alternatives,
+    Claim,
+    Unrecognised,
+    absorbed,
+    conjunction,
+    holds,
+    unbiased,
+)
+
+Test = tuple[Expression, bool]
+"""An expression per token, and whether it must be true or false."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskFormula:
+    """A mask that words can say. Expressions are per token."""
+
+    causal: bool
+    valid: tuple[Test, ...] = ()
+    """All must hold for a token to be seen."""
+    documents: Expression | None = None
+    islands: Expression | None = None
+    island_tests: tuple[Test, ...] = ()
+    """All must hold for a token to be in an island."""
+    window: int | None = None
+    window_bounds_islands: bool = False
+
+
+def recognise(mask: fx.Node | None, reader: Reader, *, causal: bool) -> MaskFormula:
+    """The formula of a mask [..., q, k], bool or added to scores; without a mask, of causal or full attention.
+
+    Raises:
+        Unrecognised: no words say it.
+    """
+    if mask is None:
+        return MaskFormula(causal=causal)
+    sizes = shape(mask)
+    axes: tuple[Axis, ...] = ("b", "h", "q", "k")
+    places = tuple(
+        Number(0) if size == 1 else Index(axis) for size, axis in zip(sizes, axes[4 - len(sizes) :], strict=True)
+    )
+    expression, documents = with_places(reader.at(mask, places), reader)
+    found = holds(expression) if mask.meta["val"].dtype == torch.bool else unbiased(expression)
+    formula = _matched(absorbed(frozenset(c for claims in found if (c := conjunction(_of_keys(claims))) is not None)))
+    if documents is not None and formula.documents != documents:
+        raise Unrecognised("it compares position_ids of tokens of different documents")
+    return formula
+
+
+def _of_keys(claims: frozenset[Claim]) -> frozenset[Claim]:
+    """What holds of an id that query and key have in common is said of the key."""
+    ids = [claim.of for claim in claims if claim.kind == "same" and claim.positive]
+    return frozenset(
+        Claim("holds", f.positive, of=f.of, axis="k")
+        if f.kind == "holds" and any(_made_of(f.of, same) for same in ids)
+        else f
+        for f in claims
+    )
+
+
+def _made_of(expression: Expression, source: Expression) -> bool:
+    if expression == source or isinstance(expression, Number):
+        return True
+    return isinstance(expression, Apply) and all(_made_of(arg, source) for arg in expression.args)
+
+
+def _matched(alternatives: Alternatives) -> MaskFormula:
+    if not alternatives:
+        raise Unrecognised("it hides every key")
+    if len(alternatives) > 2:
+        raise Unrecognised(
+            f"it shows a key in {len(alternatives)} ways, and words can say two: causality and an island"
+        )
+    common = frozenset.intersection(*alternatives)
+    rests = [claims - common for claims in alternatives]
+    if len(rests) == 1:
+        causal = {claim for claim in common if claim.kind == "reach"}
+        documents, valid, window = _shared(common - causal)
+        return _with_window(MaskFormula(causal=CAUSAL in causal, documents=documents, valid=valid), causal)
+    rests.sort(key=lambda rest: CAUSAL not in rest)
+    if CAUSAL not in rests[0] or any(claim.kind != "reach" for claim in rests[0]):
+        raise Unrecognised("it shows keys in two ways, of which none is causality")
+    documents, valid, window = _shared(common)
+    islands, tests = _island(rests[1])
+    formula = MaskFormula(
+        causal=True,
+        documents=documents,
+        valid=valid,
+        islands=islands,
+        island_tests=tests,
+        window=window,
+        window_bounds_islands=window is not None,
+    )
+    return _with_window(formula, rests[0])
+
+
+def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -> MaskFormula:
+    """The formula with the bounds on q - k that hold of its causal term."""
+    window = formula.window
+    for claim in reaches:
+        if not claim.positive and formula.causal:
+            window = claim.distance if window is None else min(window, claim.distance)
+        elif claim != CAUSAL:
+            raise Unrecognised(
+                f"it bounds the distance of keys without causality: keys {'at least' if claim.positive else 'less than'} "
+                f"{claim.distance} before the query"
+            )
+    return replace(formula, window=window)
+
+
+def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ...], int | None]:
+    """What holds of every visible pair: documents, tests of valid keys, and a window that bounds islands too."""
+    same = [claim for claim in claims if claim.kind == "same"]
+    reach = [claim for claim in claims if claim.kind == "reach"]
+    keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
+    queries = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "q"}
+    if len(same) > 1 or any(not claim.positive for claim in same):
+        raise Unrecognised("it compares several ids of query and key, or wants different ones")
+    if queries - keys:
+        raise Unrecognised(f"it hides queries where {_text(queries - keys)} but shows their keys")
+    if any(claim.positive for claim in reach):
+        raise Unrecognised("causality bounds its islands too")
+    window = reach[0].distance if reach else None
+    return (same[0].of if same else None), _ordered(keys), window
+
+
+def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
+    """Ids of islands, and the tests that say which tokens are in one."""
+    same = [claim for claim in claims if claim.kind == "same"]
+    keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
+    queries = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "q"}
+    if any(claim.kind == "reach" or (claim.kind == "same" and not claim.positive) for claim in claims) or len(same) > 1:
+        raise Unrecognised("keys besides causal ones are not those of an equal id")
+    own = {test for test in keys if same and _made_of(test[0], same[0].of)}
+    if (keys - own) != queries:
+        raise Unrecognised(f"it shows keys after the query by a test of one side, {_text(keys ^ queries)}")
+    return (same[0].of if same else Number(0)), _ordered(keys)
+
+
+def _ordered(tests: set[Test]) -> tuple[Test, ...]:
+    return tuple(sorted(tests, key=lambda test: (_text({test}), test[1])))
+
+
+def _text(tests: set[Test]) -> str:
+    """Names of the nodes that make tests."""
+    return ", ".join(sorted(_name(expression) for expression, _ in tests))
+
+
+def _name(expression: Expression) -> str:
+    return expression.node.name if isinstance(expression, (Apply, Load)) else str(expression)

@@ -1,0 +1,112 @@
+"""Masks that compare `position_ids` inside documents: there they are as far apart as the tokens.
+
+transformers finds packed documents by their positions and asks for causality among these:
+
+    documents = cumsum(diff(p) != 1)
+    mask = (p[k] <= p[q]) & (p[k] > p[q] - window) & (documents[q] == documents[k])
+
+Inside a document p grows by one a token, so p[q] - p[k] = q - k, and the comparison is one of places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from mmcompile.passes.masks.mask_expression import (
+    Apply,
+    Expression,
+    Index,
+    Load,
+    Number,
+    applied,
+    axes_of,
+    linear,
+    per_token,
+)
+from mmcompile.passes.masks.mask_reader import Reader, given, shape
+from mmcompile.passes.values import op_name
+
+_COMPARISONS = ("lt", "le", "gt", "ge")
+
+
+def with_places(expression: Expression, reader: Reader) -> tuple[Expression, Expression | None]:
+    """A mask whose comparisons of positions are comparisons of places.
+
+    Returns:
+        The mask, and what tells documents apart, per token: for pairs of equal documents alone the mask is as it was. None if
+        the mask is returned as it came.
+    """
+    for documents, positions in _documents(expression, reader):
+        found = _replaced(expression, positions)
+        if found != expression:
+            return found, documents
+    return expression, None
+
+
+def _documents(expression: Expression, reader: Reader) -> Iterator[tuple[Expression, Expression]]:
+    """Ids compared for equality that count where positions do not grow by one, and those positions; per token."""
+    match expression:
+        case Apply("eq", (Load(node, _) as left, Load() as right)) if _sides(left, right):
+            positions = _counted(node, reader)
+            if positions is not None:
+                yield per_token(left), positions
+        case Apply(_, operands):
+            for operand in operands:
+                yield from _documents(operand, reader)
+
+
+def _sides(left: Expression, right: Expression) -> bool:
+    return per_token(left) == per_token(right) and axes_of(left) & {"q", "k"} != axes_of(right) & {"q", "k"}
+
+
+def _counted(node: fx.Node, reader: Reader) -> Expression | None:
+    """`p`, per token, of a node cumsum(diff(p) != 1) along the last dim; what stands before the first token does not matter."""
+    if _name(node) != "aten.cumsum" or not _last(node):
+        return None
+    unequal = node.all_input_nodes[0]
+    while _name(unequal) in ("aten.to", "aten._to_copy"):
+        unequal = unequal.all_input_nodes[0]
+    if _name(unequal) != "aten.ne" or given(unequal)["other"] != 1:
+        return None
+    grown = unequal.all_input_nodes[0]
+    if _name(grown) != "aten.diff" or given(grown)["n"] != 1 or not _last(grown) or given(grown)["append"] is not None:
+        return None
+    source = given(grown)["self"]
+    if len(shape(source)) != 2 or shape(source) != shape(node):
+        return None
+    return reader.at(source, (Number(0) if shape(source)[0] == 1 else Index("b"), Index("t")))
+
+
+def _name(node: fx.Node) -> str:
+    return op_name(node) if node.op == "call_function" else ""
+
+
+def _last(node: fx.Node) -> bool:
+    return given(node)["dim"] in (-1, len(shape(node)) - 1)
+
+
+def _replaced(expression: Expression, positions: Expression) -> Expression:
+    """Comparisons of `positions` of query and key, by their distance alone, made comparisons of places."""
+    if not isinstance(expression, Apply):
+        return expression
+    if expression.op in _COMPARISONS:
+        left, right = (_placed(side, positions) for side in expression.args)
+        found = linear(applied("sub", (left, right), expression.node, torch.int64))
+        if found is not None and found[0] in ({"q": 1, "k": -1}, {"q": -1, "k": 1}):
+            return applied(expression.op, (left, right), expression.node, expression.dtype)
+    parts = tuple(_replaced(part, positions) for part in expression.args)
+    return expression if parts == expression.args else applied(expression.op, parts, expression.node, expression.dtype)
+
+
+def _placed(expression: Expression, positions: Expression) -> Expression:
+    """Places instead of positions."""
+    sides = axes_of(expression) & {"q", "k"}
+    if len(sides) == 1 and per_token(expression) == positions:
+        return Index(next(iter(sides)))
+    if isinstance(expression, Apply):
+        parts = tuple(_placed(part, positions) for part in expression.args)
+        return applied(expression.op, parts, expression.node, expression.dtype)
+    return expression

@@ -1,0 +1,109 @@
+"""`PackedBatch`: a row of documents as a graph takes it, and what the graph computes in it from integers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mmcompile.ir.compat import FakeTensor
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.ir.host_shapes import attribute
+from mmcompile.passes.context_parallel.token_axis import TokenAxis, TokenFlow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """Every input of a graph for one row of documents."""
+
+    values: Mapping[str, Any]
+    """Placeholder -> tensor or size, those that the host computes included."""
+    order: tuple[int, ...]
+    """Documents in the order in which they stand in the row."""
+    lengths: tuple[int, ...]
+    """Tokens of document 0, 1, ..."""
+    kept: tuple[int, ...]
+    """Documents whose tokens are those of the batch that was captured."""
+
+    def document_of(self) -> torch.Tensor:
+        """The document of every token, [T]."""
+        return torch.cat([torch.full((self.lengths[number],), number) for number in self.order])
+
+    def rows_of(self, number: int) -> torch.Tensor:
+        """Where the tokens of a document stand in the row."""
+        return (self.document_of() == number).nonzero()[:, 0]
+
+
+def block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
+    """What the tokens of a document see of each other."""
+    rows = batch.rows_of(number)
+    return mask.index_select(-1, rows).index_select(-2, rows)
+
+
+def by_token(
+    value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, batch: PackedBatch
+) -> dict[tuple[int, int], torch.Tensor]:
+    """Values by (document, token of it); `value` has its tokens in dim 0."""
+    outer, kept = flow.number(axis.outer), flow.kept(axis)
+    tokens = value.reshape(outer, kept, axis.inner, *value.shape[1:]).movedim(1, 0)
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    row = 0
+    for number in batch.order:
+        for place in range(batch.lengths[number]):
+            if 0 <= row - axis.front < kept:
+                found[number, place] = tokens[row - axis.front]
+            row += 1
+    return found
+
+
+def evaluated(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: dict[fx.Node, Any]) -> Any:
+    """A value computed from integer inputs and the model's constants; None if it needs more.
+
+    A constant without values (of a model that is only a configuration) gets arbitrary ones: what is asked is whether a document
+    takes its values along, and not which they are.
+    """
+    needed: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if one in known or one in needed:
+            continue
+        needed.add(one)
+        waiting += one.all_input_nodes
+    for one in graph.module.graph.nodes:
+        if one in needed:
+            value = _value(graph, one, inputs, known)
+            if value is None:
+                return None
+            known[one] = value
+    return known[node]
+
+
+def _value(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: Mapping[fx.Node, Any]) -> Any:
+    if node.op == "placeholder":
+        value = inputs[str(node.target)]
+        return None if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    if node.op == "get_attr":
+        value = attribute(graph.module, str(node.target))
+        if isinstance(value, torch.nn.Parameter):
+            return None
+        if not isinstance(value, FakeTensor):
+            return value
+        size = tuple(value.shape)
+        return (
+            torch.linspace(0.1, 1.0, value.numel()).reshape(size).to(value.dtype) if value.is_floating_point() else None
+        )
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if random or _is_mutating(node):
+        return None
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_mutating(node: fx.Node) -> bool:
+    """Whether a node changes a buffer in place."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

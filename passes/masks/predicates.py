@@ -1,0 +1,284 @@
+"""When an expression is true, as alternatives of claims about a query and a key (a disjunctive normal form)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import fx
+
+from mmcompile.passes.masks.mask_expression import (
+    Apply,
+    Axis,
+    Expression,
+    Form,
+    Load,
+    Number,
+    applied,
+    axes_of,
+    dtype_of,
+    linear,
+    per_token,
+)
+from mmcompile.passes.values import op_name
+
+HIDDEN = -1e4
+"""A bias of this or less hides a key: its weight is below what any float format holds beside a visible one. [Empirical]"""
+MAX_ALTERNATIVES = 64
+
+
+class Unrecognised(Exception):
+    """A mask is not of the form; the text says which part is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A literal.
+
+    reach: q - k >= distance. same: an expression is equal at q and k. holds: an expression is true at q, or at k.
+    """
+
+    kind: Literal["reach", "same", "holds"]
+    positive: bool
+    distance: int = 0
+    of: Expression = Number(0)
+    axis: Axis = "t"
+
+    def __invert__(self) -> Claim:
+        return Claim(self.kind, not self.positive, self.distance, self.of, self.axis)
+
+
+Alternatives = frozenset[frozenset[Claim]]
+"""True if all claims of one of them hold."""
+TRUE: Alternatives = frozenset((frozenset(),))
+FALSE: Alternatives = frozenset()
+CAUSAL = Claim("reach", True, 0)
+
+
+def holds(expression: Expression, positive: bool = True) -> Alternatives:
+    """When an expression is true (or not 0); with `positive` off, when it is not."""
+    match expression:
+        case Number(value):
+            return TRUE if bool(value) == positive else FALSE
+        case Apply("not", (source,)):
+            return holds(source, not positive)
+        case Apply("to", (source,)) if not (dtype_of(source).is_floating_point and _is_integer(expression)):
+            return holds(source, positive)
+        case Apply("and" | "mul", (left, right)) if positive or not _one_sided(expression):
+            return (_all if positive else _any)(holds(left, positive), holds(right, positive))
+        case Apply("or", (left, right)) if not positive or not _one_sided(expression):
+            return (_any if positive else _all)(holds(left, positive), holds(right, positive))
+        case Apply("eq" | "ne" | "lt" | "le" | "gt" | "ge" as op, (left, right)):
+            return _compared(op, left, right, expression, positive)
+        case Apply("where", (condition, yes, no)) if not _one_sided(expression):
+            return _any(
+                _all(holds(condition), holds(yes, positive)), _all(holds(condition, False), holds(no, positive))
+            )
+    return _token_claim(expression, positive)
+
+
+def _is_integer(expression: Apply) -> bool:
+    return not expression.dtype.is_floating_point and expression.dtype != torch.bool
+
+
+def _one_sided(expression: Expression) -> bool:
+    """A value of queries alone or of keys alone."""
+    axes = axes_of(expression)
+    return "h" not in axes and len(axes & {"q", "k"}) <= 1
+
+
+def _token_claim(expression: Expression, positive: bool) -> Alternatives:
+    if not _one_sided(expression):
+        raise Unrecognised(_reason(expression))
+    axis: Axis = "q" if "q" in axes_of(expression) else "k"
+    return frozenset((frozenset((Claim("holds", positive, of=per_token(expression), axis=axis),)),))
+
+
+def _reason(expression: Expression) -> str:
+    match expression:
+        case Apply() if "h" in axes_of(expression):
+            return f"{_described(expression.node)} differs by head"
+        case Apply():
+            return f"{_described(expression.node)} mixes queries and keys in a way that words cannot say"
+        case Load(node, _):
+            return f"{_described(node)} has a value for every query and key"
+        case _:
+            return f"it depends on {expression}"
+
+
+def _described(node: fx.Node) -> str:
+    what = {"placeholder": "an input", "get_attr": "a tensor of the model"}.get(node.op)
+    return f"{node.name} ({what or op_name(node)})"
+
+
+def _compared(op: str, left: Expression, right: Expression, whole: Apply, positive: bool) -> Alternatives:
+    if op == "ne":
+        return _compared("eq", left, right, applied("eq", (left, right), whole.node, torch.bool), not positive)
+    difference = linear(applied("sub", (left, right), whole.node, torch.int64))
+    if difference is not None:
+        factors, constant = difference
+        reversed_form: Form = {axis: -factor for axis, factor in factors.items()}, -constant
+
+        def at_least(positive: bool) -> Alternatives:
+            return _non_negative(difference, applied("ge", (left, right), whole.node, torch.bool), positive)
+
+        def at_most(positive: bool) -> Alternatives:
+            return _non_negative(reversed_form, applied("le", (left, right), whole.node, torch.bool), positive)
+
+        if op == "eq":
+            return _all(at_least(True), at_most(True)) if positive else _any(at_least(False), at_most(False))
+        # a > b is not (a <= b): every comparison is one of the two forms, or its opposite.
+        return at_least(positive == (op == "ge")) if op in ("ge", "lt") else at_most(positive == (op == "le"))
+    if op == "eq":
+        if left == right:
+            return TRUE if positive else FALSE
+        sides = [axes_of(side) & {"q", "k"} for side in (left, right)]
+        if per_token(left) == per_token(right) and sorted(map(sorted, sides)) == [["k"], ["q"]]:
+            return frozenset((frozenset((Claim("same", positive, of=per_token(left)),)),))
+        if right == Number(0) and _one_sided(left):
+            return holds(left, not positive)
+    if _one_sided(whole):
+        return _token_claim(whole, positive)
+    return _any(
+        *(
+            _all(condition, _compared_numbers(op, values, whole, positive))
+            for condition, values in _cases((left, right))
+        )
+    )
+
+
+def _non_negative(form: Form, whole: Apply, positive: bool) -> Alternatives:
+    """When a linear form of places is 0 or more, which `whole` says too."""
+    factors, constant = form
+    if all(factor > 0 for factor in factors.values()) and constant >= 0:
+        return TRUE if positive else FALSE
+    if all(factor < 0 for factor in factors.values()) and constant < 0:
+        return FALSE if positive else TRUE
+    if factors == {"q": 1, "k": -1}:
+        return frozenset((frozenset((Claim("reach", positive, -constant),)),))
+    if factors == {"q": -1, "k": 1}:
+        return frozenset((frozenset((Claim("reach", not positive, constant + 1),)),))
+    return _token_claim(whole, positive)
+
+
+def _compared_numbers(op: str, values: tuple[Expression, ...], whole: Apply, positive: bool) -> Alternatives:
+    left, right = values
+    if not isinstance(left, Number) or not isinstance(right, Number):
+        raise Unrecognised(_reason(whole))
+    result = {
+        "eq": left.value == right.value,
+        "lt": left.value < right.value,
+        "le": left.value <= right.value,
+        "gt": left.value > right.value,
+        "ge": left.value >= right.value,
+    }[op]
+    return TRUE if result == positive else FALSE
+
+
+def unbiased(expression: Expression) -> Alternatives:
+    """Where a bias on the scores is 0; elsewhere it must hide."""
+    visible = FALSE
+    for condition, (value,) in _cases((expression,)):
+        if not isinstance(value, Number) or not (value.value == 0 or value.value <= HIDDEN):
+            what = f"a bias of {value.value}" if isinstance(value, Number) else _bias_reason(value)
+            raise Unrecognised(f"{what} neither shows nor hides a key")
+        if value.value == 0:
+            visible = _any(visible, condition)
+    return visible
+
+
+def _bias_reason(value: Expression) -> str:
+    return f"the bias {_described(value.node)}" if isinstance(value, (Apply, Load)) else "a bias"
+
+
+Cases = list[tuple[Alternatives, tuple[Expression, ...]]]
+
+
+def _cases(values: tuple[Expression, ...]) -> Cases:
+    """Values without `where`: under which condition each is what."""
+    parts = [[(c, v) for c, v in _split(value) if c != FALSE] for value in values]
+    if len(parts) == 1:
+        return [(condition, (value,)) for condition, value in parts[0]]
+    found: Cases = []
+    for (first, left), (second, right) in product(*parts):
+        condition = _all(first, second)
+        if condition != FALSE:
+            found.append((condition, (left, right)))
+    return found
+
+
+def _split(value: Expression) -> list[tuple[Alternatives, Expression]]:
+    if isinstance(value, (Apply, Load)) and dtype_of(value) == torch.bool:
+        return [(holds(value), Number(1)), (holds(value, False), Number(0))]
+    match value:
+        case Apply("to", (source,)):
+            return _split(source)
+        case Apply("where", (condition, yes, no)):
+            no = Number(0) if _is_zero_unless(condition, no) else no
+            return [(_all(holds(condition), c), v) for c, v in _split(yes)] + [
+                (_all(holds(condition, False), c), v) for c, v in _split(no)
+            ]
+        case Apply("add" | "sub" | "mul" as op, operands):
+            if not any(_has_cases(operand) for operand in operands):
+                return [(TRUE, value)]
+            return [(c, _folded(op, left, right, value)) for c, (left, right) in _cases(operands)]
+    return [(TRUE, value)]
+
+
+def _has_cases(value: Expression) -> bool:
+    if isinstance(value, (Apply, Load)) and dtype_of(value) == torch.bool:
+        return True
+    return isinstance(value, Apply) and (value.op == "where" or any(map(_has_cases, value.args)))
+
+
+def _is_zero_unless(condition: Expression, value: Expression) -> bool:
+    """`where(x != 0, ..., x)`: x is 0 in the second case."""
+    match condition:
+        case Apply("to", (source,)):
+            return dtype_of(condition) == torch.bool and source == value
+        case Apply("ne", (source, Number(0))):
+            return source == value
+    return False
+
+
+def _folded(op: str, left: Expression, right: Expression, whole: Apply) -> Expression:
+    if isinstance(left, Number) and isinstance(right, Number):
+        numbers = torch.tensor(left.value, dtype=torch.float64), torch.tensor(right.value, dtype=torch.float64)
+        return Number({"add": torch.add, "sub": torch.sub, "mul": torch.mul}[op](*numbers).item())
+    return applied(op, (left, right), whole.node, whole.dtype)
+
+
+def _any(*parts: Alternatives) -> Alternatives:
+    return _limited(frozenset().union(*parts))
+
+
+def _all(left: Alternatives, right: Alternatives) -> Alternatives:
+    return _limited(frozenset(c for a, b in product(left, right) if (c := conjunction(a | b)) is not None))
+
+
+def _limited(alternatives: Alternatives) -> Alternatives:
+    alternatives = absorbed(alternatives)
+    if len(alternatives) > MAX_ALTERNATIVES:
+        raise Unrecognised(f"it has more than {MAX_ALTERNATIVES} alternatives")
+    return alternatives
+
+
+def absorbed(alternatives: Alternatives) -> Alternatives:
+    """Without alternatives that another one contains."""
+    return frozenset(a for a in alternatives if not any(other < a for other in alternatives))
+
+
+def conjunction(claims: frozenset[Claim]) -> frozenset[Claim] | None:
+    """Facts without repetition; None if they contradict each other."""
+    if any(~claim in claims for claim in claims):
+        return None
+    least = max((f.distance for f in claims if f.kind == "reach" and f.positive), default=None)
+    below = min((f.distance for f in claims if f.kind == "reach" and not f.positive), default=None)
+    if least is not None and below is not None and least >= below:
+        return None
+    kept = {f for f in claims if f.kind != "reach"}
+    kept |= {Claim("reach", True, least)} if least is not None else set()
+    kept |= {Claim("reach", False, below)} if below is not None else set()
+    return frozenset(kept)

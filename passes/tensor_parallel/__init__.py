@@ -1,0 +1,1 @@
+"""The passes `tensor-parallel` and `sharded-parameters`, and their rules."""

@@ -1,0 +1,86 @@
+"""Rules for attention: heads are sharded, and every rank's query heads need the key/value heads they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.passes.context_parallel.token_axis import argument, has_argument
+from mmcompile.passes.tensor_parallel.shard_flow import Refusal, ShardFlow
+
+
+def attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """scaled_dot_product_attention, [..., heads, tokens, width]; a mask may have heads, too."""
+    query, key, value = (argument(node, name) for name in ("query", "key", "value"))
+    found = _by_heads(flow, node, query, (key, value), grouped=bool(argument(node, "enable_gqa")))
+    mask = argument(node, "attn_mask")
+    if isinstance(mask, fx.Node):
+        dim = len(flow.facts.shape(mask)) + found.dim - len(flow.facts.shape(query))
+        if mask in flow.shards or dim >= 0 and flow.facts.shape(mask)[dim] != 1:
+            flow.meet(node, mask, flow.shard(dim, found.blocks))
+    return found
+
+
+def packed_attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    query, key, value = (argument(node, name) for name in ("query", "key", "value"))
+    return _by_heads(flow, node, query, (key, value), grouped=True)
+
+
+def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, TensorShard]:
+    """Ours, over words; its second result is the log-sum-exp, [batch, heads, tokens]."""
+    query, key, value = (argument(node, name) for name in ("q", "k", "v"))
+    found = _by_heads(flow, node, query, (key, value), grouped=True)
+    if has_argument(node, "head_stride"):
+        num_heads = flow.facts.shape(key)[1]
+        each = num_heads // flow.count if key in flow.shards else len(flow.heads.get((node, key), ())) // flow.count
+        flow.local(node, "head_stride", min(argument(node, "head_stride"), each))
+    return found, found
+
+
+def _by_heads(
+    flow: ShardFlow, node: fx.Node, query: fx.Node, others: Sequence[fx.Node], *, grouped: bool
+) -> TensorShard:
+    """Shard of the result, where queries, keys and values meet in their heads."""
+    sharded = next(value for value in (query, *others) if value in flow.shards)
+    rank = len(flow.facts.shape(query))
+    from_right = flow.shard_of(sharded).dim - len(flow.facts.shape(sharded))
+    if from_right > -3:
+        raise Refusal(node, "tokens or the width of heads are sharded, not heads")
+    shape = flow.facts.shape(query)
+    dim = rank + from_right
+    if query not in flow.shards:
+        share = shape[dim] // flow.facts.shape(sharded)[dim]
+        flow.meet(node, query, flow.shard(dim, [block * share for block in flow.shard_of(sharded).blocks]))
+        # Queries that stay whole would be computed by every rank for all heads.
+        raise Refusal(node, f"its queries {query.name} are whole")
+    blocks = flow.shard_of(query).blocks
+    for value in others:
+        num_heads = flow.facts.shape(value)[dim]
+        share, rest = divmod(shape[dim], num_heads)
+        if rest or share > 1 and not (grouped and from_right == -3 and len(blocks) == 1):
+            raise Refusal(node, f"{shape[dim]} query heads read {num_heads} heads of {value.name}")
+        if share == 1:
+            flow.meet(node, value, flow.shard(dim, blocks))
+        elif num_heads % flow.count == 0:
+            flow.meet(node, value, flow.shard(dim, [num_heads]))
+        elif value in flow.shards:
+            raise Refusal(value, f"{num_heads} heads do not divide by {flow.count}", indivisible=True)
+        else:
+            flow.heads[node, value] = heads_read(shape[dim], num_heads, flow.count)
+    return flow.shard(dim, blocks)
+
+
+def heads_read(num_queries: int, num_heads: int, count: int) -> tuple[int, ...]:
+    """Key/value heads that the query heads of rank 0 read, of rank 1, and so on, equally many for each rank.
+
+    Query head h reads head h * num_heads // num_queries. Where all of a rank read one head, that one is listed; else one for
+    each query head.
+    """
+    each = num_queries // count
+    read = [head * num_heads // num_queries for head in range(num_queries)]
+    per_rank = [read[rank * each : (rank + 1) * each] for rank in range(count)]
+    if all(len(set(heads)) == 1 for heads in per_rank):
+        return tuple(heads[0] for heads in per_rank)
+    return tuple(read)

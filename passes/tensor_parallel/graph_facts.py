@@ -1,0 +1,154 @@
+"""What sharding needs to know of a graph: projections (products with a weight) and what carries gradient."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.nodes import token_loss
+from mmcompile.passes.cost.op_flops import keys_and_values
+from mmcompile.passes.gradient_flow import trainable_names
+from mmcompile.passes.values import op_name, tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """A product of activations [..., in] with a weight of two dims."""
+
+    source: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    output_dim: int
+    """Dim of the weight that holds outputs; the other one holds inputs."""
+
+
+def projection(node: fx.Node) -> Projection | None:
+    """A linear layer, in either of the ways models write it; None for other ops."""
+    name = op_name(node) if node.op == "call_function" else ""
+    if name == "aten.linear":
+        source, weight, *bias = node.args
+        return _projection(source, weight, (*bias, node.kwargs.get("bias"), None)[0], 0)
+    if name == "aten.addmm" and not node.kwargs:
+        bias, source, weight = node.args
+        return _projection(source, weight, bias, 1)
+    if name in ("aten.mm", "aten.matmul"):
+        source, weight = node.args
+        return _projection(source, weight, None, 1)
+    return None
+
+
+def _projection(source: object, weight: object, bias: object, output_dim: int) -> Projection | None:
+    if not isinstance(source, fx.Node) or not isinstance(weight, fx.Node) or weight.op != "get_attr":
+        return None
+    if tensors(weight)[0].ndim != 2 or isinstance(bias, fx.Node) and tensors(bias)[0].ndim != 1:
+        return None
+    return Projection(
+        source=source, weight=weight, bias=bias if isinstance(bias, fx.Node) else None, output_dim=output_dim
+    )
+
+
+def num_outputs(node: fx.Node) -> int:
+    """Of a projection."""
+    return int(tensors(node)[0].shape[-1])
+
+
+@dataclass(kw_only=True, slots=True)
+class GraphFacts:
+    """Of a whole graph whose `carries_gradient` is set; computed once, for every degree."""
+
+    graph: ModelGraph
+    layers: Mapping[tuple[str, int], Sequence[fx.Node]] = field(init=False)
+    """(component, layer) -> its calls in graph order."""
+    parameters: Mapping[str, str] = field(init=False)
+    """Name of a parameter, or alias -> its first name."""
+    readers: Mapping[str, Sequence[tuple[fx.Node, fx.Node]]] = field(init=False)
+    """First name of a parameter -> (node that reads it, its `get_attr` node)."""
+    losses: Sequence[fx.Node] = field(init=False)
+    """Our token losses."""
+    _trainable: Mapping[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        layers: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
+        readers: dict[str, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+        for node in self.graph.module.graph.nodes:
+            if node.op == "call_function":
+                note = info(node)
+                if note.component is not None:
+                    layers[note.component, note.layer].append(node)
+        self.layers = dict(layers)
+        self.parameters = {name: spec.name for spec in self.graph.parameters for name in (spec.name, *spec.aliases)}
+        self._trainable = trainable_names(self.graph)
+        for node in self.graph.module.graph.nodes:
+            if node.op == "get_attr" and node.target in self.parameters:
+                readers[self.parameters[str(node.target)]] += [(user, node) for user in node.users]
+        self.readers = dict(readers)
+        self.losses = tuple(node for node in self.graph.module.graph.nodes if node.target is token_loss)
+
+    def carries(self, node: fx.Node) -> bool:
+        """Whether gradient is asked of a value."""
+        if node.op == "get_attr":
+            return node.target in self._trainable
+        return node.op == "call_function" and info(node).carries_gradient
+
+
+@dataclass(kw_only=True, slots=True)
+class LayerFacts:
+    """Of one layer."""
+
+    whole: GraphFacts
+    nodes: Sequence[fx.Node]
+    members: Set[fx.Node] = field(init=False)
+    taken: set[fx.Node] = field(default_factory=set)
+    """Nodes of regions found earlier."""
+    refused: set[fx.Node] = field(default_factory=set)
+    """Projections that cannot be sharded."""
+    head_counts: Set[int] = field(init=False)
+    """Numbers of heads in the layer's attention, for messages."""
+
+    def __post_init__(self) -> None:
+        self.members = frozenset(self.nodes)
+        attention = [node for node in self.nodes if keys_and_values(node)]
+        self.head_counts = {
+            int(tensors(source)[0].shape[-3])
+            for node in attention
+            for source in node.all_input_nodes[:3]
+            if len(self.shape(source)) >= 3
+        }
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Of a tensor in the captured batch."""
+        return tuple(int(size) for size in tensors(node)[0].shape)
+
+    def is_parameter(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" and node.target in self.whole.parameters
+
+    def carries(self, node: fx.Node) -> bool:
+        return self.whole.carries(node)
+
+    def projections_of(self, value: fx.Node, count: int) -> list[fx.Node]:
+        """Projections of the layer that a value comes from with no other between, and that could be sharded."""
+        found: dict[fx.Node, None] = {}
+        waiting, seen = [value], set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen or node not in self.members:
+                continue
+            seen.add(node)
+            if projection(node) is None:
+                waiting += node.all_input_nodes
+            elif node not in self.taken | self.refused and num_outputs(node) % count == 0:
+                found[node] = None
+        return list(found)
+
+    def place(self, node: fx.Node) -> str:
+        """Where a node is, for messages."""
+        note = info(node)
+        return f"layer {note.layer} of {note.component}"
+
+    def counted(self, number: int) -> str:
+        """`20 heads`, if the layer's attention has that many or that many groups of them; else `20`."""
+        return f"{number} heads" if any(heads % number == 0 for heads in self.head_counts) else str(number)

@@ -1,0 +1,193 @@
+"""`sharding`: which parts of a component's layers can be sharded at a degree, and why the others stay whole.
+
+A region starts at one projection. Where its sharded result meets a whole value that another projection of the layer made, that
+one joins (keys join queries, up joins gate); where a projection that joined cannot go on, it leaves again and its result is cut
+into parts instead (key/value heads fewer than ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from mmcompile.ir.graph import info
+from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.passes.cost.op_flops import keys_and_values
+from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts, LayerFacts, num_outputs, projection
+from mmcompile.passes.tensor_parallel.shard_flow import Growth, Refinement, Refusal, ShardFlow
+from mmcompile.passes.tensor_parallel.shard_rules import rule_of
+from mmcompile.passes.tensor_parallel.vocabulary_tables import embedding_shard
+from mmcompile.passes.values import aten_ops, op_name
+
+MOST_ATTEMPTS = 100
+_SCALES = aten_ops("dropout mul div to _to_copy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """A projection or embedding that stays whole."""
+
+    node: fx.Node
+    reason: str
+    indivisible: bool
+    """At a smaller degree it may be sharded."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Sharding:
+    """Of one component at one degree."""
+
+    component: str
+    count: int
+    regions: list[ShardFlow] = field(default_factory=list)
+    embeddings: dict[fx.Node, TensorShard] = field(default_factory=dict)
+    """Token embeddings -> how their table is sharded."""
+    kept: list[Kept] = field(default_factory=list)
+
+    def weights(self) -> dict[tuple[fx.Node, fx.Node], TensorShard]:
+        """(reader, parameter) -> how the parameter is sharded."""
+        tables = {(node, node.args[0]): shard for node, shard in self.embeddings.items()}
+        merged: dict[tuple[fx.Node, fx.Node], TensorShard] = {}
+        for found in (*(region.weights for region in self.regions), tables):
+            merged |= found  # type: ignore[arg-type]
+        return merged
+
+    def attention(self) -> set[fx.Node]:
+        """Attention ops whose heads are sharded."""
+        return {node for region in self.regions for node in region.shards if keys_and_values(node)}
+
+
+def shardings(facts: GraphFacts, degrees: Mapping[str, int]) -> dict[str, Sharding]:
+    """Component -> what of it is sharded.
+
+    A parameter that is read in several places (a tied embedding) is sharded in all of them alike, or in none.
+    """
+    found = {component: _sharding(facts, component, count) for component, count in degrees.items() if count > 1}
+    while (broken := _inconsistent(facts, found)) is not None:
+        for sharding in found.values():
+            _drop(facts, sharding, *broken)
+    return found
+
+
+def _sharding(facts: GraphFacts, component: str, count: int) -> Sharding:
+    made = Sharding(component=component, count=count)
+    for (name, _), nodes in facts.layers.items():
+        if name != component:
+            continue
+        layer = LayerFacts(whole=facts, nodes=nodes)
+        _embeddings(made, layer)
+        starts = [node for node in nodes if projection(node) is not None]
+        # The first of two products with nothing between (LoRA) is small, and better whole than added up over ranks.
+        for node in (*(s for s in starts if not _leads_to_projection(s)), *filter(_leads_to_projection, starts)):
+            if node not in layer.taken:
+                _start(made, layer, node)
+        whole = [kept for kept in made.kept if kept.node in layer.taken]
+        made.kept = [kept for kept in made.kept if kept not in whole]
+    return made
+
+
+def _embeddings(made: Sharding, layer: LayerFacts) -> None:
+    for node in layer.nodes:
+        if op_name(node) != "aten.embedding":
+            continue
+        found = embedding_shard(node, layer, made.count)
+        if isinstance(found, TensorShard):
+            made.embeddings[node] = found
+            layer.taken.add(node)
+        else:
+            made.kept.append(Kept(node=node, reason=found.reason, indivisible=found.indivisible))
+
+
+def _leads_to_projection(node: fx.Node) -> bool:
+    readers = list(node.users)
+    while len(readers) == 1 and op_name(readers[0]) in _SCALES:
+        readers = list(readers[0].users)
+    return bool(readers) and all(projection(reader) is not None for reader in readers)
+
+
+def _start(made: Sharding, layer: LayerFacts, start: fx.Node) -> None:
+    """Try the region that starts at a projection."""
+    result = search(layer, start, made.count)
+    if isinstance(result, ShardFlow):
+        made.regions.append(result)
+        layer.taken |= result.shards.keys() | result.sums | result.losses
+    else:
+        layer.refused.add(start)
+        made.kept.append(Kept(node=start, reason=result.reason, indivisible=result.indivisible))
+
+
+def search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusal:
+    """The region that starts at a projection, or why there is none."""
+    size = num_outputs(start)
+    if size % count:
+        return Refusal(start, f"{size} outputs do not divide by {count}", indivisible=True)
+    columns: dict[fx.Node, tuple[int, ...]] = {start: (size,)}
+    excluded: set[fx.Node] = set()
+    refusals: list[Refusal] = []
+    for _ in range(MOST_ATTEMPTS):
+        flow = ShardFlow(count=count, facts=layer, columns=dict(columns), excluded=frozenset(excluded))
+        try:
+            flow.run(rule_of)
+            return flow
+        except Growth as growth:
+            columns |= {node: (num_outputs(node),) for node in growth.projections}
+        except Refinement as refusal:
+            refusals.append(refusal)
+            columns[refusal.origin] = refusal.blocks
+        except Refusal as refusal:
+            refusals.append(refusal)
+            guilty = [node for node in columns if node is not start and node in _origins(flow, refusal.node)]
+            if not guilty:
+                break
+            excluded.add(guilty[-1])
+            del columns[guilty[-1]]
+    return _telling(refusals)
+
+
+def _origins(flow: ShardFlow, node: fx.Node) -> set[fx.Node]:
+    found = {origin for source in (node, *node.all_input_nodes) for origin in flow.origins.get(source, ())}
+    return found | ({node} if node in flow.columns else set())
+
+
+def _telling(refusals: list[Refusal]) -> Refusal:
+    """The refusal that tells a user most: a number that does not divide, if that is what it is; else the last."""
+    uneven = [refusal for refusal in refusals if refusal.indivisible]
+    return uneven[-1] if uneven else refusals[-1]
+
+
+def _inconsistent(facts: GraphFacts, found: Mapping[str, Sharding]) -> tuple[str, str] | None:
+    """A parameter that is not sharded alike wherever it is read, and why not; None if all are."""
+    wanted: dict[str, TensorShard] = {}
+    weights: dict[tuple[fx.Node, fx.Node], TensorShard] = {}
+    for sharding in found.values():
+        weights |= sharding.weights()
+    for (_, parameter), shard in weights.items():
+        name = facts.parameters[str(parameter.target)]
+        if wanted.setdefault(name, shard) != shard:
+            return name, f"{name} is read in several places, which would shard it differently"
+    for name in wanted:
+        for node, source in facts.readers[name]:
+            if (node, source) not in weights:
+                reason = f"{name} is also read by {node.name} = {op_name(node)} in {_place(node)}, which stays whole"
+                return name, reason
+    return None
+
+
+def _place(node: fx.Node) -> str:
+    return f"layer {info(node).layer} of {info(node).component}" if node.op == "call_function" else "the result"
+
+
+def _drop(facts: GraphFacts, sharding: Sharding, name: str, reason: str) -> None:
+    """Keep all that reads a parameter whole."""
+
+    def reads(parameters: Iterable[fx.Node]) -> bool:
+        return any(facts.parameters[str(parameter.target)] == name for parameter in parameters)
+
+    for region in [region for region in sharding.regions if reads(parameter for _, parameter in region.weights)]:
+        sharding.regions.remove(region)
+        sharding.kept += [Kept(node=node, reason=reason, indivisible=False) for node in region.columns]
+    for node in [node for node in sharding.embeddings if reads(node.all_input_nodes[:1])]:
+        del sharding.embeddings[node]
+        sharding.kept.append(Kept(node=node, reason=reason, indivisible=False))

@@ -1,0 +1,200 @@
+"""`ShardFlow`: follows sharded dims through one layer, from the projections that make them to those that take them in.
+
+It is an attempt over a graph that stays as it is: what would have to change is written down, and a rule that cannot go on raises
+`Refusal`. Values of a sharded region are parts (`TensorShard`); all others are whole, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.passes.tensor_parallel.graph_facts import LayerFacts, projection
+from mmcompile.passes.values import op_name
+
+Shards = TensorShard | tuple[TensorShard | None, ...]
+"""Of a tensor, or of the items of a tuple (None: whole)."""
+
+
+class Refusal(Exception):
+    """Why a region cannot be sharded."""
+
+    def __init__(self, node: fx.Node, reason: str, *, indivisible: bool = False) -> None:
+        super().__init__(reason)
+        self.node = node
+        self.reason = reason
+        self.indivisible = indivisible
+        """A size does not divide by the degree: a smaller degree may do."""
+
+
+class Refinement(Refusal):
+    """A refusal that finer blocks of a projection's outputs would avoid."""
+
+    def __init__(
+        self, node: fx.Node, reason: str, origin: fx.Node, blocks: tuple[int, ...], *, indivisible: bool = False
+    ) -> None:
+        super().__init__(node, reason, indivisible=indivisible)
+        self.origin = origin
+        self.blocks = blocks
+
+
+class Growth(Exception):
+    """Other projections make what meets a sharded value, and could be sharded too."""
+
+    def __init__(self, projections: Sequence[fx.Node]) -> None:
+        super().__init__()
+        self.projections = projections
+
+
+Rule = Callable[["ShardFlow", fx.Node], Shards | None]
+"""Shards of the result of an op with sharded inputs; None where the result is whole."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ShardFlow:
+    """One attempt; after `run` it is a region."""
+
+    count: int
+    facts: LayerFacts
+    columns: Mapping[fx.Node, tuple[int, ...]]
+    """Projections whose outputs are sharded -> blocks of their outputs."""
+    excluded: Set[fx.Node]
+    """Projections that stay whole."""
+    shards: dict[fx.Node, Shards] = field(default_factory=dict)
+    origins: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+    """Sharded value -> projections that it comes from."""
+    weights: dict[tuple[fx.Node, fx.Node], TensorShard] = field(default_factory=dict)
+    """(reader, parameter) -> how the parameter is sharded."""
+    copies: dict[tuple[fx.Node, fx.Node], None] = field(default_factory=dict)
+    """(reader, whole value with gradient)."""
+    parts: dict[tuple[fx.Node, fx.Node], TensorShard] = field(default_factory=dict)
+    """(reader, whole value of which it reads a part)."""
+    heads: dict[tuple[fx.Node, fx.Node], tuple[int, ...]] = field(default_factory=dict)
+    """(attention, whole keys or values) -> heads of rank 0, of rank 1, ..."""
+    arguments: dict[fx.Node, dict[str, Any]] = field(default_factory=dict)
+    """Arguments that become local ones, by the names of the op's schema."""
+    sums: set[fx.Node] = field(default_factory=set)
+    """Projections that take a sharded dim in: the sum of their results over ranks is whole."""
+    losses: set[fx.Node] = field(default_factory=set)
+
+    def run(self, rule_of: Callable[[fx.Node], Rule | None]) -> None:
+        """Raises Refusal or Growth."""
+        for node in self.facts.nodes:
+            if node in self.columns:
+                self._column(node)
+            elif any(source in self.shards for source in node.all_input_nodes):
+                self._follow(node, rule_of)
+
+    def _column(self, node: fx.Node) -> None:
+        found = projection(node)
+        assert found is not None
+        if found.source in self.shards:
+            raise Refusal(node, "it reads what another sharded projection made")
+        blocks = self.columns[node]
+        self._shard_weight(node, found.weight, TensorShard(dim=found.output_dim, blocks=blocks, count=self.count))
+        if found.bias is not None:
+            self._shard_weight(node, found.bias, TensorShard(dim=0, blocks=blocks, count=self.count))
+        self._enter(node, (found.source,))
+        self._made(node, TensorShard(dim=len(self.facts.shape(node)) - 1, blocks=blocks, count=self.count), {node})
+
+    def _follow(self, node: fx.Node, rule_of: Callable[[fx.Node], Rule | None]) -> None:
+        if node in self.facts.taken:
+            raise Refusal(node, "it is part of another sharded region")
+        rule = rule_of(node)
+        if rule is None:
+            raise Refusal(node, f"no rule says what {op_name(node)} does to a sharded dim")
+        result = rule(self, node)
+        origins = {origin for source in node.all_input_nodes for origin in self.origins.get(source, ())}
+        if node not in self.sums:
+            self._enter(node, node.all_input_nodes)
+        if result is not None:
+            self._made(node, result, origins)
+
+    def _enter(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
+        """Whole values that a sharded computation reads get a part of their gradient on each rank."""
+        for source in sources:
+            whole = source not in self.shards and (node, source) not in self.weights
+            if whole and self.facts.carries(node) and self.facts.carries(source):
+                self.copies[node, source] = None
+
+    def _made(self, node: fx.Node, shards: Shards, origins: Set[fx.Node]) -> None:
+        self.shards[node] = shards
+        self.origins[node] = frozenset(origins)
+        for user in node.users:
+            if user not in self.facts.members:
+                where = "the graph's result" if user.op == "output" else self.facts.place(user)
+                raise Refusal(node, f"its result would leave the layer sharded, for {where}")
+
+    def _shard_weight(self, reader: fx.Node, parameter: fx.Node, shard: TensorShard) -> None:
+        if not self.facts.is_parameter(parameter):
+            raise Refusal(reader, f"its weight {parameter.name} is computed, not a parameter")
+        self.weights[reader, parameter] = shard
+
+    def shard_of(self, node: fx.Node) -> TensorShard:
+        """Of a sharded tensor that is no tuple."""
+        found = self.shards[node]
+        assert isinstance(found, TensorShard)
+        return found
+
+    def sharded_inputs(self, node: fx.Node) -> list[fx.Node]:
+        """Inputs of `node` that are sharded."""
+        return [source for source in node.all_input_nodes if source in self.shards]
+
+    def shard(self, dim: int, blocks: Sequence[int]) -> TensorShard:
+        """Blocks along a dim, over all ranks."""
+        return TensorShard(dim=dim, blocks=tuple(blocks), count=self.count)
+
+    def row(self, node: fx.Node, weight: fx.Node, shard: TensorShard) -> None:
+        """`node` takes a sharded dim in: each rank has its part of `weight`, and results are added up."""
+        self._shard_weight(node, weight, shard)
+        self.sums.add(node)
+
+    def meet(self, node: fx.Node, value: fx.Node, wanted: TensorShard) -> None:
+        """`value`, an input of `node`, must be sharded like this."""
+        if value in self.shards:
+            found = self.shard_of(value)
+            if found != wanted:
+                reason = f"{value.name} is sharded as {_text(found)}, the others as {_text(wanted)}"
+                if found.dim == wanted.dim:
+                    self.refine(node, value, wanted.blocks, reason)
+                raise Refusal(node, reason)
+        elif self.facts.is_parameter(value):
+            self.weights[node, value] = wanted
+        elif (node, value) not in self.parts:
+            self.grow(value)
+            self.parts[node, value] = wanted
+
+    def grow(self, value: fx.Node) -> None:
+        """Ask for the projections of this layer that make a whole value to be sharded too, if there are any."""
+        known = self.columns.keys() | self.sums | self.excluded
+        found = [source for source in self.facts.projections_of(value, self.count) if source not in known]
+        if found:
+            raise Growth(found)
+
+    def refine(
+        self, node: fx.Node, value: fx.Node, blocks: Sequence[int], reason: str, *, indivisible: bool = False
+    ) -> None:
+        """Ask for finer blocks of the projection that made a sharded value, where its outputs are the value's dim."""
+        origins = self.origins[value]
+        if len(origins) != 1:
+            return
+        (origin,) = origins
+        now, made = self.shard_of(value).blocks, self.columns[origin]
+        factor, rest = divmod(sum(made), sum(now))
+        finer = tuple(block * factor for block in blocks)
+        if not rest and tuple(block * factor for block in now) == made and finer != made:
+            uneven = [block for block in finer if block % self.count]
+            if not uneven:
+                raise Refinement(node, reason, origin, finer, indivisible=indivisible)
+
+    def local(self, node: fx.Node, name: str, value: Any) -> None:
+        """Give an op another value for an argument."""
+        self.arguments.setdefault(node, {})[name] = value
+
+
+def _text(shard: TensorShard) -> str:
+    return f"dim {shard.dim} in blocks {list(shard.blocks)}"

@@ -1,0 +1,256 @@
+"""What each op does to a sharded dim: a table from op name to rule, and the rules that are not about views.
+
+A rule is asked only if some input is sharded. It returns which dim of the result is sharded, asks that other inputs be sharded
+alike where they meet it, and refuses what works across the parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.passes.context_parallel.token_axis import argument
+from mmcompile.passes.tensor_parallel import view_rules as views
+from mmcompile.passes.tensor_parallel.attention_rules import attention, bitfield_attention, packed_attention
+from mmcompile.passes.tensor_parallel.graph_facts import projection
+from mmcompile.passes.tensor_parallel.shard_flow import Refusal, Rule, ShardFlow, Shards
+from mmcompile.passes.tensor_parallel.view_rules import dims, first
+from mmcompile.passes.values import aten_ops, op_name
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of a node's op; None if a sharded dim cannot be followed through it."""
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return _pointwise
+    return RULES.get(op_name(node))
+
+
+def _pointwise(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Dims are matched from the right, as broadcasting does."""
+    sharded = flow.sharded_inputs(node)[0]
+    wanted, rank = flow.shard_of(sharded), len(flow.facts.shape(sharded))
+    from_right = wanted.dim - rank
+    for value in node.all_input_nodes:
+        if not isinstance(value.meta.get("val"), torch.Tensor):
+            continue
+        shape = flow.facts.shape(value)
+        dim = from_right + len(shape)
+        if value in flow.shards or dim >= 0 and shape[dim] != 1:
+            flow.meet(node, value, flow.shard(dim, wanted.blocks))
+    return flow.shard(len(flow.facts.shape(node)) + from_right, wanted.blocks)
+
+
+def _like_first(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    return flow.shard_of(first(flow, node))
+
+
+def _complex(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """view_as_complex, view_as_real: pairs in the last dim become numbers, and back."""
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    if op_name(node) == "aten.view_as_complex" and shard.dim == len(flow.facts.shape(value)) - 1:
+        raise Refusal(node, "it joins pairs of the sharded dim")
+    return shard
+
+
+def _along(flow: ShardFlow, node: fx.Node) -> Shards:
+    """Works along dims and keeps them: softmax, topk."""
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    if shard.dim in dims(node, len(flow.facts.shape(value))):
+        raise Refusal(node, f"{op_name(node)} works along the sharded dim")
+    result = node.meta["val"]
+    return (shard,) * len(result) if isinstance(result, (tuple, list)) else shard
+
+
+def _reduction(flow: ShardFlow, node: fx.Node) -> Shards:
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    over = dims(node, len(flow.facts.shape(value)))
+    if shard.dim in over:
+        raise Refusal(node, f"{op_name(node)} reduces over the sharded dim")
+    kept = argument(node, "keepdim")
+    found = shard if kept else flow.shard(shard.dim - sum(dim < shard.dim for dim in over), shard.blocks)
+    result = node.meta["val"]
+    return (found,) * len(result) if isinstance(result, (tuple, list)) else found
+
+
+def _norm(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    if shard.dim >= len(flow.facts.shape(value)) - len(argument(node, "normalized_shape")):
+        raise Refusal(node, f"{op_name(node)} normalizes over the sharded dim")
+    return shard
+
+
+def _pad(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    amounts: Any = argument(node, "pad")
+    from_last = len(flow.facts.shape(value)) - 1 - shard.dim
+    if any(amount != 0 for amount in amounts[2 * from_last : 2 * from_last + 2]):
+        raise Refusal(node, "it pads the sharded dim")
+    return shard
+
+
+def _cat(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    parts: Any = node.args[0]
+    shard = flow.shard_of(flow.sharded_inputs(node)[0])
+    dim = argument(node, "dim") % len(flow.facts.shape(parts[0]))
+    if dim != shard.dim:
+        for part in parts:
+            flow.meet(node, part, shard)
+        return shard
+    for part in parts:
+        if part not in flow.shards:
+            flow.grow(part)
+            raise Refusal(node, f"it puts {part.name}, which is whole, behind a sharded value")
+    if any(flow.shard_of(part).dim != dim for part in parts):
+        raise Refusal(node, "its parts are sharded in different dims")
+    return flow.shard(dim, [block for part in parts for block in flow.shard_of(part).blocks])
+
+
+def _stack(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    parts: Any = node.args[0]
+    shard = flow.shard_of(flow.sharded_inputs(node)[0])
+    for part in parts:
+        flow.meet(node, part, shard)
+    dim = argument(node, "dim") % (len(flow.facts.shape(parts[0])) + 1)
+    return flow.shard(shard.dim + (dim <= shard.dim), shard.blocks)
+
+
+def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
+    """Over the sharded dim: a sum over ranks. Else every part is projected for itself (a gate per head)."""
+    value, weight = node.args[0], node.args[1]
+    if not isinstance(value, fx.Node) or value not in flow.shards or not isinstance(weight, fx.Node):
+        raise Refusal(node, "its weight is computed from what is sharded")
+    shard = flow.shard_of(value)
+    if shard.dim < len(flow.facts.shape(value)) - 1:
+        return shard
+    found = projection(node)
+    if found is None:
+        raise Refusal(node, f"its weight {weight.name} is computed, not a parameter")
+    flow.row(node, found.weight, flow.shard(1, shard.blocks))
+    return None
+
+
+def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
+    """Rows of the left factor, columns of the right one, a batch dim of both; or a projection that takes the sharded dim in."""
+    found = projection(node)
+    if found is not None and found.source in flow.shards:
+        shard = flow.shard_of(found.source)
+        if shard.dim < len(flow.facts.shape(found.source)) - 1:
+            return shard
+        flow.row(node, found.weight, flow.shard(0, shard.blocks))
+        return None
+    if op_name(node) in aten_ops("addmm baddbmm"):
+        raise Refusal(node, "it adds to a product of sharded values")
+    left, right = node.args[:2]
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    if min(len(flow.facts.shape(left)), len(flow.facts.shape(right))) < 2:
+        raise Refusal(node, "a factor is a vector")
+    sharded = left if left in flow.shards else right
+    shard, rank = flow.shard_of(sharded), len(flow.facts.shape(sharded))
+    from_right = shard.dim - rank
+    if from_right >= -2:
+        other = right if sharded is left else left
+        if from_right != (-2 if sharded is left else -1) or other in flow.shards:
+            raise Refusal(node, "it sums over the sharded dim, which is no dim of a weight")
+    else:
+        for value in (left, right):
+            dim = len(flow.facts.shape(value)) + from_right
+            if value in flow.shards or dim >= 0 and flow.facts.shape(value)[dim] != 1:
+                flow.meet(node, value, flow.shard(dim, shard.blocks))
+    return flow.shard(len(flow.facts.shape(node)) + from_right, shard.blocks)
+
+
+def _index(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Entries of other dims, which follow each other, by numbers."""
+    value = first(flow, node)
+    indices: Any = node.args[1]
+    shard = flow.shard_of(value)
+    used = [dim for dim, index in enumerate(indices) if index is not None]
+    given = [indices[dim] for dim in used]
+    if shard.dim in used or any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in given):
+        raise Refusal(node, "it picks entries of the sharded dim, or by a mask")
+    if used != list(range(used[0], used[-1] + 1)):
+        raise Refusal(node, "it picks entries of dims that do not follow each other")
+    added = max(len(flow.facts.shape(index)) for index in given) - len(used)
+    return flow.shard(shard.dim + (added if used[0] < shard.dim else 0), shard.blocks)
+
+
+def _index_select(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value = first(flow, node)
+    if dims(node, len(flow.facts.shape(value))) == (flow.shard_of(value).dim,):
+        raise Refusal(node, "it picks entries of the sharded dim by number")
+    return flow.shard_of(value)
+
+
+def _getitem(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
+    source, index = node.args
+    assert isinstance(source, fx.Node) and isinstance(index, int)
+    shards = flow.shards[source]
+    assert isinstance(shards, tuple)
+    return shards[index]
+
+
+def _same_value(flow: ShardFlow, node: fx.Node) -> None:
+    """Only dtype and device are taken from the sharded input; the result is whole."""
+
+
+def _token_loss(flow: ShardFlow, node: fx.Node) -> None:
+    """Logits of a part of the vocabulary: each rank's sums make the loss."""
+    logits = first(flow, node)
+    shard = flow.shard_of(logits)
+    if shard.dim != 1:
+        raise Refusal(node, "its logits are not sharded in their classes")
+    if len(shard.blocks) > 1:
+        raise Refusal(node, f"its classes are sharded in several blocks {list(shard.blocks)}")
+    flow.losses.add(node)
+
+
+_UNTAGGED_POINTWISE = aten_ops(
+    "to _to_copy type_as contiguous alias detach dropout bernoulli zeros_like ones_like full_like rand_like "
+    "randn_like empty_like where masked_fill fill lift_fresh_copy log_sigmoid logsigmoid softsign"
+)
+_TABLE: tuple[tuple[frozenset[str], Rule], ...] = (
+    (_UNTAGGED_POINTWISE, _pointwise),
+    (aten_ops("softmax _softmax log_softmax _log_softmax topk sort argsort cumsum cumprod flip roll"), _along),
+    (
+        aten_ops("sum mean amax amin max min argmax argmin prod var std norm linalg_vector_norm logsumexp any all"),
+        _reduction,
+    ),
+    (aten_ops("layer_norm rms_norm"), _norm),
+    (aten_ops("pad constant_pad_nd"), _pad),
+    (aten_ops("chunk split split_with_sizes"), views.split),
+    (aten_ops("slice"), views.slice_),
+    (aten_ops("narrow"), views.narrow),
+    (aten_ops("select unbind"), views.removed_dim),
+    (aten_ops("glu"), views.glu),
+    (aten_ops("view reshape _unsafe_view flatten unflatten squeeze unsqueeze"), views.view),
+    (aten_ops("view_as reshape_as"), views.view_as),
+    (aten_ops("expand"), views.expand),
+    (aten_ops("transpose"), views.transpose),
+    (aten_ops("t mT"), views.matrix_transpose),
+    (aten_ops("permute"), views.permute),
+    (aten_ops("repeat"), views.repeat),
+    (aten_ops("repeat_interleave"), views.repeat_interleave),
+    (aten_ops("cat"), _cat),
+    (aten_ops("stack"), _stack),
+    (aten_ops("linear"), _linear),
+    (aten_ops("matmul mm bmm addmm baddbmm"), _matmul),
+    (aten_ops("index"), _index),
+    (aten_ops("index_select"), _index_select),
+    (aten_ops("view_as_complex view_as_real"), _complex),
+    (aten_ops("new_zeros new_ones new_full new_empty"), _same_value),
+    (aten_ops("scaled_dot_product_attention"), attention),
+    (frozenset(("mmcompile.bitfield_attention", "mmcompile.context_parallel_attention")), bitfield_attention),
+    (frozenset(("mmcompile.packed_attention",)), packed_attention),
+    (frozenset(("getitem",)), _getitem),
+    (frozenset(("token_loss",)), _token_loss),
+)
+RULES: dict[str, Rule] = {name: rule for names, rule in _TABLE for name in names}
+"""Op name -> rule, for ops that ATen does not tag as pointwise."""

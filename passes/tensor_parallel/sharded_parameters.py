@@ -1,0 +1,170 @@
+"""`ShardedParameters`: lets the replicas of a component share its parameters, of which each then holds a part (FSDP).
+
+Every rank keeps rows 1/n of each large parameter, with gradient and optimizer state of these rows only. In front of the first
+reader in each layer a node `gather_parameter` makes the whole parameter; its backward adds up the gradients of all replicas and
+leaves each its rows. Where the ranks of a replica share the tensor already (tensor parallelism), "whole" is what one of them
+computes with, which its replicas share along the same dim. The nodes belong to the layer that reads, so they are in its function:
+where a layer is computed again in the backward, it gathers again; where it is not, its backward does, as it reads the parameter
+(`mmcompile.kernels.sharded_parameters.regather`). Either way no whole parameter outlives the layer.
+
+Frozen parameters are shared as well; they are gathered, and have no gradients to add up.
+
+Source: SimpleFSDP (arXiv 2411.00284).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mmcompile.errors import ConfigError, PlanError
+from mmcompile.ir.copy import copied
+from mmcompile.ir.graph import META_KEY, ModelGraph, NodeInfo, ParameterSpec, info
+from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.kernels.process_groups import REPLICA_GROUP
+from mmcompile.kernels.sharded_parameters.gather_ops import gather_parameter as gather_parameter
+from mmcompile.passes.base import Fact, Rewrite
+from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts
+from mmcompile.passes.values import tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedParameters(Rewrite):
+    """Spreads the parameters of components over their replicas, by rows (dim 0), or along the dim that ranks share already.
+
+    These stay whole on every replica: vectors (norms, biases), of which there is next to nothing and which would cost a message
+    each; parameters that do not divide; and what a component of another number of replicas has too.
+
+    Raises (in `run`):
+        ConfigError: no such component.
+        PlanError: no parameter of any component can be shared.
+    """
+
+    name: ClassVar[str] = "sharded-parameters"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
+
+    degrees: tuple[tuple[str, int], ...]
+    """(component, replicas that share its parameters); components not named hold theirs whole."""
+    group: str = REPLICA_GROUP
+    """Name of the process group of the replicas of a stage; a process is in at most one such group."""
+
+    def __post_init__(self) -> None:
+        twice = [name for name, number in Counter(name for name, _ in self.degrees).items() if number > 1]
+        if twice:
+            raise ConfigError(f"component {twice[0]} is given several numbers of replicas; give one")
+        for name, degree in self.degrees:
+            if degree < 2:
+                raise ConfigError(f"{name} has {degree} replicas, and parameters are shared by 2 or more: leave it out")
+
+    def run(self, graph: ModelGraph) -> ModelGraph:
+        names = [component.name for component in graph.components]
+        for name, _ in self.degrees:
+            if name not in names:
+                raise ConfigError(f"no component {name!r} to shard; components are {', '.join(names)}")
+        made = copied(graph)
+        facts = GraphFacts(graph=made)
+        shards: dict[str, TensorShard] = {}
+        lines: list[str] = []
+        for name, degree in self.degrees:
+            own = _Parameters.of(facts, name, dict(self.degrees))
+            lines.append(f"{self.name}: {degree} replicas of {name} {own.summary()}")
+            shards |= {spec.name: _before(made, spec).spread(degree) for spec in own.shared}
+        if not shards:
+            raise PlanError(f"no parameter can be shared, so leave out fsdp: {'; '.join(lines)}")
+        for parameter, shard in shards.items():
+            self._gather(facts, parameter, shard)
+        made.module.graph.lint()
+        made.module.recompile()
+        return replace(made, shards={**made.shards, **shards}, rewrites=(*made.rewrites, *lines))
+
+    def _gather(self, facts: GraphFacts, parameter: str, shard: TensorShard) -> None:
+        """Gather a parameter once in each layer that reads it."""
+        readers: dict[tuple[str | None, int], list[tuple[fx.Node, fx.Node]]] = {}
+        for reader, source in sorted(facts.readers[parameter], key=lambda pair: pair[0]):
+            readers.setdefault((info(reader).component, info(reader).layer), []).append((reader, source))
+        for own in readers.values():
+            first, source = own[0]
+            with first.graph.inserting_before(first):
+                target = torch.ops.mmcompile.gather_parameter.default
+                blocks = [block * shard.replicas // shard.count for block in shard.blocks]
+                made = first.graph.call_function(target, (source, self.group, shard.replicas, shard.dim, blocks))
+            note, whole = info(first), tensors(source)[0]
+            made.meta = {
+                META_KEY: NodeInfo(
+                    component=note.component,
+                    layer=note.layer,
+                    module_path=note.module_path,
+                    carries_gradient=facts.carries(source) and note.carries_gradient,
+                ),
+                "val": torch.empty(whole.shape, dtype=whole.dtype, device="meta"),
+                "module_path": note.module_path,
+            }
+            for reader, source in own:
+                reader.replace_input_with(source, made)
+        for node in {source for _, source in facts.readers[parameter]}:
+            whole = tensors(node)[0]
+            node.meta["val"] = torch.empty(_shared(whole.shape, shard), dtype=whole.dtype, device="meta")
+
+
+def _before(graph: ModelGraph, spec: ParameterSpec) -> TensorShard:
+    """How ranks of a replica share a parameter."""
+    return graph.shards.get(spec.name) or TensorShard(dim=0, blocks=(spec.shape[0],), count=1)
+
+
+def _shared(shape: Sequence[int], shard: TensorShard) -> tuple[int, ...]:
+    """Shape of what a replica holds, of what a rank computes with."""
+    return (*shape[: shard.dim], shape[shard.dim] // shard.replicas, *shape[shard.dim + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parameters:
+    """Those that a component reads."""
+
+    shared: Sequence[ParameterSpec]
+    whole: Sequence[tuple[ParameterSpec, str]] = field(default=())
+    """And why."""
+
+    @classmethod
+    def of(cls, facts: GraphFacts, component: str, degrees: Mapping[str, int]) -> _Parameters:
+        shared: list[ParameterSpec] = []
+        whole: list[tuple[ParameterSpec, str]] = []
+        for spec in facts.graph.parameters:
+            reading = {info(reader).component for reader, _ in facts.readers.get(spec.name, ())}
+            if component in reading:
+                reason = _whole(spec, _before(facts.graph, spec), reading, degrees, degrees[component])
+                if reason:
+                    whole.append((spec, reason))
+                else:
+                    shared.append(spec)
+        return cls(shared=shared, whole=whole)
+
+    def reasons(self) -> str:
+        counts = Counter(reason for _, reason in self.whole)
+        return ", ".join(f"{number} {reason}" for reason, number in counts.items()) or "it reads none"
+
+    def summary(self) -> str:
+        elements = sum(spec.num_elements for spec in self.shared)
+        everything = elements + sum(spec.num_elements for spec, _ in self.whole)
+        kept = f"; whole: {self.reasons()}" if self.whole else ""
+        share = f", {elements / everything:.1%} of all elements" if everything else ""
+        return f"share {len(self.shared)} parameters{share}{kept}"
+
+
+def _whole(
+    spec: ParameterSpec, shard: TensorShard, reading: set[str | None], degrees: Mapping[str, int], degree: int
+) -> str:
+    """Why every replica holds all of a parameter, or of its rank's part; "" if they share it."""
+    if len(spec.shape) < 2:
+        return "vectors"
+    if any(name is None or degrees.get(name) != degree for name in reading):
+        return "read by components of other replicas too"
+    if any(block % (shard.count * degree) for block in shard.blocks):
+        each = f" on each of {shard.count} ranks" if shard.count > 1 else ""
+        return f"whose {'rows' if shard.dim == 0 else 'columns'}{each} do not divide by {degree}"
+    return ""

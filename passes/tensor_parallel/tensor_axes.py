@@ -1,0 +1,146 @@
+"""`tensor_axes`: at which degrees components can be sharded, how much of them is, and what stays whole.
+
+What a planner asks before it chooses degrees; the pass tensor-parallel then shards the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from mmcompile.costmodel.sharding import TensorShare
+from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.passes.cost.cost_table import CostTable
+from mmcompile.passes.cost.op_flops import keys_and_values
+from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts
+from mmcompile.passes.tensor_parallel.rank_costs import Parts, rank_parts
+from mmcompile.passes.tensor_parallel.regions import Sharding, shardings
+from mmcompile.passes.tensor_parallel.tensor_report import kept_lines
+from mmcompile.passes.tensor_parallel.tensor_shares import tensor_shares
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorAxes:
+    """Of one component."""
+
+    degrees: tuple[int, ...]
+    """Legal ones, 1 first: those at which all its attention heads are sharded, and all projections that any degree shards."""
+    reasons: Mapping[int, str]
+    """Degree -> why it is not legal."""
+    shares: Mapping[int, float]
+    """Legal degree -> part of the component's parameter elements that a rank holds only its part of, 0 to 1."""
+    kept: Mapping[int, tuple[str, ...]]
+    """Legal degree -> what stays whole and why, one line each."""
+    layers: Mapping[int, tuple[TensorShare, ...]] = field(default_factory=dict)
+    """Degree above 1, legal or not -> what each layer's ranks exchange for the captured batch, compute and hold in parts."""
+
+
+def tensor_axes(graph: ModelGraph, max_degree: int = 16, costs: CostTable | None = None) -> Mapping[str, TensorAxes]:
+    """Component -> its degrees among 1, 2, 4, ... up to `max_degree`.
+
+    Args:
+        graph: with `carries_gradient` set (pass gradient-flow); not changed. Tensors may be fake.
+        max_degree: most ranks that can share a component's weights.
+        costs: of the graph; with them `layers` say what a rank has of each.
+    """
+    facts = GraphFacts(graph=graph)
+    names = [component.name for component in graph.components]
+    degrees = [1 << power for power in range(1, max_degree.bit_length()) if 1 << power <= max_degree]
+    found = {degree: shardings(facts, dict.fromkeys(names, degree)) for degree in degrees}
+    parts = {} if costs is None else {degree: _parts(graph, costs, own, degree) for degree, own in found.items()}
+    return {
+        name: _axes(
+            facts,
+            name,
+            {degree: each[name] for degree, each in found.items()},
+            {degree: each[name] for degree, each in parts.items() if name in each},
+        )
+        for name in names
+    }
+
+
+def _parts(
+    graph: ModelGraph, costs: CostTable, found: Mapping[str, Sharding], degree: int
+) -> Mapping[str, tuple[Parts, ...]]:
+    return rank_parts(graph, costs, [name for name, own in found.items() if own.regions or own.embeddings], degree)
+
+
+def _axes(
+    facts: GraphFacts, name: str, found: Mapping[int, Sharding], parts: Mapping[int, tuple[Parts, ...]]
+) -> TensorAxes:
+    reasons = {
+        degree: why for degree, sharding in found.items() if (why := _illegal(facts, sharding, found)) is not None
+    }
+    legal = [degree for degree in found if degree not in reasons]
+    return TensorAxes(
+        degrees=(1, *legal),
+        reasons=reasons,
+        shares={1: 0.0, **{degree: _share(facts, found[degree]) for degree in legal}},
+        kept={1: (), **{degree: tuple(kept_lines(facts, found[degree])) for degree in legal}},
+        layers={degree: tensor_shares(facts, sharding, parts.get(degree)) for degree, sharding in found.items()},
+    )
+
+
+def _illegal(facts: GraphFacts, sharding: Sharding, found: Mapping[int, Sharding]) -> str | None:
+    """Why a component should not be run at a degree; None if it can be."""
+    own = [node for (name, _), nodes in facts.layers.items() if name == sharding.component for node in nodes]
+    reasons = {kept.node: kept.reason for kept in sharding.kept}
+    sharded = _projections(sharding)
+    if not sharded:
+        return next(iter(dict.fromkeys(reasons.values())), "it has no projections")
+    attending = [node for node in own if keys_and_values(node)]
+    whole = next((node for node in attending if node not in sharding.attention()), None)
+    elsewhere = set[fx.Node]().union(*map(_projections, found.values()))
+    lost = [
+        node for node in own if node in elsewhere - sharded and node in reasons and not _shares_heads(node, sharding)
+    ]
+    if lost:
+        return reasons[lost[0]]
+    if whole is not None:
+        return _before(whole, reasons) or "the heads of its attention cannot be sharded"
+    return None
+
+
+def _projections(sharding: Sharding) -> set[fx.Node]:
+    """Those that a degree shards, without the head over the vocabulary."""
+    return {node for region in sharding.regions if not region.losses for node in (*region.columns, *region.sums)}
+
+
+def _shares_heads(node: fx.Node, sharding: Sharding) -> bool:
+    """Whether it makes keys or values of fewer heads than ranks, of which every rank takes those it needs."""
+    taken = {value for region in sharding.regions for _, value in (*region.heads, *region.parts)}
+    waiting, seen = [node], set[fx.Node]()
+    while waiting:
+        value = waiting.pop()
+        if value in taken:
+            return True
+        if value not in seen and not keys_and_values(value):
+            seen.add(value)
+            waiting += [
+                user for user in value.users if user.op == "call_function" and info(user).layer == info(node).layer
+            ]
+    return False
+
+
+def _before(node: fx.Node, reasons: Mapping[fx.Node, str]) -> str | None:
+    """The reason of the nearest projection that a node comes from."""
+    waiting, seen = [node], set[fx.Node]()
+    while waiting:
+        value = waiting.pop(0)
+        if value in reasons:
+            return reasons[value]
+        if value not in seen:
+            seen.add(value)
+            waiting += value.all_input_nodes
+    return None
+
+
+def _share(facts: GraphFacts, sharding: Sharding) -> float:
+    component = facts.graph.component(sharding.component)
+    sizes = {spec.name: spec.num_elements for spec in facts.graph.parameters}
+    own = {facts.parameters[name] for layer in component.layers for name in layer.parameters}
+    sharded = {facts.parameters[str(parameter.target)] for _, parameter in sharding.weights()}
+    total = sum(sizes[name] for name in own)
+    return sum(sizes[name] for name in own & sharded) / total if total else 0.0

@@ -1,0 +1,1 @@
+"""Numerical checks that a sharded graph computes what the whole graph computes."""

@@ -1,0 +1,302 @@
+"""`check_shards`: before a sharded graph trains, whether the ranks of each of its layers compute what the whole layer computes.
+
+One layer of every kind is cut out of both graphs and run forward and backward, all ranks in this process, with random weights,
+random values where other layers' floats come in, and random gradients where its values go out. What is computed from integers
+alone (masks, positions, rotary tables) must be legal, so it is computed, from the batch; and so are integers that come from other
+layers, from the random floats there.
+
+Layers run in float32; where that differs, again in float64, so that rounding alone raises no alarm (a router may pick another
+expert). Dropout is off. Nothing is drawn from torch's own random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from mmcompile.errors import VerifyError
+from mmcompile.ir.graph import ModelGraph, ParameterSpec, info
+from mmcompile.passes.cost.op_flops import op_flops
+from mmcompile.passes.tensor_parallel.validation.layer_kinds_sharded import ShardKinds
+from mmcompile.passes.tensor_parallel.validation.layer_matches import LayerMatches
+from mmcompile.passes.tensor_parallel.validation.layer_outcome import LayerOutcome, difference
+from mmcompile.passes.tensor_parallel.validation.lockstep_ranks import ACROSS, Lockstep, World, is_random
+from mmcompile.passes.tensor_parallel.validation.random_values import RandomValues
+from mmcompile.passes.values import op_name, tensors
+
+MOST_ELEMENTS = 1_000_000_000
+"""Of a layer's parameters: a check holds about four times their float32 bytes."""
+MOST_FLOPS = 2e12
+"""Of a layer's forward in the captured batch; a check computes about six times as much."""
+DTYPES = {torch.float32: 1e-2, torch.float64: 1e-6}
+"""To compute in -> part of the largest gradient on whose scale smaller ones are compared: that of a bias of keys is 0 but for
+rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardCheck:
+    """What `check_shards` did."""
+
+    right: Set[str]
+    """Kinds of layers found right."""
+    unchecked: tuple[str, ...]
+    """Layers that were not checked and why, one line for each kind."""
+
+
+def check_shards(
+    whole: ModelGraph, sharded: ModelGraph, inputs: Mapping[str, Any], known: Set[str] = frozenset()
+) -> ShardCheck:
+    """Compare a layer of every kind that is sharded.
+
+    Args:
+        whole: before the pass tensor-parallel, with `carries_gradient` set. Parameters' values are not read; buffers' are.
+        sharded: after it.
+        inputs: values of the graph's inputs in the captured batch, sizes and host values included.
+        known: kinds that need no check, `ShardCheck.right` of an earlier graph of the same model.
+
+    Raises:
+        VerifyError: a layer's ranks compute something else, or fail.
+    """
+    matches = LayerMatches.of(whole, sharded)
+    kinds = ShardKinds(whole=whole, sharded=sharded)
+    right: set[str] = set()
+    unchecked: dict[str, list[str]] = {}
+    for place, nodes in matches.sharded.items():
+        if not _is_sharded(sharded, nodes):
+            continue
+        kind = kinds.of(place, nodes)
+        layer = _Layer(whole=whole, sharded=sharded, place=place, matches=matches, inputs=inputs)
+        if kind in unchecked:
+            unchecked[kind].append(layer.name)
+        elif kind not in right | known:
+            reason = layer.why_not() or layer.compare()
+            if reason is None:
+                right.add(kind)
+            else:
+                unchecked[kind] = [layer.name, reason]
+    return ShardCheck(right=right, unchecked=tuple(_unchecked(*lines) for lines in unchecked.values()))
+
+
+def _unchecked(name: str, reason: str, *others: str) -> str:
+    more = f" and {len(others)} like it" if others else ""
+    return f"{name}{more} not checked: {reason}"
+
+
+def _is_sharded(graph: ModelGraph, nodes: Iterable[fx.Node]) -> bool:
+    first_names = {name: spec.name for spec in graph.parameters for name in (spec.name, *spec.aliases)}
+    read = {first_names.get(str(source.target)) for node in nodes for source in node.all_input_nodes}
+    return not read.isdisjoint(graph.shards) or any(op_name(node) in ACROSS for node in nodes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Given:
+    """What both runs of a layer are given, by names of the whole graph."""
+
+    tensors: Mapping[str, torch.Tensor]
+    values: Mapping[fx.Node, Any]
+    """Value that comes from elsewhere -> what it is."""
+    gradients: Mapping[tuple[fx.Node, bool], list[torch.Tensor]]
+    """(Value that goes elsewhere, whether to another component) -> gradient that comes back for it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Layer:
+    whole: ModelGraph
+    sharded: ModelGraph
+    place: tuple[str, int]
+    matches: LayerMatches
+    inputs: Mapping[str, Any]
+    nodes: Sequence[fx.Node] = field(init=False)
+    """Of the whole graph."""
+
+    def __post_init__(self) -> None:
+        self.nodes = self.matches.whole.get(self.place, ())
+
+    @property
+    def name(self) -> str:
+        component, layer = self.place
+        return f"layer {layer} of {component} ({self.whole.component(component).layers[layer].name})"
+
+    def why_not(self) -> str | None:
+        """Why the layer is too much for a check, or cannot be compared."""
+        count = sum(spec.num_elements for spec in _parameters(self.whole, self.nodes))
+        if count > MOST_ELEMENTS:
+            return f"{count / 1e9:.1f} G elements, at most {MOST_ELEMENTS / 1e9:.1f} G"
+        flops = sum(op_flops(node).forward for node in self.nodes)
+        if flops > MOST_FLOPS:
+            return f"{flops / 1e12:.1f} TFLOP in its forward, at most {MOST_FLOPS / 1e12:.1f}"
+        drawing = next((node for node in self.nodes if is_random(node)), None)
+        return None if drawing is None else f"{drawing.name} = {op_name(drawing)} draws random numbers"
+
+    def compare(self) -> str | None:
+        """None if the ranks are right; else why that could not be found out.
+
+        Raises:
+            VerifyError: they are not.
+        """
+        told = ""
+        for dtype, least in DTYPES.items():
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                given = self._given(dtype)
+                wanted = self._ran(self.whole, self.nodes, given, dtype)
+                found = self._found(given, dtype)
+            except _NotRun as error:
+                return str(error)
+            finally:
+                torch.set_default_dtype(before)
+            if wanted.has_nan():
+                return "random values made it compute NaN"
+            told = difference(found, wanted, least)
+            if not told:
+                return None
+        raise self._error(told)
+
+    def _found(self, given: _Given, dtype: torch.dtype) -> LayerOutcome:
+        try:
+            return self._ran(self.sharded, self.matches.sharded[self.place], given, dtype)
+        except (_NotRun, VerifyError) as error:
+            raise self._error(str(error)) from error
+
+    def _error(self, told: str) -> VerifyError:
+        component = self.place[0]
+        return VerifyError(
+            f"{self.name} is sharded wrongly: {told}. This is a bug in mmcompile: run {component} with another degree of tensor "
+            "parallelism, or 1, and please report the model"
+        )
+
+    def _given(self, dtype: torch.dtype) -> _Given:
+        source = RandomValues(dtype)
+        outside = list(self.matches.sources(self.nodes))
+        needed = self._elsewhere(outside)
+        computed = [node for node in needed if not _is_float(node)]
+        weights = {spec.name: source.weight(spec) for spec in _parameters(self.whole, [*self.nodes, *computed])}
+        elsewhere = Lockstep(self.whole, weights, self.inputs, dtype)
+        for node in needed:
+            if _is_float(node):
+                elsewhere.values[node] = [source.like(tensors(node)[0])]
+        with torch.no_grad():
+            _run(elsewhere, computed)
+        gradients = {
+            (value, foreign): [source.like(tensor) for tensor in tensors(value) if tensor.is_floating_point()]
+            for value, _, foreign in self.matches.ends(self.nodes)
+            if info(value).carries_gradient
+        }
+        values = {node: elsewhere.values[node][0] for node in outside}
+        return _Given(tensors=weights, values=values, gradients=gradients)
+
+    def _elsewhere(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
+        """Calls of the whole graph that must have a value, floats of other layers first of all, in graph order."""
+        needed: set[fx.Node] = set()
+        waiting = list(outside)
+        while waiting:
+            node = waiting.pop()
+            if node.op == "call_function" and node not in needed:
+                needed.add(node)
+                waiting += [] if _is_float(node) else node.all_input_nodes
+        return [node for node in self.whole.module.graph.nodes if node in needed]
+
+    def _ran(self, graph: ModelGraph, nodes: Sequence[fx.Node], given: _Given, dtype: torch.dtype) -> LayerOutcome:
+        """One run of the layer, as `graph` has it."""
+        lockstep = Lockstep(graph, given.tensors, self.inputs, dtype)
+        leaves = self._enter(lockstep, nodes, given)
+        _run(lockstep, nodes)
+        roots, seeds = [], []
+        for value, node, foreign in self.matches.ends(nodes):
+            for tensor, gradient in _flowing(lockstep.values[node], given.gradients.get((value, foreign), ()), foreign):
+                roots.append(tensor)
+                seeds.append(gradient)
+        if roots:
+            _backward(roots, seeds)
+        return LayerOutcome(
+            values={
+                name: each
+                for value, node in self.matches.outputs(nodes)
+                for name, each in _named(value, lockstep.values[node])
+            },
+            input_gradients={
+                node.name: [_gradient(leaf) for leaf in each] for node, each in leaves.items() if each[0].requires_grad
+            },
+            weight_gradients=lockstep.gradients(),
+        )
+
+    def _enter(self, lockstep: Lockstep, nodes: Sequence[fx.Node], given: _Given) -> dict[fx.Node, World]:
+        """Give the run its inputs; those that want gradient are leaves, one for each rank if the component made them."""
+        leaves: dict[fx.Node, World] = {}
+        for value, sources in self.matches.sources(nodes).items():
+            if value not in given.values:
+                raise _NotRun(f"it reads {value.name}, which the whole layer does not")
+            world = [given.values[value]]
+            if _is_float(value):
+                count = lockstep.degrees[self.place[0]] if info(value).component == self.place[0] else 1
+                world = [world[0].clone().requires_grad_(info(value).carries_gradient) for _ in range(count)]
+                leaves[value] = world
+            for node in sources:
+                lockstep.values[node] = world
+        return leaves
+
+
+class _NotRun(Exception):
+    """A layer could not be run: which node, and what torch said."""
+
+
+def _run(lockstep: Lockstep, nodes: Iterable[fx.Node]) -> None:
+    for node in nodes:
+        try:
+            lockstep.run([node])
+        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
+            said = str(error).strip().split("\n")[0][:200]
+            where = f"module {info(node).module_path}" if info(node).module_path else "the model's own forward"
+            raise _NotRun(f"{node.name} = {op_name(node)} in {where} fails: {said}") from error
+
+
+def _backward(roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]) -> None:
+    try:
+        torch.autograd.backward(roots, seeds)
+    except (RuntimeError, ValueError) as error:
+        raise _NotRun(f"the backward fails: {str(error).strip().splitlines()[0][:200]}") from error
+
+
+def _flowing(
+    world: World, gradients: Sequence[torch.Tensor], foreign: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Results of each rank that get a gradient, and theirs: from another component only the first rank gets one."""
+    for rank, made in enumerate(world):
+        floats = [leaf for leaf in pytree.tree_leaves(made) if _is_float_tensor(leaf)]
+        for tensor, gradient in zip(floats, gradients, strict=False):
+            if tensor.requires_grad and tensor.shape == gradient.shape:
+                yield tensor, gradient.to(tensor.dtype) if rank == 0 or not foreign else torch.zeros_like(tensor)
+
+
+def _named(value: fx.Node, world: World) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """The tensors of a result: `name`, or `name[0]` and so on."""
+    each = [[leaf.detach() for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)] for made in world]
+    for index in range(min(map(len, each))):
+        yield value.name if len(each[0]) == 1 else f"{value.name}[{index}]", [leaves[index] for leaves in each]
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _is_float(node: fx.Node) -> bool:
+    """Whether a call of some layer makes one tensor of floats."""
+    if node.op != "call_function" or info(node).shared or not isinstance(node.meta["val"], torch.Tensor):
+        return False
+    return node.meta["val"].is_floating_point()
+
+
+def _is_float_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _parameters(graph: ModelGraph, nodes: Iterable[fx.Node]) -> list[ParameterSpec]:
+    specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
+    names = dict.fromkeys(str(source.target) for node in nodes for source in node.all_input_nodes)
+    return list(dict.fromkeys(specs[name] for name in names if name in specs))

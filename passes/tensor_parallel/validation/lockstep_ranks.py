@@ -1,0 +1,278 @@
+"""`Lockstep`: all ranks of a graph in one process, and what nodes `tp_*` mean, written here from their definition.
+
+A value is a list with one tensor for each rank of its component, and nodes `tp_*` act across the list. What a rank of one
+component reads from another is what its first rank made; so, as over real links, gradients of all readers are added up there,
+and other ranks get none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.autograd import Function
+from torch.utils import _pytree as pytree
+
+from mmcompile.errors import VerifyError
+from mmcompile.ir.graph import ModelGraph, info
+from mmcompile.ir.host_shapes import attribute
+from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_op
+from mmcompile.passes.values import aten_ops, op_name
+
+CPU = torch.device("cpu")
+World = list[Any]
+"""A value on every rank of its component; one item where all ranks of all components have it."""
+_DROPOUTS = aten_ops("dropout dropout_ feature_dropout alpha_dropout feature_alpha_dropout native_dropout")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Leaf:
+    """A parameter as one component reads it, on each of its ranks."""
+
+    shard: TensorShard | None
+    parts: list[torch.Tensor]
+
+
+class Lockstep:
+    """Runs nodes of a graph on every rank.
+
+    Args:
+        graph: before or after the pass tensor-parallel.
+        tensors: parameters and buffers by name, on CPU; those that the graph's own module holds may be left out.
+        inputs: values of the graph's inputs by name, sizes and host values included.
+        dtype: to compute in, whatever floats the graph asks for, without dropout; None: as the graph says.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        tensors: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, Any],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._graph = graph
+        self._tensors = tensors
+        self._inputs = inputs
+        self._dtype = dtype
+        self._specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
+        self.degrees = degrees(graph)
+        self._leaves: dict[tuple[str, str | None], _Leaf] = {}
+        self.values: dict[fx.Node, World] = {}
+        """Of nodes run so far, and of nodes that were given one."""
+
+    def run(self, nodes: Iterable[fx.Node]) -> None:
+        """Run nodes in graph order; inputs of the graph need not be among them."""
+        for node in nodes:
+            if node.op == "call_function":
+                self.values[node] = self._call(node)
+
+    def gradients(self) -> dict[str, list[torch.Tensor]]:
+        """Parameter -> its whole gradient as each rank has it; parts of a sharded one are joined.
+
+        Raises:
+            VerifyError: some ranks have a gradient of it and others have none.
+        """
+        found: dict[str, list[torch.Tensor]] = {}
+        for (name, _), leaf in self._leaves.items():
+            made = [part.grad for part in leaf.parts]
+            grads = [grad for grad in made if grad is not None]
+            if not grads:
+                continue
+            if len(grads) < len(made):
+                raise VerifyError(f"{len(grads)} of {len(made)} ranks have a gradient of {name}")
+            each = grads if leaf.shard is None else [leaf.shard.joined(grads)]
+            before = found.get(name)
+            # Components that share a parameter each add a gradient, of which every rank has the whole.
+            found[name] = each if before is None else [one + other for one in before for other in each]
+        return found
+
+    def _call(self, node: fx.Node) -> World:
+        component = None if info(node).shared else info(node).component
+        count = 1 if component is None else self.degrees[component]
+        worlds = {source: self._world(source, component, count) for source in node.all_input_nodes}
+
+        def rank(index: int) -> tuple[tuple, dict]:
+            given = fx.map_arg((node.args, dict(node.kwargs)), lambda source: worlds[source][index])
+            return given if self._dtype is None else self._converted(node, given)
+
+        across = ACROSS.get(op_name(node))
+        if across is not None:
+            each = [rank(index)[0] for index in range(count)]
+            return across(*([arguments[i] for arguments in each] for i in range(len(each[0]) - 2)))
+        target = _STAND_INS.get(op_name(node), node.target) if self._dtype is not None else node.target
+        assert callable(target)
+        made = []
+        for args, kwargs in map(rank, range(count)):
+            made.append(target(*args, **kwargs))
+        return made
+
+    def _world(self, source: fx.Node, component: str | None, count: int) -> World:
+        """A value as the ranks of a component see it."""
+        if source.op == "get_attr":
+            return self._parameter(source, component, count)
+        if source.op == "placeholder":
+            return [self._held(self._inputs[str(source.target)])] * count
+        values = self.values[source]
+        own = source.op == "call_function" and info(source).component == component
+        return values if own else [values[0]] * count
+
+    def _parameter(self, source: fx.Node, component: str | None, count: int) -> World:
+        name = str(source.target)
+        spec = self._specs.get(name)
+        if spec is None:
+            value = self._tensors[name] if name in self._tensors else attribute(self._graph.module, name)
+            return [self._held(value)] * count
+        key = (spec.name, component)
+        if key not in self._leaves:
+            whole = self._held(
+                next(self._tensors[n] for n in (spec.name, *spec.aliases) if n in self._tensors).detach()
+            )
+            shard = self._graph.shards.get(spec.name)
+            parts = [(whole if shard is None else shard.part(whole, index)).detach() for index in range(count)]
+            for part in parts:
+                part.requires_grad_(spec.trainable)
+            self._leaves[key] = _Leaf(shard=shard, parts=parts)
+        return self._leaves[key].parts
+
+    def _held(self, value: Any) -> Any:
+        """A value of the graph as it is computed with."""
+        if self._dtype is None or not isinstance(value, torch.Tensor):
+            return value
+        return value.to(CPU, self._dtype if value.is_floating_point() else value.dtype)
+
+    def _converted(self, node: fx.Node, given: tuple[tuple, dict]) -> tuple[tuple, dict]:
+        """Arguments with other float types and devices, and without dropout."""
+        args, kwargs = pytree.tree_map(self._literal, given)
+        if op_name(node) in _DROPOUTS:
+            args = (args[0], 0.0, *args[2:])
+        if op_name(node) == "aten.scaled_dot_product_attention":
+            kwargs = {name: value for name, value in kwargs.items() if name != "dropout_p"}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return args, kwargs
+
+    def _literal(self, value: Any) -> Any:
+        assert self._dtype is not None
+        if isinstance(value, torch.dtype):
+            return self._dtype if value.is_floating_point else value
+        if isinstance(value, float) and isfinite(value):  # The lowest number of a wider type, in masks.
+            largest = torch.finfo(self._dtype).max
+            return min(max(value, -largest), largest)
+        return CPU if isinstance(value, torch.device) else value
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers even where dropout is off."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return op_name(node) not in _DROPOUTS | {"aten.scaled_dot_product_attention"}
+
+
+def degrees(graph: ModelGraph) -> dict[str, int]:
+    """Component -> ranks, from the nodes that act across them."""
+    found = {component.name: 1 for component in graph.components}
+    for node in graph.module.graph.nodes:
+        if op_name(node) in ACROSS if node.op == "call_function" else False:
+            found[str(info(node).component)] = int(node.args[-1])  # type: ignore[arg-type]
+    return found
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return (sum(grads[1:], start=grads[0]),) * len(grads)
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        total = sum(values[1:], start=values[0])
+        return tuple(total.clone() for _ in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return grads
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return grads[0], *(torch.zeros_like(grad) for grad in grads[1:])
+
+
+def _apply(function: type[Function]) -> Callable[[World], World]:
+    return lambda values: list(function.apply(*values))  # type: ignore[arg-type]
+
+
+def _slice(values: World, dims: Sequence[int], blocks: Sequence[Sequence[int]]) -> World:
+    shard = TensorShard(dim=dims[0], blocks=tuple(blocks[0]), count=len(values))
+    return [shard.part(value, index) for index, value in enumerate(values)]
+
+
+def _heads(values: World, dims: Sequence[int], heads: Sequence[Sequence[int]]) -> World:
+    each = len(heads[0]) // len(values)
+    return [
+        torch.stack([value.select(dims[0], head) for head in heads[0][index * each : (index + 1) * each]], dims[0])
+        for index, value in enumerate(values)
+    ]
+
+
+def _embedding(tables: World, ids: World, paddings: Sequence[int]) -> World:
+    """A rank's rows, and zeros for ids of other ranks; the row of the padding id gets no gradient."""
+    made = []
+    for index, table in enumerate(tables):
+        own = ids[index] - index * len(table)
+        outside = (own < 0) | (own >= len(table))
+        rows = F.embedding(own.masked_fill(outside, 0), table)
+        rows = torch.where((ids[index] == paddings[index])[..., None], rows.detach(), rows)
+        made.append(rows.masked_fill(outside[..., None], 0))
+    return made
+
+
+def _loss(logits: World, labels: World, ignored: Sequence[int]) -> World:
+    """Each rank's loss over all classes, of which only its own are differentiated."""
+    made = []
+    for index, label in enumerate(labels):
+        all_classes = [part if rank == index else part.detach() for rank, part in enumerate(logits)]
+        whole = torch.cat(all_classes, 1)
+        wide = whole if whole.dtype == torch.float64 else whole.float()
+        loss = F.cross_entropy(wide, label, ignore_index=ignored[index], reduction="sum")
+        made.append((loss, (label != ignored[index]).sum(), wide.logsumexp(1)))
+    return made
+
+
+ACROSS: Mapping[str, Callable[..., World]] = {
+    "mmcompile.tp_copy": _apply(_Copy),
+    "mmcompile.tp_exit": _apply(_Copy),
+    "mmcompile.tp_sum": _apply(_Sum),
+    "mmcompile.tp_enter": _apply(_Enter),
+    "mmcompile.tp_slice": _slice,
+    "mmcompile.tp_heads": _heads,
+    "mmcompile.tp_embedding": _embedding,
+    "mmcompile.tp_token_loss": _loss,
+}
+"""By op: from its arguments on every rank, without group and count, what it makes on every rank."""
+
+
+def _own_tokens(q: Any, k: Any, v: Any, *given: Any) -> Any:
+    """Attention over shared tokens, of one context-parallel rank, as if all of them had its keys and values."""
+    words, positions, kv_words, kv_positions, scale, window, _, _, num_ranks = given
+    keys, values = (torch.cat([x] * num_ranks, dim=2) for x in (k, v))
+    return bitfield_attention_op(q, keys, values, words, positions, kv_words, kv_positions, scale, window, "auto")
+
+
+_STAND_INS: Mapping[str, Callable[..., Any]] = {"mmcompile.context_parallel_attention": _own_tokens}
+"""What computes a node that would talk to ranks which hold other tokens."""

@@ -1,0 +1,270 @@
+"""Rules for ops that look at the elements of a sharded value in another way: views, and parts of a dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.passes.context_parallel.token_axis import argument, has_argument
+from mmcompile.passes.tensor_parallel.shard_flow import Refusal, ShardFlow, Shards
+from mmcompile.passes.values import tensors
+
+MANY_BLOCKS = 1024
+
+
+def first(flow: ShardFlow, node: fx.Node) -> fx.Node:
+    """The first argument, which must be the only sharded input."""
+    value = node.args[0]
+    others = [other for other in flow.sharded_inputs(node) if other is not value]
+    if others or not isinstance(value, fx.Node):
+        raise Refusal(node, f"the sharded {others[0].name} is not its first argument")
+    return value
+
+
+def dims(node: fx.Node, rank: int) -> tuple[int, ...]:
+    """Dims an op works over; all of them if it names none."""
+    given = next((argument(node, name) for name in ("dim", "dims") if has_argument(node, name)), None)
+    if given is None or given == []:
+        return tuple(range(rank))
+    return tuple(dim % rank for dim in ([given] if isinstance(given, int) else given))
+
+
+def view(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """view, reshape, flatten, unflatten, squeeze, unsqueeze: the same elements in the same order."""
+    value = first(flow, node)
+    found = reshaped(flow, node, value)
+    for name in ("size", "shape"):
+        if has_argument(node, name):
+            flow.local(node, name, _local_sizes(flow, node, argument(node, name), found.dim))
+    if has_argument(node, "sizes"):
+        sizes = list(argument(node, "sizes"))
+        (start,) = dims(node, len(flow.facts.shape(value)))
+        if start <= found.dim < start + len(sizes):
+            flow.local(node, "sizes", _local_sizes(flow, node, sizes, found.dim - start))
+    return found
+
+
+def view_as(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value, other = node.args
+    if value not in flow.shards or not isinstance(value, fx.Node) or not isinstance(other, fx.Node):
+        raise Refusal(node, "its first argument is whole and the other is sharded")
+    found = reshaped(flow, node, value)
+    flow.meet(node, other, found)
+    return found
+
+
+def _local_sizes(flow: ShardFlow, node: fx.Node, wanted: Sequence[Any], dim: int) -> list[Any]:
+    """Sizes for a view of a part; a -1 stands for what it stood for, since all else is local too."""
+    found = list(wanted)
+    size = found[dim]
+    if isinstance(size, fx.Node):
+        if any(isinstance(other, int) and other == -1 for other in found):
+            raise Refusal(
+                node, f"its sizes {[str(item) for item in wanted]} hold a varying one where it is sharded, and a -1"
+            )
+        found[dim] = -1
+    elif size != -1:
+        found[dim] = size // flow.count
+    return found
+
+
+def reshaped(flow: ShardFlow, node: fx.Node, value: fx.Node) -> TensorShard:
+    """Which dim of `node`, a view of `value`, is sharded, and in which blocks.
+
+    Of the dims that the view splits or merges together with the sharded one, flattened, elements of a block follow each other:
+    blocks * inner, once for each index of the outer dims. The same runs must be blocks of a dim of the result.
+    """
+    shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
+    if prod(old) != prod(new):
+        raise Refusal(node, f"it makes {list(new)} of {list(old)}")
+    begin, end, start, stop = _group(old, new, shard.dim)
+    outer, inner = prod(old[begin : shard.dim]), prod(old[shard.dim + 1 : end])
+    if outer * len(shard.blocks) > MANY_BLOCKS:
+        raise Refusal(node, f"it merges {outer} rows with the sharded dim")
+    runs = tuple(block * inner for block in shard.blocks) * outer
+    uneven: tuple[int, ...] = ()
+    for dim in range(start, stop):
+        blocks = _blocks(runs, repeats=prod(new[start:dim]), inner=prod(new[dim + 1 : stop]))
+        if blocks and sum(blocks) == new[dim]:
+            if all(block % flow.count == 0 for block in blocks):
+                return flow.shard(dim, blocks)
+            uneven = uneven or tuple(block for block in blocks if block % flow.count)
+    if not uneven:
+        raise Refusal(node, f"it makes {list(new)} of {list(old)}, across the parts of dim {shard.dim}")
+    reason = f"{flow.facts.counted(uneven[0])} do not divide by {flow.count}"
+    if len(runs) == 1:  # Perhaps the outer index says which of several projections it is, not which head.
+        flow.refine(node, value, [old[shard.dim] // uneven[0]] * uneven[0], reason, indivisible=True)
+    raise Refusal(node, reason, indivisible=True)
+
+
+def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int, int, int]:
+    """The smallest runs of dims, of old and new shape, with as many elements, such that the old one holds `dim`."""
+    before = [1, *accumulate(old, lambda a, b: a * b)]
+    after = [1, *accumulate(new, lambda a, b: a * b)]
+    begin = max(i for i in range(dim + 1) if before[i] in after)
+    end = min(i for i in range(dim + 1, len(old) + 1) if before[i] in after)
+    return begin, end, after.index(before[begin]), len(after) - 1 - after[::-1].index(before[end])
+
+
+def _blocks(runs: tuple[int, ...], *, repeats: int, inner: int) -> tuple[int, ...]:
+    """Blocks of a dim with `repeats` outer and `inner` inner elements that flatten to `runs`; () if there are none such."""
+    period, rest = divmod(len(runs), repeats)
+    one = runs[:period]
+    if rest or one * repeats != runs or any(run % inner for run in one):
+        return ()
+    return tuple(run // inner for run in one)
+
+
+def split(flow: ShardFlow, node: fx.Node) -> Shards:
+    """chunk, split, split_with_sizes: pieces along the sharded dim must be made of whole blocks."""
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    pieces = tensors(node)
+    if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
+        return (shard,) * len(pieces)
+    sizes = [int(piece.shape[shard.dim]) for piece in pieces]
+    ends = list(accumulate(sizes))
+    found = tuple(
+        flow.shard(shard.dim, piece(flow, node, value, end - size, end)) for size, end in zip(sizes, ends, strict=True)
+    )
+    if has_argument(node, "split_size"):
+        flow.local(node, "split_size", sizes[0] // flow.count)
+    elif has_argument(node, "split_sizes"):
+        flow.local(node, "split_sizes", [size // flow.count for size in sizes])
+    elif len(set(sizes)) > 1:
+        raise Refusal(node, f"it splits the sharded dim into uneven pieces {sizes}")
+    return found
+
+
+def piece(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int) -> tuple[int, ...]:
+    """The blocks that make up `start` to `end` of the sharded dim."""
+    blocks = flow.shard_of(value).blocks
+    borders = [0, *accumulate(blocks)]
+    if start in borders and end in borders:
+        return blocks[borders.index(start) : borders.index(end)]
+    finer = sorted({*borders, start, end})
+    sizes = [b - a for a, b in zip(finer, finer[1:], strict=False)]
+    reason = f"it takes {start} to {end} of the sharded dim, whose blocks are {list(blocks)}"
+    uneven = [size for size in sizes if size % flow.count]
+    flow.refine(node, value, sizes, reason, indivisible=bool(uneven))
+    raise Refusal(node, reason)
+
+
+def slice_(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
+        return shard
+    given: Any = argument(node, "start"), argument(node, "end")
+    start, end = (size.meta["val"] if isinstance(size, fx.Node) else size for size in given)
+    start, end, step = slice(start, end, argument(node, "step")).indices(shard.size)
+    return _narrowed(flow, node, value, start, end, step)
+
+
+def narrow(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
+        return shard
+    start, length = argument(node, "start"), argument(node, "length")
+    if not isinstance(start, int) or not isinstance(length, int):
+        raise Refusal(node, "it takes a varying part of the sharded dim")
+    found = _narrowed(flow, node, value, start, start + length, 1)
+    flow.local(node, "length", length // flow.count)
+    return found
+
+
+def _narrowed(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int, step: int) -> TensorShard:
+    if step != 1:
+        raise Refusal(node, f"it takes every {step}th of the sharded dim")
+    shard = flow.shard_of(value)
+    blocks = piece(flow, node, value, start, end)
+    flow.local(node, "start", start // flow.count)
+    if has_argument(node, "end"):
+        flow.local(node, "end", end // flow.count)
+    return flow.shard(shard.dim, blocks)
+
+
+def removed_dim(flow: ShardFlow, node: fx.Node) -> Shards:
+    """select, unbind."""
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    (dim,) = dims(node, len(flow.facts.shape(value)))
+    if dim == shard.dim:
+        reason = "it takes single entries of the sharded dim"
+        # Entries may stand for projections that were fused into one: then each of them is a block.
+        flow.refine(node, value, [1] * shard.size, reason)
+        raise Refusal(node, reason)
+    found = flow.shard(shard.dim - (dim < shard.dim), shard.blocks)
+    return (found,) * len(tensors(node)) if isinstance(node.meta["val"], (tuple, list)) else found
+
+
+def glu(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """The first half of a dim times the sigmoid of the other."""
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
+        return shard
+    half = shard.size // 2
+    parts = [piece(flow, node, value, *border) for border in ((0, half), (half, 2 * half))]
+    if parts[0] != parts[1]:
+        raise Refusal(node, f"the halves it multiplies are sharded in blocks {list(parts[0])} and {list(parts[1])}")
+    return flow.shard(shard.dim, parts[0])
+
+
+def expand(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    dim = shard.dim + len(flow.facts.shape(node)) - len(flow.facts.shape(value))
+    sizes = list(argument(node, "size"))
+    sizes[dim] = -1
+    flow.local(node, "size", sizes)
+    return flow.shard(dim, shard.blocks)
+
+
+def transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value = first(flow, node)
+    shard, rank = flow.shard_of(value), len(flow.facts.shape(value))
+    one, other = argument(node, "dim0") % rank, argument(node, "dim1") % rank
+    return flow.shard({one: other, other: one}.get(shard.dim, shard.dim), shard.blocks)
+
+
+def matrix_transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """t, mT: the last two dims change places."""
+    value = first(flow, node)
+    shard, rank = flow.shard_of(value), len(flow.facts.shape(value))
+    places = {rank - 1: rank - 2, rank - 2: rank - 1} if rank > 1 else {}
+    return flow.shard(places.get(shard.dim, shard.dim), shard.blocks)
+
+
+def permute(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value = first(flow, node)
+    shard = flow.shard_of(value)
+    return flow.shard(dims(node, len(flow.facts.shape(value))).index(shard.dim), shard.blocks)
+
+
+def repeat(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value = first(flow, node)
+    shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
+    dim = shard.dim + len(new) - len(old)
+    return flow.shard(dim, shard.blocks * (new[dim] // old[shard.dim]))
+
+
+def repeat_interleave(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    value = first(flow, node)
+    shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
+    if not isinstance(argument(node, "repeats"), int):
+        raise Refusal(node, "how often it repeats is a tensor")
+    if dims(node, len(old)) != (shard.dim,):
+        if argument(node, "dim") is None:
+            raise Refusal(node, "it flattens")
+        return shard
+    times = new[shard.dim] // old[shard.dim]
+    if argument(node, "output_size") is not None:
+        flow.local(node, "output_size", new[shard.dim] // flow.count)
+    return flow.shard(shard.dim, [block * times for block in shard.blocks])

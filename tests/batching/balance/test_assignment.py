@@ -1,0 +1,212 @@
+"""Assignments: conservation, loads, deferral, order, text and JSON both ways, and every error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.oracles.balance_oracle import random_costs
+
+from mmcompile.batching.balance.assignment import ABSENT, Assignment, Grid, SampleCosts, assignment_of
+from mmcompile.batching.balance.hierarchical import Hierarchical
+from mmcompile.errors import ConfigError, VerifyError
+
+COMPONENTS = ("vision", "language_model")
+COSTS = SampleCosts(
+    components=COMPONENTS,
+    costs=np.array([[1.0, 2.0, 0.0, 4.0], [10.0, 20.0, 30.0, 40.0]]),
+)
+
+
+def example(**changes: object) -> Assignment:
+    """Four samples, the third without an image, the last deferred from the first to the second microbatch."""
+    places = {
+        "replica": np.array([[0, 1, ABSENT, 0], [0, 0, 0, 0]]),
+        "microbatch": np.array([[0, 0, ABSENT, 0], [0, 0, 1, 1]]),
+        "grid": Grid(num_replicas=(2, 1), num_microbatches=2),
+    }
+    return Assignment(components=COMPONENTS, **(places | changes))  # type: ignore[arg-type]
+
+
+TEXT = """\
+assignment samples=4 microbatches=2
+vision replicas=2
+  0.0: 0 3
+  1.0: 1
+language_model replicas=1
+  0.0: 0-1
+  0.1: 2-3"""
+
+
+def test_text_of_the_example() -> None:
+    assert str(example()) == TEXT
+    assert Assignment.parse(TEXT) == example()
+
+
+def test_loads_are_sums_of_costs() -> None:
+    loads = example().loads(COSTS)
+    assert loads["vision"].tolist() == [[5.0, 0.0], [2.0, 0.0]]
+    assert loads["language_model"].tolist() == [[30.0, 70.0]]
+
+
+def test_deferred_samples_are_their_own_part_of_a_microbatch() -> None:
+    found = example()
+    assert found.deferred(0).tolist() == [False, False, False, True]
+    kept, late = found.parts(0, replica=0, microbatch=0)
+    assert (kept.tolist(), late.tolist()) == ([0], [3])
+    assert not found.deferred(1).any()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_text_and_json_read_back_equal(seed: int) -> None:
+    costs = random_costs(seed)
+    grid = Grid(
+        num_replicas=tuple(1 + (seed + row) % 3 for row in range(len(costs.components))), num_microbatches=1 + seed % 5
+    )
+    found = Hierarchical().assign(costs, grid)
+    found.check(costs)
+    for back in (Assignment.parse(str(found)), Assignment.from_json(found.to_json())):
+        assert back == found and hash(back) == hash(found) and back.to_bytes() == found.to_bytes()
+
+
+def test_another_place_or_grid_is_another_assignment() -> None:
+    moved = np.array([[1, 1, ABSENT, 0], [0, 0, 0, 0]])
+    assert example(replica=moved) != example()
+    assert example(grid=Grid(num_replicas=(2, 1), num_microbatches=3)) != example()
+    assert example() != "assignment"
+
+
+def test_arrays_cannot_be_written() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        example().replica[0, 0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        COSTS.costs[0, 0] = 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"replica": [[ABSENT, 1, ABSENT, 0], [0, 0, 0, 0]], "microbatch": [[ABSENT, 0, ABSENT, 0], [0, 0, 1, 1]]},
+            "sample 0 takes part in vision and is in none of its microbatches",
+        ),
+        (
+            {"replica": [[0, 1, 1, 0], [0, 0, 0, 0]], "microbatch": [[0, 0, 0, 0], [0, 0, 1, 1]]},
+            "sample 2 takes no part in vision and is in replica 1, microbatch 0 of it",
+        ),
+        (
+            {"replica": [[0, 2, ABSENT, 0], [0, 0, 0, 0]]},
+            "sample 1 is in replica 2, microbatch 0 of vision, which has 2 replicas of 2",
+        ),
+        ({"microbatch": [[0, 0, ABSENT, 0], [0, 0, 1, 2]]}, "sample 3 is in replica 0, microbatch 2 of language_model"),
+        ({"microbatch": [[0, 0, ABSENT, ABSENT], [0, 0, 1, 1]]}, "sample 3 is in replica 0, microbatch -1 of vision"),
+        (
+            {"microbatch": [[0, 1, ABSENT, 0], [0, 0, 1, 1]]},
+            "sample 1 is in microbatch 0 of language_model and in the later 1 of vision",
+        ),
+    ],
+)
+def test_check_names_the_sample_and_component(changes: dict[str, list[list[int]]], message: str) -> None:
+    example().check(COSTS)
+    with pytest.raises(VerifyError, match=message):
+        example(**{name: np.array(value) for name, value in changes.items()}).check(COSTS)
+
+
+def test_check_refuses_another_step() -> None:
+    other = SampleCosts(components=COMPONENTS, costs=np.ones((2, 5)))
+    with pytest.raises(VerifyError, match="an assignment of 4 samples"):
+        example().check(other)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"replica": np.zeros((2, 3))},
+        {"replica": np.zeros((1, 4)), "microbatch": np.zeros((1, 4))},
+        {"grid": Grid(num_replicas=(1,))},
+    ],
+)
+def test_shapes_must_agree(changes: dict[str, object]) -> None:
+    with pytest.raises(VerifyError, match="wanted"):
+        example(**changes)
+
+
+def test_reordered_moves_whole_microbatches() -> None:
+    costs = SampleCosts(components=COMPONENTS, costs=np.ones((2, 4)))
+    both = assignment_of(costs, Grid(num_replicas=(2, 2), num_microbatches=2), [0, 0, 1, 1], [0, 1, 0, 1])
+    swapped = both.reordered(np.array([1, 0]))
+    assert swapped.microbatch.tolist() == [[1, 0, 1, 0]] * 2
+    one = both.reordered(np.array([[1, 0], [0, 1]]))
+    assert one.microbatch.tolist() == [[1, 0, 0, 1]] * 2
+    assert one.reordered(np.array([[1, 0], [0, 1]])) == both
+
+
+def test_reordered_keeps_absent_samples_absent() -> None:
+    found = example(microbatch=np.array([[0, 0, ABSENT, 1], [0, 0, 1, 1]])).reordered(np.array([1, 0]))
+    assert found.microbatch.tolist() == [[1, 1, ABSENT, 0], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [([0, 0], "no permutation"), ([0, 1, 2], "no permutation"), ([[0, 1], [1, 0]], "2 orders for")],
+)
+def test_reordered_refuses(order: list[int], message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
+        example().reordered(np.array(order))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "assignment",
+        TEXT + "\nvision",
+        TEXT.replace("0 3", "0 4"),
+        TEXT.replace("0 3", "0 0"),
+        TEXT.replace("1.0: 1", "1.0: 0"),
+        TEXT.replace("vision replicas=2\n", ""),
+    ],
+)
+def test_parse_refuses(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Assignment.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        example().to_json().replace("num_replicas", "replicas"),
+        example().to_json().replace("[2,1]", "[2]"),
+        example().to_json().replace("[2,1]", "[2,0]"),
+        example().to_json().replace('"replica":[[0,', '"replica":[[0,0,'),
+        example().to_json().replace('"replica":[[0,', '"replica":[[99999999999,'),
+    ],
+)
+def test_from_json_refuses(text: str) -> None:
+    with pytest.raises(ConfigError, match="not an assignment"):
+        Assignment.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"costs": np.ones((3, 4))}, "wanted .2 components, samples"),
+        ({"costs": np.ones(4)}, "wanted .2 components, samples"),
+        ({"costs": np.array([[1.0, np.nan], [1, 1]])}, "not finite"),
+        ({"costs": np.array([[1.0, -1], [1, 1]])}, "negative"),
+        ({"lengths": np.ones((2, 3))}, "lengths have shape"),
+        ({"memory_bytes": -np.ones((2, 4))}, "memory_bytes have shape"),
+    ],
+)
+def test_costs_are_checked(fields: dict[str, np.ndarray], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SampleCosts(components=COMPONENTS, **({"costs": np.ones((2, 4))} | fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "grid", [{"num_replicas": ()}, {"num_replicas": (0,)}, {"num_replicas": (1,), "num_microbatches": 0}]
+)
+def test_a_grid_has_places(grid: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="wanted at least 1"):
+        Grid(**grid)  # type: ignore[arg-type]

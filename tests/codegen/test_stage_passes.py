@@ -1,0 +1,70 @@
+"""`with_axes`: a graph that will train is checked where ranks share tensors, once for every kind of layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.graphs.split import even_plan
+from support.models.tensor_blocks import Block, Ways, batch
+from torch import Tensor
+from zoo import ALL
+
+import mmcompile as mm
+from mmcompile.captured_model import captured_step
+from mmcompile.codegen.stage_passes import ShardsRight, with_axes
+from mmcompile.ir.compat import FakeTensorMode
+from mmcompile.ir.inputs import completed
+from mmcompile.planner.plan.plan import Plan
+
+
+def shared(plan: Plan, tp: int, cp: int = 1) -> Plan:
+    """The tensors of all chains over `tp` ranks, the tokens of the last over `cp`."""
+    *others, last = (replace(chain, tp=tp) for chain in plan.chains)
+    return replace(plan, chains=(*others, replace(last, cp=cp)))
+
+
+AXES = [
+    pytest.param(1, {"autocast": ("language_model", "vision_tower")}, marks=pytest.mark.slow),
+    pytest.param(1, {"attention": "bitfield"}, marks=pytest.mark.slow),
+    (2, {"attention": "bitfield"}),
+]
+
+
+@pytest.mark.parametrize(("cp", "axes"), AXES, ids=str)
+def test_layers_are_checked_as_the_plan_computes_them(cp: int, axes: dict[str, object]) -> None:
+    """In half precision, under words, and as one of several ranks that share tokens."""
+    model = ALL["llava"].build(torch.float32)
+    given = completed(model, ALL["llava"].batch(torch.float32))
+    found = captured_step(model, given)
+    plan = replace(shared(even_plan(found.graph, {}), 2, cp), **axes)  # type: ignore[arg-type]
+    right = ShardsRight()
+    graph = with_axes(found, plan, given, right).graph
+    assert not [line for line in graph.rewrites if "not checked" in line]
+    assert {kind.split(".")[0] for kind in right.kinds} == {"encoder", "projector", "language_model"}
+    before = set(right.kinds)
+    with_axes(found, plan, given, right)
+    assert right.kinds == before
+
+
+def noisy(block: Block, x: Tensor) -> Tensor:
+    up = block.up(x)
+    return block.down(up * torch.rand_like(up))
+
+
+def test_what_was_not_checked_is_told() -> None:
+    model = Ways({"noisy": noisy})
+    found = captured_step(model, batch())
+    plan = shared(even_plan(found.graph, {}), 2)
+    with pytest.warns(UserWarning, match="tensor-parallel: layer 1 of language_model .* not checked: rand_like = "):
+        graph = with_axes(found, plan, batch()).graph
+    assert "not checked" in graph.rewrites[-1]
+
+
+def test_plans_and_sources_are_made_without_weights() -> None:
+    """Nothing is checked, and nothing told, where nothing will train."""
+    with FakeTensorMode():
+        model = Ways({"noisy": noisy})
+    plan = mm.plan(model, batch(), tensor_parallel=2, cluster="1x2xH100")
+    assert any("tp_sum" in program.source for program in mm.stage_programs(model, batch(), plan).values())

@@ -1,0 +1,1 @@
+"""Graphs and stage programs made by hand."""

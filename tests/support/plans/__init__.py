@@ -1,0 +1,1 @@
+"""Plans, layouts and costs made by hand."""

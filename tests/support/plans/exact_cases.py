@@ -1,0 +1,191 @@
+"""Chains to split exactly, and the answer by trying everything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, product
+from typing import TypedDict
+
+from mmcompile.planner.exact.demands import demands
+from mmcompile.planner.exact.split_problem import ChainSplit, ExactChain, ExactProblem, Feed, Splits, Variant
+from mmcompile.planner.plan.constraints import parse_constraint
+from mmcompile.planner.plan.layer_names import LayerLabel
+from mmcompile.planner.search.partition import PartitionLayer
+
+
+class Options(TypedDict):
+    """Of `problem`."""
+
+    counts: list[int] | None
+    devices: int | None
+    memory_bytes: int | None
+    microbatches: int
+
+
+PER_SECOND = 10**12
+INFINITE = float("inf")
+
+
+def random_layers(rng: random.Random, count: int) -> tuple[PartitionLayer, ...]:
+    """Layers of whole milliseconds, so that ties are frequent, with sends that differ."""
+    return tuple(
+        PartitionLayer(
+            seconds=rng.randint(0, 20) * 1e-3,
+            fixed_bytes=rng.randint(0, 10),
+            saved_bytes=rng.randint(0, 3),
+            begin_fixed_bytes=rng.randint(0, 2),
+            begin_saved_bytes=rng.randint(0, 2),
+            send_s=rng.randint(0, 4) * 1e-3,
+            return_s=rng.randint(0, 4) * 1e-3,
+        )
+        for _ in range(count)
+    )
+
+
+def chain(
+    name: str,
+    *variants: Sequence[PartitionLayer],
+    low: int = 1,
+    high: int | None = None,
+    feeds: tuple[Feed, ...] = (),
+    ranks: tuple[tuple[int, ...], ...] = (),
+    working: tuple[int, ...] = (),
+) -> ExactChain:
+    """A chain of one component; the variants have tp 1, 2, ..., and as many devices a stage."""
+    count = len(variants[0])
+    return ExactChain(
+        name=name,
+        labels=tuple(LayerLabel(component=name, index=i, name=f"model.{name}.layers.{i}") for i in range(count)),
+        variants=tuple(
+            Variant(layers=tuple(layers), working_bytes=working, tp=number + 1, devices=number + 1)
+            for number, layers in enumerate(variants)
+        ),
+        low=low,
+        high=count if high is None else high,
+        feeds=feeds,
+        ranks=ranks,
+    )
+
+
+def equal_layers(count: int, seconds: float = 1.0, fixed_bytes: int = 0, saved_bytes: int = 0) -> list[PartitionLayer]:
+    return [PartitionLayer(seconds=seconds, fixed_bytes=fixed_bytes, saved_bytes=saved_bytes)] * count
+
+
+def problem(
+    chains: Sequence[ExactChain],
+    *constraints: str,
+    microbatches: int = 4,
+    memory_bytes: int | None = None,
+    counts: Sequence[int] | None = None,
+    devices: int | None = None,
+) -> ExactProblem:
+    """1F1B: a stage holds as many microbatches as stages are between it and the loss, and one."""
+    asked = [parse_constraint(text) for text in constraints]
+    return ExactProblem(
+        chains=tuple(chains),
+        in_flight=lambda depth: min(depth + 1, microbatches),
+        demands=demands(asked, chains, memory_bytes=memory_bytes, counts=counts, devices=devices),
+    )
+
+
+def random_case(rng: random.Random) -> tuple[list[ExactChain], list[str], Options]:
+    """An encoder and a language model, fixed (perhaps sharing ranks) or with devices to give out."""
+    sizes = {"v": rng.randint(1, 4), "l": rng.randint(1, 5)}
+    free = rng.random() < 0.5
+    degrees = rng.choice([1, 2]) if free else 1
+    counts = {name: rng.randint(1, size) for name, size in sizes.items()}
+    first = {"v": 0, "l": rng.randint(0, counts["v"])}
+    feeds = {"v": (Feed(target=1, entry=rng.choice([0, rng.randrange(sizes["l"])])),), "l": ()}
+    chains = [
+        chain(
+            name,
+            *(random_layers(rng, size) for _ in range(degrees)),
+            low=1 if free else counts[name],
+            high=size if free else counts[name],
+            feeds=feeds[name],
+            ranks=() if free else tuple((first[name] + stage,) for stage in range(counts[name])),
+            working=tuple(rng.choice([0, 0, rng.randint(0, 15)]) for _ in range(size)),
+        )
+        for name, size in sizes.items()
+    ]
+    options = Options(
+        counts=None if free else list(counts.values()),
+        devices=rng.randint(2, 8) if free else None,
+        memory_bytes=rng.choice([None, 70, 100]),
+        microbatches=rng.randint(1, 6),
+    )
+    constraints = list(filter(None, (random_constraint(rng, sizes) for _ in range(rng.randint(0, 3)))))
+    return chains, constraints, options
+
+
+def random_constraint(rng: random.Random, sizes: dict[str, int]) -> str | None:
+    name = rng.choice(list(sizes))
+    one, other = rng.randrange(sizes[name]), rng.randrange(sizes[name])
+    kind = rng.choice(["together", "apart", "on", "memory", "stages", "equal-tp"])
+    match kind:
+        case "together" | "apart":
+            return None if one == other else f"{kind}:{name}.{one},{name}.{other}"
+        case "on":
+            return f"on:{name}.{one}={rng.randint(0, 2)}"
+        case "memory":
+            return f"memory:{rng.randint(10, 60)}B{rng.choice(['', '@v', '@l', '@l.0'])}"
+        case "stages":
+            return f"stages:{name}={rng.randint(1, 2)}..{rng.randint(2, 5)}"
+        case _:
+            return kind
+
+
+def all_splits(chains: Sequence[ExactChain]) -> Iterator[Splits]:
+    """Every way to cut every chain, with every choice of degrees."""
+    ways = []
+    for own in chains:
+        cuts = [
+            c
+            for n in range(own.low - 1, min(own.high, own.num_layers))
+            for c in combinations(range(1, own.num_layers), n)
+        ]
+        ways.append(
+            [ChainSplit(boundaries=(0, *c, own.num_layers), variant=v) for c in cuts for v in range(len(own.variants))]
+        )
+    return product(*ways)
+
+
+def slowest(chains: Sequence[ExactChain], splits: Splits) -> float:
+    """Picoseconds of the busiest ranks, from the definition."""
+    busy: dict[object, float] = {}
+    for own, split in zip(chains, splits, strict=True):
+        layers = own.variants[split.variant].layers
+        for stage, (first, last) in enumerate(pairwise(split.boundaries)):
+            seconds = sum(layer.seconds for layer in layers[first:last]) + layers[last - 1].send_s
+            seconds += layers[first - 1].return_s if first else 0.0
+            where = own.ranks[stage] if own.ranks else (own.name, stage)
+            busy[where] = busy.get(where, 0) + round(seconds * PER_SECOND)
+    return max(busy.values())
+
+
+def memory(chains: Sequence[ExactChain], splits: Splits, microbatches: int) -> dict[tuple[str, int], int]:
+    """(chain, stage) -> bytes of its ranks, from the definition."""
+    depth: dict[tuple[str, int], int] = {}
+    for own, split in reversed(list(zip(chains, splits, strict=True))):
+        below = -1
+        for feed in own.feeds:
+            entry = next(s for s, end in enumerate(splits[feed.target].boundaries[1:]) if feed.entry < end)
+            below = max(below, depth[chains[feed.target].name, entry])
+        for stage in reversed(range(split.num_stages)):
+            below += 1
+            depth[own.name, stage] = below
+    used: dict[tuple[str, int], int] = {}
+    on_ranks: dict[object, int] = {}
+    where: dict[tuple[str, int], object] = {}
+    for own, split in zip(chains, splits, strict=True):
+        variant = own.variants[split.variant]
+        for stage, (first, last) in enumerate(pairwise(split.boundaries)):
+            held = min(depth[own.name, stage] + 1, microbatches)
+            need = sum(layer.fixed_bytes + held * layer.saved_bytes for layer in variant.layers[first:last])
+            need += variant.layers[first].begin_fixed_bytes + held * variant.layers[first].begin_saved_bytes
+            need += max(variant.working_bytes[first:last], default=0)
+            key = where[own.name, stage] = own.ranks[stage] if own.ranks else (own.name, stage)
+            on_ranks[key] = on_ranks.get(key, 0) + need
+            used[own.name, stage] = need
+    return {stage: on_ranks[where[stage]] for stage in used}

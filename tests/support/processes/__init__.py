@@ -1,0 +1,1 @@
+"""Tests in real processes: harnesses, jobs and limits."""

@@ -1,0 +1,169 @@
+"""Layers copied between real processes, one a rank, and what each then holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+
+from mmcompile.planner.resilience.job import LayerId
+from mmcompile.runtime.comm.groups import Backend, Groups, Work
+from mmcompile.runtime.elastic.generation_plan import Device, LayerCopy
+from mmcompile.runtime.elastic.layer_copies import CHUNK_BYTES, CopyReport, run_copies
+from mmcompile.runtime.elastic.layer_store import LayerStore, digest_of
+from support.models.layer_models import layer, layers, trained_store
+from support.paths import TESTS
+
+NUM_RANKS = 4
+RANK_OF = (2, 0, 3, 1)
+"""Node -> rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Copies between nodes of one device each."""
+
+    copies: tuple[LayerCopy, ...]
+    holdings: tuple[tuple[int, ...], ...]
+    """Node -> layers."""
+    optimizer: str = "adamw"
+    steps: tuple[int, ...] = (3,) * NUM_RANKS
+    """Node -> steps its layers were trained for."""
+    chunk_bytes: int = CHUNK_BYTES
+    scale: int = 1
+    flips: tuple[tuple[int, int, int], ...] = ()
+    """(node, message, byte): of what the node sends, counted from 0, a byte changes on the way."""
+    liars: tuple[int, ...] = ()
+    """Nodes whose bundles are not what their digests say."""
+    leaves: tuple[int, ...] = ()
+    """Nodes that are told at the second wait that the generation is over."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """Of one rank."""
+
+    held: frozenset[LayerId] = frozenset()
+    bundles: dict[LayerId, dict[str, Tensor]] = field(default_factory=dict)
+    report: CopyReport | None = None
+    error: str = ""
+    """Type and message."""
+    messages: list[int] = field(default_factory=list)
+    """Bytes of each that was sent."""
+
+
+class Left(Exception):
+    """The generation is over."""
+
+
+@dataclass(slots=True)
+class Wire:
+    """Real messages, counted, with bytes that change on their way."""
+
+    inner: Backend
+    flips: dict[int, int]
+    sizes: list[int] = field(default_factory=list)
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
+        place = self.flips.get(len(self.sizes))
+        self.sizes.append(tensors[0].nbytes)
+        if place is not None:
+            tensors = [tensors[0].clone()]
+            tensors[0][place % len(tensors[0])] ^= 4
+        return self.inner.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
+        return self.inner.recv(tensors, rank, tag)
+
+
+class Liar(LayerStore):
+    """Its memory changes between the digest and the sending."""
+
+    def bundle(self, layer: LayerId) -> dict[str, Tensor]:
+        tensors = {name: tensor.clone() for name, tensor in super().bundle(layer).items()}
+        first = tensors[sorted(tensors)[-1]]
+        first.view(-1).view(torch.uint8)[-1] ^= 1
+        return tensors
+
+    def digest(self, layer: LayerId) -> str:
+        return digest_of(super().bundle(layer))
+
+
+def device(node: int) -> Device:
+    return Device(node=f"node{node}", index=0)
+
+
+def copied(cases: Sequence[Case], folder: Path) -> list[list[Outcome]]:
+    """Run all cases in one set of processes; per case, the outcome of each node. After a failed case, groups are new."""
+    torch.save(list(cases), folder / "cases")
+    code = "import sys, pathlib, copy_ranks; copy_ranks.fork_ranks(pathlib.Path(sys.argv[1]))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "-P", "-c", code, str(folder)], check=True, env=env, timeout=300)
+    by_rank = [torch.load(folder / f"outcomes_{rank}", weights_only=False) for rank in range(NUM_RANKS)]
+    return [[by_rank[rank][index] for rank in RANK_OF] for index in range(len(cases))]
+
+
+def fork_ranks(folder: Path) -> None:
+    """In a process that does nothing else: it loads torch once for all ranks."""
+    start_processes(_rank, args=(folder,), nprocs=NUM_RANKS, start_method="fork")
+
+
+def _rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), NUM_RANKS)  # pyright: ignore[reportPrivateImportUsage]
+    cases: list[Case] = torch.load(folder / "cases", weights_only=False)
+    outcomes: list[Outcome] = []
+    for index, case in enumerate(cases):
+        prefix = dist.PrefixStore(str(index), store)  # pyright: ignore[reportPrivateImportUsage]
+        outcomes.append(_run(Groups.connect(prefix, rank, NUM_RANKS, torch.device("cpu"), local=True), case))
+    torch.save(outcomes, folder / f"outcomes_{rank}")
+
+
+def _run(groups: Groups, case: Case) -> Outcome:
+    node = RANK_OF.index(groups.rank)
+    kind = Liar if node in case.liars else LayerStore
+    store = trained_store(case.optimizer, case.steps[node], scale=case.scale, kind=kind)
+    store.keep(layers(*case.holdings[node]))
+    wire = Wire(groups.control, {message: place for one, message, place in case.flips if one == node})
+    groups.control = wire
+    outcome = Outcome()
+    waits = 0
+
+    def check() -> None:
+        nonlocal waits
+        waits += 1
+        if node in case.leaves and waits > 1:
+            raise Left("the generation is over")
+
+    ranks = {device(one): rank for one, rank in enumerate(RANK_OF)}
+    try:
+        outcome.report = run_copies(groups, case.copies, ranks, store, check, chunk_bytes=case.chunk_bytes)
+        outcome.messages = list(wire.sizes)
+        # Nobody leaves while others need it.
+        groups.all_reduce(torch.zeros(1))
+    except Exception as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+        # Frames hold messages on their way, and these hold the sockets that others wait for.
+        traceback.clear_frames(error.__traceback__)
+    outcome.held = store.held
+    outcome.bundles = {
+        one: {name: tensor.clone() for name, tensor in store.bundle(one).items()}
+        for one in store.held
+        if store.trains(one)
+    }
+    return outcome
+
+
+def copy(source: int, destination: int, index: int, round: int = 0) -> LayerCopy:
+    return LayerCopy(
+        layer=layer(index), source=device(source), destination=device(destination), num_bytes=1, round=round
+    )
