@@ -28,7 +28,6 @@ from mmcompile.errors import BatchError, CaptureError, PlanError, VerifyError
 from mmcompile.ir.graph import dtype_name
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.planner.schedule.schedule import Flow
-from mmcompile.runtime.executor.loaded_stage import root_names
 
 Costs = Callable[[Sequence[Sample]], SampleCosts]
 """What each sample of a step costs each tower, the language model last."""
@@ -288,7 +287,7 @@ class StepPlanner:
                 f"samples {part.samples} take part in {self._towers[part.tower]}, but the model does nothing there for them"
             )
         programs = [prepared.programs.programs[name] for name in flow.stages]
-        reads = frozenset[str]().union(*map(root_names, programs))
+        reads = frozenset[str]().union(*(program.batch_inputs for program in programs))
         ports = [p for program in programs for p in (*program.inputs, *(o for o in program.outputs if o.peers))]
         dtypes = {port.name: port.dtype for port in ports if port.kind == "link"}
         return MicrobatchPlan(

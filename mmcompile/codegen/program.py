@@ -62,6 +62,11 @@ class StageProgram:
     gathered: tuple[str, ...] = ()
     """Parameters that it gathers from the replicas that share them, by original name, in this order."""
 
+    @property
+    def batch_inputs(self) -> frozenset[str]:
+        """Names of the batch inputs that the stage reads, given ("root") or computed on the host ("host")."""
+        return frozenset(port.name for port in self.inputs if port.kind in ("root", "host"))
+
     def of_replica(self, index: int) -> StageProgram:
         """The program as a replica runs it that shares its parameters with others: with the parts of that number."""
         source, parameters = self.source, []

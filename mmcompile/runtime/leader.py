@@ -20,7 +20,6 @@ from mmcompile.runtime.checkpoint.trainer_state import Stored
 from mmcompile.runtime.comm import wire
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.commands import Apply, Command, Events, Gather, Install, Load, Save, Setup, Step, announce
-from mmcompile.runtime.executor.loaded_stage import root_names
 from mmcompile.runtime.monitoring.metrics import StepTotals
 from mmcompile.runtime.monitoring.status import StatusBoard
 from mmcompile.runtime.optim.sharded_optimizer import assign_updaters
@@ -237,7 +236,7 @@ class Leader:
         for index, program in placed.items():
             stage = self._stages[index]
             reads = self._reads.setdefault((pattern, tower, stage.replica), {})
-            reads[stage.ranks[0]] = reads.get(stage.ranks[0], frozenset()) | root_names(program)
+            reads[stage.ranks[0]] = reads.get(stage.ranks[0], frozenset()) | program.batch_inputs
             for name in _read(program):
                 self._holders.setdefault(name, set()).add(index)
             for spec in program.parameters:

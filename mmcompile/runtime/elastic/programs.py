@@ -16,7 +16,6 @@ from mmcompile.planner.resilience.job import LayerId
 from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.runtime.comm import wire
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.executor.loaded_stage import root_names
 
 
 class Programs:
@@ -79,7 +78,7 @@ class Programs:
         for stage in stages:
             if stage.program_name in programs:
                 rank = stage.ranks[0]
-                found[rank] = found.get(rank, frozenset()) | root_names(programs[stage.program_name])
+                found[rank] = found.get(rank, frozenset()) | programs[stage.program_name].batch_inputs
         return found
 
     def check(self, resilience: Resilience) -> None:

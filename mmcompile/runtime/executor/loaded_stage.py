@@ -114,7 +114,7 @@ class LoadedStage:
             run=load(program, tensors, device),
             inputs=inputs,
             outputs=outputs,
-            roots=root_names(program),
+            roots=program.batch_inputs,
             trainable=tuple(spec.name for spec in program.parameters if spec.trainable),
             loss=_position(program, "loss_sum"),
             tokens=_position(program, "num_tokens"),
@@ -127,11 +127,6 @@ class LoadedStage:
 
 Stages = Mapping[int, LoadedStage]
 """By index, the stages of this rank that take part in a microbatch."""
-
-
-def root_names(program: StageProgram) -> frozenset[str]:
-    """Batch inputs a stage reads, given or computed by the planner."""
-    return frozenset(port.name for port in program.inputs if port.kind in ("root", "host"))
 
 
 def _position(program: StageProgram, name: str) -> int | None:

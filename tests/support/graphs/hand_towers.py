@@ -23,7 +23,6 @@ from mmcompile.codegen.program import PatternPrograms, Port, StageProgram
 from mmcompile.ir.graph import ParameterSpec, dtype_name
 from mmcompile.planner.plan.placement import PlacedStage
 from mmcompile.planner.schedule.schedule import Flow
-from mmcompile.runtime.executor.loaded_stage import root_names
 
 WIDTH = 6
 PIXELS = 4
@@ -153,7 +152,7 @@ class TowerStep:
             for stage in self.stages:
                 program = programs_of(microbatch.pattern).programs.get(stage.program_name)
                 if (stage.tower, stage.replica) == (microbatch.tower, microbatch.replica) and program is not None:
-                    names[stage.ranks[0]] = names.get(stage.ranks[0], frozenset()) | root_names(program)
+                    names[stage.ranks[0]] = names.get(stage.ranks[0], frozenset()) | program.batch_inputs
             found.append(names)
         return found
 
