@@ -203,7 +203,7 @@ def _start(orders: WorkerOrders) -> subprocess.Popen[bytes]:
 
 def worker_environment() -> dict[str, str]:
     """Ours, with one thread a worker, and with this package importable though `-P` leaves out the current folder."""
-    home = str(Path(__file__).parents[2])
+    home = str(Path(__file__).parents[3])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if home not in site.getsitepackages():
         paths.append(home)
