@@ -34,9 +34,10 @@ test: $(STAMP)  ## the tests that take minutes
 test-all: $(STAMP)  ## the slow tests as well
 	$(PYTEST) -m "not gpu"
 
-lint: $(STAMP)  ## ruff: rules and format
+lint: $(STAMP)  ## ruff: rules and format; docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -P tests/structure/prose.py
 
 format: $(STAMP)  ## ruff: rewrite
 	$(BIN)/ruff check --fix .
