@@ -21,6 +21,7 @@ import transformers
 from torch import nn
 
 from mmcompile import api
+from mmcompile.config import ProjectorPlacement
 from mmcompile.costmodel.calibration import Calibration, RuntimeCosts
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerTimes
@@ -30,7 +31,6 @@ from mmcompile.ir.graph import ModelGraph, TensorSpec, torch_dtype
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.layer_kinds import layer_kinds
-from mmcompile.planner.plan.chains import ProjectorPlacement
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.planner.plan.plan import Link, Plan
 from mmcompile.planner.schedule.measured import MeasuredStep, Messages, Trained, predict_measured

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.config import ScheduleKind
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
 from mmcompile.planner.schedule.simulate import StageDuration, simulate
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from mmcompile.costmodel.cluster import Device
-
-Recompute = Literal["none", "selective", "full"]
-"""What the backward computes again instead of keeping: nothing; all but results of products, convolutions and attention;
-everything but each layer's inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmcompile.costmodel.compute import LayerCost, Recompute
+from mmcompile.config import Recompute
+from mmcompile.costmodel.compute import LayerCost
 
 
 def recomputed(cost: LayerCost, recompute: Recompute, *, mixed: bool = False) -> LayerCost:

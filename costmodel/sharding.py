@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.comm import all_gather_s, all_reduce_s, reduce_scatter_s, ring_s
-from mmcompile.costmodel.compute import LayerCost, Recompute, seconds
+from mmcompile.costmodel.compute import LayerCost, seconds
 from mmcompile.errors import ConfigError
 
 _SHARED = (

@@ -23,6 +23,7 @@ from mmcompile.codegen.program import StageProgram
 from mmcompile.codegen.program_cache import Patterns
 from mmcompile.codegen.stage_passes import with_axes
 from mmcompile.codegen.stage_programs import lower
+from mmcompile.config import Attention, EncoderPlacement, ProjectorPlacement, Recomputation, ScheduleKind
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.data.collate import Sample, Value
@@ -32,12 +33,9 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.parameter_patterns import matches
-from mmcompile.planner.plan.chains import ProjectorPlacement
 from mmcompile.planner.plan.constraints import Constraint, parse_constraint
 from mmcompile.planner.plan.placement import Placement, check_runnable
-from mmcompile.planner.plan.plan import Attention, Plan, ScheduleKind, check_fingerprint
-from mmcompile.planner.plan.recompute import Recomputation
-from mmcompile.planner.search.settings import Placing
+from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.planner.strategies.strategies import AUTO
 from mmcompile.planning import Wanted, check_agrees, make_plan
 from mmcompile.runtime.engine import Engine
@@ -104,7 +102,7 @@ def plan(
     strategy: str = AUTO,
     schedule: ScheduleKind | None = None,
     recompute: Recomputation | None = None,
-    placement: Placing | None = None,
+    placement: EncoderPlacement | None = None,
     tensor_parallel: int | Mapping[str, int] | None = None,
     replicas: int | Mapping[str, int] | None = None,
     fsdp: bool | Sequence[str] | None = None,

@@ -19,6 +19,7 @@ from mmcompile.batching.step_planner import Collate, StepPlanner
 from mmcompile.captured_model import fingerprint_of, padding, subject_of
 from mmcompile.codegen.program import PreparedMicrobatch
 from mmcompile.codegen.program_cache import Patterns
+from mmcompile.config import Reduction
 from mmcompile.data.batches import Batches
 from mmcompile.data.collate import Sample, Value, collate
 from mmcompile.errors import ConfigError, PlanError
@@ -26,7 +27,6 @@ from mmcompile.planner.plan.by_layers import by_layers
 from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.planner.resilience.resilience import Resilience
-from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.control.events import Event
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.elastic_engine import ElasticEngine

@@ -13,9 +13,9 @@ from mmcompile.codegen.attention_choice import AttentionChoice, with_shared_toke
 from mmcompile.codegen.cut import cut
 from mmcompile.codegen.stage_passes import with_autocast
 from mmcompile.codegen.stage_programs import links
+from mmcompile.config import Attention, EncoderPlacement, ProjectorPlacement, Recomputation, Recompute, ScheduleKind
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import Recompute
 from mmcompile.data.collate import Sample
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError, PlanError
@@ -25,10 +25,8 @@ from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes, tensor_axes
-from mmcompile.planner.plan.chains import ProjectorPlacement
 from mmcompile.planner.plan.constraints import Constraint, decided_stages
-from mmcompile.planner.plan.plan import Attention, Fingerprint, Packing, Plan, ScheduleKind
-from mmcompile.planner.plan.recompute import Recomputation
+from mmcompile.planner.plan.plan import Fingerprint, Packing, Plan
 from mmcompile.planner.pricing.geometry import geometries
 from mmcompile.planner.pricing.shared_tokens import SharedTokens
 from mmcompile.planner.pricing.workload import Workload
@@ -37,7 +35,7 @@ from mmcompile.planner.search.outcome import plan_of
 from mmcompile.planner.search.projector_only import fresh
 from mmcompile.planner.search.recompute_by_layer import by_layer
 from mmcompile.planner.search.sample_rates import sample_rates
-from mmcompile.planner.search.settings import RECOMPUTES, Placing, SearchSpace
+from mmcompile.planner.search.settings import RECOMPUTES, SearchSpace
 from mmcompile.planner.strategies.search import problem_of, searched
 from mmcompile.planner.strategies.strategies import AUTO
 from mmcompile.planner.templates.plan_resilience import notes_of, plan_resilience
@@ -68,7 +66,7 @@ class Wanted:
     strategy: str = AUTO
     schedule: ScheduleKind | None = None
     recompute: Recomputation | None = None
-    placement: Placing | None = None
+    placement: EncoderPlacement | None = None
     tensor_parallel: int | Mapping[str, int] | None = None
     """Ranks that share the tensors of every chain, or of each chain or component named."""
     replicas: int | Mapping[str, int] | None = None

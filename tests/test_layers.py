@@ -15,7 +15,7 @@ LINKS = ("passes", "costmodel", "kernels")
 
 # Lowest first. Prefixes of one row may import each other and everything below.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("mmcompile.errors", "mmcompile.units", "mmcompile.files"),
+    ("mmcompile.errors", "mmcompile.units", "mmcompile.files", "mmcompile.config"),
     ("mmcompile.kernels",),
     ("mmcompile.ir",),
     ("mmcompile.costmodel", "mmcompile.data"),

@@ -23,6 +23,7 @@ from mmcompile.cli.options import (
     Strategy,
     parse_degrees,
 )
+from mmcompile.config import EncoderPlacement, Recomputation, ScheduleKind
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.data.collate import Sample
 from mmcompile.data.readers import read_stats
@@ -30,9 +31,8 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.planner.plan.constraints import Constraint, parse_constraint
-from mmcompile.planner.plan.plan import Plan, ScheduleKind
-from mmcompile.planner.plan.recompute import Recomputation
-from mmcompile.planner.search.settings import RECOMPUTES, Placing
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.search.settings import RECOMPUTES
 
 DEFAULT_MICROBATCHES = 8
 
@@ -89,7 +89,7 @@ class Wanted:
     strategy: Strategy = Strategy.AUTO
     schedule: ScheduleKind | None = None
     recompute: Recomputation | None = None
-    placement: Placing | None = None
+    placement: EncoderPlacement | None = None
     tensor_parallel: int | Mapping[str, int] | None = None
     replicas: int | Mapping[str, int] | None = None
     constraints: tuple[Constraint, ...] = ()
@@ -207,8 +207,8 @@ def schedule_kind(choice: ScheduleChoice | None) -> ScheduleKind | None:
     return next((kind for kind in get_args(ScheduleKind) if choice is not None and kind == choice.value), None)
 
 
-def _placement(choice: PlacementChoice) -> Placing:
-    return next(kind for kind in get_args(Placing) if kind == choice.value)
+def _placement(choice: PlacementChoice) -> EncoderPlacement:
+    return next(kind for kind in get_args(EncoderPlacement) if kind == choice.value)
 
 
 def recompute_kind(choice: RecomputeChoice | None) -> Recomputation | None:

@@ -25,9 +25,10 @@ from mmcompile.cli.options import (
     TrainOption,
 )
 from mmcompile.cli.planning import Example, load_subject, read_dataset
+from mmcompile.config import ScheduleKind
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
-from mmcompile.planner.plan.plan import Plan, ScheduleKind, check_fingerprint
+from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.report.pictures.perfetto import write_chrome_trace
 from mmcompile.report.pictures.timeline import draw_timeline
 from mmcompile.report.sample_loads import chain_loads

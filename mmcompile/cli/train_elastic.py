@@ -16,12 +16,12 @@ from torch import nn
 
 from mmcompile.cli.planning import Subject
 from mmcompile.cli.run_display import RunDisplay
+from mmcompile.config import Reduction
 from mmcompile.data.batches import MapBatches
 from mmcompile.data.collate import Sample
 from mmcompile.elastic_run import elastic, join
 from mmcompile.errors import ConfigError
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.control.secret import read_secret
 from mmcompile.runtime.elastic.node import Address, RunAt
 from mmcompile.runtime.monitoring.metrics import StepMetrics

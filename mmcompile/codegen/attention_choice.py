@@ -8,6 +8,7 @@ from typing import Any
 
 from mmcompile.codegen.rewritten_capture import WORDS, with_bitfield_attention
 from mmcompile.codegen.token_shards import local_tokens
+from mmcompile.config import Attention
 from mmcompile.errors import PlanError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.graph import ModelGraph
@@ -16,7 +17,7 @@ from mmcompile.passes.context_parallel.context_parallel import ContextParallel
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.masks.bitfield_attention import BitfieldAttention
 from mmcompile.passes.pipeline import Pipeline
-from mmcompile.planner.plan.plan import Attention, Plan
+from mmcompile.planner.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from mmcompile.codegen.program import StageProgram
 from mmcompile.codegen.selective import selective_contexts
 from mmcompile.codegen.stage_module import Layer, StageModule
 from mmcompile.codegen.weight_grad_split import handed, tapped
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 
 Backend = str | Callable[..., Any]
 """Of `torch.compile`: a name, or a function that compiles a graph."""

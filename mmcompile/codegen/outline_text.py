@@ -11,7 +11,7 @@ from torch import fx
 from mmcompile.codegen.expressions import TAKEN, Expressions, comment_in_layer, identifier, variable
 from mmcompile.codegen.outline import Run, last_uses, module_paths
 from mmcompile.codegen.weight_grad_inputs import Product, Tap
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.ir.graph import dtype_name, info
 from mmcompile.ir.sizes import shape_of
 

@@ -14,7 +14,7 @@ from mmcompile.codegen.expressions import TAKEN, Expressions, comment, identifie
 from mmcompile.codegen.outline import Run, module_paths, runs_of
 from mmcompile.codegen.outline_text import LayerText, StageTensors
 from mmcompile.codegen.weight_grad_inputs import products_of
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost.deferred_weights import DeferredWeight
 from mmcompile.passes.shared_values import Place

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmcompile.codegen.selective import selective_contexts
 from mmcompile.codegen.weight_grad_split import DeferredGradient, new_tap
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.errors import VerifyError
 from mmcompile.kernels.sharded_parameters.regather import regathering
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.costmodel.load import Load
 from mmcompile.planner.plan.plan import Chain, Plan
 from mmcompile.planner.pricing.pricing import Pricing, Sharding

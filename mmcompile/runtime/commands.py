@@ -6,17 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from mmcompile.batching.step_plan import PROTOCOL_VERSION, StepPlan
+from mmcompile.config import Reduction, ScheduleKind
 from mmcompile.errors import EngineError
 from mmcompile.planner.plan.placement import PlacedStage
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.runtime.comm import wire
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.optim.optimizer import Hyper, OptimizerSpec
-
-Reduction: TypeAlias = Literal["fast", "fp64", "fixed"]
-"""How gradients of microbatches are added up: as torch does, in order of ranks; in float64; or in whole numbers, whose sum does
-not depend on the order, so that it is the same whichever ranks computed the microbatches
-(`mmcompile.runtime.optim.arithmetic`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

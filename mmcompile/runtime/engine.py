@@ -30,6 +30,7 @@ from mmcompile.batching.balance.correction import Corrector
 from mmcompile.batching.program_source import PatternSource
 from mmcompile.batching.step_plan import StepPlan
 from mmcompile.batching.step_planner import Collate, Costs, PlannedStep, StepPlanner
+from mmcompile.config import Reduction
 from mmcompile.data.collate import Sample, Value, collate
 from mmcompile.errors import CheckpointError, ConfigError, EngineError
 from mmcompile.planner.plan.placement import Placement
@@ -40,7 +41,7 @@ from mmcompile.runtime.checkpoint.leader_side import SaveOrder
 from mmcompile.runtime.checkpoint.saving import Saving
 from mmcompile.runtime.checkpoint.trainer_state import Resumed, Stored, TrainerState, encoded
 from mmcompile.runtime.checkpoint.whole_checkpoint import shapes_of
-from mmcompile.runtime.commands import Close, Done, Reduction, Refuse, Setup, Step
+from mmcompile.runtime.commands import Close, Done, Refuse, Setup, Step
 from mmcompile.runtime.follower import Follower
 from mmcompile.runtime.launch.background_balancer import AsideBalancer
 from mmcompile.runtime.leader import Leader

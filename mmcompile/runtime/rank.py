@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from mmcompile.batching.schedule_units import num_slots, units_of
 from mmcompile.batching.step_plan import MicrobatchPlan, StepPlan
 from mmcompile.codegen.program import StageProgram
+from mmcompile.config import ScheduleKind
 from mmcompile.errors import VerifyError
 from mmcompile.kernels.process_groups import CONTEXT_GROUP, REPLICA_GROUP, TENSOR_GROUP, register_group
 from mmcompile.planner.plan.placement import PlacedStage, lockstep_of
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.schedule.schedule import Action, CrossEdge, Unit, schedule_units
 from mmcompile.planner.schedule.simulate import Event
 from mmcompile.runtime.comm.groups import Groups

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.ir.graph import ModelGraph, component_of, info
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.cost.op_flops import op_flops

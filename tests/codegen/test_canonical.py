@@ -16,7 +16,7 @@ from mmcompile.codegen.compiled import compiled_layer
 from mmcompile.codegen.load import load_stage
 from mmcompile.codegen.program import StageProgram
 from mmcompile.codegen.stage_module import Layer
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.errors import VerifyError
 
 SOURCE = '''"""A stage."""

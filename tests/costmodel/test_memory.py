@@ -13,7 +13,8 @@ from support.oracles.stage_oracle import LoweredStages, lowered
 from torch import nn
 from zoo import FAMILIES
 
-from mmcompile.costmodel.compute import LayerCost, Recompute
+from mmcompile.config import Recompute
+from mmcompile.costmodel.compute import LayerCost
 from mmcompile.costmodel.memory import recomputed, stage_activation_bytes
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ComponentKind

@@ -42,8 +42,8 @@ from mmcompile.batching.balance.auto import Auto
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.hierarchical import Defer, Hierarchical
 from mmcompile.batching.balance.registry import BALANCERS
+from mmcompile.config import EncoderPlacement
 from mmcompile.data.collate import collate
-from mmcompile.planner.search.settings import Placing
 from mmcompile.runtime.engine import Engine
 
 LIMIT_S = 240.0
@@ -76,7 +76,7 @@ class Case:
     microbatches: int = 2
     freeze: Freeze = Freeze.NONE
     projector_alone: bool = False
-    placement: Placing = "disjoint"
+    placement: EncoderPlacement = "disjoint"
     num_steps: int | None = None
     """All that there are if None."""
 

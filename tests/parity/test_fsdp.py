@@ -24,8 +24,8 @@ import mmcompile as mm
 from mmcompile.captured_model import captured_step, fingerprint_of
 from mmcompile.codegen.attention_choice import AttentionChoice
 from mmcompile.codegen.program_cache import Patterns
+from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import Recompute
 from mmcompile.data.collate import IGNORED_LABEL, collate
 from mmcompile.errors import BatchError, ConfigError, PlanError
 from mmcompile.ir.inputs import completed

@@ -26,12 +26,12 @@ from mmcompile.codegen.load import load_stage
 from mmcompile.codegen.program import PatternPrograms
 from mmcompile.codegen.program_cache import Patterns
 from mmcompile.codegen.stage_programs import lower
+from mmcompile.config import Attention
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.nodes import token_loss
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
-from mmcompile.planner.plan.plan import Attention
 
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "qwen2_audio")
 """Plain positions; three positions a token; features added in the middle of the language model; sounds."""

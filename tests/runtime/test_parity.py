@@ -13,9 +13,9 @@ from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_sa
 from support.oracles.one_process import split_microbatches
 from torch import nn
 
+from mmcompile.config import ScheduleKind
 from mmcompile.data.collate import Sample, collate
 from mmcompile.planner.plan.placement import Placement
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.runtime.engine import Engine
 
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.8, 0.9))

@@ -15,11 +15,12 @@ import numpy as np
 
 from mmcompile.batching.balance.assignment import ABSENT, Assignment, SampleCosts
 from mmcompile.batching.balance.auto import StepTime
+from mmcompile.config import ScheduleKind
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.errors import ConfigError, PlanError, VerifyError
 from mmcompile.planner.plan.balance_groups import towers
 from mmcompile.planner.plan.placement import PlacedStage, replica_name
-from mmcompile.planner.plan.plan import Chain, Plan, ScheduleKind
+from mmcompile.planner.plan.plan import Chain, Plan
 from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit, schedule_units
 from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
 

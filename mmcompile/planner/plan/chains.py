@@ -6,16 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import get_args
 
 import networkx as nx
 
+from mmcompile.config import ProjectorPlacement
 from mmcompile.costmodel.cluster import Device
 from mmcompile.costmodel.compute import LayerCost, LayerTimes, layer_times
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
-
-ProjectorPlacement = Literal["with_encoder", "alone", "with_language_model"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from mmcompile.config import ScheduleKind
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.balance_groups import towers
-from mmcompile.planner.plan.plan import Chain, Plan, ScheduleKind, Stage
+from mmcompile.planner.plan.plan import Chain, Plan, Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from mmcompile.config import Attention, Recompute, ScheduleKind
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import Recompute
 from mmcompile.costmodel.load import Polynomial
 from mmcompile.errors import PlanError, StalePlanError
 from mmcompile.files import write_atomic
@@ -26,9 +26,6 @@ from mmcompile.planner.plan.table import format_plan
 from mmcompile.planner.resilience.resilience import Resilience
 
 PLAN_VERSION = 4
-
-Attention = Literal["model", "bitfield"]
-ScheduleKind = Literal["gpipe", "1f1b", "eager-1f1b", "zb-h1"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.errors import PlanError
 
 if TYPE_CHECKING:
     from mmcompile.planner.plan.plan import Plan, Stage
-
-Recomputation = Recompute | Literal["auto"]
-"""Of a plan that is asked for: one mode for all layers, or for each layer the one that its rank's memory needs."""
 
 
 def uniform_mode(stages: Iterable[Stage]) -> Recompute | Literal["mixed"]:

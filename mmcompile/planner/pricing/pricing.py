@@ -16,9 +16,10 @@ from math import log2
 import numpy as np
 from numpy.typing import NDArray
 
+from mmcompile.config import Recompute
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import LayerCost, LayerTimes, Recompute, layer_times
+from mmcompile.costmodel.compute import LayerCost, LayerTimes, layer_times
 from mmcompile.costmodel.load import Load
 from mmcompile.costmodel.memory import recomputed
 from mmcompile.costmodel.sharding import TensorShare, context_parallel, fully_sharded, tensor_parallel

@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from mmcompile.planner.plan.plan import BubbleShare, ScheduleKind
+from mmcompile.config import ScheduleKind
+from mmcompile.planner.plan.plan import BubbleShare
 from mmcompile.planner.schedule.equalize import Case, equal_microbatches, equal_stages
 from mmcompile.planner.schedule.schedule import Flow, Placed, build_schedule
 from mmcompile.planner.schedule.simulate import Durations, simulate

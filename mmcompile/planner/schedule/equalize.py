@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.config import ScheduleKind
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, Placed
 from mmcompile.planner.schedule.simulate import Durations, StageDuration
 

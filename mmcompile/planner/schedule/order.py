@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.config import ScheduleKind
 
 Key = tuple[int, int, int]
 Side = tuple[int, int]

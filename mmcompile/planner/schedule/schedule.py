@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from mmcompile.config import ScheduleKind
 from mmcompile.errors import PlanError
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.schedule.order import Key, Messages, Order, Side, crossings, in_order_of_sends
 
 

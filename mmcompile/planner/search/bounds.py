@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.config import ScheduleKind
 from mmcompile.planner.search.candidate import Candidate
 
 Array = NDArray[np.float64]

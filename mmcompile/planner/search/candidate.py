@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.planner.plan.chains import ChainLayer, ChainSet
 from mmcompile.planner.plan.plan import Chain, Segment, Stage, StagePrediction
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule, in_flight

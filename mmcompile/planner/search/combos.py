@@ -26,8 +26,8 @@ from math import inf, log, prod, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from mmcompile.config import ScheduleKind
 from mmcompile.planner.plan.chains import ChainSet, ChainSpec
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.search.joined_encoders import JoinedEncoders
 from mmcompile.planner.search.options import Array, Index, Options, OptionTables
 from mmcompile.planner.search.problem import Problem

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import Recompute
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
 from mmcompile.planner.search.problem import OPTIMIZER_STATES, Problem
 from mmcompile.planner.search.projector_only import fresh, projector_only, trains_more

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mmcompile.config import ScheduleKind
 from mmcompile.planner.plan.chains import ChainSet
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.search.options import Array, Index, Options, undominated
 from mmcompile.planner.search.replicas import towers_of
 

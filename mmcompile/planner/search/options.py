@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mmcompile.config import ScheduleKind
 from mmcompile.planner.plan.chains import ChainSpec
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.schedule.schedule import in_flight
 from mmcompile.planner.search.problem import PricedChain, Problem
 from mmcompile.planner.search.settings import Degrees, Setting

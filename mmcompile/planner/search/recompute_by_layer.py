@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.planner.plan.constraints import Constraint, MemoryCap
 from mmcompile.planner.pricing.priced_chain import PricedChain, price_chain
 from mmcompile.planner.search.branch_and_bound import FINALISTS, TOLERANCE, BranchAndBound, Judged

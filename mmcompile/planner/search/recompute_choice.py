@@ -22,7 +22,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from mmcompile.config import EncoderPlacement, Recompute, ScheduleKind
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import Recompute
 from mmcompile.errors import PlanError
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.pricing.pricing import Sharding
-
-Placing = Literal["disjoint", "colocated"]
-"""Chains on ranks of their own; or all components in one line, encoder layers before the language model's on its ranks."""
 
 SCHEDULES: tuple[ScheduleKind, ...] = ("1f1b", "zb-h1", "eager-1f1b", "gpipe")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -75,7 +70,7 @@ class SearchSpace:
     """For the last chain; None: every divisor of the global batch. Other chains have divisors and multiples of it."""
     schedules: tuple[ScheduleKind, ...] = ("1f1b",)
     recomputes: tuple[Recompute, ...] = ("none",)
-    placements: tuple[Placing, ...] = ("disjoint",)
+    placements: tuple[EncoderPlacement, ...] = ("disjoint",)
     microbatches: tuple[int, ...] | None = None
     """None: every divisor of a replica's share of the global batch."""
 

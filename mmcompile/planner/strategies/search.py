@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from mmcompile.config import ProjectorPlacement
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost
@@ -19,7 +20,7 @@ from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost.cost_table import CostTable
-from mmcompile.planner.plan.chains import ChainSet, ProjectorPlacement, chain_sets, joined_chain
+from mmcompile.planner.plan.chains import ChainSet, chain_sets, joined_chain
 from mmcompile.planner.plan.plan import Fingerprint, Plan
 from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.pricing.workload import Workload

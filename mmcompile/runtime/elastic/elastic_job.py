@@ -10,10 +10,10 @@ from torch import nn
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.step_planner import Collate, Costs
 from mmcompile.codegen.program_cache import Patterns
+from mmcompile.config import Reduction
 from mmcompile.data.batches import Batches
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.resilience.resilience import Resilience
-from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.monitoring import tracing
 from mmcompile.runtime.optim.optimizer import OptimizerSpec, SchedulerFactory
 from mmcompile.runtime.user_model import UserModel

@@ -34,7 +34,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from mmcompile.runtime.commands import Reduction
+from mmcompile.config import Reduction
 
 _HIGH_BITS = 20
 _LOW_BITS = 44

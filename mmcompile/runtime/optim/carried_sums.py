@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from mmcompile.runtime.commands import Reduction
+from mmcompile.config import Reduction
 from mmcompile.runtime.optim.arithmetic import arithmetic_of
 from mmcompile.runtime.optim.gradient_bucket import Largest
 from mmcompile.runtime.optim.master_weights import HALF

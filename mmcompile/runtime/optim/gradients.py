@@ -12,10 +12,10 @@ from typing import final
 import torch
 from torch import nn
 
+from mmcompile.config import Reduction
 from mmcompile.errors import EngineError
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.comm.tags import gradient_tags
-from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.monitoring.fail_points import fail_point
 from mmcompile.runtime.optim.arithmetic import Arithmetic, arithmetic_of
 from mmcompile.runtime.optim.carried_sums import CarriedSums

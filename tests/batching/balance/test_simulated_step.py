@@ -16,9 +16,9 @@ from mmcompile.batching.balance.bucket_bounds import bottleneck, step_bound
 from mmcompile.batching.balance.hierarchical import Defer, Hierarchical
 from mmcompile.batching.balance.post_balance import PostBalance
 from mmcompile.batching.balance.simulated_step import StageShare, StepShape, simulate_step, step_time, step_units
+from mmcompile.config import ScheduleKind
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.errors import ConfigError, PlanError, VerifyError
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.schedule.schedule import ActionKind, CrossEdge, schedule_units
 from mmcompile.planner.schedule.verify import check_units
 

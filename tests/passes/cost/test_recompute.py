@@ -9,7 +9,7 @@ from support.graphs.split import captured
 from support.models.freezing import freeze
 from torch import Tensor, nn
 
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.cost.deferred_weights import DeferredWeights

@@ -19,8 +19,8 @@ from zoo.family import Size
 
 import mmcompile as mm
 from mmcompile.codegen.load import load_stage
+from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import Recompute
 from mmcompile.costmodel.memory import stage_activation_bytes
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ParameterSpec

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from support.plans.plan_flows import ToyStage, chain, random_case
 
-from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.config import ScheduleKind
 from mmcompile.planner.schedule.memory_curve import SavedBytes, memory_curve
 from mmcompile.planner.schedule.schedule import Schedule, build_schedule, in_flight
 from mmcompile.planner.schedule.simulate import StageDuration, simulate

@@ -11,8 +11,8 @@ import pytest
 from support.plans.plan_flows import ToyStage, chain, random_case
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from mmcompile.config import ScheduleKind
 from mmcompile.errors import PlanError
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.schedule.schedule import (
     Action,
     ActionKind,

@@ -11,8 +11,8 @@ import networkx as nx
 import pytest
 from support.plans.plan_flows import ToyStage, chain, random_case
 
+from mmcompile.config import ScheduleKind
 from mmcompile.errors import PlanError, VerifyError
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.schedule.schedule import Action, ActionKind, Flow, FlowEdge, Schedule, build_schedule, in_flight
 from mmcompile.planner.schedule.simulate import Durations, StageDuration, Timeline, simulate
 

@@ -13,8 +13,8 @@ import pytest
 from support.plans.plan_flows import ToyStage, chain
 from support.plans.plan_towers import TowerCase, random_towers
 
+from mmcompile.config import ScheduleKind
 from mmcompile.errors import PlanError, VerifyError
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.schedule.schedule import (
     Action,
     ActionKind,

@@ -7,8 +7,8 @@ import random
 import pytest
 from support.plans.plan_flows import random_case
 
+from mmcompile.config import ScheduleKind
 from mmcompile.errors import VerifyError
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, Schedule, build_schedule
 from mmcompile.planner.schedule.verify import check_schedule, format_grid
 

@@ -7,9 +7,9 @@ import random
 import pytest
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
+from mmcompile.config import ScheduleKind
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.graph import ComponentKind
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.settings import SCHEDULES, Degrees, Setting

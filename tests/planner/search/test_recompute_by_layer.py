@@ -12,8 +12,9 @@ import pytest
 from support.plans.toy_plan import FINGERPRINT, vision_language
 
 from mmcompile.codegen.attention_choice import AttentionChoice
+from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import LayerCost, Recompute, layer_times
+from mmcompile.costmodel.compute import LayerCost, layer_times
 from mmcompile.costmodel.memory import recomputed_layers, stage_activation_bytes
 from mmcompile.planner.plan.constraints import MemoryCap
 from mmcompile.planner.plan.plan import Plan

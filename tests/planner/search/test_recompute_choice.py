@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.planner.search.recompute_choice import LayerWays, Modes, StageChoices, Way, cheapest
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -6,9 +6,10 @@ import pytest
 from support.plans.sized_plan import mixed_samples, vision_language_72b, workload
 from support.plans.toy_plan import FINGERPRINT
 
+from mmcompile.config import Recompute
 from mmcompile.costmodel.calibration import Calibration, KindCosts, Measurement
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import LayerTimes, Recompute
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.costmodel.load import Load
 from mmcompile.planner.plan.plan import SampleRate
 from mmcompile.planner.search.candidate import Candidate, assemble

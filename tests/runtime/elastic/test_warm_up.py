@@ -24,10 +24,9 @@ from zoo.family import Family, Size
 from mmcompile.codegen.compiled import CompiledLayers, load_compiled_stage
 from mmcompile.codegen.program import PatternPrograms, Port, PreparedMicrobatch, StageProgram
 from mmcompile.codegen.program_cache import Patterns
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute, ScheduleKind
 from mmcompile.ir.graph import ParameterSpec
 from mmcompile.planner.plan.placement import PlacedStage
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.runtime.elastic.warm_up import warm_up
 from mmcompile.runtime.executor.loaded_stage import LoadedStage
 

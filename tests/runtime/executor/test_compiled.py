@@ -29,11 +29,10 @@ from mmcompile.codegen.compiled import load_compiled_stage
 from mmcompile.codegen.program import PreparedMicrobatch, StageProgram
 from mmcompile.codegen.program_cache import Patterns
 from mmcompile.codegen.stage_module import StageModule
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute, ScheduleKind
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
 from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.plan.recompute import with_recompute
 
 NUM_STEPS = 50

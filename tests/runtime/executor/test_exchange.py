@@ -20,7 +20,7 @@ from support.graphs.hand_towers import (
 )
 from support.processes.tower_ranks import TowerJob, TowerShare, run_towers
 
-from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.config import ScheduleKind
 
 NUM_RANKS = 3
 REPLICAS = [(2, 1), (1, 2), (3, 2), (2, 3), (1, 1)]

@@ -28,8 +28,9 @@ from mmcompile.codegen.attention_choice import AttentionChoice
 from mmcompile.codegen.compiled import load_compiled_stage
 from mmcompile.codegen.load import load_stage
 from mmcompile.codegen.stage_programs import lower
+from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import LayerCost, Recompute
+from mmcompile.costmodel.compute import LayerCost
 from mmcompile.costmodel.memory import recomputed_layers, stage_activation_bytes
 from mmcompile.data.collate import collate
 from mmcompile.ir.capture import Capture, capture

@@ -29,12 +29,11 @@ from mmcompile.codegen.program import PatternPrograms, StageProgram
 from mmcompile.codegen.stage_module import StageModule
 from mmcompile.codegen.stage_programs import lower
 from mmcompile.codegen.weight_grad_split import DeferredGradient, handed, new_tap, tapped
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute, ScheduleKind
 from mmcompile.data.collate import collate
 from mmcompile.errors import VerifyError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.plan.recompute import with_recompute
 from mmcompile.planner.schedule.schedule import ActionKind
 

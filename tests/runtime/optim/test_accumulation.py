@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mmcompile.batching.accumulation import NOTHING, Accumulated, unit_of
 from mmcompile.batching.step_plan import StepPlan
+from mmcompile.config import Reduction
 from mmcompile.errors import BatchError, CheckpointError, ConfigError
 from mmcompile.planner.plan.placement import Placement
-from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.optim.optimizer import OptimizerSpec
 

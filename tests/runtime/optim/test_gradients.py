@@ -17,10 +17,10 @@ import torch.distributed as dist
 from support.processes.gradient_ranks import Case, Gradients, Held, summed
 from torch import Tensor, nn
 
+from mmcompile.config import Reduction
 from mmcompile.errors import EngineError
 from mmcompile.runtime.comm.groups import Groups, Lane, wait
 from mmcompile.runtime.comm.tags import gradient_tags
-from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.optim.gradients import GradientSums, Shared
 
 NUM_RANKS = 4

@@ -12,10 +12,10 @@ from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_sa
 from support.processes.local_ranks import LocalRanks
 from torch import Tensor, nn
 
+from mmcompile.config import Reduction
 from mmcompile.data.collate import Sample, collate
 from mmcompile.errors import ConfigError
 from mmcompile.planner.plan.placement import Placement
-from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.optim.master_weights import given_masters
 from mmcompile.runtime.optim.optimizer import OptimizerSpec, RankOptimizer

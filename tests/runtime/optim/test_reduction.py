@@ -14,11 +14,11 @@ import torch
 from support.graphs.hand_stages import LANGUAGE, HandModel, HandSource, hand_samples
 from torch import Tensor, nn
 
+from mmcompile.config import Reduction
 from mmcompile.data.collate import Sample, collate
 from mmcompile.errors import ConfigError, EngineError
 from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
-from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.engine import Engine
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)

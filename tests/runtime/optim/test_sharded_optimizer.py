@@ -17,10 +17,10 @@ from support.processes.local_ranks import LocalRanks
 from torch import Tensor, nn
 
 from mmcompile.codegen.program import PreparedMicrobatch
+from mmcompile.config import Reduction
 from mmcompile.data.collate import Value, collate
 from mmcompile.errors import ConfigError
 from mmcompile.planner.plan.placement import PlacedStage, Placement
-from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.optim.optimizer import OptimizerSpec
 from mmcompile.runtime.optim.sharded_optimizer import assign_updaters

@@ -15,13 +15,12 @@ from mmcompile.codegen.program import PreparedMicrobatch, StageProgram
 from mmcompile.codegen.program_cache import Patterns
 from mmcompile.codegen.stage_module import StageModule
 from mmcompile.codegen.weight_grad_split import DeferredGradient
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute, ScheduleKind
 from mmcompile.ir.capture import capture
 from mmcompile.ir.inputs import completed
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.planner.plan.by_layers import by_layers
-from mmcompile.planner.plan.plan import ScheduleKind
 from mmcompile.planner.plan.recompute import with_recompute
 from support.graphs.split import even_plan
 from support.oracles.eager import Outcome

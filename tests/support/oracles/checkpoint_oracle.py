@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from mmcompile.codegen.cut import StageCut, cut
-from mmcompile.costmodel.compute import Recompute
+from mmcompile.config import Recompute
 from mmcompile.ir.graph import ModelGraph, info, results_of
 from mmcompile.planner.plan.plan import Plan
 from support.oracles.flop_oracle import saved_storages

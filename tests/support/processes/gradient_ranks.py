@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
+from mmcompile.config import Reduction
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.commands import Reduction
 from mmcompile.runtime.optim.carried_sums import CarriedSums
 from mmcompile.runtime.optim.gradients import GradientSums, Shared
 from mmcompile.runtime.optim.master_weights import HALF, MasterWeights

@@ -15,10 +15,11 @@ from mmcompile.batching.accumulation import NOTHING
 from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.program_source import PatternSource
 from mmcompile.batching.step_planner import StepPlanner
+from mmcompile.config import Reduction
 from mmcompile.data.collate import Sample, collate
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.runtime.comm.groups import Groups, PeerLost
-from mmcompile.runtime.commands import Close, Reduction, Setup, Step
+from mmcompile.runtime.commands import Close, Setup, Step
 from mmcompile.runtime.follower import Follower
 from mmcompile.runtime.leader import Leader
 from mmcompile.runtime.monitoring.metrics import StepTotals

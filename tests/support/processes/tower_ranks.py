@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from mmcompile.batching.schedule_units import num_slots, units_of
-from mmcompile.planner.plan.plan import ScheduleKind
+from mmcompile.config import ScheduleKind
 from mmcompile.planner.schedule.schedule import Schedule, schedule_units
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.executor.executor import Executor, num_backwards
