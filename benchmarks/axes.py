@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.planner.plan.plan import Fingerprint
+from mmcompile.planner.plan.plan_record import Fingerprint
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.settings import SearchSpace
 from mmcompile.planner.strategies.search import problem_of, searched

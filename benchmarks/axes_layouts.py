@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.replicas import towers_of
 from mmcompile.planner.search.settings import Degrees, Setting

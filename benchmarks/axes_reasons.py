@@ -14,7 +14,7 @@ from axes_layouts import AXES, Axis, Layout, Spent, differences, shares
 
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes
-from mmcompile.planner.plan.chains import ChainSpec
+from mmcompile.planner.pricing.chains import ChainSpec
 from mmcompile.planner.search.bounds import lower_bound_s
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
 from mmcompile.planner.search.candidate import Candidate, assemble

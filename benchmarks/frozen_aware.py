@@ -32,7 +32,7 @@ from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.cost.cost_table import CostTable, GrowingCost
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
-from mmcompile.planner.plan.plan import Fingerprint
+from mmcompile.planner.plan.plan_record import Fingerprint
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.problem import Problem

@@ -27,12 +27,14 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.costmodel.load import Load
 from mmcompile.data.collate import Sample, collate
-from mmcompile.ir.graph import ModelGraph, TensorSpec, torch_dtype
+from mmcompile.ir.graph import ModelGraph, torch_dtype
 from mmcompile.ir.sample_inputs import example_batch
+from mmcompile.ir.tensor_spec import TensorSpec
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.planner.plan.placement import Placement
-from mmcompile.planner.plan.plan import Link, Plan
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Link
 from mmcompile.planner.schedule.measured import MeasuredStep, Messages, Trained, predict_measured
 from mmcompile.profile import profile
 from mmcompile.runtime.runtime_probe import probe_runtime

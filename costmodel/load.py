@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import sympy
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
@@ -29,8 +27,6 @@ class Load:
 
 
 NO_LOAD = Load(tokens=0.0, squares=0.0)
-TOKENS, SQUARES = sympy.symbols("t q", nonnegative=True)
-"""Symbols of `Polynomial.expression`: rows, and the sum of squared lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +51,3 @@ class Polynomial:
         return Polynomial(
             fixed=self.fixed * factor, per_token=self.per_token * factor, per_square=self.per_square * factor
         )
-
-    @property
-    def expression(self) -> sympy.Expr:
-        """The polynomial in `TOKENS` and `SQUARES`."""
-        return self.fixed + self.per_token * TOKENS + self.per_square * SQUARES

@@ -23,7 +23,7 @@ from mmcompile.ir.meta_model import skeleton
 from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
-from mmcompile.planner.plan.plan import Fingerprint, Packing
+from mmcompile.planner.plan.plan_record import Fingerprint, Packing
 
 
 def built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tuple[nn.Module, Mapping[str, Any]]:

@@ -26,8 +26,9 @@ from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes, tensor_axes
 from mmcompile.planner.plan.constraints import Constraint, decided_stages
-from mmcompile.planner.plan.plan import Fingerprint, Packing, Plan
-from mmcompile.planner.pricing.geometry import geometries
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Fingerprint, Packing
+from mmcompile.planner.pricing.geometries import geometries
 from mmcompile.planner.pricing.shared_tokens import SharedTokens
 from mmcompile.planner.pricing.workload import Workload
 from mmcompile.planner.search.infeasible import explain

@@ -14,7 +14,7 @@ from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
 from mmcompile.passes.masks.document_isolation import documents_meet
 from mmcompile.passes.masks.packed_values import PackedBatch
-from mmcompile.planner.plan.plan import Packing
+from mmcompile.planner.plan.plan_record import Packing
 
 _IN_PLACE = ("position_ids", "labels")
 ISOLATED = "masks made from position_ids are block-diagonal, and nothing else mixes tokens"

@@ -18,8 +18,10 @@ from mmcompile.data.collate import Sample
 from mmcompile.data.sample import SampleShape
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.balance_groups import towers
-from mmcompile.planner.plan.plan import Chain, Plan, SampleRate
-from mmcompile.planner.plan.sizes import Geometry, Rows, SampleSizes
+from mmcompile.planner.plan.geometry import Geometry
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain, SampleRate
+from mmcompile.planner.pricing.sample_sizes import SampleRows, SampleSizes
 
 LEAST_ROW_S = 1e-15
 """Least cost of a row: a sample takes part in a tower exactly if its cost there is above 0, however cheap a component is."""
@@ -53,7 +55,7 @@ def costs_of_samples(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
 def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
     if not plan.sample_rates:
         raise PlanError("the plan has no rates to price samples with; make it anew with `mmcompile plan`")
-    rows: dict[Geometry, Rows] = {}
+    rows: dict[Geometry, SampleRows] = {}
     seconds: list[NDArray[np.float64]] = []
     lengths: list[NDArray[np.float64]] = []
     saved: list[NDArray[np.float64]] = []
@@ -88,10 +90,10 @@ def _rates(plan: Plan, chains: Sequence[Chain]) -> list[SampleRate]:
     return found
 
 
-def _seconds(rate: SampleRate, brought: Rows) -> NDArray[np.float64]:
+def _seconds(rate: SampleRate, brought: SampleRows) -> NDArray[np.float64]:
     return np.maximum(_at(rate.seconds, brought), LEAST_ROW_S * brought.rows)
 
 
-def _at(polynomial: Polynomial, brought: Rows) -> NDArray[np.float64]:
+def _at(polynomial: Polynomial, brought: SampleRows) -> NDArray[np.float64]:
     """Without the fixed part."""
     return polynomial.per_token * brought.rows + polynomial.per_square * brought.squares

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ModelGraph, component_of, info
-from mmcompile.planner.plan.plan import Plan, SharedValue
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import SharedValue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

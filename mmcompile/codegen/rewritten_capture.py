@@ -12,10 +12,11 @@ from torch import fx
 
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.copy import copied
-from mmcompile.ir.graph import TensorSpec, dtype_name
+from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.host_shapes import hoist
 from mmcompile.ir.nodes import attention_words
 from mmcompile.ir.sizes import Sizes, shape_of
+from mmcompile.ir.tensor_spec import TensorSpec
 from mmcompile.passes.masks.bitfield_attention import BitfieldAttention
 from mmcompile.passes.pipeline import Pipeline
 

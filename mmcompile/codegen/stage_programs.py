@@ -14,15 +14,17 @@ from mmcompile.codegen.program import PatternPrograms, Port, StageProgram
 from mmcompile.codegen.source import LayerChoices, layer_names, stage_source
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.compat import FakeTensor
-from mmcompile.ir.graph import ModelGraph, ParameterSpec, TensorSpec, dtype_name, results_of
+from mmcompile.ir.graph import ModelGraph, ParameterSpec, dtype_name, results_of
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.ir.sizes import shape_of
 from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.ir.tensor_spec import TensorSpec
 from mmcompile.passes.cost.deferred_weights import DeferredWeights
 from mmcompile.passes.cost.recompute import Recomputed
 from mmcompile.passes.values import op_name
 from mmcompile.planner.plan.placement import shard_name, shard_names
-from mmcompile.planner.plan.plan import Link, Plan, Stage
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Link, Stage
 
 
 def lower(capture: Capture, plan: Plan) -> PatternPrograms:

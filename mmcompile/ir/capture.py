@@ -11,10 +11,11 @@ from torch import fx, nn
 
 from mmcompile.errors import BatchError, CaptureError
 from mmcompile.ir.components import find_structure
-from mmcompile.ir.graph import Component, ModelGraph, ParameterSpec, Road, TensorSpec, dtype_name
+from mmcompile.ir.graph import Component, ModelGraph, ParameterSpec, Road, dtype_name
 from mmcompile.ir.host_shapes import HostProgram
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.sizes import Sizes, shape_of
+from mmcompile.ir.tensor_spec import TensorSpec
 from mmcompile.ir.trace import Trace, export_step
 
 

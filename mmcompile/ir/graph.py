@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.ir.tensor_spec import TensorSpec
 
 META_KEY = "mmcompile"
 
@@ -87,15 +88,6 @@ def component_of(node: fx.Node) -> str:
 def annotate(node: fx.Node, **changes: object) -> None:
     """Replace fields of a node's annotation (the only way annotations change)."""
     node.meta[META_KEY] = replace(node.meta[META_KEY], **changes)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """Name, shape and dtype of a tensor. A dim is an int, or text over size symbols (`"s0*16"`)."""
-
-    name: str
-    shape: tuple[int | str, ...]
-    dtype: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,8 @@ from mmcompile.costmodel.load import Load
 from mmcompile.data.sample import SampleShape
 from mmcompile.ir.graph import Component, ComponentKind, ParameterSpec
 from mmcompile.planner.plan.bottlenecks import EVEN, TIGHT, memory_bytes, rank_loads, times_text
-from mmcompile.planner.plan.plan import Chain, Plan, Stage
-from mmcompile.planner.plan.recompute import uniform_mode
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain, Stage, uniform_mode
 from mmcompile.planner.plan.stage_rows import milliseconds
 from mmcompile.planner.pricing.pricing import Pricing, Sharding
 from mmcompile.report.sample_loads import slot_samples

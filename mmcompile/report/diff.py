@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmcompile.planner.plan.bottlenecks import rank_loads
-from mmcompile.planner.plan.plan import Chain, Plan, Stage
-from mmcompile.planner.plan.recompute import recompute_text
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain, Stage
+from mmcompile.planner.plan.stage_rows import recompute_text
 from mmcompile.planner.resilience.resilience import figures
 from mmcompile.planner.resilience.template import Template
 from mmcompile.units import format_bytes, format_seconds

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, RankLoad, causes, chain_of_stage, memory_bytes, rank_loads
 from mmcompile.planner.plan.layer_names import LayerLabel, NamedChain, Place, find
-from mmcompile.planner.plan.plan import Chain, Link, Plan, Stage
-from mmcompile.planner.plan.recompute import recompute_text
-from mmcompile.planner.plan.stage_rows import frozen_text, rank_ranges
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain, Link, Stage
+from mmcompile.planner.plan.stage_rows import frozen_text, rank_ranges, recompute_text
 from mmcompile.report.layer_work import LayerWork
 from mmcompile.report.moves import Move, Shares, boundary_moves, equal_shares, move_layers
 from mmcompile.report.step_replay import replay, saved_bytes

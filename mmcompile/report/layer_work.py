@@ -9,9 +9,11 @@ import sympy
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost, LayerTimes, layer_times
+from mmcompile.costmodel.load import Polynomial
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost.cost_table import CostTable
-from mmcompile.planner.plan.plan import Plan, Stage
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Stage
 from mmcompile.report.moves import LayerShare, Shares
 from mmcompile.units import format_bytes, format_seconds
 
@@ -26,6 +28,8 @@ FIELDS: Mapping[str, str] = {
 }
 """Fields of `LayerCost` whose polynomials are shown."""
 _DIGITS = 4
+_TOKENS, _SQUARES = sympy.symbols("t q", nonnegative=True)
+"""Rows of a microbatch, and the sum of its squared lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +87,7 @@ def _work(name: str, table: CostTable, component: str, index: int, cluster: Clus
     cost = table[component][index]
     times = layer_times(cost, cluster.device, dtype)
     load = table.loads[component]
-    texts = {
-        words: _expression(table.polynomial(component, index, field).expression) for field, words in FIELDS.items()
-    }
+    texts = {words: polynomial_text(table.polynomial(component, index, field)) for field, words in FIELDS.items()}
     return LayerWork(
         name=name,
         tokens=load.tokens,
@@ -108,8 +110,9 @@ def _gflop(flops: int) -> str:
     return f"{flops / 1e9:.4g} GFLOP"
 
 
-def _expression(expression: sympy.Expr) -> str:
-    """`1.23e+9*t + 4096*q`: whole numbers as they are, others with four digits."""
+def polynomial_text(polynomial: Polynomial) -> str:
+    """Return `1.23e+9*t + 4096*q`: whole numbers as they are, others with four digits."""
+    expression = polynomial.fixed + polynomial.per_token * _TOKENS + polynomial.per_square * _SQUARES
     rounded = {number: _rounded(number) for number in sympy.sympify(expression).atoms(sympy.Float)}
     return str(sympy.sympify(expression).xreplace(rounded))
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from mmcompile.planner.plan.bottlenecks import chain_of_stage, memory_bytes, rank_loads
-from mmcompile.planner.plan.plan import Chain, Plan, Segment, Stage, StagePrediction
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain, Segment, Stage, StagePrediction
 from mmcompile.report.step_replay import replay, saved_bytes
 
 

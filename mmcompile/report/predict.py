@@ -8,7 +8,8 @@ from itertools import product
 
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.planner.plan.placement import Placement, shard_names
-from mmcompile.planner.plan.plan import Link, Plan
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Link
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
 from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
 

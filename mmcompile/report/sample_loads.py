@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from mmcompile.config import Recompute
 from mmcompile.costmodel.load import Load
-from mmcompile.planner.plan.plan import Chain, Plan
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain
 from mmcompile.planner.pricing.pricing import Pricing, Sharding
 from mmcompile.planner.pricing.workload import MicrobatchLoads
 from mmcompile.report.study import Study

@@ -10,7 +10,7 @@ import msgspec
 
 from mmcompile.config import ScheduleKind
 from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, causes, memory_bytes
-from mmcompile.planner.plan.plan import BubbleShare
+from mmcompile.planner.plan.plan_record import BubbleShare
 from mmcompile.planner.plan.stage_rows import columns, rank_ranges
 from mmcompile.report.pictures.text_timeline import text_timeline
 from mmcompile.report.step_replay import Replay

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from mmcompile.config import ScheduleKind
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.errors import PlanError
-from mmcompile.planner.plan.plan import BubbleShare, Link, Plan, Stage
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import BubbleShare, Link, Stage
 from mmcompile.planner.schedule.bubbles import attribute
 from mmcompile.planner.schedule.memory_curve import MemoryCurve, SavedBytes, memory_curve
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, Schedule, build_schedule

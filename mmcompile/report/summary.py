@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
-from mmcompile.planner.plan.plan import Plan, Stage
-from mmcompile.planner.plan.recompute import recompute_text
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Stage
+from mmcompile.planner.plan.stage_rows import recompute_text
 from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.planner.resilience.template import Template
 

@@ -29,9 +29,10 @@ from torch import fx
 
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.copy import copied
-from mmcompile.ir.graph import ModelGraph, TensorSpec, dtype_name, info, results_of
+from mmcompile.ir.graph import ModelGraph, dtype_name, info, results_of
 from mmcompile.ir.nodes import token_loss
 from mmcompile.ir.sizes import shape_of
+from mmcompile.ir.tensor_spec import TensorSpec
 from mmcompile.kernels.bitfield_attention.parallel.attention import (
     context_parallel_attention as context_parallel_attention,
 )

@@ -12,7 +12,7 @@ from zoo import ALL, samples
 
 from mmcompile.batching.isolation import check_packing
 from mmcompile.errors import ConfigError
-from mmcompile.planner.plan.plan import Packing
+from mmcompile.planner.plan.plan_record import Packing
 
 _WIDTH = 16
 

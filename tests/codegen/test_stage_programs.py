@@ -23,8 +23,10 @@ from zoo import ALL
 import mmcompile as mm
 from mmcompile.codegen.program import PatternPrograms, Port, StageProgram
 from mmcompile.codegen.stage_programs import lower
-from mmcompile.ir.graph import TensorSpec, torch_dtype
-from mmcompile.planner.plan.plan import Link, Plan
+from mmcompile.ir.graph import torch_dtype
+from mmcompile.ir.tensor_spec import TensorSpec
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Link
 
 TOLERANCE = 1e-9
 MODELS = {

@@ -1,10 +1,10 @@
-"""Loads add up, and polynomials in them say what they compute."""
+"""Loads add up, and so do polynomials in them."""
 
 from __future__ import annotations
 
 import pytest
 
-from mmcompile.costmodel.load import NO_LOAD, SQUARES, TOKENS, Load, Polynomial
+from mmcompile.costmodel.load import NO_LOAD, Load, Polynomial
 
 
 def test_loads_of_sequences_add_up() -> None:
@@ -14,12 +14,9 @@ def test_loads_of_sequences_add_up() -> None:
     assert image * 0.5 == Load(tokens=32, squares=2048)
 
 
-def test_a_polynomial_is_what_its_expression_says() -> None:
+def test_a_polynomial_is_worth_what_its_terms_are() -> None:
     polynomial = Polynomial(fixed=3, per_token=2, per_square=0.5)
-    load = Load(tokens=10, squares=40)
-    assert polynomial.at(load) == 3 + 20 + 20
-    assert float(polynomial.expression.subs({TOKENS: 10, SQUARES: 40})) == polynomial.at(load)
-    assert str(polynomial.expression) == "0.5*q + 2*t + 3"
+    assert polynomial.at(Load(tokens=10, squares=40)) == 3 + 20 + 20
 
 
 @pytest.mark.parametrize("load", [NO_LOAD, Load(tokens=7, squares=49)])

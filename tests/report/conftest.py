@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.ir.graph import TensorSpec
-from mmcompile.planner.plan.plan import Chain, Fingerprint, Link, Plan, Prediction, Segment, Stage, StagePrediction
+from mmcompile.ir.tensor_spec import TensorSpec
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain, Fingerprint, Link, Prediction, Segment, Stage, StagePrediction
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
 from mmcompile.planner.schedule.simulate import Event, StageDuration, simulate
 

@@ -18,7 +18,8 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.meta_model import skeleton
 from mmcompile.ir.sample_inputs import example_batch
-from mmcompile.planner.plan.plan import Chain, Link, Plan, Prediction, Segment, Stage, StagePrediction
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain, Link, Prediction, Segment, Stage, StagePrediction
 from mmcompile.planner.pricing.workload import Workload
 from mmcompile.report.check import Checked, check
 from mmcompile.report.explain import explain

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from support.plans.hand_plan import Part, hand_plan
 from support.plans.template_jobs import even_template
+from support.plans.with_recompute import with_recompute
 
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.plan.recompute import with_recompute
 from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.report.diff import diff_plans
 

@@ -20,7 +20,8 @@ from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.errors import ConfigError, PlanError, VerifyError
 from mmcompile.planner.plan.balance_groups import towers
 from mmcompile.planner.plan.placement import PlacedStage, replica_name
-from mmcompile.planner.plan.plan import Chain, Plan
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain
 from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit, schedule_units
 from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mmcompile.errors import PlanError
-from mmcompile.planner.plan.plan import Chain, Plan
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain
 
 
 def towers(plan: Plan) -> dict[str, tuple[Chain, ...]]:

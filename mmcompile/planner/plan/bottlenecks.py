@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from mmcompile.planner.plan.plan_record import BubbleShare, Chain, PlanRecord, Stage
 from mmcompile.planner.plan.stage_rows import milliseconds
 from mmcompile.units import format_bytes
-
-if TYPE_CHECKING:
-    from mmcompile.planner.plan.plan import BubbleShare, Chain, Plan, Stage
 
 EVEN = 0.03
 """Stages within this share of their mean are even: no other cut helps."""
@@ -59,7 +57,7 @@ class RankLoad:
         return max(stage.prediction.in_flight for stage in self.stages)
 
 
-def rank_loads(plan: Plan) -> tuple[RankLoad, ...]:
+def rank_loads(plan: PlanRecord) -> tuple[RankLoad, ...]:
     """Every set of stages that shares a rank, once, in order of ranks."""
     on_rank: defaultdict[int, list[Stage]] = defaultdict(list)
     for stage in plan.stages:
@@ -72,19 +70,19 @@ def rank_loads(plan: Plan) -> tuple[RankLoad, ...]:
     return tuple(found.values())
 
 
-def memory_bytes(plan: Plan) -> int:
+def memory_bytes(plan: PlanRecord) -> int:
     """Memory of one rank; processes beyond the devices of a local cluster share its memory too."""
     devices = plan.cluster.num_devices
     return plan.cluster.device.memory_bytes * devices // max(devices, plan.num_ranks)
 
 
-def bottlenecks(plan: Plan) -> tuple[Bottleneck, Bottleneck, Bottleneck]:
+def bottlenecks(plan: PlanRecord) -> tuple[Bottleneck, Bottleneck, Bottleneck]:
     """The slowest rank, the fullest rank, the largest cause of idle time."""
     loads = rank_loads(plan)
     return _slowest(plan, loads), _fullest(plan, loads), _idle(plan, loads)
 
 
-def _slowest(plan: Plan, loads: tuple[RankLoad, ...]) -> Bottleneck:
+def _slowest(plan: PlanRecord, loads: tuple[RankLoad, ...]) -> Bottleneck:
     slowest = max(loads, key=lambda load: load.seconds)
     mean_s = sum(load.seconds for load in loads) / len(loads)
     excess = slowest.seconds / mean_s - 1 if mean_s else 0.0
@@ -102,7 +100,7 @@ def times_text(ratio: float) -> str:
     return f"{ratio - 1:.0%} above" if ratio < 2 else f"{ratio:.1f} times"
 
 
-def _faster(plan: Plan, slowest: RankLoad, excess: float) -> str:
+def _faster(plan: PlanRecord, slowest: RankLoad, excess: float) -> str:
     if excess <= EVEN:
         return "all are even, so only more devices shorten the step"
     stage, *beside = slowest.stages
@@ -120,7 +118,7 @@ def _faster(plan: Plan, slowest: RankLoad, excess: float) -> str:
     return f"--stages {chain.name}={count} {gain}"
 
 
-def _fullest(plan: Plan, loads: tuple[RankLoad, ...]) -> Bottleneck:
+def _fullest(plan: PlanRecord, loads: tuple[RankLoad, ...]) -> Bottleneck:
     limit = memory_bytes(plan)
     fullest = max(loads, key=lambda load: load.num_bytes)
     share = fullest.num_bytes / limit
@@ -144,7 +142,7 @@ def _parts(load: RankLoad) -> Mapping[str, int]:
     }
 
 
-def _smaller(plan: Plan, largest: str, share: float) -> str:
+def _smaller(plan: PlanRecord, largest: str, share: float) -> str:
     if share < TIGHT:
         return f"{1 - share:.0%} is free"
     if largest == "activations":
@@ -154,7 +152,7 @@ def _smaller(plan: Plan, largest: str, share: float) -> str:
     return "spread it over more stages, or let more ranks share the tensors (--tensor-parallel)"
 
 
-def _idle(plan: Plan, loads: tuple[RankLoad, ...]) -> Bottleneck:
+def _idle(plan: PlanRecord, loads: tuple[RankLoad, ...]) -> Bottleneck:
     shares = plan.predicted.bubbles
     if not shares:
         depth = 1 + max(stage.depth for stage in plan.stages)
@@ -201,7 +199,7 @@ _DOING: Mapping[Cause, str] = {
 }
 
 
-def _busier(plan: Plan, chain: str, cause: Cause, loads: tuple[RankLoad, ...]) -> str:
+def _busier(plan: PlanRecord, chain: str, cause: Cause, loads: tuple[RankLoad, ...]) -> str:
     match cause:
         case "warm_up":
             depth = 1 + max(stage.depth for stage in plan.stages)
@@ -220,10 +218,10 @@ def _busier(plan: Plan, chain: str, cause: Cause, loads: tuple[RankLoad, ...]) -
             return f"the largest message is {link.source} -> {link.target}, {format_bytes(link.num_bytes)}; keep them on one node"
 
 
-def chain_named(plan: Plan, name: str) -> Chain:
+def chain_named(plan: PlanRecord, name: str) -> Chain:
     return next(chain for chain in plan.chains if chain.name == name)
 
 
-def chain_of_stage(plan: Plan, stage: str) -> Chain:
+def chain_of_stage(plan: PlanRecord, stage: str) -> Chain:
     """The chain that has a stage of this name."""
     return next(chain for chain in plan.chains if any(own.name == stage for own in chain.stages))

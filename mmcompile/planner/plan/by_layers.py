@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mmcompile.errors import PlanError
-from mmcompile.planner.plan.plan import Chain, Plan, Segment, Stage
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain, Segment, Stage
 from mmcompile.planner.resilience.job import LayerId
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from mmcompile.config import ScheduleKind
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.balance_groups import towers
-from mmcompile.planner.plan.plan import Chain, Plan, Stage
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain, Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mmcompile.planner.plan.plan import Chain, Stage
+from mmcompile.config import Recompute
+from mmcompile.planner.plan.plan_record import Chain, Stage, uniform_mode
 
 _TOLERANCES = (0.005, 0.02, 0.1, float("inf"))
 """Times that differ by less are alike, the first that gives few enough rows; the first is what costs cannot tell apart."""
@@ -70,6 +70,18 @@ def frozen_share(stages: Iterable[Stage]) -> float | None:
     total = sum(prediction.parameter_bytes for prediction in predictions)
     trained = sum(min(prediction.gradient_bytes, prediction.parameter_bytes) for prediction in predictions)
     return 1 - trained / total if total else None
+
+
+def recompute_text(stages: Iterable[Stage]) -> str:
+    """`"full"`, or of how many layers: `"selective 2, full 3 of 8 layers"`. Those with nothing to win are not counted."""
+    stages = tuple(stages)
+    mode = uniform_mode(stages)
+    if mode != "mixed":
+        return mode
+    counts = Counter(mode for stage in stages for mode in stage.modes.values())
+    kinds: tuple[Recompute, ...] = ("selective", "full")
+    each = ", ".join(f"{kind} {counts[kind]}" for kind in kinds if counts[kind])
+    return f"{each} of {counts.total()} layers"
 
 
 def frozen_text(stages: Iterable[Stage]) -> str:

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, Cause, bottlenecks, causes
 from mmcompile.planner.plan.layout import Node, lay_out
 from mmcompile.planner.plan.line_art import line_art
-from mmcompile.planner.plan.recompute import recompute_text
-from mmcompile.planner.plan.stage_rows import counted, frozen_text, stage_table
+from mmcompile.planner.plan.plan_record import Chain, Cut, Link, PlanRecord, SharedValue
+from mmcompile.planner.plan.stage_rows import counted, frozen_text, recompute_text, stage_table
 from mmcompile.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from mmcompile.planner.plan.plan import Chain, Cut, Link, Plan, SharedValue
 
 MAX_LINES = 40
 _MAX_STAGE_ROWS = 10
@@ -29,7 +25,7 @@ _LABEL = 13
 """Width of the column of labels."""
 
 
-def format_plan(plan: Plan) -> str:
+def format_plan(plan: PlanRecord) -> str:
     """What a reader needs to judge a plan: what runs where, how long, in how much memory, what holds it back and why so."""
     head = [*_header(plan), "", *_boxes(plan), "", *stage_table(plan.chains, _MAX_STAGE_ROWS), ""]
     head += _labelled("predicted", _prediction(plan))
@@ -40,7 +36,7 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in [*head, *_rest(plan, room)])
 
 
-def _header(plan: Plan) -> list[str]:
+def _header(plan: PlanRecord) -> list[str]:
     used = len({rank for stage in plan.stages for rank in stage.ranks})
     count = counted(len(plan.stages), "stage")
     devices = (
@@ -60,7 +56,7 @@ def _header(plan: Plan) -> list[str]:
     return [first, "; ".join(second)]
 
 
-def _batch(plan: Plan) -> str:
+def _batch(plan: PlanRecord) -> str:
     replicas = plan.chains[-1].dp
     steps = f"{plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"
     steps += f" x {replicas} replicas" if replicas > 1 else ""
@@ -69,7 +65,7 @@ def _batch(plan: Plan) -> str:
     return f"global batch {plan.global_batch} = {steps} x {counted(plan.microbatch_samples, 'sample')}"
 
 
-def _boxes(plan: Plan) -> list[str]:
+def _boxes(plan: PlanRecord) -> list[str]:
     """The chains and which feeds which. Frames go when there are many."""
     edges = _edges(plan)
     columns_of = _columns(plan.chains, edges)
@@ -89,7 +85,7 @@ def _boxes(plan: Plan) -> list[str]:
     return line_art(lay_out(nodes, edges, framed=many < 3, row_gap=0)).splitlines()
 
 
-def _edges(plan: Plan) -> list[tuple[str, str]]:
+def _edges(plan: PlanRecord) -> list[tuple[str, str]]:
     """Which chain feeds which: from the links, or, before stages are lowered, everything the last."""
     owner = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
     pairs = dict.fromkeys((owner[link.source], owner[link.target]) for link in plan.links)
@@ -126,7 +122,7 @@ def _chain_lines(chain: Chain) -> tuple[str, str]:
     return " + ".join(chain.components), f"{degrees}  {share}"
 
 
-def _prediction(plan: Plan) -> list[str]:
+def _prediction(plan: PlanRecord) -> list[str]:
     predicted = plan.predicted
     parts = [
         f"iteration {format_seconds(predicted.iteration_s)}",
@@ -153,7 +149,7 @@ def _bubble(chain: str, shares: Mapping[Cause, float]) -> str:
     return f"{chain} idle {sum(shares.values()):.1%}: " + (", ".join(named) or "never")
 
 
-def _rest(plan: Plan, room: int) -> list[str]:
+def _rest(plan: PlanRecord, room: int) -> list[str]:
     """The sections that shrink, each with at least one line, those that a reader misses most first."""
     resilience = plan.resilience
     sections = {

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.costmodel.load import NO_LOAD, Load
-from mmcompile.planner.plan.chains import ChainSpec
+from mmcompile.planner.pricing.chains import ChainSpec
 from mmcompile.planner.pricing.pricing import Pricing, Sharding
 
 OPTIMIZER_STATES = 2

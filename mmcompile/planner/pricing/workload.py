@@ -13,8 +13,9 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost.cost_table import CostTable
-from mmcompile.planner.plan.sizes import Geometry, Rows, SampleSizes
-from mmcompile.planner.pricing.geometry import geometries
+from mmcompile.planner.plan.geometry import Geometry
+from mmcompile.planner.pricing.geometries import geometries
+from mmcompile.planner.pricing.sample_sizes import SampleRows, SampleSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,7 +51,7 @@ class WorstMicrobatch:
 class _Ranking:
     """Samples by what they bring to one component, heaviest first."""
 
-    table: Rows
+    table: SampleRows
     names: tuple[str, ...]
 
 
@@ -64,8 +65,8 @@ class Workload:
     num_samples: int
     """Samples in the captured batch."""
     stats: DatasetStats | None = None
-    _rows: Mapping[str, Rows] = field(default_factory=dict, repr=False, compare=False)
-    _ascending: Mapping[str, Rows] = field(default_factory=dict, repr=False, compare=False)
+    _rows: Mapping[str, SampleRows] = field(default_factory=dict, repr=False, compare=False)
+    _ascending: Mapping[str, SampleRows] = field(default_factory=dict, repr=False, compare=False)
     """The same, each array sorted on its own."""
     _rankings: Mapping[str, _Ranking] = field(default_factory=dict, repr=False, compare=False)
 
@@ -122,7 +123,8 @@ class Workload:
             stats=stats,
             _rows=rows,
             _ascending={
-                name: Rows(rows=np.sort(table.rows), squares=np.sort(table.squares)) for name, table in rows.items()
+                name: SampleRows(rows=np.sort(table.rows), squares=np.sort(table.squares))
+                for name, table in rows.items()
             },
             _rankings={name: _ranking(table, heaviest) for name, table in tables.items()},
         )
@@ -202,12 +204,12 @@ def _checked(samples_per_microbatch: float) -> float:
     return samples_per_microbatch
 
 
-def _ranking(table: Rows, samples: Sequence[SampleShape]) -> _Ranking:
+def _ranking(table: SampleRows, samples: Sequence[SampleShape]) -> _Ranking:
     order = np.lexsort((-table.squares, -table.rows))
     return _Ranking(table=table[order], names=tuple(samples[index].name for index in order if table.rows[index] > 0))
 
 
-def _joined(geometry: Geometry, table: Rows) -> Load:
+def _joined(geometry: Geometry, table: SampleRows) -> Load:
     """The load of samples in one microbatch."""
     if not len(table.rows):
         return NO_LOAD
@@ -217,7 +219,7 @@ def _joined(geometry: Geometry, table: Rows) -> Load:
     return Load(tokens=float(table.rows.sum()), squares=float(table.squares.sum()))
 
 
-def _mean(geometry: Geometry, ascending: Rows, size: float) -> Load:
+def _mean(geometry: Geometry, ascending: SampleRows, size: float) -> Load:
     """Expected load of `size` samples drawn at random.
 
     With padding, the longest of s samples out of n sorted ascending is the i-th with probability (i/n)^s - ((i-1)/n)^s.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mmcompile.config import ScheduleKind
-from mmcompile.planner.plan.plan import BubbleShare
+from mmcompile.planner.plan.plan_record import BubbleShare
 from mmcompile.planner.schedule.equalize import Case, equal_microbatches, equal_stages
 from mmcompile.planner.schedule.schedule import Flow, Placed, build_schedule
 from mmcompile.planner.schedule.simulate import Durations, simulate

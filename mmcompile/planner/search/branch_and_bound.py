@@ -16,7 +16,7 @@ from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
-from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
 from mmcompile.planner.search.candidate import Candidate, Ranges, assemble
 from mmcompile.planner.search.combos import Combos, Group

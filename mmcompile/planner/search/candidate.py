@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.config import Recompute
-from mmcompile.planner.plan.chains import ChainLayer, ChainSet
-from mmcompile.planner.plan.plan import Chain, Segment, Stage, StagePrediction
+from mmcompile.planner.plan.plan_record import Chain, Segment, Stage, StagePrediction
+from mmcompile.planner.pricing.chains import ChainLayer, ChainSet
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule, in_flight
 from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
 from mmcompile.planner.search.messages import Messages, place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, Setting

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.config import ScheduleKind
-from mmcompile.planner.plan.chains import ChainSet, ChainSpec
+from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.search.joined_encoders import JoinedEncoders
 from mmcompile.planner.search.options import Array, Index, Options, OptionTables
 from mmcompile.planner.search.problem import Problem

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.config import ScheduleKind
-from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.options import Array, Index, Options, undominated
 from mmcompile.planner.search.replicas import towers_of
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.config import ScheduleKind
-from mmcompile.planner.plan.chains import ChainSpec
+from mmcompile.planner.pricing.chains import ChainSpec
 from mmcompile.planner.schedule.schedule import in_flight
 from mmcompile.planner.search.problem import PricedChain, Problem
 from mmcompile.planner.search.settings import Degrees, Setting

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmcompile.costmodel.calibration import describe_costs
-from mmcompile.planner.plan.plan import BubbleShare, Cut, Plan, Prediction, Rejected
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import BubbleShare, Cut, Prediction, Rejected
 from mmcompile.planner.schedule.bubbles import attribute
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound, Judged, describe
 from mmcompile.planner.search.candidate import Candidate, one_rank_each, stage_durations

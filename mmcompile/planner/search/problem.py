@@ -13,8 +13,8 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.comm import all_reduce_s
 from mmcompile.costmodel.load import Load
 from mmcompile.ir.graph import ModelGraph
-from mmcompile.planner.plan.chains import ChainSet, ChainSpec
-from mmcompile.planner.plan.plan import Fingerprint
+from mmcompile.planner.plan.plan_record import Fingerprint
+from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.pricing.priced_chain import OPTIMIZER_STATES as OPTIMIZER_STATES
 from mmcompile.planner.pricing.priced_chain import Loads, price_chain
 from mmcompile.planner.pricing.priced_chain import PricedChain as PricedChain

@@ -9,7 +9,7 @@ from mmcompile.costmodel.compute import layer_times
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.planner.plan.chains import ChainLayer, ChainSet
+from mmcompile.planner.pricing.chains import ChainLayer, ChainSet
 from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.search.problem import Problem
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import networkx as nx
 
 from mmcompile.errors import PlanError
-from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.pricing.chains import ChainSet
 
 Decided = tuple[int | None, ...]
 """Replicas of each chain; None where the search chooses."""

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.costmodel.load import Load, Polynomial
-from mmcompile.planner.plan.chains import ChainSpec
-from mmcompile.planner.plan.plan import SampleRate
-from mmcompile.planner.plan.sizes import Geometry
+from mmcompile.planner.plan.geometry import Geometry
+from mmcompile.planner.plan.plan_record import SampleRate
+from mmcompile.planner.pricing.chains import ChainSpec
 from mmcompile.planner.pricing.pricing import Pricing, Sharding
 from mmcompile.planner.search.candidate import Candidate
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmcompile.costmodel.comm import p2p_seconds
-from mmcompile.planner.plan.chains import ChainSet, ChainSpec
+from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.search.candidate import Ranges, holder
 from mmcompile.planner.search.partition import PartitionLayer, Split, partition
 from mmcompile.planner.search.problem import OPTIMIZER_STATES, PricedChain, Problem

@@ -26,7 +26,7 @@ from math import inf, log, sqrt
 import numpy as np
 
 from mmcompile.errors import PlanError
-from mmcompile.planner.plan.chains import ChainEdge, ChainLayer, ChainSet, ChainSpec
+from mmcompile.planner.pricing.chains import ChainEdge, ChainLayer, ChainSet, ChainSpec
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
 from mmcompile.planner.search.branch_and_bound import describe
 from mmcompile.planner.search.candidate import Candidate, Ranges, Strategy, assemble

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.planner.plan.chains import ChainSet, ChainSpec
+from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.combos import Combos
 from mmcompile.planner.search.options import Array, Index, OptionTables

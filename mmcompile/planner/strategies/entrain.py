@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from mmcompile.data.allocation import allocate
-from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.combos import Combos
 from mmcompile.planner.search.options import OptionTables

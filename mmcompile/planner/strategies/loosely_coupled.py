@@ -14,7 +14,7 @@ from math import log, sqrt
 
 import numpy as np
 
-from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.combos import SPREAD_COST, Combos
 from mmcompile.planner.search.options import OptionTables

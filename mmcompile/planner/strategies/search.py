@@ -20,8 +20,9 @@ from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost.cost_table import CostTable
-from mmcompile.planner.plan.chains import ChainSet, chain_sets, joined_chain
-from mmcompile.planner.plan.plan import Fingerprint, Plan
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Fingerprint
+from mmcompile.planner.pricing.chains import ChainSet, chain_sets, joined_chain
 from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.pricing.workload import Workload
 from mmcompile.planner.search.branch_and_bound import TOLERANCE as TOLERANCE

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmcompile.errors import PlanError
-from mmcompile.planner.plan.chains import ChainSet, ChainSpec
+from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ModelGraph
-from mmcompile.planner.plan.chains import ChainSet, ChainSpec
+from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.pricing.priced_chain import OPTIMIZER_STATES
 from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.planner.resilience.template import Template

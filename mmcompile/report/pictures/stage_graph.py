@@ -6,7 +6,8 @@ from xml.sax.saxutils import escape
 
 from mmcompile.planner.plan.layout import Layout, Node, lay_out
 from mmcompile.planner.plan.line_art import line_art
-from mmcompile.planner.plan.plan import Link, Plan, Stage
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Link, Stage
 from mmcompile.report.pictures.palette import chain_of, colours
 from mmcompile.report.pictures.svg import Svg, dot_text
 from mmcompile.units import format_bytes, format_seconds

@@ -14,7 +14,8 @@ from mmcompile.batching.balance.assignment import Assignment, SampleCosts
 from mmcompile.batching.balance.exchange import exchange
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.balance_groups import towers
-from mmcompile.planner.plan.plan import Plan, Stage
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Stage
 
 Loads = tuple[tuple[float, ...], ...]
 """Seconds, [replicas][microbatches]."""

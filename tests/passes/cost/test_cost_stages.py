@@ -19,7 +19,7 @@ from mmcompile.ir.inputs import completed
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.planner.plan.plan import Stage
+from mmcompile.planner.plan.plan_record import Stage
 
 NAMES = ["llava", "qwen2_5_vl", "qwen2_audio"]
 

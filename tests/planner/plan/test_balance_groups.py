@@ -9,7 +9,8 @@ from support.plans.hand_plan import Part, hand_plan
 
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.balance_groups import towers
-from mmcompile.planner.plan.plan import Link, Plan
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Link
 
 
 def linked(*pairs: tuple[str, str], names: tuple[str, ...], **replicas: int) -> Plan:

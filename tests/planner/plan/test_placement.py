@@ -12,7 +12,8 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.plan.placement import Placement, check_runnable, lockstep_of, replica_name, shard_names
-from mmcompile.planner.plan.plan import Link, Plan
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Link
 from mmcompile.planner.strategies.search import search
 from mmcompile.report.predict import predict
 

@@ -13,8 +13,9 @@ from support.plans.toy_plan import FINGERPRINT, vision_language
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import OutputError, PlanError, StalePlanError
-from mmcompile.ir.graph import TensorSpec
-from mmcompile.planner.plan.plan import Link, Plan, SharedValue, check_fingerprint
+from mmcompile.ir.tensor_spec import TensorSpec
+from mmcompile.planner.plan.plan import Plan, check_fingerprint
+from mmcompile.planner.plan.plan_record import Link, SharedValue
 from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.planner.resilience.template import Template, TemplateStage
 from mmcompile.planner.strategies.search import search

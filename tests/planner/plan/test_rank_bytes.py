@@ -12,7 +12,7 @@ from zoo import ALL
 import mmcompile as mm
 from mmcompile.ir.graph import ParameterSpec
 from mmcompile.ir.inputs import completed
-from mmcompile.planner.plan.plan import StagePrediction
+from mmcompile.planner.plan.plan_record import StagePrediction
 
 STATES = 2
 """Of AdamW, in the parameters' dtype."""

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from support.plans.hand_plan import Part, hand_plan
 from support.plans.template_jobs import even_template
+from support.plans.with_recompute import with_recompute
 
-from mmcompile.planner.plan.plan import BubbleShare, Plan, Rejected, StagePrediction
-from mmcompile.planner.plan.recompute import with_recompute
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import BubbleShare, Rejected, StagePrediction
 from mmcompile.planner.plan.stage_rows import folded, rank_ranges
 from mmcompile.planner.resilience.resilience import Resilience
 

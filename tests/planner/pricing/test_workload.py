@@ -15,7 +15,7 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import PlanError
 from mmcompile.ir.capture import capture
 from mmcompile.passes.cost.cost import Cost
-from mmcompile.planner.pricing.geometry import Geometry
+from mmcompile.planner.plan.geometry import Geometry
 from mmcompile.planner.pricing.workload import Workload
 
 GEOMETRIES = {

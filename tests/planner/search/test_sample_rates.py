@@ -11,7 +11,7 @@ from mmcompile.costmodel.calibration import Calibration, KindCosts, Measurement
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.costmodel.load import Load
-from mmcompile.planner.plan.plan import SampleRate
+from mmcompile.planner.plan.plan_record import SampleRate
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.sample_rates import sample_rates

@@ -16,8 +16,8 @@ from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.passes.cost.cost_table import CostTable
-from mmcompile.planner.plan.chains import chain_sets
 from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.pricing.chains import chain_sets
 from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.search.bounds import expected_s
 from mmcompile.planner.search.candidate import Candidate

@@ -18,6 +18,7 @@ from support.graphs.layer_run import llama
 from support.graphs.split import even_plan, run_split
 from support.oracles.eager import difference, eager_outcome
 from support.paths import EXAMPLES
+from support.plans.with_recompute import with_recompute
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -33,7 +34,6 @@ from mmcompile.config import Recompute, ScheduleKind
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
 from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.planner.plan.recompute import with_recompute
 
 NUM_STEPS = 50
 Load = Callable[[StageProgram, Mapping[str, Tensor]], StageModule]

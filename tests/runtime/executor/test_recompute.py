@@ -16,6 +16,7 @@ from support.oracles.eager import difference
 from support.oracles.kept_bytes import kept_bytes
 from support.oracles.one_process import ADAMW, train
 from support.oracles.stage_oracle import in_order
+from support.plans.with_recompute import with_recompute
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from zoo import ALL, samples
@@ -39,8 +40,8 @@ from mmcompile.ir.inputs import completed
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.planner.plan.plan import Plan, Stage
-from mmcompile.planner.plan.recompute import with_recompute
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Stage
 from mmcompile.planning import Wanted, make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -15,6 +15,7 @@ from support.models.freezing import freeze
 from support.oracles.eager import Outcome, difference
 from support.oracles.kept_bytes import kept_bytes
 from support.oracles.one_process import ADAMW, train
+from support.plans.with_recompute import with_recompute
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +35,6 @@ from mmcompile.data.collate import collate
 from mmcompile.errors import VerifyError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
-from mmcompile.planner.plan.recompute import with_recompute
 from mmcompile.planner.schedule.schedule import ActionKind
 
 pytestmark = [

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from mmcompile.ir.copy import copied
-from mmcompile.ir.graph import META_KEY, ModelGraph, NodeInfo, TensorSpec, info
+from mmcompile.ir.graph import META_KEY, ModelGraph, NodeInfo, info
 from mmcompile.ir.sizes import shape_of
+from mmcompile.ir.tensor_spec import TensorSpec
 from mmcompile.kernels.bitfield_attention.masks.words import pack
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_op as bitfield_attention_op
 from mmcompile.passes.values import op_name

@@ -19,9 +19,9 @@ from mmcompile.ir.graph import (
     NodeInfo,
     ParameterSpec,
     Road,
-    TensorSpec,
     dtype_name,
 )
+from mmcompile.ir.tensor_spec import TensorSpec
 
 WIDTH = 16
 PLACES = {

@@ -21,9 +21,9 @@ from mmcompile.ir.inputs import completed
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.planner.plan.by_layers import by_layers
-from mmcompile.planner.plan.recompute import with_recompute
 from support.graphs.split import even_plan
 from support.oracles.eager import Outcome
+from support.plans.with_recompute import with_recompute
 
 Load = Callable[[StageProgram, Mapping[str, Tensor]], Callable[..., tuple[Tensor, ...]]]
 

@@ -24,7 +24,8 @@ from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
-from mmcompile.planner.plan.plan import Chain, Plan, Prediction, Segment, Stage, StagePrediction
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import Chain, Prediction, Segment, Stage, StagePrediction
 from support.graphs.hand_graph import with_flags
 from support.oracles.eager import Outcome
 from support.oracles.one_process import IGNORE, token_loss_sum

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
-from mmcompile.planner.plan.chains import ChainSet
+from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.problem import Problem

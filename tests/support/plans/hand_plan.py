@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.ir.graph import TensorSpec
-from mmcompile.planner.plan.plan import (
+from mmcompile.ir.tensor_spec import TensorSpec
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.plan.plan_record import (
     BubbleShare,
     Chain,
     Cut,
     Fingerprint,
     Link,
-    Plan,
     Prediction,
     Rejected,
     Segment,

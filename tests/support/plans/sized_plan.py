@@ -13,7 +13,7 @@ from mmcompile.data.sample import SampleShape
 from mmcompile.data.stats import DatasetStats
 from mmcompile.ir.graph import ComponentKind, ModelGraph
 from mmcompile.passes.cost.cost_table import NOTHING, CostTable, GrowingCost
-from mmcompile.planner.pricing.geometry import Geometry
+from mmcompile.planner.plan.geometry import Geometry
 from mmcompile.planner.pricing.workload import Workload
 from support.plans.toy_plan import toy_graph
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from mmcompile.costmodel.compute import LayerCost
 from mmcompile.ir.graph import Component, ComponentKind, Layer, LossInfo, ModelGraph, Road
-from mmcompile.planner.plan.plan import Fingerprint
+from mmcompile.planner.plan.plan_record import Fingerprint
 
 FINGERPRINT = Fingerprint(model="Toy", parameters="00ff", torch="2.13.0", transformers="5.24.0")
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,98 +17,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmcompile.data.sample import SampleShape
+from mmcompile.planner.plan.geometry import MEDIA_WORDS, Array, Geometry, Media, MediaInput
 
-Media = Literal["image", "audio"]
-Modality = Literal["image", "audio", "text", "sample"]
-"""What a component's rows are made of. `sample`: none of the others, so as many for every sample."""
-
-MEDIA_WORDS: Mapping[Media, tuple[str, ...]] = {
-    "image": ("pixel", "image", "video", "vision", "visual", "frame"),
-    "audio": ("input_features", "input_values", "audio", "sound", "speech", "mel"),
-}
 _GRIDS = ("grid_thw", "grid_hws")
 _TOKENS = ("input_ids", "decoder_input_ids", "labels")
 """Inputs that have the sequences of a text component, best first."""
 
-Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaInput:
-    """A float input of images or sounds, whose shape tells their lengths where no grid does."""
-
-    name: str
-    item_dims: int
-    """Last dims that are one image or sound; those before count them."""
-    patch: tuple[int, int] = (0, 0)
-    """Pixels of a patch, height and width: an image is as long as it has patches. (0, 0): lengths go with the elements."""
-    length: float = 0.0
-    """Of an image or sound of `elements` elements, or of so many that `mask` marks."""
-    elements: int = 0
-    mask: str = ""
-    """Input [images or sounds, steps] that marks what the model takes; "" where it takes all, padding too."""
-
-    def lengths(self, value: Tensor, mask: object = None) -> list[float]:
-        """Patches of every image, or frames of every sound.
-
-        Args:
-            mask: the input of that name, if the batch has it.
-        """
-        if self.mask and isinstance(mask, Tensor):
-            return [self.length * (count / self.elements) for count in _marks(mask)]
-        shape = tuple(value.shape)
-        split = len(shape) - self.item_dims
-        count, item = prod(shape[:split]), shape[split:]
-        if all(self.patch):
-            height, width = (size // step for size, step in zip(item[-2:], self.patch, strict=True))
-            return [float(height * width)] * count
-        return [self.length * (prod(item) / self.elements)] * count
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Geometry:
-    """Rows that one component makes of a sample.
-
-    For images and sounds: `rows_per_unit` times the patches or frames. For text: `rows_per_unit` times the length of the
-    sample's sequence, `text_tokens + tokens_per_patch * patches + tokens_per_frame * frames`.
-    """
-
-    component: str
-    modality: Modality
-    rows_per_unit: float
-    """Rows per patch, frame, token of the sequence, or sample: one class token beside 576 patches makes 577 / 576."""
-    pairs_per_unit: float
-    """Squared length of the component's rows per squared length in those units."""
-    window: float = 0.0
-    """Rows that attend to each other, where that is not the whole image, sound or sequence; 0 where it is. Read from the
-    captured batch: one whose images all fit into a window does not show it."""
-    tokens_per_patch: float = 0.0
-    """Positions in the sequence that one patch takes; 0 where images are attended to from outside it."""
-    tokens_per_frame: float = 0.0
-    pads: bool = False
-    """All sequences of a microbatch are as long as its longest."""
-    media: tuple[MediaInput, ...] = ()
-    """Of images or sounds: inputs that have their sizes where no grid has."""
-    sources: tuple[str, ...] = ()
-    """Inputs that the component reads, where its modality does not tell whether a sample has any; a sample without any of them
-    brings it nothing. (): all do that hold the modality."""
-
-    def squares(self, lengths: Array) -> Array:
-        """Pairs of rows that attend to each other in images, sounds or sequences of these lengths."""
-        rows = self.rows_per_unit * lengths
-        return rows * np.minimum(rows, self.window) if self.window else self.pairs_per_unit * lengths * lengths
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rows:
+class SampleRows:
     """Rows that each sample brings to one component: arrays [samples]."""
 
     rows: Array
     squares: Array
     """Sum of squared lengths of its sequences."""
 
-    def __getitem__(self, chosen: np.ndarray) -> Rows:
-        return Rows(rows=self.rows[chosen], squares=self.squares[chosen])
+    def __getitem__(self, chosen: np.ndarray) -> SampleRows:
+        return SampleRows(rows=self.rows[chosen], squares=self.squares[chosen])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -182,10 +106,10 @@ class SampleSizes:
             inputs=tuple(frozenset(sample) for sample in samples) if any(each.sources for each in known) else (),
         )
 
-    def rows(self, geometry: Geometry) -> Rows:
+    def rows(self, geometry: Geometry) -> SampleRows:
         """What each sample brings to a component."""
         lengths = self._lengths(geometry)
-        return Rows(
+        return SampleRows(
             rows=lengths.sums(lengths.values) * geometry.rows_per_unit,
             squares=lengths.sums(geometry.squares(lengths.values)),
         )
@@ -279,8 +203,25 @@ def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence
     for own in inputs:
         value = batch.get(own.name)
         if isinstance(value, Tensor):
-            sizes += own.lengths(value, batch.get(own.mask))
+            sizes += _item_lengths(own, value, batch.get(own.mask))
     return sizes
+
+
+def _item_lengths(own: MediaInput, value: Tensor, mask: object = None) -> list[float]:
+    """Return the patches of every image, or the frames of every sound, of one input.
+
+    Args:
+        mask: the input of that name, if the batch has it.
+    """
+    if own.mask and isinstance(mask, Tensor):
+        return [own.length * (count / own.elements) for count in _marks(mask)]
+    shape = tuple(value.shape)
+    split = len(shape) - own.item_dims
+    count, item = prod(shape[:split]), shape[split:]
+    if all(own.patch):
+        height, width = (size // step for size, step in zip(item[-2:], own.patch, strict=True))
+        return [float(height * width)] * count
+    return [own.length * (prod(item) / own.elements)] * count
 
 
 @cache

@@ -12,17 +12,8 @@ from torch import Tensor, fx
 from mmcompile.costmodel.load import Load
 from mmcompile.ir.graph import Component, ComponentKind, ModelGraph, info
 from mmcompile.passes.values import aten_ops, concrete_shape, op_name, tensors
-from mmcompile.planner.plan.sizes import (
-    MEDIA_WORDS,
-    Media,
-    MediaInput,
-    Modality,
-    grid_of,
-    media_lengths,
-    token_ids,
-    token_mask,
-)
-from mmcompile.planner.plan.sizes import Geometry as Geometry
+from mmcompile.planner.plan.geometry import MEDIA_WORDS, Geometry, Media, MediaInput, Modality
+from mmcompile.planner.pricing.sample_sizes import grid_of, media_lengths, token_ids, token_mask
 
 _CONVOLUTIONS = aten_ops("conv2d conv3d convolution")
 _WHOLE = 0.99

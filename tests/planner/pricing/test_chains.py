@@ -12,7 +12,7 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
-from mmcompile.planner.plan.chains import ChainEdge, chain_sets
+from mmcompile.planner.pricing.chains import ChainEdge, chain_sets
 
 DEVICE = Cluster.parse("1x1xH100").device
 ENCODER, PROJECTOR, LANGUAGE_MODEL = ComponentKind.ENCODER, ComponentKind.PROJECTOR, ComponentKind.LANGUAGE_MODEL

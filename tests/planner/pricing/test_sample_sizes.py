@@ -11,8 +11,9 @@ import zoo
 from mmcompile.data.sample import SampleShape
 from mmcompile.ir.capture import capture
 from mmcompile.passes.cost.cost import Cost
-from mmcompile.planner.plan.sizes import Geometry, MediaInput, SampleSizes, media_lengths, text_lengths
-from mmcompile.planner.pricing.geometry import geometries
+from mmcompile.planner.plan.geometry import Geometry, MediaInput
+from mmcompile.planner.pricing.geometries import geometries
+from mmcompile.planner.pricing.sample_sizes import SampleSizes, media_lengths, text_lengths
 
 VISION = Geometry(
     component="vision",

@@ -1,0 +1,295 @@
+"""`PlanRecord`: the data of a plan, and what follows from it. `Plan` adds text and files to it.
+
+A *chain* is one component, or several planned as one line (an encoder with its projector); its stages are contiguous
+ranges of the concatenated layers. A stage lists its layers as segments, one per component it touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mmcompile.config import Attention, Recompute, ScheduleKind
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.load import Polynomial
+from mmcompile.ir.tensor_spec import TensorSpec
+from mmcompile.planner.plan.geometry import Geometry
+from mmcompile.planner.resilience.resilience import Resilience
+
+PLAN_VERSION = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What a plan was made for. A plan whose fingerprint differs from the model at hand is refused."""
+
+    model: str
+    """Class name."""
+    parameters: str
+    """sha256 over (name, shape, dtype, trainable) of every parameter."""
+    torch: str
+    transformers: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Layers `first` (included) to `last` (excluded) of one component."""
+
+    component: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePrediction:
+    """Predicted time [s] and memory [bytes] of one stage, per microbatch unless stated."""
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Saved for backward, times microbatches in flight."""
+    in_flight: int
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Contiguous layers on one device group."""
+
+    name: str
+    """`<chain>.<index>`, for example `language_model.1`."""
+    segments: tuple[Segment, ...]
+    layer_names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    """Global ranks that run the stage, dp * cp * tp of its chain: replica by replica, in each the shards of the tokens, in
+    each the shards of the tensors. Colocated stages share ranks."""
+    has_backward: bool
+    """False: nothing in it trains and no gradient passes through; it only runs forward."""
+    depth: int
+    """Longest path, in stages, to the loss stage (0 there). Sets the 1F1B warm-up."""
+    prediction: StagePrediction
+    recompute: tuple[Recompute | None, ...] = ()
+    """What each layer computes again in its backward; None for a layer without products there, which has nothing to win. ():
+    every layer keeps all it needs."""
+
+    @property
+    def modes(self) -> Mapping[tuple[str, int], Recompute]:
+        """(component, layer) -> what it computes again, of the layers with something to win."""
+        layers = [(own.component, layer) for own in self.segments for layer in range(own.first, own.last)]
+        modes = self.recompute or ("none" if self.has_backward else None,) * len(layers)
+        return {layer: mode for layer, mode in zip(layers, modes, strict=True) if mode is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """One or more components planned as a line, with the degrees of each parallel axis."""
+
+    name: str
+    components: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    tp: int = 1
+    """Ranks that share the tensors of a layer."""
+    cp: int = 1
+    """Ranks that share the tokens of a microbatch."""
+    dp: int = 1
+    """Replicas. The microbatches of a step are shared between those of the last chain; at each of them, the samples of all
+    its replicas are shared evenly between the replicas of every other chain."""
+    fsdp: bool = False
+    """Replicas share parameters, gradients and optimizer state, and gather parameters when they are needed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A directed edge between two stages."""
+
+    source: str
+    target: str
+    tensors: tuple[TensorSpec, ...]
+    gradient: tuple[str, ...]
+    """Names of the tensors whose gradient flows back."""
+    num_bytes: int
+    """Forward bytes per microbatch at the captured sizes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedValue:
+    """A gradient-free value that several stages need, and what was decided: compute it again, or send it."""
+
+    name: str
+    stages: tuple[str, ...]
+    choice: Literal["recompute", "send"]
+    recompute_s: float
+    send_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Whole-plan prediction, from the simulator."""
+
+    iteration_s: float
+    bubble: float
+    """Idle share of device time, 0..1."""
+    lower_bound_s: float
+    gap: float
+    """iteration_s / lower_bound_s - 1."""
+    bubbles: tuple[BubbleShare, ...] = ()
+    """One a chain: where its ranks' idle time comes from."""
+    reduce_s: float = 0.0
+    """Part of the iteration: gradients reduced over replicas after the last backward, and the optimizer's step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BubbleShare:
+    """Idle share [0..1] of the time of a chain's ranks, by cause; the causes add up to the chain's bubble."""
+
+    chain: str
+    warm_up: float
+    """Filling and draining the pipeline: there with equal stages and equal microbatches too."""
+    stages: float
+    """Waiting for slower stages."""
+    microbatches: float
+    """Waiting because microbatches differ."""
+    links: float
+    """Waiting for messages under way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """Why a stage ends where it does."""
+
+    stage: str
+    """The stage before the cut."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """An alternative that lost, and why."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRate:
+    """What samples cost one component of a chain, in one replica: a price for any sample, without the model.
+
+    Polynomials are in the load that samples bring (`geometry`). They hold near the loads that the plan was made for, where their
+    values with the fixed parts are the plan's predictions. Fixed parts are paid once a microbatch, and are not a sample's.
+    """
+
+    chain: str
+    geometry: Geometry
+    """Of the component: how sizes of a sample become rows."""
+    seconds: Polynomial
+    """Forward and backward through all stages, with what is computed again; of one rank where several share the work."""
+    activation_bytes: Polynomial
+    """Saved for backward, of one such rank in all stages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """Whether samples may be packed into one row of tokens."""
+
+    isolates: bool
+    """Nothing of a sample reaches another one of its row, forward or backward."""
+    reason: str
+    """How they are kept apart, or where they meet."""
+
+    def __str__(self) -> str:
+        return (
+            f"packing: documents are isolated ({self.reason})" if self.isolates else f"packing refused: {self.reason}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRecord:
+    """Fields of a plan: where every layer runs, and what that takes."""
+
+    fingerprint: Fingerprint
+    cluster: Cluster
+    chains: tuple[Chain, ...]
+    links: tuple[Link, ...]
+    num_microbatches: int
+    shared_values: tuple[SharedValue, ...]
+    predicted: Prediction
+    rejected: tuple[Rejected, ...] = ()
+    attention: Attention = "model"
+    """How the language model attends: as the model does, or by words of one int64 a token (`bitfield-attention`)."""
+    autocast: tuple[str, ...] = ()
+    """Components whose products are computed in bfloat16, from float32 parameters, as under `torch.autocast`."""
+    head_stride: int = 0
+    """Key/value heads that context-parallel ranks exchange at a time; 0 for all."""
+    schedule: ScheduleKind = "1f1b"
+    strategy: str = "auto"
+    """Who decided: `auto`, a published search or a baseline (`mmcompile.planner.strategies.strategies`)."""
+    microbatch_samples: float = 0.0
+    """Samples of one microbatch of one replica of the last chain, on average; 0 where only the captured batch is known."""
+    data: str = ""
+    """What the predictions average over, in words: a dataset with its number of samples; "" for the captured batch."""
+    costs: str = "analytic"
+    """Where the durations come from: `analytic`, or the calibration with device, dtype, and layer kinds measured."""
+    cuts: tuple[Cut, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What a reader should know: assumptions, limits of the search, constraints that bind."""
+    sample_rates: tuple[SampleRate, ...] = ()
+    """One for each component, chain by chain; () for a plan that prices no samples."""
+    packing: Packing | None = None
+    """Whether samples may be packed into rows; None where it was not asked for."""
+    resilience: Resilience | None = None
+    """Pipelines for the day nodes die; None where no fault tolerance was asked for."""
+    version: int = PLAN_VERSION
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(stage for chain in self.chains for stage in chain.stages)
+
+    def stage(self, name: str) -> Stage:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(f"no stage {name!r}; stages are {', '.join(s.name for s in self.stages)}")
+
+    @property
+    def recompute(self) -> Recompute | Literal["mixed"]:
+        """What all layers compute again, if they are alike in it."""
+        return uniform_mode(self.stages)
+
+    @property
+    def modes(self) -> Mapping[tuple[str, int], Recompute]:
+        """(component, layer) -> what it computes again, of the layers with something to win."""
+        return {place: mode for stage in self.stages for place, mode in stage.modes.items()}
+
+    @property
+    def context_parallel(self) -> int:
+        """Ranks that share the tokens of each stage of the language model."""
+        return self.chains[-1].cp
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step; 0 where only the captured batch is known."""
+        return round(self.microbatch_samples * self.num_microbatches * self.chains[-1].dp)
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 + max(rank for stage in self.stages for rank in stage.ranks)
+
+
+def uniform_mode(stages: Iterable[Stage]) -> Recompute | Literal["mixed"]:
+    """Return the mode of all layers that save something by recomputing; `"none"` if there are none."""
+    modes: set[Recompute] = {mode for stage in stages for mode in stage.modes.values()}
+    if len(modes) > 1:
+        return "mixed"
+    return modes.pop() if modes else "none"
