@@ -1,0 +1,92 @@
+"""Violations of the structure rules that are still in the product; the lists only shrink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+KNOWN_CIRCLES: frozenset[str] = frozenset(
+    {
+        "mmcompile.composition.example -> mmcompile.composition.model",
+        "mmcompile.composition.model -> mmcompile.composition.example",
+        "mmcompile.composition.model -> mmcompile.composition.storage",
+        "mmcompile.composition.storage -> mmcompile.composition.model",
+        "mmcompile.planner.plan.bottlenecks -> mmcompile.planner.plan.plan",
+        "mmcompile.planner.plan.bottlenecks -> mmcompile.planner.plan.stage_rows",
+        "mmcompile.planner.plan.plan -> mmcompile.planner.plan.recompute",
+        "mmcompile.planner.plan.plan -> mmcompile.planner.plan.table",
+        "mmcompile.planner.plan.recompute -> mmcompile.planner.plan.plan",
+        "mmcompile.planner.plan.stage_rows -> mmcompile.planner.plan.plan",
+        "mmcompile.planner.plan.table -> mmcompile.planner.plan.bottlenecks",
+        "mmcompile.planner.plan.table -> mmcompile.planner.plan.plan",
+        "mmcompile.planner.plan.table -> mmcompile.planner.plan.recompute",
+        "mmcompile.planner.plan.table -> mmcompile.planner.plan.stage_rows",
+        "mmcompile.runtime.elastic.elastic_worker -> mmcompile.runtime.elastic.part",
+        "mmcompile.runtime.elastic.part -> mmcompile.runtime.elastic.elastic_worker",
+    }
+)
+KNOWN_CLASSES: frozenset[str] = frozenset(
+    {
+        "Action",
+        "Apply",
+        "AttentionChoice",
+        "Box",
+        "Change",
+        "Close",
+        "Component",
+        "Cut",
+        "Device",
+        "Emit",
+        "Event",
+        "Grid",
+        "Group",
+        "Growth",
+        "Index",
+        "LayerTable",
+        "Layout",
+        "Load",
+        "Membership",
+        "Messages",
+        "Order",
+        "Part",
+        "Piece",
+        "Pipeline",
+        "Rates",
+        "Reader",
+        "Rows",
+        "Rule",
+        "Run",
+        "Setting",
+        "Sharding",
+        "Sizes",
+        "StateLost",
+        "Stop",
+        "Subject",
+        "Text",
+        "Timer",
+        "Trace",
+        "Trial",
+        "Unit",
+        "Wanted",
+        "_Call",
+        "_Enter",
+        "_Message",
+        "_Part",
+        "_Run",
+        "_Work",
+    }
+)
+KNOWN_FILES: frozenset[str] = frozenset()
+KNOWN_FOLDERS: frozenset[str] = frozenset()
+KNOWN_PAIRS: frozenset[str] = frozenset(
+    {
+        "mmcompile.runtime <-> mmcompile.runtime.optim",
+    }
+)
+
+
+def new_among(known: Iterable[str], found: Iterable[str], key: Callable[[str], str] = str) -> list[str]:
+    """Return the violations found that the list does not name; print those that are gone from the product."""
+    lines = {key(line): line for line in found}
+    for gone in sorted(set(known) - set(lines)):
+        print(f"remove from the known violations: {gone}")
+    return [line for name, line in lines.items() if name not in set(known)]
