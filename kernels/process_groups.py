@@ -1,4 +1,4 @@
-"""Process groups that ops call by name, and the collectives they run: started now and waited for later, on any backend."""
+"""Process groups that ops call by name, and the collectives they run: started now, waited for later, on any backend."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mmcompile.errors import ConfigError
 CONTEXT_GROUP = "cp"
 """Name, in the engine, of the group whose ranks share this process's sequences."""
 TENSOR_GROUP = "tp"
-"""And of the group whose ranks share its weights."""
+"""Name, in the engine, of the group whose ranks share this process's weights."""
 REPLICA_GROUP = "fsdp"
-"""And of the group of replicas that share their parameters."""
+"""Name, in the engine, of the group of replicas that share their parameters."""
 
 # An op names its group by a string, since a graph can hold no process group. Groups live as long as who made them.
 _GROUPS: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
@@ -27,15 +27,15 @@ def register_group(name: str, group: ProcessGroup) -> None:
     """Give the ops of this process a group by name, for as long as the caller keeps it; an earlier one is replaced.
 
     Args:
-        name: what graphs call it.
-        group: gloo or NCCL, made by `torch.distributed.new_group` or directly on a store. Its ranks are in the order in which
-            keys are gathered, and in which parts of a weight follow each other.
+        name: name used in graphs.
+        group: gloo or NCCL, made by `torch.distributed.new_group` or directly on a store. Its ranks are in the order in
+            which keys are gathered, and in which parts of a weight follow each other.
     """
     _GROUPS[name] = group
 
 
 def registered_group(name: str, num_ranks: int) -> ProcessGroup:
-    """Raises ConfigError if no such group is alive, or if it has another size."""
+    """Return the group of a name. Raises ConfigError if no such group is alive, or if it has another size."""
     group = _GROUPS.get(name)
     if group is None:
         known = ", ".join(sorted(_GROUPS)) or "none"
@@ -70,14 +70,20 @@ class _Waitable(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """A collective under way. What it reads and writes must not be freed before it is waited for, so it is held here."""
+    """A collective under way.
+
+    It holds the tensors that it reads and writes, which must not be freed before it is waited for.
+    """
 
     target: torch.Tensor
     message: torch.Tensor
     done: _Waitable
 
     def wait(self) -> torch.Tensor:
-        """The target, once it may be read: on CUDA, by what the current stream does next. Raises ExchangeLost."""
+        """Wait, and return the target: on CUDA, work queued later on the current stream may read it.
+
+        Raises ExchangeLost.
+        """
         try:
             self.done.wait()
         except RuntimeError as error:
@@ -89,9 +95,9 @@ class Transfer:
 class Channel:
     """Starts collectives that overlap with what the caller computes next.
 
-    On CUDA they run on a stream of their own. Each starts when all that the caller's stream was given so far is done, so that
-    its message is complete and nobody reads its target any more, and `Transfer.wait` holds the caller's stream until it is
-    through: an event each way.
+    On CUDA they run on a stream of their own. Each starts when all work queued so far on the caller's stream is done:
+    its message is complete then, and its target no longer read. `Transfer.wait` makes the caller's stream wait for its
+    end. Each direction is one event.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -99,11 +105,11 @@ class Channel:
         self._stream = _side_stream(device) if device.type == "cuda" else None
 
     def gather(self, target: torch.Tensor, message: torch.Tensor) -> Transfer:
-        """Messages of all ranks, in order, along dim 0 of `target`. Both are contiguous."""
+        """Start to gather the messages of all ranks, in order, along dim 0 of `target`. Both are contiguous."""
         return self._start(self._group._allgather_base, target, message)
 
     def scatter_sum(self, target: torch.Tensor, message: torch.Tensor) -> Transfer:
-        """Of the sum of all ranks' messages, this rank's part along dim 0. Both are contiguous."""
+        """Start to sum the messages of all ranks; `target` gets this rank's part along dim 0. Both are contiguous."""
         collective: Any = self._group._reduce_scatter_base  # its stub lacks a default
         return self._start(collective, target, message)
 
@@ -128,7 +134,7 @@ class _Collective(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reached:
-    """A point of the side stream."""
+    """A point of the side stream, as a CUDA event."""
 
     event: torch.cuda.Event
     device: torch.device

@@ -1,7 +1,7 @@
 """Attention under multimodal masks given as one 64-bit word a token.
 
-`words` has the format, `masks` and `convert` make words, `plan` finds the tiles that are visited, `eager` and `triton` compute
-them behind one torch op, and `huggingface` puts the op into models.
+`words` has the format, `masks` and `convert` make words, `plan` finds the tiles that are visited, `eager` and `triton`
+compute them behind one torch op, and `huggingface` puts the op into models.
 """
 
 from mmcompile.kernels.bitfield_attention.api import bitfield_attention as bitfield_attention

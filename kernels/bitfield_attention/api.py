@@ -65,7 +65,7 @@ def bitfield_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend each query to the keys its word sees; differentiable, and one op in a compiled graph.
 
-        O_i = sum over visible j of exp(scale q_i . k_j - L_i) v_j        L_i = log(sum over visible j of exp(scale q_i . k_j))
+        O_i = sum over visible j of exp(scale q_i . k_j - L_i) v_j    L_i = log(sum over visible j of exp(scale q_i . k_j))
 
     Args:
         q: [B, H, Tq, D].
@@ -77,13 +77,13 @@ def bitfield_attention(
         scale: factor on the scores; None is 1 / sqrt(D).
         window: reach of the causal term in tokens; None is no window.
         impl: "triton", "eager" (plain torch), or "auto": Triton on CUDA, eager elsewhere.
-        check: also read words and positions, which waits for the device, and raise unless positions increase inside documents.
-            Not for tokens that were permuted.
+        check: also read words and positions, which waits for the device, and raise unless positions increase inside
+            documents. Not for tokens that were permuted.
         return_lse: also return L.
 
     Returns:
-        O, [B, H, Tq, Dv] in the dtype of `q`; a query that sees nothing gets 0. With `return_lse` also L, [B, H, Tq], in float32
-        or wider; -inf for such a query.
+        O, [B, H, Tq, Dv] in the dtype of `q`; a query that sees nothing gets 0. With `return_lse` also L, [B, H, Tq],
+        in float32 or wider; -inf for such a query.
 
     Raises:
         MaskError: words, positions or window of a wrong dtype, shape or value.

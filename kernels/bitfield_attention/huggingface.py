@@ -3,15 +3,15 @@
     use_bitfield_attention(model)
     model(input_ids, ..., bitfield_words=words)
 
-Words travel as a keyword argument, which models hand down to every attention layer, also under gradient checkpointing. They can
-also be the `attention_mask` itself, as words[:, None, None, :]: models pass a mask of four dims on as it is. Without words a
-model whose own mask is plainly causal, with padding, gets words of that mask; any other mask raises. Where words are given they
-are the mask, whatever padding mask stands beside them.
+Words travel as a keyword argument, which models hand down to every attention layer, also under gradient checkpointing.
+They can also be the `attention_mask` itself, as words[:, None, None, :]: models pass a mask of four dims on as it is.
+Without words a model whose own mask is plainly causal, with padding, gets words of that mask; any other mask raises.
+Words that are given are the mask; a padding mask beside them is not read.
 
-Models that cut islands at their sliding window (Gemma 3 and 4) agree with words, whose window bounds the causal term alone, only
-while no island is longer than the window; `check_words_reach_every_layer` looks.
+Models that cut islands at their sliding window (Gemma 3 and 4) agree with words, whose window bounds the causal term
+alone, only while no island is longer than the window; `check_words_reach_every_layer` checks that.
 
-The name is registered for attention and for masks: with the first alone, models drop the mask without a word.
+The name is registered for attention and for masks: with the first alone, models drop the mask silently.
 Works with transformers 5.17 to 5.24.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "mmcompile_bitfield"
-"""What models call this attention."""
+"""Name of this attention in transformers."""
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
 
@@ -50,7 +50,8 @@ def use_bitfield_attention(model: PreTrainedModel, components: Iterable[str] | N
 
     Args:
         model: of transformers.
-        components: sub-configs by dotted name ("text_config", "thinker_config.text_config"); None is the language model.
+        components: sub-configs by dotted name ("text_config", "thinker_config.text_config"); None is the language
+            model.
 
     Raises:
         ConfigError: no such part, or one whose attention cannot be chosen by name.
@@ -102,7 +103,7 @@ def attention(
         scaling: factor on the scores. sliding_window: causal reach in tokens, or None.
         bitfield_words: [B, Tk] int64 words of all keys, those in a cache included.
         bitfield_positions: [B, Tk] integers; None for 0, 1, 2, ...
-        options: whatever else the model hands down; unread but for what is refused.
+        options: all other keyword arguments of the model; read only to refuse those that change attention.
 
     Returns:
         [B, Tq, H, D] contiguous, and None for weights.
@@ -182,9 +183,9 @@ def mask(
     """Make the mask a model hands to `attention`, as a mask function of transformers.
 
     Returns:
-        Words, int64 [B, 1, 1, Tk], of a causal mask with padding; int64 [B, 1, 1, 0] for another mask of causal attention, whose
-        words must come by keyword. For a step with a cache and for bidirectional attention, where words do not apply, what `sdpa`
-        makes.
+        Words, int64 [B, 1, 1, Tk], of a causal mask with padding; int64 [B, 1, 1, 0] for another mask of causal
+        attention, whose words must be passed by keyword. The mask of `sdpa` for a step with a cache and for
+        bidirectional attention, where words do not apply.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -211,7 +212,7 @@ def mask(
 
 
 def _is_causal(mask_function: Callable[..., torch.Tensor] | None) -> bool:
-    """Whether a mask of transformers is causal, perhaps with a sliding window, and nothing else.
+    """Return whether a mask of transformers is causal, perhaps with a sliding window, and nothing else.
 
     Compositions are closures: they are told apart by their code, and their parts read from their cells.
     """
@@ -237,7 +238,10 @@ def _is_not_ours(
     attention_mask: torch.Tensor | None,
     words: torch.Tensor | None,
 ) -> bool:
-    """Whether a call is of cross-attention, of an encoder, or of a step with a cache and the model's own mask."""
+    """Return whether words do not apply to a call.
+
+    Cross-attention, an encoder, or a cached step with the model's own mask.
+    """
     # Layers of transformers say whether they are causal self-attention; cross-attention may not say anything.
     is_causal = getattr(module, "is_causal", None)
     if is_causal:

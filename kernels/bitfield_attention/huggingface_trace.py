@@ -23,7 +23,7 @@ _WINDOW_CUTS_ISLANDS = ("gemma3", "gemma4")
 
 @dataclass(kw_only=True, slots=True)
 class _Trace:
-    """What attention layers got inside `expect_words`."""
+    """Calls of attention layers inside `expect_words`, by where their mask came from."""
 
     with_words: Counter[torch.nn.Module] = field(default_factory=Counter)
     without: Counter[torch.nn.Module] = field(default_factory=Counter)
@@ -51,7 +51,7 @@ def note_other_call(module: torch.nn.Module) -> None:
 
 
 def note_own_mask() -> None:
-    """Remember that a model made the words of its own mask."""
+    """Note that a model made the words of its own mask."""
     if not torch.compiler.is_compiling() and (trace := _TRACE.get()) is not None:
         trace.own_masks += 1
 
@@ -127,7 +127,7 @@ def _check_islands(model: PreTrainedModel, windows: Mapping[int, torch.Tensor]) 
 
 
 def _longest_island(words: torch.Tensor) -> int:
-    """Tokens of the largest island of a batch."""
+    """Return the tokens of the largest island of a batch."""
     rows = torch.arange(len(words), device=words.device)[:, None].expand_as(words)
     keys = torch.stack([rows, document(words), instance(words)], -1)[instance(words) != 0]
     return int(keys.unique(dim=0, return_counts=True)[1].max()) if len(keys) else 0

@@ -1,6 +1,6 @@
 """The torch ops: `torch.ops.mmcompile.bitfield_attention` and its backward, with fakes, autograd and FLOP formulas.
 
-Both outputs are differentiable: the log-sum-exp is what merges partial results of one attention.
+Both outputs are differentiable: partial results of one attention are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def bitfield_attention_op(
     window: int | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend; `kernels.bitfield_attention.bitfield_attention` checks and fills in what this op is given.
+    """Attend; `kernels.bitfield_attention.bitfield_attention` checks and completes the arguments of this op.
 
     Args:
         q: [B, H, Tq, D].
@@ -98,7 +98,7 @@ def bitfield_attention_backward_op(
     Args:
         dout, dlse: gradients of the outputs of the forward op; `dlse` None is zero.
         out, lse: those outputs.
-        grad_dtype: of the gradients; None is that of each input. float32 is what sums over ranks need.
+        grad_dtype: dtype of the gradients; None is that of each input. Sums over ranks need float32.
 
     Returns:
         dQ, dK, dV, contiguous.

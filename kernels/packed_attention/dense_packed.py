@@ -8,7 +8,7 @@ import torch
 def packed_attention_reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Softmax over an explicit [tokens, tokens] mask of equal segments; shapes as in `packed_attention`, result float64."""
+    """Softmax over a dense [tokens, tokens] mask of equal segments; shapes as in `packed_attention`, result float64."""
     tokens = query.shape[2]
     segment = torch.bucketize(torch.arange(tokens), cu_seqlens[1:].to(torch.int64), right=True)
     same = segment[:, None] == segment[None, :]

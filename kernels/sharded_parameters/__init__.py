@@ -1,1 +1,1 @@
-"""Ops of replicas that share parameters: each holds a part of every large one, and gathers the whole where a layer reads it."""
+"""Ops of replicas that share parameters: each holds a part of every large one and gathers the whole for each layer."""

@@ -4,8 +4,8 @@
     gather_parameter      the whole from parts of all ranks    `scatter_gradient`
     scatter_gradient      own part of the sum over ranks       none
 
-Each replica computes with the whole parameter on samples of its own, so the gradient of a part is a part of the sum of all
-replicas' gradients. All ranks of the group must call these ops in the same order.
+Each replica computes with the whole parameter on samples of its own, so the gradient of a part is a part of the sum of
+all replicas' gradients. All ranks of the group must call these ops in the same order.
 
 Source: SimpleFSDP (arXiv 2411.00284), where FSDP's collectives are ops of the graph; ZeRO stage 3 (arXiv 1910.02054).
 """
@@ -27,17 +27,17 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @torch.library.custom_op("mmcompile::gather_parameter", mutates_args=())
 def gather_parameter(part: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
-    """The whole parameter.
+    """Gather the whole parameter.
 
     Args:
-        part: what the rank holds of each block along `dim`, one behind the other.
+        part: the rank's parts of all blocks along `dim`, concatenated.
         group_name: of a group given to `register_group`; its ranks hold parts in this order.
         count: its ranks.
         blocks: sizes along `dim` in the whole, each divided evenly over ranks.
 
     Returns:
-        The whole, contiguous, with the bits of the parts. Parts along dim 0 of one block arrive in place; others are copied
-        once more.
+        The whole, contiguous, with the bits of the parts. Parts along dim 0 of one block arrive in place; others are
+        copied once more.
 
     Raises:
         ConfigError: the group is not registered or has another size.
@@ -62,7 +62,7 @@ def _(part: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequenc
 
 @torch.library.custom_op("mmcompile::scatter_gradient", mutates_args=())
 def scatter_gradient(grad: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
-    """A rank's part of the sum over ranks; half-precision gradients are added up in float32 and rounded once.
+    """Return a rank's part of the sum over ranks; half-precision gradients are summed in float32 and rounded once.
 
     Args:
         grad: of the whole parameter, from the rank's own samples.
@@ -84,7 +84,7 @@ def _(grad: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequenc
 
 
 def _in_place(dim: int, blocks: Sequence[int]) -> bool:
-    """Whether parts one behind the other in memory are the whole."""
+    """Return whether the parts, one behind the other in memory, are the whole."""
     return dim == 0 and len(blocks) == 1
 
 

@@ -1,7 +1,8 @@
-"""`regathering`: whole parameters are let go of after the forward, and gathered again by the backward that reads them.
+"""`regathering`: whole parameters are released after the forward, and gathered again by the backward that reads them.
 
-Autograd would keep a gathered weight from a layer's forward to its backward, of every layer and every microbatch in flight, and
-sharing parameters would save nothing. What it saves is a handle here: the rank's own part, and how to see the whole.
+Autograd would keep a gathered weight from a layer's forward to its backward, of every layer and every microbatch in
+flight, and sharing parameters would save nothing. Here it saves a handle: the rank's own part, and the view of the
+whole to restore.
 
 All ranks of the group must run the same backward, as they must run the same forward.
 
@@ -30,7 +31,7 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """What autograd keeps in place of a whole parameter, or of a view of it."""
+    """Saved by autograd in place of a whole parameter, or of a view of it."""
 
     again: Callable[[], torch.Tensor]
     size: torch.Size
@@ -47,7 +48,7 @@ _PRESENT: ContextVar[dict[int, _Gathered] | None] = ContextVar("gathered", defau
 
 @contextmanager
 def regathering() -> Iterator[None]:
-    """A forward in this context keeps no whole parameters for its backward."""
+    """Keep no whole parameters of a forward in this context for its backward."""
     token = _PRESENT.set({})
     try:
         with saved_tensors_hooks(_pack, _unpack):
@@ -57,7 +58,7 @@ def regathering() -> Iterator[None]:
 
 
 def note_gathered(whole: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
-    """Say how to make a whole parameter once more. Nothing to do outside of `regathering`."""
+    """Register how to gather a whole parameter again. Has no effect outside of `regathering`."""
     present = _PRESENT.get()
     if present is not None:
         storage = whole.untyped_storage()

@@ -1,8 +1,8 @@
 """Ops at the borders between whole and sharded values: `torch.ops.mmcompile.tp_*`.
 
-A *whole* value is the same on every rank of the group, and so is its gradient. A *sharded* value is a rank's part of a dim. Where
-ranks compute on with their own parts of something, each gets a part of the gradient of the whole values it reads; `tp_copy` adds
-these parts up.
+A *whole* value is the same on every rank of the group, and so is its gradient. A *sharded* value is a rank's part of a
+dim. A rank that computes with its part of a value gets a partial gradient of the whole values it reads; `tp_copy` sums
+these over ranks.
 
     op                       forward            backward
     tp_copy, tp_exit         identity           sum over ranks
@@ -10,8 +10,9 @@ these parts up.
     tp_enter                 identity           the gradient on rank 0, zeros on the others
     tp_slice, tp_heads       own part           own part of a gradient that is zero elsewhere
 
-`tp_exit` and `tp_enter` stand where components of different degrees meet, and keep the sum over ranks of what is sent back equal
-to the gradient. The group is found by name (`mmcompile.kernels.process_groups`), and its rank says which part is a rank's own.
+`tp_exit` and `tp_enter` stand where components of different degrees meet, and keep the sum over ranks of the gradients
+sent back equal to the whole gradient. The group is found by name (`mmcompile.kernels.process_groups`), and the rank in
+it is the index of the rank's own part.
 
 Source: the conjugate operators f and g of Megatron-LM (arXiv 1909.08053, section 3).
 """
@@ -28,7 +29,7 @@ from mmcompile.kernels.tensor_parallel.blocks import block_part, block_ranges
 
 @torch.library.custom_op("mmcompile::tp_copy", mutates_args=())
 def tp_copy(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """A whole value, before it meets sharded ones.
+    """Copy a whole value before it meets sharded ones; its gradient is summed over ranks.
 
     Args:
         x: any shape, the same on every rank.
@@ -40,7 +41,7 @@ def tp_copy(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_sum", mutates_args=())
 def tp_sum(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """The sum of all ranks' `x`, whole on each of them.
+    """Return the sum of all ranks' `x`, whole on each of them.
 
     Raises:
         ConfigError: the group is not registered or has another size.
@@ -52,26 +53,26 @@ def tp_sum(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_exit", mutates_args=())
 def tp_exit(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """A whole value that a component of another degree reads; only one rank of this group gets its gradient."""
+    """Copy a whole value that a component of another degree reads; only one rank of this group gets its gradient."""
     return x.clone()
 
 
 @torch.library.custom_op("mmcompile::tp_enter", mutates_args=())
 def tp_enter(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """A whole value that another component made; only rank 0 sends its gradient back."""
+    """Copy a whole value that another component made; only rank 0 sends its gradient back."""
     return x.clone()
 
 
 @torch.library.custom_op("mmcompile::tp_first", mutates_args=())
 def tp_first(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """`x` on rank 0, zeros on the others: the gradient of `tp_enter`."""
+    """Return `x` on rank 0, zeros on the others: the gradient of `tp_enter`."""
     first = registered_group(group_name, count).rank() == 0
     return x.clone() if first else torch.zeros_like(x)
 
 
 @torch.library.custom_op("mmcompile::tp_slice", mutates_args=())
 def tp_slice(x: torch.Tensor, dim: int, blocks: list[int], group_name: str, count: int) -> torch.Tensor:
-    """A rank's part of a whole value, block by block along `dim` (`mmcompile.ir.tensor_shard`).
+    """Return a rank's part of a whole value, block by block along `dim` (`mmcompile.ir.tensor_shard`).
 
     Returns:
         `x` with 1/count of its size along `dim`, contiguous.
@@ -82,7 +83,7 @@ def tp_slice(x: torch.Tensor, dim: int, blocks: list[int], group_name: str, coun
 
 @torch.library.custom_op("mmcompile::tp_slice_backward", mutates_args=())
 def tp_slice_backward(grad: torch.Tensor, dim: int, blocks: list[int], group_name: str, count: int) -> torch.Tensor:
-    """The gradient of a rank's part among zeros."""
+    """Return the gradient of a rank's part, padded with zeros to the whole."""
     index = registered_group(group_name, count).rank()
     whole = grad.new_zeros(_resized(grad, dim, sum(blocks)))
     begin = 0
@@ -94,11 +95,11 @@ def tp_slice_backward(grad: torch.Tensor, dim: int, blocks: list[int], group_nam
 
 @torch.library.custom_op("mmcompile::tp_heads", mutates_args=())
 def tp_heads(x: torch.Tensor, dim: int, heads: list[int], group_name: str, count: int) -> torch.Tensor:
-    """The key/value heads that a rank's query heads read, where heads are fewer than ranks or do not divide.
+    """Return the key/value heads that a rank's query heads read, where heads are fewer than ranks or do not divide.
 
     Args:
         x: whole, heads along `dim`.
-        heads: those of rank 0, then as many of rank 1, and so on; a head may occur several times.
+        heads: heads of rank 0, then as many of rank 1, and so on; a head may occur several times.
     """
     index = registered_group(group_name, count).rank()
     return x.index_select(dim, _own_heads(heads, index, count, x.device))
@@ -108,7 +109,7 @@ def tp_heads(x: torch.Tensor, dim: int, heads: list[int], group_name: str, count
 def tp_heads_backward(
     grad: torch.Tensor, dim: int, heads: list[int], size: int, group_name: str, count: int
 ) -> torch.Tensor:
-    """The gradients of a rank's heads added up, zeros for the heads it does not read."""
+    """Return the summed gradients of a rank's heads, zeros for the heads it does not read."""
     index = registered_group(group_name, count).rank()
     whole = grad.new_zeros(_resized(grad, dim, size))
     return whole.index_add_(dim, _own_heads(heads, index, count, grad.device), grad)

@@ -1,4 +1,4 @@
-"""Embedding and loss over a vocabulary of which every rank holds a range: `torch.ops.mmcompile.tp_embedding`, `tp_token_loss`.
+"""Embedding and loss over a sharded vocabulary: `torch.ops.mmcompile.tp_embedding` and `tp_token_loss`.
 
 Rank i of P holds entries i*V/P to (i+1)*V/P. Source: Megatron-LM (arXiv 1909.08053, section 3).
 """
@@ -20,7 +20,7 @@ _OUTSIDE = "an id lies outside the vocabulary"
 def tp_embedding(
     weight: torch.Tensor, ids: torch.Tensor, padding_idx: int, group_name: str, count: int
 ) -> torch.Tensor:
-    """Rows of the ids in a rank's range, zeros for the others; the sum over ranks (`tp_sum`) is the embedding.
+    """Return rows of the ids in a rank's range, zeros for the others; the sum over ranks (`tp_sum`) is the embedding.
 
     Args:
         weight: [V/count, hidden], the rank's rows.
@@ -45,7 +45,7 @@ def _(weight: torch.Tensor, ids: torch.Tensor, padding_idx: int, group_name: str
 def tp_embedding_backward(
     grad: torch.Tensor, ids: torch.Tensor, rows: int, padding_idx: int, group_name: str, count: int
 ) -> torch.Tensor:
-    """Gradient of a rank's `rows` rows."""
+    """Return the gradient of a rank's `rows` rows."""
     local, own = _own_range(ids, rows, group_name, count)
     counted = own & (ids != padding_idx)
     return torch.ops.aten.embedding_dense_backward(grad.masked_fill(~counted[..., None], 0), local, rows, -1, False)
@@ -75,14 +75,15 @@ tp_embedding.register_autograd(_embedding_backward, setup_context=_save_embeddin
 def tp_token_loss(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, group_name: str, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`mmcompile.ir.nodes.token_loss` of logits whose classes are sharded; the same on every rank.
+    """Compute `mmcompile.ir.nodes.token_loss` of logits whose classes are sharded; the same on every rank.
 
-    With m the maximum and z = m + log(sum over classes of exp(logit - m)), both over all ranks, a token's loss is
-    z - logit[label]. Two all-reduces: one of m, one of the sums of exp and of the label's logit, which is 0 on ranks that do not
-    hold it.
+    With m the maximum and z = m + log(sum over classes of exp(logit - m)), both over all ranks, a token's loss is z -
+    logit[label]. Two all-reduces: one of m, one of the sums of exp and of the label's logit, which is 0 on ranks that
+    do not hold it.
 
     Args:
-        logits: [tokens, V/count] or [batch, V/count, tokens], any float dtype; computed in float32, or float64 as given.
+        logits: [tokens, V/count] or [batch, V/count, tokens], any float dtype; computed in float32, or float64 as
+            given.
         labels: [tokens] or [batch, tokens], int64.
         ignore_index: label of tokens without loss.
 
@@ -118,7 +119,7 @@ def tp_token_loss_backward(
     group_name: str,
     count: int,
 ) -> torch.Tensor:
-    """Gradient of a rank's logits, softmax minus one at the label, in their dtype; nothing is exchanged."""
+    """Return the gradient of a rank's logits, softmax minus one at the label, in their dtype; nothing is exchanged."""
     wide = _wide(logits)
     local, own, valid = _own_labels(wide, labels, ignore_index, group_name, count)
     softmax = (wide - normalizers.unsqueeze(1)).exp_()
@@ -160,14 +161,14 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
 def _own_labels(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, group_name: str, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row of each label in the rank's classes, whether it is the rank's, whether it counts)."""
+    """Return (row of each label in the rank's classes, whether it is the rank's, whether it counts)."""
     valid = labels != ignore_index
     local, own = _own_range(labels.masked_fill(~valid, 0), logits.shape[1], group_name, count)
     return local, own & valid, valid
 
 
 def _own_range(ids: torch.Tensor, size: int, group_name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(number of each id in the rank's range, or 0; whether it is in it)."""
+    """Return (number of each id in the rank's range, or 0; whether it is in it)."""
     # As in torch's own lookups: an error on CPU, a failed assertion on the device on CUDA.
     torch.ops.aten._assert_async.msg(((ids >= 0) & (ids < size * count)).all(), _OUTSIDE)
     local = ids - registered_group(group_name, count).rank() * size

@@ -1,4 +1,4 @@
-"""Which implementation a call of attention runs on."""
+"""Choice of the implementation that a call of attention runs on."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Impl = Literal["auto", "eager", "triton"]
 
 
 def resolve(impl: str, q: torch.Tensor, v: torch.Tensor) -> Literal["eager", "triton"]:
-    """The implementation that runs: "auto" is Triton on CUDA and eager torch elsewhere.
+    """Return the implementation that runs: "auto" is Triton on CUDA and eager torch elsewhere.
 
     Args:
         impl: "auto", "eager" or "triton".
         q: [B, H, Tq, D]. v: [B, Hkv, Tk, Dv].
 
     Raises:
-        ConfigError: an unknown name, or Triton for what its kernels do not do.
+        ConfigError: an unknown name, or Triton for arguments that its kernels do not support.
     """
     if impl not in get_args(Impl):
         raise ConfigError(

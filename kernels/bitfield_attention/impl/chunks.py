@@ -1,8 +1,8 @@
 """Work of the eager path: chunks of queries, each with the contiguous ranges of keys it visits.
 
-A chunk holds queries of one block of one batch row, with all heads; its tiles are joined, whatever their class, into ranges of
-adjacent keys, so that one matrix product covers many tiles. A block with ROW tiles makes two chunks: its queries that see some
-of them, and the others, which skip them. Batches whose rows are a single tile take several rows in one chunk.
+A chunk holds queries of one block of one batch row, with all heads; its tiles of all classes are joined into ranges of
+adjacent keys, so that one matrix product covers many tiles. A block with ROW tiles makes two chunks: its queries that
+see some of them, and the others, which skip them. Batches whose rows are a single tile take several rows in one chunk.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Mask:
     window: int | None
 
     def tile(self, rows: slice, queries: slice | torch.Tensor, keys: slice | torch.Tensor) -> torch.Tensor:
-        """Bool [rows, queries, keys]."""
+        """Return the mask of a tile: bool [rows, queries, keys]."""
         query = self.words[rows, queries], self.positions[rows, queries]
         return visible(*query, self.kv_words[rows, keys], self.kv_positions[rows, keys], self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyRange:
-    """Adjacent keys visited together."""
+    """Adjacent keys, visited together."""
 
     keys: slice
     partial: tuple[slice, ...]
-    """Parts of `keys` that some query of the chunk does not see."""
+    """Parts of `keys` that are not visible to every query of the chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,18 +47,18 @@ class Chunk:
     """Queries processed together."""
 
     rows: slice
-    """Of the batch."""
+    """Rows of the batch."""
     queries: slice | torch.Tensor
-    """A block, or indices of some of its queries."""
+    """Queries of a block, or indices of some of them."""
     ranges: tuple[KeyRange, ...]
 
 
 def chunks(plan: BlockPlan, mask: Mask, num_heads: int, max_scores: int) -> Iterator[Chunk]:
-    """The work of a call, in a fixed order; every query is in one chunk.
+    """Yield the work of a call, in a fixed order; every query is in one chunk.
 
     Args:
         plan: of the call.
-        mask: what the plan was made from.
+        mask: words and positions that the plan was made from.
         num_heads: query heads.
         max_scores: scores (elements) one range may need, over all heads; at least one tile is taken in any case.
     """
@@ -80,7 +80,7 @@ def chunks(plan: BlockPlan, mask: Mask, num_heads: int, max_scores: int) -> Iter
 def _parts(
     mask: Mask, rows: slice, queries: slice, tiles: tuple[np.ndarray, np.ndarray, np.ndarray], block_kv: int
 ) -> Iterator[tuple[slice | torch.Tensor, np.ndarray, np.ndarray]]:
-    """Queries of a block that visit the same tiles, with their wholly and partly visible tiles."""
+    """Yield queries of a block that visit the same tiles, with their wholly and partly visible tiles."""
     whole, by_row, mixed = tiles
     if not len(by_row):
         yield queries, whole, mixed
@@ -98,7 +98,7 @@ def _parts(
 
 
 def _small(plan: BlockPlan, num_heads: int, max_scores: int) -> Iterator[Chunk]:
-    """Single tiles, several rows of the batch at once; masked whatever their class."""
+    """Yield single tiles, several rows of the batch at once; tiles of every class are masked."""
     keys = slice(0, plan.kv_len)
     together = max(1, max_scores // (num_heads * plan.block_q * plan.block_kv))
     for first in range(0, plan.batch, together):
@@ -107,7 +107,7 @@ def _small(plan: BlockPlan, num_heads: int, max_scores: int) -> Iterator[Chunk]:
 
 
 def _ranges(whole: np.ndarray, mixed: np.ndarray, plan: BlockPlan, most: int) -> tuple[KeyRange, ...]:
-    """Runs of adjacent tiles, at most `most` tiles each, with the runs of mixed tiles within them."""
+    """Return runs of adjacent tiles, at most `most` tiles each, with the runs of mixed tiles within them."""
     tiles = np.concatenate([whole, mixed])
     order = np.argsort(tiles, kind="stable")
     tiles, partial = tiles[order], order >= len(whole)
@@ -123,7 +123,7 @@ def _ranges(whole: np.ndarray, mixed: np.ndarray, plan: BlockPlan, most: int) ->
 
 
 def _runs(tiles: np.ndarray) -> list[tuple[int, int]]:
-    """Begin and end of each run of consecutive numbers."""
+    """Return begin and end of each run of consecutive numbers."""
     if not len(tiles):
         return []
     cuts = np.flatnonzero(np.diff(tiles) != 1) + 1

@@ -16,7 +16,7 @@ def bitfield_attention_reference(
     scale: float | None = None,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out = softmax(scale * q k^T over visible keys) v and its log-sum-exp, with [Tq, Tk] in memory; autograd gives gradients.
+    """Attend densely in float64, with [Tq, Tk] scores in memory; autograd gives gradients.
 
     Args:
         query: [B, Hq, Tq, D].
@@ -27,8 +27,8 @@ def bitfield_attention_reference(
         window: reach of the causal term in tokens, or None.
 
     Returns:
-        out [B, Hq, Tq, D] and lse [B, Hq, Tq], natural, both float64. A query that sees nothing has out 0 and lse -inf; gradients
-        of it, and of a key that nothing sees, are exactly 0 whatever values they hold.
+        out [B, Hq, Tq, D] and lse [B, Hq, Tq], natural, both float64. A query that sees nothing has out 0 and lse -inf;
+        gradients of it, and of a key that nothing sees, are exactly 0, even if their values are not finite.
     """
     if kv_words is None:
         kv_words, kv_positions = words, positions if kv_positions is None else kv_positions
@@ -57,7 +57,10 @@ def reference_mask(
     kv_positions: torch.Tensor | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """The definition of `words`, field by field: bool [B, Tq, Tk], True where the query sees the key."""
+    """Return the mask by the definition of `words`, field by field.
+
+    Bool [B, Tq, Tk], True where the query sees the key.
+    """
     query, key = _fields(words, positions), _fields(kv_words, kv_positions)
     shape = (*words.shape, kv_words.shape[1])
     ask, give = ([x[:, :, None].expand(shape) for x in query], [x[:, None, :].expand(shape) for x in key])
@@ -72,7 +75,7 @@ def reference_mask(
 
 
 def _fields(words: torch.Tensor, positions: torch.Tensor | None) -> list[torch.Tensor]:
-    """Sign, document, island, modality bits and position, from the bottom of the word upwards by division."""
+    """Return sign, document, island, modality bits and position, from the bottom of the word upwards by division."""
     if positions is None:
         positions = torch.arange(words.shape[1], device=words.device).expand_as(words)
     bits, rest = words.remainder(1 << 32), words.div(1 << 32, rounding_mode="floor")

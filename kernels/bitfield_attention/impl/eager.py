@@ -1,14 +1,16 @@
 """Bitfield attention in plain torch, forward and backward: the CPU path, and the second opinion on any device.
 
-    O_i = sum over visible j of exp(scale q_i . k_j - L_i) v_j        L_i = log(sum over visible j of exp(scale q_i . k_j))
+    O_i = sum over visible j of exp(scale q_i . k_j - L_i) v_j    L_i = log(sum over visible j of exp(scale q_i . k_j))
 
-Query heads that share a key head are laid into the rows of one product, [G Tq, D] x [D, Tk]. Work follows the plan's non-empty
-tiles chunk by chunk; nothing of size [Tq, Tk] exists, and every sum has a fixed order, so results repeat bit by bit.
+Query heads that share a key head are laid into the rows of one product, [G Tq, D] x [D, Tk]. Work follows the plan's
+non-empty tiles chunk by chunk; nothing of size [Tq, Tk] exists, and every sum has a fixed order, so results repeat bit
+by bit.
 
 Backward recomputes P = exp(scale Q K^T - L) of each chunk:
-    dV += P^T dO     dS = P * (dO V^T - delta)     dQ = scale dS K     dK += scale dS^T Q     delta_i = O_i . dO_i - dL_i
+    dV += P^T dO     dS = P * (dO V^T - delta)     dQ = scale dS K     dK += scale dS^T Q    delta_i = O_i . dO_i - dL_i
 
-A row that sees nothing has O = 0, L = -inf and zero gradients. Values a row does not see never reach it, infinite or not.
+A row that sees nothing has O = 0, L = -inf and zero gradients. Values a row does not see never reach it, infinite or
+not.
 """
 
 from __future__ import annotations
@@ -95,14 +97,14 @@ def backward(
     plan: BlockPlan,
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of a call of `forward`.
+    """Return the gradients of a call of `forward`.
 
     Args:
         dout: gradient of O, [B, H, Tq, Dv].
         dlse: gradient of L, [B, H, Tq]; None is zero.
-        q, k, v, words, positions, kv_words, kv_positions, scale, window, plan: what `forward` was given.
-        out, lse: what it returned.
-        grad_dtype: of the gradients; None is that of each input.
+        q, k, v, words, positions, kv_words, kv_positions, scale, window, plan: arguments of `forward`.
+        out, lse: its results.
+        grad_dtype: dtype of the gradients; None is that of each input.
 
     Returns:
         dQ, dK, dV in the shapes of `q`, `k`, `v`.
@@ -141,7 +143,7 @@ def backward(
 def _scores(
     query: torch.Tensor, keys: torch.Tensor, mask: Mask, chunk: Chunk, part: KeyRange, space: torch.Tensor
 ) -> torch.Tensor:
-    """Scores of a chunk and a range, -inf where a query does not see a key; [b Hkv, G Tq, keys], in `space`."""
+    """Return scores of a chunk and a range, -inf where a query does not see a key: [b Hkv, G Tq, keys], in `space`."""
     scores = _product(query, keys, space)
     for hidden in part.partial:
         seen = mask.tile(chunk.rows, chunk.queries, hidden)
@@ -169,7 +171,7 @@ def _add_product(to: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, 
 
 
 def _space(q: torch.Tensor, plan: BlockPlan, dtype: torch.dtype) -> torch.Tensor:
-    """Room for the scores of any range: allocated once, since fresh pages cost more than the arithmetic on them."""
+    """Allocate memory for the scores of any range, once: fresh pages cost more than the arithmetic on them."""
     tile = q.shape[1] * plan.block_q * plan.block_kv
     return q.new_empty(min(max(MAX_SCORES, tile), prod(q.shape[:3]) * plan.kv_len), dtype=dtype)
 
@@ -180,23 +182,23 @@ def _flat(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _heads(chunk: Chunk, num_heads: int) -> slice:
-    """Of a tensor made by `_flat`, the part of the rows of a chunk."""
+    """Return the slice of a tensor made by `_flat` that holds the rows of a chunk."""
     return slice(chunk.rows.start * num_heads, chunk.rows.stop * num_heads)
 
 
 def _take(x: torch.Tensor, chunk: Chunk, num_groups: int) -> torch.Tensor:
-    """Queries of a chunk out of [B, H, T, D], as [b groups, H / groups * Tq, D]: a copy."""
+    """Copy the queries of a chunk out of [B, H, T, D], as [b groups, H / groups * Tq, D]."""
     part = x[chunk.rows][:, :, chunk.queries]
     rows, heads, tokens, dim = part.shape
     return part.clone(memory_format=torch.contiguous_format).view(rows * num_groups, heads // num_groups * tokens, dim)
 
 
 def _put(to: torch.Tensor, chunk: Chunk, part: torch.Tensor) -> None:
-    """The inverse of `_take`."""
+    """Write the queries of a chunk back: the inverse of `_take`."""
     target = to[chunk.rows]
     target[:, :, chunk.queries] = part.view(*target.shape[:2], -1, target.shape[-1]).to(to.dtype)
 
 
 def _finite(*tensors: torch.Tensor) -> bool:
-    """Whether all values are finite; a sum that overflows counts as not, which costs time only."""
+    """Return whether all values are finite. A sum that overflows counts as not finite, which only costs time."""
     return all(bool(x.sum().isfinite()) for x in tensors)

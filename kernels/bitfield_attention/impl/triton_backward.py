@@ -4,11 +4,12 @@ With L the natural log-sum-exp of a row, delta_i = O_i . dO_i - dL_i and P_ij = 
 
     dV = P^T dO     dS = P * (dO V^T - delta)     dQ = scale dS K     dK = scale dS^T Q
 
-Two kernels compute the scores again: `query_gradients` sums over the keys of a block of queries, `key_gradients` over the queries
-of a block of keys, looping over the query heads that share its key head. Nothing is added atomically, so results repeat bit
-by bit. Tile classes, words and their facts are those of `triton_forward`.
+Two kernels compute the scores again: `query_gradients` sums over the keys of a block of queries, `key_gradients` over
+the queries of a block of keys, looping over the query heads that share its key head. Nothing is added atomically, so
+results repeat bit by bit. Tile classes, words and their facts are those of `triton_forward`.
 
-`prepare` writes L in base 2, +inf for rows that see nothing: every weight of such a row is exp(-inf) = 0 without a test.
+`prepare` writes L in base 2, +inf for rows that see nothing: every weight of such a row is exp(-inf) = 0 without a
+test.
 """
 
 # Kernels are written in Triton's language, whose tensors have no types that Python knows.
@@ -39,7 +40,7 @@ def prepare(
     q_len, padded_len, sequences, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta, and L in base 2, of BLOCK_M rows of one head; rows of padding to whole blocks count as rows that see nothing.
+    """Compute delta, and L in base 2, of BLOCK_M rows of one head; padding rows count as rows that see nothing.
 
     Grid: blocks x sequences (batch x heads), in one dimension.
     """
@@ -118,7 +119,7 @@ def query_gradients(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ, contiguous, of BLOCK_M queries of one head; of an item with a slot, its part of it, in float32.
+    """Compute dQ, contiguous, of BLOCK_M queries of one head; an item with a slot computes its part of it, in float32.
 
     Grid: items x (BLOCK_Q / BLOCK_M) x heads, in one dimension, heads fastest.
     """
@@ -172,7 +173,10 @@ def _visit_queries(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS^T Q and P^T dO over tiles `begin` to `end` of a list, all of one class. Scores here are [keys, queries]."""
+    """Add dS^T Q and P^T dO over tiles `begin` to `end` of a list, all of one class.
+
+    Scores here are [keys, queries].
+    """
     PARTS: tl.constexpr = BLOCK_Q // BLOCK_M
     if KIND == ROW:
         key_bits, key_document, key_scope, key_position = key_facts(kv_words, kv_positions, tl.min(key_rows, 0), kv_len)
@@ -233,7 +237,9 @@ def key_gradients(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV, contiguous, of BLOCK_N keys of one key head; of an item with a slot, its part of them, in float32.
+    """Compute dK and dV, contiguous, of BLOCK_N keys of one key head.
+
+    An item with a slot, its part of them, in float32.
 
     `heads` counts key heads here. Grid: items x (BLOCK_KV / BLOCK_N) x heads, in one dimension, heads fastest.
     """
@@ -296,7 +302,7 @@ def add_parts(
     partial, splits, total, length, blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A gradient of a split block, the sum of its parts in slot order.
+    """Sum the parts of a gradient of a split block, in slot order.
 
     Grid: splits x (BLOCK / BLOCK_M) x heads, in one dimension, heads fastest.
     """

@@ -1,6 +1,7 @@
 """Tile sizes of the Triton kernels, one row per kernel, head dim and width of the elements.
 
-Chosen so that a compiled kernel spills nothing (in float32, next to nothing) and fits 227 KiB of shared memory on an H100.
+Chosen so that a compiled kernel spills nothing (in float32, next to nothing) and fits 227 KiB of shared memory on an
+H100.
 """
 
 from __future__ import annotations
@@ -20,33 +21,36 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """How one kernel is compiled. Sides of a tile divide the blocks of the plan."""
+    """Compile options of one kernel. Sides of a tile divide the blocks of the plan."""
 
     block_m: int
     """Queries of a tile."""
     block_n: int
     """Keys of a tile."""
     block_g: int
-    """Of GENERAL tiles, the side that a program loops over: their masks take registers."""
+    """Side of a GENERAL tile that a program loops over; smaller, as its mask takes registers."""
     num_warps: int
     num_stages: int
     """Tiles under way: loads run this many ahead."""
     passes: int = 1
-    """Of `key_gradients`: 2 computes dK and dV one after the other, where registers do not hold both."""
+    """Passes of `key_gradients`; 2 computes dK and dV one after the other, where registers do not hold both."""
 
 
 def block_d(head_dim: int) -> int:
-    """Columns of a tile: a power of two, as Triton wants."""
+    """Return the columns of a tile: the next power of two, as Triton requires."""
     return 1 << (head_dim - 1).bit_length()
 
 
 def config(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> Config:
-    """The configuration shipped for a kernel; head dim and dtype are of `HEAD_DIMS` and `DTYPES`."""
+    """Return the configuration shipped for a kernel; head dim and dtype are of `HEAD_DIMS` and `DTYPES`."""
     return _TABLE[kernel, block_d(head_dim), dtype.itemsize]
 
 
 def precision() -> str:
-    """How products of float32 are computed: the way torch is told to, with three TF32 products where it wants all of float32."""
+    """Return Triton's precision for products of float32.
+
+    Three TF32 products where torch is set to "highest", else one.
+    """
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
@@ -56,9 +60,9 @@ def _row(block_m: int, block_n: int, block_g: int, num_warps: int, num_stages: i
     )
 
 
-# Kernel, head dim, bytes of an element. Two-byte rows of head dims 64 and 128: the fastest of `gpu_attention.py --tune` on an
-# H200. Backward in float32 has 4 warps for 64 rows: with 8 warps three TF32 products fault on an H200 (Triton 3.6), and what
-# runs right spills a little there. Float32 with a head dim of 256 does not fit at all.
+# Kernel, head dim, bytes of an element. Two-byte rows of head dims 64 and 128: the fastest of `gpu_attention.py --tune`
+# on an H200. Backward in float32 has 4 warps for 64 rows: with 8 warps three TF32 products fault on an H200 (Triton 3.6),
+# and those that run right spill a little there. Float32 with a head dim of 256 does not fit at all.
 _TABLE: dict[tuple[Kernel, int, int], Config] = {
     ("forward", 64, 2): _row(128, 64, 32, 4, 3),
     ("forward", 128, 2): _row(128, 64, 64, 8, 4),

@@ -6,15 +6,15 @@ One program attends BLOCK_M queries of one head to the tiles of one work item, t
     ROW      a query sees all keys of the tile or none: one test a query, against the first key
     GENERAL  visible = causal term or island term, of `words`, a handful of integer operations a score
 
-Words come as pairs of int32 (low half: modality bits; high half: sign C, document, island), as integer units are 32 bits wide.
-Row facts and key facts are prepared so that a tile needs few comparisons:
+Words come as pairs of int32 (low half: modality bits; high half: sign C, document, island), as integer units are 32
+bits wide. Row facts and key facts are prepared so that a tile needs few comparisons:
 
     query  bits    modality bits, 0 unless C         document  DOC             scope  DOC and INST
     key    bits    modality bits                     document  DOC, -1 for 0   scope  DOC and INST, -1 if either is 0
 
-Exponentials are base 2, of scores times scale log2(e). A row that has seen nothing has a running maximum of -inf, which is
-never subtracted: such rows shift by 0, and rows of a ROW tile that see nothing shift by +inf, so that their weights are 0.
-Values of padding are zeroed, so that infinities among them reach no sum.
+Exponentials are base 2, of scores times scale log2(e). A row that has seen nothing has a running maximum of -inf, which
+is never subtracted: such rows shift by 0, and rows of a ROW tile that see nothing shift by +inf, so that their weights
+are 0. Values of padding are zeroed, so that infinities among them reach no sum.
 """
 
 # Kernels are written in Triton's language, whose tensors have no types that Python knows.
@@ -39,7 +39,7 @@ SIZES = ["q_len", "padded_len", "sequences", "kv_len", "q_blocks", "kv_blocks", 
 
 @triton.jit
 def query_facts(words, positions, rows, length):
-    """Bits, document, scope and position of queries; rows at or past `length` are padding."""
+    """Load bits, document, scope and position of queries; rows at or past `length` are padding."""
     inside = rows < length
     low = tl.load(words + 2 * rows, mask=inside, other=0)
     high = tl.load(words + 2 * rows + 1, mask=inside, other=0)
@@ -49,7 +49,7 @@ def query_facts(words, positions, rows, length):
 
 @triton.jit
 def key_facts(words, positions, rows, length):
-    """Bits, document, scope and position of keys; rows at or past `length` are padding."""
+    """Load bits, document, scope and position of keys; rows at or past `length` are padding."""
     inside = rows < length
     low = tl.load(words + 2 * rows, mask=inside, other=0)
     high = tl.load(words + 2 * rows + 1, mask=inside, other=0)
@@ -124,7 +124,7 @@ def attend(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O and L of BLOCK_M queries of one head; of an item with a slot, its part of them, in float32.
+    """Compute O and L of BLOCK_M queries of one head; an item with a slot, its part of them, in float32.
 
     Grid: items x (BLOCK_Q / BLOCK_M) x heads, in one dimension, heads fastest.
     """
@@ -174,7 +174,7 @@ def merge(
     partial_out, partial_lse, splits, out, lse, q_len, q_blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """O and L of a split block from its parts s: O = sum exp(L_s - M) O_s / sum exp(L_s - M), M = max L_s, in slot order.
+    """Merge the parts s of a split block in slot order: O = sum exp(L_s - M) O_s / sum exp(L_s - M), M = max L_s.
 
     Grid: splits x (BLOCK_Q / BLOCK_M) x heads, in one dimension, heads fastest.
     """

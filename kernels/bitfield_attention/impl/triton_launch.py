@@ -1,7 +1,7 @@
 """Bitfield attention on the GPU: the Triton kernels launched over a plan.
 
-Needs CUDA tensors, or TRITON_INTERPRET=1 set before Triton is first imported, which runs the same kernels in NumPy. There
-16-bit inputs are computed in float32, as NumPy has no bfloat16. Triton is imported when a kernel is first used.
+Needs CUDA tensors, or TRITON_INTERPRET=1 set before Triton is first imported, which runs the same kernels in NumPy.
+There 16-bit inputs are computed in float32, as NumPy has no bfloat16. Triton is imported when a kernel is first used.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def forward(
         kv_words, kv_positions: [B, Tk].
         scale: factor on the scores, positive.
         window: causal reach in tokens, or None.
-        plan: of these words, positions and window.
-        tiles: how to compile, instead of the shipped configuration.
+        plan: block plan of these words, positions and window.
+        tiles: compile options, instead of the shipped ones.
 
     Returns:
         O, contiguous [B, H, Tq, D] in the dtype of `q`, and L, [B, H, Tq] float32.
 
     Raises:
-        ConfigError: Triton is missing, or something the kernels do not do.
+        ConfigError: Triton is missing, or arguments that the kernels do not support.
     """
     call = _call(q, k, v, words, positions, kv_words, kv_positions, scale, window, plan)
     tiles = _fit(tiles or _tiles("forward", call), plan)
@@ -104,13 +104,13 @@ def backward(
     query_tiles: Config | None = None,
     key_tiles: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients; no atomics, so that they repeat bit by bit.
+    """Return the gradients; no atomics, so that they repeat bit by bit.
 
     Args:
         dout: [B, H, Tq, D], gradient of O. dlse: [B, H, Tq], of L, or None for zero.
-        out, lse: what `forward` returned for the arguments that follow.
-        grad_dtype: of the gradients; None for the dtype of `q`. Sums over ranks want float32.
-        query_tiles, key_tiles: how to compile the two kernels, instead of the shipped configurations.
+        out, lse: results of `forward` for the same arguments.
+        grad_dtype: dtype of the gradients; None for that of `q`. Sums over ranks need float32.
+        query_tiles, key_tiles: compile options of the two kernels, instead of the shipped ones.
 
     Returns:
         dQ, dK, dV, contiguous, in the shapes of `q`, `k`, `v`.
@@ -133,7 +133,7 @@ def backward(
 def _prepare(
     out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """L in base 2 and delta, float32 [B, H, Tq padded to whole blocks]."""
+    """Return L in base 2 and delta, float32 [B, H, Tq padded to whole blocks]."""
     batch, heads, length = lse.shape
     side, padded = min(_SIDE, block), -(-length // block) * block
     shift, delta = lse.new_empty((2, batch, heads, padded))
@@ -192,7 +192,7 @@ def _add_parts(lists: TileLists, block: int, partial: torch.Tensor, total: torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """Checked arguments, laid out as the kernels want them."""
+    """Checked arguments in the layout of the kernels."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -213,7 +213,7 @@ class _Call:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of every kernel that computes scores."""
+        """Return the constants of every kernel that computes scores."""
         sides = {"BLOCK_Q": self.plan.block_q, "BLOCK_KV": self.plan.block_kv}
         return {**sides, **_columns(self.q), "WINDOW": self.window is not None, "PRECISION": precision()}
 
@@ -273,13 +273,16 @@ def _check(
 
 
 def _tiles(kernel: Kernel, call: _Call) -> Config:
-    """The shipped configuration. Interpreted, 16-bit inputs keep theirs although they are computed in float32."""
+    """Return the shipped configuration.
+
+    Interpreted, 16-bit inputs keep theirs although they are computed in float32.
+    """
     dtype = torch.bfloat16 if _interpreted() else call.q.dtype
     return config(kernel, call.q.shape[-1], dtype)
 
 
 def _fit(tiles: Config, plan: BlockPlan) -> Config:
-    """Tiles no larger than the blocks of the plan."""
+    """Return tiles no larger than the blocks of the plan."""
     block_m, block_n = min(tiles.block_m, plan.block_q), min(tiles.block_n, plan.block_kv)
     tiles = replace(tiles, block_m=block_m, block_n=block_n, block_g=min(tiles.block_g, plan.block_q, plan.block_kv))
     sides = block_m, block_n, tiles.block_g
@@ -294,19 +297,22 @@ def _fit(tiles: Config, plan: BlockPlan) -> Config:
 
 
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` itself if tensor memory access can read its rows, which begin at multiples of 16 bytes; else a copy."""
+    """Return `x` itself if tensor memory access can read its rows, which begin at multiples of 16 bytes.
+
+    Else a copy.
+    """
     x = x.to(dtype)
     aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 and stride for stride in _strides(x))
     return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _strides(x: torch.Tensor) -> list[int]:
-    """Of batch, heads and tokens, in elements; any will do where there is only one of them."""
+    """Return strides of batch, heads and tokens, in elements; 16 for a dim of size 1, whose stride does not matter."""
     return [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
 
 
 def _descriptors(rows: int, *tensors: torch.Tensor) -> list[Any]:
-    """What loads tiles [rows, BLOCK_D] of one head of [B, heads, T, D] tensors, with zeros outside."""
+    """Return descriptors that load tiles [rows, BLOCK_D] of a head of [B, heads, T, D] tensors, with zeros outside."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     block = [1, 1, rows, block_d(tensors[0].shape[-1])]
@@ -333,7 +339,7 @@ def _grid(work: torch.Tensor, parts: int, heads: int) -> tuple[int]:
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:
-    """What a kernel stores: the interpreter rounds wrongly to 16 bits, so torch does it."""
+    """Return the dtype that a kernel stores: the interpreter rounds wrongly to 16 bits, so torch rounds instead."""
     return torch.float32 if _interpreted() else dtype
 
 

@@ -4,7 +4,7 @@ Tiles are classed from per-block summaries of words, never from a [Tq, Tk] mask:
 
     EMPTY    nothing visible: never visited
     FULL     everything visible: no mask
-    ROW      one document, every key before every query: what a query sees of the first key, it sees of all
+    ROW one document, every key before every query: a query sees all keys or none, as it does the first
     GENERAL  the predicate is evaluated
 """
 
@@ -39,8 +39,11 @@ class TileLists:
     other: torch.Tensor = field(repr=False)
     """int32 [tiles]: block index on the other side, ascending within a class."""
     items: torch.Tensor = field(repr=False)
-    """int32 [items, 8] in launch order (longest first): row of `bounds`, slot, begin and end of FULL, of ROW, of GENERAL.
-    Slot -1: the only item of its block, which writes the result itself; else the index of a partial result."""
+    """int32 [items, 8] in launch order (longest first).
+
+    Row of `bounds`, slot, begin and end of FULL, of ROW, of GENERAL. Slot -1: the only item of its block, which writes
+    the result itself; else the index of a partial result.
+    """
     splits: torch.Tensor = field(repr=False)
     """int32 [split blocks, 3]: row of `bounds`, first slot, end slot of its partial results."""
     num_slots: int
@@ -84,12 +87,13 @@ def plan_blocks(
         kv_words, kv_positions: [batch, Tk], of the keys; None for those of the queries.
         window: reach of the causal term in tokens, or None.
         block_q, block_kv: tokens of a block; tokens past the end of a sequence count as padding.
-        cap: most tiles of one item of work; None never splits, "auto" takes what the model of `launch` says is fastest.
+        cap: most tiles of one item of work; None never splits, "auto" takes the fastest by the model of `launch_order`.
         num_programs: for "auto": items in flight at a time (two per multiprocessor of an H100).
         heads_per_launch: for "auto": heads of one launch.
 
     Returns:
-        The plan: every tile that is not EMPTY belongs to exactly one item of either side, every block to an item that writes it.
+        The plan: every tile that is not EMPTY belongs to exactly one item of either side, every block to an item that
+        writes it.
 
     Raises:
         MaskError: words or positions of a wrong dtype or shape, a cap below 1, or more than 2^31 tiles.
@@ -123,7 +127,7 @@ def plan_blocks(
 
 
 def _query_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
-    """Classes of query blocks in turn: uint8 [rows, key blocks]."""
+    """Yield the classes of each query block: uint8 [rows, key blocks]."""
     flat = packed.reshape(-1, packed.shape[-1])
     step = max(1, _CELLS_AT_ONCE // blocks_kv)
     for first in range(0, len(flat), step):
@@ -131,7 +135,7 @@ def _query_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
 
 
 def _key_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
-    """Classes of key blocks in turn, batch row by batch row: uint8 [rows, query blocks]."""
+    """Yield the classes of each key block, batch row by batch row: uint8 [rows, query blocks]."""
     blocks_q = packed.shape[1]
     rows = max(1, _CELLS_AT_ONCE // (blocks_q * blocks_kv))
     columns = blocks_kv if rows > 1 else max(4, _CELLS_AT_ONCE // blocks_q // 4 * 4)
@@ -143,7 +147,7 @@ def _key_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
 
 
 def _compress(chunks: Iterator[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Compressed rows: bounds int32 [rows, 4] and other int32 [tiles], class by class within a row."""
+    """Return compressed rows: bounds int32 [rows, 4] and other int32 [tiles], class by class within a row."""
     bounds, other, begin = [], [], 0
     for classes in chunks:
         cells = np.arange(len(classes) + 1) * classes.shape[1]

@@ -7,8 +7,8 @@
     prefix-LM  Document((Prefix(128), Text(64)))
     video      Video(frames=8, tokens_per_frame=256)          a frame sees itself and earlier ones
 
-Modalities are bit numbers 0..31; text is 0. A causal token carries the bits of what it sees, so one word says both what it asks
-and what it offers: a part that sees everything is seen by every later token that sees anything.
+Modalities are bit numbers 0..31; text is 0. A causal token carries the bits of the modalities it sees, and is seen
+through the same bits: a part that sees everything is seen by every later token that sees anything.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Image:
     length: int
     modality: int = IMAGE
     sees_earlier: bool = False
-    """Whether they see all earlier tokens too, as in Gemma 3."""
+    """True if the tokens also see all earlier tokens, as in Gemma 3."""
     island: str | None = None
     """Images of a document with the same island name see each other; None for an island of its own."""
 
@@ -103,7 +103,7 @@ class _Run:
 
 
 def build_mask(rows: Sequence[Sequence[Document]], length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and positions of a batch.
+    """Build words and positions of a batch.
 
     Args:
         rows: documents of each row, in order.
@@ -113,7 +113,8 @@ def build_mask(rows: Sequence[Sequence[Document]], length: int | None = None) ->
         words [rows, length] int64 and positions [rows, length] int32.
 
     Raises:
-        MaskError: more documents, islands or modalities than a word can number, a part without tokens, or a row too long.
+        MaskError: more documents, islands or modalities than a word can number, a part without tokens, or a row too
+            long.
     """
     built = [_row(row, f"row {index}") for index, row in enumerate(rows)]
     longest = max((len(words) for words in built), default=0)
@@ -152,7 +153,7 @@ def _row(documents: Sequence[Document], where: str) -> torch.Tensor:
 
 
 def _islands(runs: list[_Run], where: str) -> list[int]:
-    """Island number of each run of a document, from 1 in order of appearance; 0 for none."""
+    """Return the island number of each run of a document, from 1 in order of appearance; 0 for none."""
     names: dict[str, int] = {}
     numbers, count = [], 0
     for run in runs:
@@ -196,7 +197,7 @@ def _check_length(length: int, what: str, where: str) -> None:
 
 
 def _bits(sees: tuple[int, ...] | None, where: str) -> int:
-    """Bits of text and of some modalities."""
+    """Return the bits of text and of some modalities."""
     if sees is None:
         return ALL_MODALITIES
     return sum({_bit(modality, where) for modality in (TEXT, *sees)})

@@ -1,8 +1,11 @@
-"""Classes of the tiles of a mask, from summaries of blocks of words: no [Tq, Tk] mask, and a quarter of a byte per tile.
+"""Classes of the tiles of a mask, from summaries of blocks of words.
 
-A class is safe, not exact: an EMPTY tile hides everything, a FULL tile shows everything and a ROW tile is uniform along each
-row, but a GENERAL tile may turn out to be any of them. Pairs of superblocks of 8 blocks are classed first; only those neither
-EMPTY nor FULL are refined, by query block and then by key block. All of it runs in NumPy on the CPU, wherever the words live.
+No [Tq, Tk] mask, and a quarter of a byte per tile.
+
+A class is safe, not exact: an EMPTY tile hides everything, a FULL tile shows everything and a ROW tile is uniform along
+each row, but a GENERAL tile may turn out to be any of them. Pairs of superblocks of 8 blocks are classed first; only
+those neither EMPTY nor FULL are refined, by query block and then by key block. All of it runs in NumPy on the CPU,
+wherever the words live.
 """
 
 from __future__ import annotations
@@ -48,12 +51,12 @@ _REDUCTIONS: dict[str, np.ufunc] = {
 
 
 class TileClass(IntEnum):
-    """How much of a tile is visible."""
+    """Visible share of a tile: none, rows, all, or mixed."""
 
     EMPTY = 0
     FULL = 1
     ROW = 2
-    """What a query sees of the first key of the tile, it sees of all: one document, no padding, every key before every query."""
+    """Each query sees all keys of the tile or none: one document, no padding, every key before every query."""
     GENERAL = 3
 
 
@@ -67,7 +70,7 @@ def class_map(
     block_q: int = BLOCK,
     block_kv: int = BLOCK,
 ) -> torch.Tensor:
-    """Classes of all tiles, two bits each: 16 MiB for 2^20 tokens in blocks of 128.
+    """Return the classes of all tiles, two bits each: 16 MiB for 2^20 tokens in blocks of 128.
 
     Args:
         words: [batch, Tq] int64. positions: [batch, Tq] integer, or None for 0, 1, 2, ...
@@ -76,8 +79,8 @@ def class_map(
         block_q, block_kv: tokens of a block; tokens past the end of a sequence count as padding.
 
     Returns:
-        uint8 [batch, query blocks, bytes] on the CPU; the class of key block j is in bits 2 (j mod 4) of byte j // 4, and the
-        last bytes are filled with EMPTY up to a whole superblock. `unpack_classes` is the way to read it.
+        uint8 [batch, query blocks, bytes] on the CPU; the class of key block j is in bits 2 (j mod 4) of byte j // 4,
+        and the last bytes are filled with EMPTY up to a whole superblock. `unpack_classes` reads it.
 
     Raises:
         MaskError: words or positions of a wrong dtype or shape.
@@ -96,7 +99,7 @@ def workload(
     block_q: int = BLOCK,
     block_kv: int = BLOCK,
 ) -> torch.Tensor:
-    """Number of tiles every query block visits; arguments as of `class_map`.
+    """Return the number of tiles every query block visits; arguments as of `class_map`.
 
     Returns:
         [batch, query blocks] int64 on the CPU.
@@ -131,7 +134,7 @@ def check_arguments(
 
 
 def unpack_classes(packed: np.ndarray) -> np.ndarray:
-    """uint8 [..., 4 * bytes] classes from uint8 [..., bytes] of `class_map`."""
+    """Return uint8 [..., 4 * bytes] classes from uint8 [..., bytes] of `class_map`."""
     return _UNPACKED[packed].view(np.uint8)
 
 
@@ -170,11 +173,11 @@ class Masks:
         self.super_keys = _as_keys(_reduced(of_keys, SUPERBLOCK))
 
     def packed(self) -> np.ndarray:
-        """Packed classes of all tiles: uint8 [batch, query blocks, bytes]."""
+        """Return packed classes of all tiles: uint8 [batch, query blocks, bytes]."""
         return np.concatenate(list(self.chunks()), axis=1)[:, : self.blocks_q]
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """Packed classes of query blocks in turn: uint8 [batch, query blocks of a chunk, bytes]."""
+        """Yield packed classes of query blocks: uint8 [batch, query blocks of a chunk, bytes]."""
         batch, rows = self.super_queries["begin"].shape
         columns = self.super_keys["begin"].shape[1]
         step = max(1, _PAIRS_AT_ONCE // (batch * columns))
@@ -218,7 +221,7 @@ _EIGHT = np.arange(SUPERBLOCK)[:, None]
 
 
 def _classify(queries: Summaries, keys: Summaries, window: int | None) -> np.ndarray:
-    """uint8 classes of pairs of blocks, by broadcasting; every test is safe for whatever tokens have these summaries."""
+    """Class pairs of blocks as uint8, by broadcasting; every test holds for any tokens with these summaries."""
     islands = (queries["first_island"] <= keys["last_island"]) & (keys["first_island"] <= queries["last_island"])
     some = (queries["first_document"] <= keys["last_document"]) & (keys["first_document"] <= queries["last_document"])
     some &= (queries["causal_any_of"] & keys["any_of"]) != 0
@@ -243,7 +246,7 @@ def _classify(queries: Summaries, keys: Summaries, window: int | None) -> np.nda
 
 
 def _as_queries(blocks: Summaries) -> Summaries:
-    """What `_classify` reads of queries."""
+    """Return the summaries of query blocks that `_classify` reads."""
     taken = ("first_document", "last_document", "first_island", "last_island", "begin", "end")
     causal = ("causal_begin", "causal_end", "causal_any_of", "causal_each_of")
     return {name: blocks[name] for name in (*taken, *causal)} | {
@@ -254,7 +257,7 @@ def _as_queries(blocks: Summaries) -> Summaries:
 
 
 def _as_keys(blocks: Summaries) -> Summaries:
-    """What `_classify` reads of keys; mixed documents and islands are -1, so that they never equal those of queries."""
+    """Return those of key blocks; mixed documents and islands are -1, which never equals those of queries."""
     one_document = (blocks["least_document"] == blocks["last_document"]) & (blocks["last_document"] != 0)
     one_island = (blocks["least_island"] == blocks["last_island"]) & (blocks["last_island"] != 0)
     taken = ("first_document", "last_document", "first_island", "last_island", "begin", "end", "any_of", "each_of")
@@ -296,7 +299,7 @@ def _summarise(words: torch.Tensor, positions: torch.Tensor | None, block: int) 
 
 
 def _reduced(values: Summaries, size: int) -> Summaries:
-    """Values of groups of `size` neighbours."""
+    """Reduce values over groups of `size` neighbours."""
     return {name: _REDUCTIONS[name].reduce(x.reshape(len(x), -1, size), axis=-1) for name, x in values.items()}
 
 
@@ -307,7 +310,7 @@ def _positions(words: torch.Tensor, positions: torch.Tensor | None, block: int) 
 
 
 def _padded(x: torch.Tensor, block: int) -> np.ndarray:
-    """Rows filled with zeros up to a whole superblock."""
+    """Fill rows with zeros up to a whole superblock."""
     return np.pad(x.cpu().numpy(), ((0, 0), (0, -x.shape[1] % (block * SUPERBLOCK))))
 
 

@@ -1,4 +1,4 @@
-"""Words from other forms of a mask: ids per token, and the bitfields of the papers; and a check of words from anywhere."""
+"""Words from other forms of a mask (ids per token, the bitfields of the papers), and a check of words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def words_from_ids(
     causal: bool | torch.Tensor = True,
     modalities: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Words of (causal or same island) and same document, as model libraries compose masks.
+    """Return the words of (causal or same island) and same document, as model libraries compose masks.
 
     Args:
         documents: integer [batch, tokens]; 0 is padding.
@@ -59,10 +59,10 @@ def words_from_ids(
 
 
 def from_cornstarch(bitfields: torch.Tensor) -> torch.Tensor:
-    """Words of a mask in the format of Cornstarch: one document, and an island for every distinct non-text bitfield.
+    """Return the words of a Cornstarch mask: one document, and an island for every distinct non-text bitfield.
 
-    A token with bit 0 set is text: it sees earlier tokens that share one of the low 62 bits. Any other sees the tokens with
-    equal low 62 bits; 0 is padding.
+    A token with bit 0 set is text: it sees earlier tokens that share one of the low 62 bits. Any other sees the tokens
+    with equal low 62 bits; 0 is padding.
 
     Args:
         bitfields: int64 [batch, tokens].

@@ -1,7 +1,7 @@
 """Items of work in launch order: long lists of tiles are cut so that no program outlasts all others.
 
-The model of a launch, in tiles [Empirical]: an item of n tiles takes n + 1.5, and 2 more if it writes a partial result that has
-to be merged; programs take the next item of the list as they become free.
+The model of a launch, in tiles [Empirical]: an item of n tiles takes n + 1.5, and 2 more if it writes a partial result
+that has to be merged; programs take the next item of the list as they become free.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def work_items(bounds: np.ndarray, cap: int | None) -> tuple[np.ndarray, np.ndar
         cap: most tiles of an item; None for one item a block.
 
     Returns:
-        items int32 [items, 8] and splits int32 [split rows, 3], as of `TileLists`. A row without tiles has an item too, which
-        writes the result of seeing nothing.
+        items int32 [items, 8] and splits int32 [split rows, 3], as of `TileLists`. A row without tiles has an item too,
+        which writes the result of seeing nothing.
     """
     tiles = bounds[:, 3] - bounds[:, 0]
     pieces = _pieces(tiles, cap)
@@ -45,7 +45,7 @@ def work_items(bounds: np.ndarray, cap: int | None) -> tuple[np.ndarray, np.ndar
 
 
 def best_cap(tiles: np.ndarray, programs: int, heads: int) -> int | None:
-    """Cap with which a launch ends first, or None where splitting gains less than 5 % of the ideal time.
+    """Return the cap with which a launch ends first, or None if splitting gains less than 5 % of the ideal time.
 
     Args:
         tiles: [rows] number of tiles of each block.
@@ -74,10 +74,10 @@ def _split_costs(tiles: np.ndarray, cap: int) -> np.ndarray:
 
 
 def _makespan(costs: np.ndarray, programs: int, heads: int) -> float:
-    """End of a longest-first list of items, each once per head, given to programs in rounds.
+    """Return the end of a longest-first list of items, each once per head, given to programs in rounds.
 
-    A round gives one item to each program, the longest to the least loaded; once items are under 1 % of the ideal they fill
-    the programs evenly.
+    A round gives one item to each program, the longest to the least loaded; once items are under 1 % of the ideal they
+    fill the programs evenly.
     """
     costs = np.repeat(np.sort(costs)[::-1], heads)
     total = costs.sum()

@@ -20,9 +20,10 @@ Source = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class PlanCache:
     """Least recently used plans. Threads may share it: autograd runs backward on threads of its own.
 
-    On a CPU masks are compared by content: hashing costs far less than planning, and recomputed or reallocated words still
-    hit. On an accelerator reading the content would wait for the device once a layer, so tensors are compared by identity and
-    version; the entry holds them, so that no other tensor can come to lie at the same address while it lives.
+    On a CPU masks are compared by content: hashing costs far less than planning, and recomputed or reallocated words
+    still hit. On an accelerator reading the content would wait for the device once a layer, so tensors are compared by
+    identity and version; the entry holds them, so that no other tensor can come to lie at the same address while it
+    lives.
     """
 
     def __init__(self, size: int = 16) -> None:
@@ -42,7 +43,7 @@ class PlanCache:
         cap: int | Literal["auto"] | None = None,
         heads_per_launch: int = 1,
     ) -> BlockPlan:
-        """The plan `plan_blocks` makes, or made, of these arguments."""
+        """Return the plan of `plan_blocks` for these arguments, made now or earlier."""
         on_cpu = source[0].device.type == "cpu"
         key = (_content(source) if on_cpu else _identity(source), window, block_q, block_kv, cap, heads_per_launch)
         with self._lock:
@@ -67,5 +68,5 @@ def _content(source: Source) -> Hashable:
 
 
 def _identity(source: Source) -> Hashable:
-    # No counter of versions exists under inference mode, where nothing could have been changed since by autograd's rules.
+    # Inference mode keeps no counter of versions; by autograd's rules nothing can have been changed there.
     return tuple((x.data_ptr(), 0 if x.is_inference() else x._version, x.shape, x.stride(), x.dtype) for x in source)

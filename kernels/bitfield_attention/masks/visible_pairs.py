@@ -1,4 +1,4 @@
-"""Exact number of visible pairs of a mask, without the mask: what attention costs."""
+"""Exact number of visible pairs of a mask, without the mask: the work of attention."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def visible_pairs(
 ) -> int:
     """Count pairs (query, key) in which the query sees the key, over the batch.
 
-    pairs = causal pairs inside documents + pairs inside islands - causal pairs inside islands; keys before a query are counted
-    by binary search among the sorted positions of each distinct set of modality bits, O(tokens log tokens) for each set.
+    pairs = causal pairs inside documents + pairs inside islands - causal pairs inside islands; keys before a query are
+    counted by binary search among the sorted positions of each distinct set of modality bits, O(tokens log tokens) for
+    each set.
 
     Args:
         words: [batch, Tq] int64. positions: [batch, Tq] integer, or None for 0, 1, 2, ...
@@ -64,7 +65,7 @@ def _take(arrays: tuple[np.ndarray, ...], where: np.ndarray) -> tuple[np.ndarray
 
 
 def _causal_pairs(query: tuple[np.ndarray, ...], key: tuple[np.ndarray, ...], window: int | None) -> int:
-    """Pairs of one group, keys not after queries and inside the window, that share a modality bit.
+    """Count pairs of one group, keys not after queries and inside the window, that share a modality bit.
 
     Args:
         query, key: group id, word and position of each token.

@@ -9,8 +9,8 @@
                     and (C(q) and pos(k) <= pos(q) and MOD(q) & MOD(k) != 0 and pos(q) - pos(k) < window
                          or INST(q) = INST(k) != 0)
 
-`pos` counts tokens before any context-parallel permutation; it is never the rotary position. A window, where a layer has one,
-bounds the causal term only.
+`pos` counts tokens before any context-parallel permutation; it is never the rotary position. A window, where a layer
+has one, bounds the causal term only.
 
 Source: the bitfield of Cornstarch (arXiv 2503.11367, section 4.3), with document and island ids as equality fields.
 """
@@ -29,14 +29,14 @@ PADDING = 0
 def pack(
     *, causal: torch.Tensor, document: torch.Tensor, instance: torch.Tensor, modalities: torch.Tensor
 ) -> torch.Tensor:
-    """Words from their fields. Fields must be in range: `kernels.bitfield_attention.masks` checks what users give.
+    """Pack fields into words. Fields must be in range: `kernels.bitfield_attention.masks` checks those of users.
 
     Args:
         causal: bool, any shape.
         document, instance, modalities: int64 of the same shape.
 
     Returns:
-        int64 words; padding (document 0) is the word 0 whatever the other fields say.
+        int64 words; padding (document 0) is the word 0, regardless of the other fields.
     """
     word = (document << 48) | (instance << 32) | modalities
     word = torch.where(causal, word | torch.iinfo(torch.int64).min, word)
@@ -44,22 +44,22 @@ def pack(
 
 
 def is_causal(words: torch.Tensor) -> torch.Tensor:
-    """Bool: the C bit, which is the sign."""
+    """Return the C bit, which is the sign, as bool."""
     return words < 0
 
 
 def document(words: torch.Tensor) -> torch.Tensor:
-    """int64 document ids; masked after the shift, which is arithmetic for negative words."""
+    """Return int64 document ids; masked after the shift, which is arithmetic for negative words."""
     return (words >> 48) & MAX_DOCUMENT
 
 
 def instance(words: torch.Tensor) -> torch.Tensor:
-    """int64 island ids."""
+    """Return int64 island ids."""
     return (words >> 32) & MAX_INSTANCE
 
 
 def modalities(words: torch.Tensor) -> torch.Tensor:
-    """int64 modality bits."""
+    """Return int64 modality bits."""
     return words & 0xFFFFFFFF
 
 
@@ -70,7 +70,7 @@ def visible(
     kv_positions: torch.Tensor,
     window: int | None = None,
 ) -> torch.Tensor:
-    """The mask as a tensor, for tiles small enough to hold it.
+    """Return the mask as a tensor, for tiles small enough to hold it.
 
     Args:
         words, positions: [..., Tq] int64 words and positions of queries.

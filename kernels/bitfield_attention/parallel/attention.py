@@ -1,15 +1,17 @@
 """Attention over a sequence that several ranks share: `torch.ops.mmcompile.context_parallel_attention`.
 
-Every rank has the queries, keys and values of its own tokens, equally many on each rank, any tokens in any order. Keys and
-values of all ranks are gathered, a few heads at a time; while they are computed with, those of the next heads are under way:
+Every rank has the queries, keys and values of its own tokens, equally many on each rank, any tokens in any order. Keys
+and values of all ranks are gathered, a few heads at a time; while they are computed with, those of the next heads are
+under way:
 
     forward     gather(i + 1)  ||  attention(i)
     backward    gather(i + 1)  ||  gradients(i)  ||  scatter_sum(i - 1)
 
-Gathered keys are in the order of ranks. Attention knows the place of every token from its position, so nothing is put back in
-order. Gradients of keys and values are added over ranks in float32 or wider.
+Gathered keys are in the order of ranks. Attention reads the place of every token from its position, so nothing is put
+back in order. Gradients of keys and values are added over ranks in float32 or wider.
 
-Source: all-gather context parallelism by heads, Llama 3 (arXiv 2407.21783, section 3.3.2) and Cornstarch (arXiv 2503.11367).
+Source: all-gather context parallelism by heads, Llama 3 (arXiv 2407.21783, section 3.3.2) and Cornstarch (arXiv
+2503.11367).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def context_parallel_attention(
     group_name: str,
     num_ranks: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from this rank's tokens to those of all ranks. All ranks of the group must call it alike.
+    """Attend from this rank's tokens to those of all ranks. All ranks of the group must call it with equal options.
 
     Args:
         q: [B, H, T, D] of this rank's T tokens.
@@ -116,7 +118,7 @@ def context_parallel_attention_backward(
     num_ranks: int,
     need_keys: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of this rank's queries, keys and values; those of keys and values from the queries of all ranks.
+    """Return gradients of this rank's queries, keys and values; the last two sum over the queries of all ranks.
 
     Args:
         dout, dlse: gradients of the outputs of the forward op; `dlse` None is zero.
@@ -189,7 +191,7 @@ context_parallel_attention.register_autograd(_backward, setup_context=_save)
 def gather_words(
     words: torch.Tensor, positions: torch.Tensor, group_name: str, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and positions of the tokens of all ranks, where they are not known beforehand: once a microbatch.
+    """Gather words and positions of the tokens of all ranks, if no rank can compute them: once a microbatch.
 
     Args:
         words: [B, T] int64 of this rank's tokens.
@@ -221,7 +223,7 @@ def _(
 def context_parallel_attention_flops(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, out_val: Any = None, **options: Any
 ) -> int:
-    """FLOPs of one rank: two products over the pairs its queries see."""
+    """Return the FLOPs of one rank: two products over the pairs its queries see."""
     return 2 * (q.shape[-1] + v.shape[-1]) * q.shape[1] * _pairs(call)
 
 
@@ -238,12 +240,12 @@ def context_parallel_attention_backward_flops(
     out_val: Any = None,
     **options: Any,
 ) -> int:
-    """FLOPs of one rank: five products over those pairs, the scores computed again."""
+    """Return the FLOPs of one rank: five products over those pairs, the scores computed again."""
     return 2 * (3 * q.shape[-1] + 2 * v.shape[-1]) * q.shape[1] * _pairs(call)
 
 
 def _pairs(call: tuple) -> int:
-    """Visible pairs of a rank's queries; all pairs where words have no values to count."""
+    """Count the visible pairs of a rank's queries; all pairs where words have no values to count."""
     words, positions, kv_words, kv_positions, _, window, *_ = call
     if isinstance(words, FakeTensor) or words.device.type == "meta":
         return prod((*words.shape, kv_words.shape[1]))
@@ -263,6 +265,6 @@ def _check(k: torch.Tensor, kv_words: torch.Tensor, head_stride: int, num_ranks:
 
 
 def _query_heads(heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
-    """Query heads that share these key heads."""
+    """Return the query heads that share these key heads."""
     share = q.shape[1] // k.shape[1]
     return slice(heads.start * share, heads.stop * share)

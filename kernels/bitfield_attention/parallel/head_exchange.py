@@ -1,7 +1,9 @@
-"""Keys and values of all ranks, a few heads at a time, and the sums of their gradients: what context parallelism sends.
+"""Communication of context parallelism.
 
-A message holds K and V of a token side by side, tokens outermost: [local tokens, B, heads, D + Dv]. Messages of all ranks one
-after the other are then, without a copy, keys [B, heads, P * local tokens, D] in the order of ranks.
+Keys and values of all ranks, a few heads at a time, and sums of their gradients.
+
+A message holds K and V of a token side by side, tokens outermost: [local tokens, B, heads, D + Dv]. Messages of all
+ranks one after the other are then, without a copy, keys [B, heads, P * local tokens, D] in the order of ranks.
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ import torch
 from mmcompile.kernels.process_groups import Channel, Transfer
 
 _SUM_BUFFERS = 3
-"""One that is being written, one under way, and one that may be late."""
+"""Buffers of sums: one being written, one under way, and one that may be late."""
 
 
 def gathered_heads(
     channel: Channel, k: torch.Tensor, v: torch.Tensor, head_stride: int, num_ranks: int
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Gather heads, and the next ones while the caller uses these.
+    """Gather heads; the next ones are gathered while the caller uses these.
 
     Args:
         k: [B, Hkv, T, D] of this rank. v: [B, Hkv, T, Dv].
         head_stride: heads at a time, at least 1; the last ones may be fewer.
 
     Yields:
-        Heads, their keys [B, heads, P * T, D] and their values [B, heads, P * T, Dv]: views of a buffer that is overwritten
-        once the caller asks for the heads after the next.
+        Heads, their keys [B, heads, P * T, D] and their values [B, heads, P * T, Dv]: views of a buffer that is
+        overwritten once the caller asks for the heads after the next.
     """
     parts = [slice(first, min(first + head_stride, k.shape[1])) for first in range(0, k.shape[1], head_stride)]
     space = [k.new_empty(_message_size(k, v, head_stride) * num_ranks) for _ in parts[:2]]
@@ -77,7 +79,7 @@ class KeySums:
         self._started.append((heads, self._channel.scatter_sum(target, message)))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of this rank's keys and values, in their shapes and dtypes. Waits for all that was sent."""
+        """Return gradients of this rank's keys and values, in their shapes and dtypes. Waits for all messages sent."""
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self._k, self._v))
         for heads, transfer in self._started:
             dk[:, heads], dv[:, heads] = _unpacked(transfer.wait(), self._k.shape[-1])
@@ -85,12 +87,12 @@ class KeySums:
 
 
 def _message_size(k: torch.Tensor, v: torch.Tensor, heads: int) -> int:
-    """Elements of a message of one rank."""
+    """Return the elements of a message of one rank."""
     return k.shape[0] * heads * k.shape[2] * (k.shape[-1] + v.shape[-1])
 
 
 def _packed(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, space: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, heads, T, D] and [B, heads, T, Dv] -> [T, B, heads, D + Dv], in `space` if given."""
+    """Pack [B, heads, T, D] and [B, heads, T, Dv] into [T, B, heads, D + Dv], in `space` if given."""
     shape = k.shape[2], *k.shape[:2], k.shape[-1] + v.shape[-1]
     message = k.new_empty(shape, dtype=dtype) if space is None else _view(space, shape)
     message[..., : k.shape[-1]] = k.permute(2, 0, 1, 3)
@@ -99,11 +101,11 @@ def _packed(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, space: torch.T
 
 
 def _unpacked(message: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of `_packed`, as views."""
+    """Return the inverse of `_packed`, as views."""
     heads = message.permute(1, 2, 0, 3)
     return heads[..., :dim], heads[..., dim:]
 
 
 def _view(space: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The first elements of a flat tensor, in a shape."""
+    """Return the first elements of a flat tensor, in a shape."""
     return space[: prod(shape)].view(shape)

@@ -1,18 +1,18 @@
-"""How many key/value heads to gather at a time: few hide communication, many fill the device.
+"""Number of key/value heads to gather at a time: few hide communication, many fill the device.
 
-For n steps of s heads on P ranks, with c(s) the time of attention and g(s), r(s) those of gathering K and V and of adding up
-their gradients:
+For n steps of s heads on P ranks, with c(s) the time of attention and g(s), r(s) those of gathering K and V and of
+adding up their gradients:
 
     forward     g + (n - 1) max(g, c) + c
     backward    g + (n - 1) max(g + r, c') + c' + r        c' = 2.5 c; the link does one thing at a time
 
-    g(s) = latency + B (P - 1) T s (D + Dv) bytes per element / bandwidth        r(s): the same with 4 bytes
-    c(s) = seconds per tile * least over caps of (total / programs + longest item)        lists of items end one item late at most
+    g(s) = latency + B (P - 1) T s (D + Dv) bytes per element / bandwidth    r(s): the same with 4 bytes
+    c(s) = seconds per tile * least over caps of (total / programs + longest item)    lists end one item late at most
 
-With many heads this says that a query must see P F / (G BW) keys on average to hide 16-bit forward: F FLOP/s, BW bytes/s,
+With many heads, a query must see P F / (G BW) keys on average to hide 16-bit forward: F FLOP/s, BW bytes/s,
 G query heads per key head.
 
-Source: `launch` for the cost of items; backward has 5 products where forward has 2.
+Source: `launch_order` for the cost of items; backward has 5 products where forward has 2.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SUM_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a device and its link reach, and not what they promise."""
+    """Measured rates of a device and its link, below their nominal ones."""
 
     flops_per_s: float
-    """Of attention in full tiles."""
+    """FLOP/s of attention in full tiles."""
     bytes_per_s: float
-    """That one rank receives while all ranks gather."""
+    """Bytes/s that one rank receives while all ranks gather."""
     latency_s: float
-    """Of one collective."""
+    """Seconds of one collective, without its bytes."""
     programs: int = 264
     """Items of work in flight: two per multiprocessor of an H100."""
 
@@ -61,16 +61,16 @@ class RankAttention:
 
 
 def choose_head_stride(call: RankAttention, rates: Rates) -> int:
-    """The head stride with which forward and backward take least, by the model above; the smaller of equals.
+    """Return the head stride with which forward and backward take least, by the model above; the smaller of equals.
 
-    Only strides that divide the key/value heads are looked at: a smaller last step would be exposed.
+    Only strides that divide the key/value heads are tried: a smaller last step would be exposed.
     """
     strides = [stride for stride in range(1, call.num_kv_heads + 1) if call.num_kv_heads % stride == 0]
     return min(strides, key=lambda stride: (attention_s(call, rates, stride), stride))
 
 
 def attention_s(call: RankAttention, rates: Rates, head_stride: int) -> float:
-    """Seconds of forward and backward, exposed communication included.
+    """Return the seconds of forward and backward, exposed communication included.
 
     Raises:
         ConfigError: the stride does not divide the key/value heads.
@@ -89,7 +89,7 @@ def attention_s(call: RankAttention, rates: Rates, head_stride: int) -> float:
 
 
 def _compute_s(call: RankAttention, rates: Rates, head_stride: int) -> float:
-    """Seconds of one forward launch."""
+    """Return the seconds of one forward launch."""
     heads = head_stride * call.num_heads // call.num_kv_heads
     tile_s = 4 * call.block**2 * call.head_dim * rates.programs / rates.flops_per_s
     tiles = np.asarray(call.tiles, dtype=np.float64)
@@ -97,7 +97,7 @@ def _compute_s(call: RankAttention, rates: Rates, head_stride: int) -> float:
 
 
 def _span(tiles: np.ndarray, cap: float, heads: int, programs: int) -> float:
-    """End of a list of items of at most `cap` tiles, in tiles."""
+    """Return the end of a list of items of at most `cap` tiles, in tiles."""
     pieces = np.maximum(1, np.ceil(tiles / cap))
     items = tiles / pieces + ITEM_COST + PARTIAL_COST * (pieces > 1)
     return float(heads * (pieces * items).sum() / programs + items.max(initial=0) * (1 - 1 / programs))

@@ -1,19 +1,19 @@
-"""`TokenBlocks`: which tokens each context-parallel rank computes, balanced by attention work.
+"""`TokenBlocks`: tokens that each context-parallel rank computes, balanced by attention work.
 
-Attention dominates long sequences, and under a multimodal mask its work differs from token to token. The unit is a block of
-consecutive tokens; the work of a block of queries is the number of key blocks it sees, which
+Attention dominates long sequences, and under a multimodal mask its work differs from token to token. The unit is a
+block of consecutive tokens; the work of a block of queries is the number of key blocks it sees, which
 `mmcompile.kernels.bitfield_attention.masks.block_plan.workload` counts without building the mask.
 
     lpt         longest processing time first, every rank the same number of blocks (default)
     lpt_free    the same without equal counts: best balance, but ranks hold up to `token_cap` times the mean of tokens
-    ptrr        blocks by descending work, dealt to and fro
+    ptrr        blocks by descending work, dealt in serpentine order
     zigzag      each rank one piece from the front and its mirror image from the back
     stripe      blocks dealt in order
     contiguous  equal consecutive pieces
     random      equal counts, shuffled
 
-Ranks that hold fewer tokens than the longest are filled up with free rows (index -1), whose mask word is 0: nothing sees
-them and they see nothing.
+Ranks that hold fewer tokens than the longest are filled up with free rows (index -1), whose mask word is 0: nothing
+sees them and they see nothing.
 
 Source: LPT over token blocks, Cornstarch (arXiv 2503.11367, section 4.3); the bound of LPT, Graham 1969.
 """
@@ -45,12 +45,12 @@ TOKEN_CAP = 1.25
 
 _SPLITS_PER_RANK = 4
 _PAIRED_BLOCKS = 7
-"""Of each rank: 3432 ways to split twice as many."""
+"""Blocks of each of two ranks that are redistributed together: 3432 ways to split twice as many."""
 _FREE = -1
 
 
 class BlockPolicy(StrEnum):
-    """How blocks are given to ranks."""
+    """Rule that assigns blocks to ranks; see the top of this file."""
 
     LPT = "lpt"
     LPT_FREE = "lpt_free"
@@ -73,38 +73,42 @@ class TokenBlocks:
     blocks: Tensor = field(repr=False)
     """int64 [ranks, blocks a rank]: block indices; -1 fills ranks that have fewer."""
     work: tuple[int, ...]
-    """Of each rank, in the unit of the workload given."""
+    """Work of each rank, in the unit of the workload given."""
 
     @property
     def num_ranks(self) -> int:
+        """Return the number of context-parallel ranks."""
         return self.blocks.shape[0]
 
     @property
     def local_tokens(self) -> int:
-        """Rows of every rank, free ones included."""
+        """Return the rows of every rank, free ones included."""
         return self.blocks.shape[1] * self.block
 
     @property
     def balance(self) -> float:
-        """Max over mean of work: 1.0 is perfect, and what a step of attention takes relative to the ideal."""
+        """Return max over mean of work: 1.0 is perfect; it is the time of attention relative to the ideal."""
         total = sum(self.work)
         return max(self.work) * len(self.work) / total if total else 1.0
 
     @property
     def token_skew(self) -> float:
-        """Rows of a rank over the mean of real tokens: what all but attention costs relative to the ideal."""
+        """Return rows of a rank over the mean of real tokens: the cost, relative to the ideal, of all but attention."""
         return self.local_tokens * self.num_ranks / self.tokens
 
     def index(self, rank: int) -> Tensor:
-        """int64 [local_tokens]: tokens of a rank, -1 for free rows."""
+        """Return int64 [local_tokens]: tokens of a rank, -1 for free rows."""
         return self._tokens_of(self.blocks[rank])
 
     def rearrange(self) -> Tensor:
-        """int64 [ranks, local_tokens]: `index` of all ranks. Gathered keys and values are in this order."""
+        """Return int64 [ranks, local_tokens]: `index` of all ranks. Gathered keys and values are in this order."""
         return self._tokens_of(self.blocks)
 
     def restore(self) -> Tensor:
-        """int64 [tokens]: where each token is in `rearrange().flatten()`, so that `gathered[restore]` is in order."""
+        """Return int64 [tokens].
+
+        Index of each token in `rearrange().flatten()`, so that `gathered[restore]` is in order.
+        """
         order = self.rearrange().flatten()
         rows = (order >= 0).nonzero().squeeze(1)
         return torch.empty(self.tokens, dtype=torch.int64).scatter_(0, order[rows], rows)
@@ -116,7 +120,7 @@ class TokenBlocks:
 
 
 def choose_block(tokens: int, ranks: int) -> int:
-    """The largest power of two from 16 to 128 that leaves each rank at least 4 blocks; 16 if none does.
+    """Return the largest power of two from 16 to 128 that leaves each rank at least 4 blocks; 16 if none does.
 
     A block shorter than a tile of the kernel mixes distant tokens in one tile, which then is rarely empty; fewer than 4
     blocks a rank leave nothing to balance.
@@ -128,7 +132,7 @@ def choose_block(tokens: int, ranks: int) -> int:
 
 
 def padded_length(tokens: int, ranks: int, block: int | None = None) -> int:
-    """Rows of all ranks together under equal counts; `block` defaults to `choose_block`. At least one block a rank."""
+    """Return the rows of all ranks under equal counts, at least one block each; `block` defaults to `choose_block`."""
     unit = ranks * (block or choose_block(tokens, ranks))
     return max(1, -(-tokens // unit)) * unit
 
@@ -194,7 +198,7 @@ def _check(policy: str, ranks: int, seed: int | None, token_cap: float | None) -
 
 
 def _assign(work: np.ndarray, ranks: int, policy: BlockPolicy, seed: int, cap: float) -> list[np.ndarray]:
-    """Block indices of every rank, ascending. `work` has a multiple of `ranks` blocks."""
+    """Return block indices of every rank, ascending. `work` has a multiple of `ranks` blocks."""
     each = len(work) // ranks
     if policy is BlockPolicy.LPT:
         owned = _evened(work, _lpt(work, ranks, each))
@@ -210,7 +214,7 @@ def _assign(work: np.ndarray, ranks: int, policy: BlockPolicy, seed: int, cap: f
 
 
 def _in_order(num_blocks: int, ranks: int, policy: BlockPolicy, seed: int) -> np.ndarray:
-    """[ranks, blocks a rank] of the policies that do not look at the work."""
+    """Return [ranks, blocks a rank] of the policies that do not look at the work."""
     blocks, each = np.arange(num_blocks), num_blocks // ranks
     if policy is BlockPolicy.STRIPE:
         return blocks.reshape(each, ranks).T
@@ -223,7 +227,7 @@ def _in_order(num_blocks: int, ranks: int, policy: BlockPolicy, seed: int) -> np
 
 
 def _lpt(work: np.ndarray, ranks: int, most: int) -> list[np.ndarray]:
-    """Blocks in descending work, each to the rank with the least; a rank that has `most` blocks leaves the heap."""
+    """Assign blocks in descending work, each to the rank with the least; full ranks (`most` blocks) leave the heap."""
     order = np.argsort(-work, kind="stable")
     # One integer holds work and rank, so that the heap compares no tuples.
     heap, room, owners = list(range(ranks)), [most] * ranks, array("q")
@@ -242,7 +246,7 @@ def _lpt(work: np.ndarray, ranks: int, most: int) -> list[np.ndarray]:
 
 
 def _evened(work: np.ndarray, owned: list[np.ndarray]) -> list[np.ndarray]:
-    """Split blocks of the heaviest rank and of a light one anew, until balanced or no pair gains.
+    """Redistribute the blocks of the heaviest rank and a light one, until balanced or no pair gains.
 
     Equal counts leave LPT no small blocks to even out the last large ones, which shows with few blocks a rank.
     """
@@ -265,7 +269,10 @@ def _evened(work: np.ndarray, owned: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _split(work: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """The most even split with the same counts of a few blocks of either rank; None if it is no better than before."""
+    """Return the most even split with the same counts of a few blocks of either rank.
+
+    None if it is no better than before.
+    """
     few = min(len(heavy), _PAIRED_BLOCKS)
     give, take = (_spaced(blocks, work, few) for blocks in (heavy, light))
     both = np.concatenate([heavy[give], light[take]])
@@ -282,13 +289,13 @@ def _split(work: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: int) -> 
 
 
 def _spaced(blocks: np.ndarray, work: np.ndarray, few: int) -> np.ndarray:
-    """Positions of a few blocks, from the least to the most work."""
+    """Return positions of a few blocks, from the least to the most work."""
     return np.argsort(work[blocks], kind="stable")[np.linspace(0, len(blocks) - 1, few).astype(np.int64)]
 
 
 @cache
 def _halves(few: int) -> np.ndarray:
-    """int64 [choices, 2 few]: every choice of half of 2 few things, as zeros and ones."""
+    """Return int64 [choices, 2 few]: every choice of half of 2 few things, as zeros and ones."""
     choices = list(combinations(range(2 * few), few))
     halves = np.zeros((len(choices), 2 * few), dtype=np.int64)
     np.put_along_axis(halves, np.array(choices), 1, axis=1)
@@ -296,7 +303,7 @@ def _halves(few: int) -> np.ndarray:
 
 
 def _table(owned: list[np.ndarray], num_blocks: int) -> np.ndarray:
-    """[ranks, most blocks] of block indices, -1 where a rank has fewer or the block lies beyond the sequence."""
+    """Return [ranks, most blocks] of block indices, -1 where a rank has fewer or the block lies beyond the sequence."""
     table = np.full((len(owned), max(map(len, owned))), _FREE, dtype=np.int64)
     for rank, blocks in enumerate(owned):
         table[rank, : len(blocks)] = np.where(blocks < num_blocks, blocks, _FREE)

@@ -1,7 +1,7 @@
 """Ops that take one rank's tokens out of a sequence and put them back: `torch.ops.mmcompile.{shard,unshard}_tokens`.
 
-Each is the other's gradient. Putting back does not add over ranks: it leaves zeros where other ranks' tokens are, so that the
-sum over ranks, which is taken where gradients of replicas are summed, is the whole.
+Each is the other's gradient. Putting back does not add over ranks: it leaves zeros where other ranks' tokens are, so
+that the sum over ranks, which is taken where gradients of replicas are summed, is the whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def unshard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, tokens: int) 
     """Put a rank's tokens back into a sequence of zeros; the inverse of `shard_tokens` on them.
 
     Args:
-        x: what `shard_tokens` returned, or its gradient.
+        x: result of `shard_tokens`, or its gradient.
         index: [local tokens] int64, as given to `shard_tokens`; free rows are dropped.
         dim: of tokens.
         tokens: size of the result along `dim`.
@@ -80,7 +80,7 @@ unshard_tokens.register_autograd(_unshard_backward, setup_context=_save_unshard)
 
 
 def _free(index: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
-    """Bool, True for free rows, that broadcasts over the other dims."""
+    """Return a bool, True for free rows, that broadcasts over the other dims."""
     return (index < 0).view([-1 if d == dim % ndim else 1 for d in range(ndim)])
 
 
