@@ -65,7 +65,8 @@ def bitfield_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend each query to the keys its word sees; differentiable, and one op in a compiled graph.
 
-        O_i = sum over visible j of exp(scale q_i . k_j - L_i) v_j    L_i = log(sum over visible j of exp(scale q_i . k_j))
+        O_i = sum over visible j of exp(scale q_i . k_j - L_i) v_j
+        L_i = log(sum over visible j of exp(scale q_i . k_j))
 
     Args:
         q: [B, H, Tq, D].

@@ -61,8 +61,8 @@ def _row(block_m: int, block_n: int, block_g: int, num_warps: int, num_stages: i
 
 
 # Kernel, head dim, bytes of an element. Two-byte rows of head dims 64 and 128: the fastest of `gpu_attention.py --tune`
-# on an H200. Backward in float32 has 4 warps for 64 rows: with 8 warps three TF32 products fault on an H200 (Triton 3.6),
-# and those that run right spill a little there. Float32 with a head dim of 256 does not fit at all.
+# on an H200. Backward in float32 has 4 warps for 64 rows: with 8 warps three TF32 products fault on it (Triton 3.6),
+# and those that work spill a little there. Float32 with a head dim of 256 does not fit at all.
 _TABLE: dict[tuple[Kernel, int, int], Config] = {
     ("forward", 64, 2): _row(128, 64, 32, 4, 3),
     ("forward", 128, 2): _row(128, 64, 64, 8, 4),
