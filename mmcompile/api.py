@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
@@ -17,27 +18,34 @@ from mmcompile.batching.balance.plan_balancer import balancer_of_json, plan_bala
 from mmcompile.batching.balance.simulated_step import StepShape, step_time
 from mmcompile.batching.pack import Packer
 from mmcompile.batching.sample_costs import costs_of_samples
-from mmcompile.captured_model import built, captured_step, fingerprint_of, padding, subject_of
-from mmcompile.codegen.attention_choice import AttentionChoice
+from mmcompile.captured_model import CapturedModel, built, captured_step, fingerprint_of, padding
 from mmcompile.codegen.program import StageProgram
 from mmcompile.codegen.program_cache import Patterns
 from mmcompile.codegen.stage_passes import with_axes
 from mmcompile.codegen.stage_programs import lower
-from mmcompile.config import Attention, EncoderPlacement, ProjectorPlacement, Recomputation, ScheduleKind
+from mmcompile.config import (
+    Attention,
+    Components,
+    Counts,
+    Degrees,
+    EncoderPlacement,
+    PlanRequest,
+    ProjectorPlacement,
+    Recomputation,
+    ScheduleKind,
+)
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.data.collate import Sample, Value
-from mmcompile.data.readers import read_stats
 from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.parameter_patterns import matches
-from mmcompile.planner.plan.constraints import Constraint, parse_constraint
+from mmcompile.planner.plan.constraints import Constraint
 from mmcompile.planner.plan.placement import Placement, check_runnable
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
-from mmcompile.planner.strategies.strategies import AUTO
-from mmcompile.planning import Wanted, check_agrees, make_plan
+from mmcompile.planning import PlanInputs, make_plan
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.launch.background_balancer import AsideBalancer, Recipe
 
@@ -91,26 +99,26 @@ def plan(
     batch: Mapping[str, Any] | None = None,
     *,
     cluster: Cluster | str = "local",
-    num_microbatches: int | None = None,
-    stages: Mapping[str, int] | None = None,
-    projector: ProjectorPlacement | None = None,
-    autocast: bool | Sequence[str] | None = None,
-    attention: Attention | None = None,
-    context_parallel: int | None = None,
     global_batch: int | None = None,
     stats: DatasetStats | str | Path | None = None,
-    strategy: str = AUTO,
+    strategy: str = "auto",
+    num_microbatches: int | None = None,
     schedule: ScheduleKind | None = None,
     recompute: Recomputation | None = None,
     placement: EncoderPlacement | None = None,
-    tensor_parallel: int | Mapping[str, int] | None = None,
-    replicas: int | Mapping[str, int] | None = None,
-    fsdp: bool | Sequence[str] | None = None,
-    packing: Sequence[Sample] | None = None,
+    tensor_parallel: Degrees | None = None,
+    replicas: Degrees | None = None,
+    fsdp: Components | None = None,
+    stages: Counts | None = None,
+    projector: ProjectorPlacement | None = None,
+    autocast: Components | None = None,
+    attention: Attention | None = None,
+    context_parallel: int | None = None,
     constraints: Sequence[Constraint | str] = (),
     calibration: Calibration | str | Path | None = None,
     solver_seconds: float | None = None,
     fault_tolerance: int | None = None,
+    packing: Sequence[Sample] | None = None,
     on_phase: Callable[[str, float], None] | None = None,
 ) -> Plan:
     """Find where every layer runs.
@@ -123,45 +131,12 @@ def plan(
     Args:
         model: with `requires_grad` as it will train; or a path, as for `capture`.
         batch: one microbatch, with every modality in it; made from the config when not given.
-        cluster: for example `"4x8xH100"`, or `"local"` for this machine.
-        num_microbatches: microbatches of a step, of one replica of the language model; 4, or searched with a global batch.
-        stages: chain name -> number of stages, where that is decided already.
-        projector: `"with_encoder"`, `"alone"`, `"with_language_model"`; None lets the simulator choose.
-        autocast: compute products in bfloat16 from float32 parameters, as `torch.autocast` does: in all components, or in those
-            named. None: in none.
-        attention: `"model"`, as the model does it; or `"bitfield"`: in the language model, masks become words of one int64 a
-            token and empty parts of the mask cost nothing. None: bitfield if context_parallel needs it.
-        context_parallel: ranks that share the tokens of each stage of the language model; 1, or searched with a global batch and
-            bitfield attention.
-        global_batch: samples of a step.
-        stats: the dataset that the step is predicted for, or where to read it (`mmcompile.data.readers.read_stats`); without
-            it, all samples are like those of the captured batch.
-        strategy: `"auto"`, or the name of a published search or a baseline (`mmcompile.planner.strategies.strategies`).
-        schedule: None: 1F1B, or searched with a global batch.
-        recompute: what the backward of every layer computes again: `"none"`, `"selective"` (all but products, convolutions and
-            attention) or `"full"`; or `"auto"`: for each layer what its rank's memory needs, with least time, so nothing where
-            everything fits. None: none, or `"auto"` with a global batch. With fault tolerance, auto is one mode for all layers.
-        placement: `"disjoint"`, encoders on devices of their own, or `"colocated"`, before the language model on its devices;
-            None: disjoint, or searched with a global batch.
-        tensor_parallel: ranks that share the tensors of every layer, in every chain; or chain (or component) name -> its ranks, 1
-            for those not named. None: 1, or searched with a global batch. What cannot be shared by so many is computed by each of
-            them; the plan's notes say what and why.
-        replicas: of the language model; or chain (or component) name -> its replicas, kept as they are. Without a global batch,
-            chains that are not named get as many as the language model, which has 1 if not named; with one, the search chooses.
-            Chains that lead from one encoder to the language model have equally many.
-        fsdp: replicas share parameters, gradients and optimizer state instead of holding them, in every chain that has several;
-            or in the chains of the components named. Layers gather parameters before they compute; with recompute `"full"` or
-            `"selective"` they do so again in the backward and hold none in between, otherwise weights stay until the backward.
-            Replicas of the language model must have samples in every microbatch; those of an encoder need none. Not with a global
-            batch: there `strategy="fsdp"` does it.
         packing: two or more conversations, as a processor returns them, which stand for a microbatch in place of `batch`. The
-            plan is then for microbatches that are one row of documents without padding, and says what keeps documents apart.
-        constraints: values or texts (`mmcompile.planner.plan.constraints`): layers together or apart, on a stage, memory caps.
-        calibration: measured times of layers, or the file they are in (`mmcompile profile`).
-        solver_seconds: time for Z3 to prove the cuts; 5 with constraints, else only on demand.
-        fault_tolerance: nodes that may fail at once without losing a layer. The plan then has a pipeline template for every
-            number of nodes that failures may leave (`Plan.resilience`), and says which numbers of nodes can be used in full.
-        on_phase: told the seconds of each phase: `"capture"`, `"cost"`, `"search"`, `"proof"`, `"templates"`, `"links"`.
+            plan is then for microbatches that are one row of documents without padding, and its notes say what keeps documents
+            apart.
+        on_phase: receives the seconds of each phase: `"capture"`, `"cost"`, `"search"`, `"proof"`, `"templates"`, `"links"`.
+        cluster, global_batch, ...: all others are fields of `mmcompile.config.PlanRequest`, described there. A cluster, a
+            dataset, a calibration and constraints may also be given as values instead of their texts and files.
 
     Raises:
         BatchError, CaptureError: from the capture.
@@ -170,55 +145,56 @@ def plan(
             step is too small for one more replica than nodes that may fail.
         ConfigError: options that conflict or have no effect; a calibration for another machine.
     """
-    subject = subject_of(model, batch, packing)
-    wanted = Wanted(
-        cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
-        num_microbatches=num_microbatches,
-        stages=stages,
-        projector=projector,
-        autocast=autocast or (),
-        attention=_attention(attention, context_parallel),
-        search_tokens=attention == "bitfield" and context_parallel is None and global_batch is not None,
-        global_batch=global_batch,
-        stats=stats if isinstance(stats, DatasetStats | None) else read_stats(stats),
-        strategy=strategy,
-        schedule=schedule,
-        recompute=recompute,
-        placement=placement,
-        tensor_parallel=tensor_parallel,
-        replicas=replicas,
-        fsdp=fsdp or (),
-        packing=subject.packing,
-        constraints=tuple(parse_constraint(own) if isinstance(own, str) else own for own in constraints),
-        calibration=calibration if isinstance(calibration, Calibration | None) else Calibration.load(calibration),
-        solver_seconds=solver_seconds,
-        fault_tolerance=fault_tolerance,
-    )
-    wanted.check()
+    request = _request(locals())
+    inputs = PlanInputs.read(cluster=cluster, stats=stats, calibration=calibration, constraints=constraints)
+    return planned(CapturedModel.of(model, batch, packing), request, inputs, on_phase)
+
+
+def planned(
+    subject: CapturedModel,
+    request: PlanRequest,
+    inputs: PlanInputs,
+    on_phase: Callable[[str, float], None] | None = None,
+) -> Plan:
+    """Find the plan of a request.
+
+    Args:
+        subject: the model and its batch.
+        request: what is asked of the plan.
+        inputs: the values that the request names.
+        on_phase: as for `plan`.
+
+    Raises:
+        PlanError, ConfigError: as `plan`.
+    """
+    inputs = replace(inputs, packing=subject.packing)
     on_phase = on_phase or (lambda name, seconds: None)
     started = time.perf_counter()
     captured = subject.capture()
     on_phase("capture", time.perf_counter() - started)
     batch = completed(subject.model, subject.batch)
-    return make_plan(captured, batch, wanted, fingerprint_of(captured.graph), on_phase)
+    return make_plan(captured, batch, request, inputs, fingerprint_of(captured.graph), on_phase)
 
 
-def _attention(attention: Attention | None, context_parallel: int | None) -> AttentionChoice:
-    context_parallel = 1 if context_parallel is None else context_parallel
-    if context_parallel < 1:
-        raise ConfigError(
-            f"context_parallel is {context_parallel}; each stage of the language model has at least 1 rank"
-        )
-    if attention == "model" and context_parallel > 1:
-        raise ConfigError(
-            f"context_parallel {context_parallel} needs attention 'bitfield', got 'model': the model's own masks are for whole "
-            "sequences"
-        )
-    if attention not in (None, *get_args(Attention)):
-        raise ConfigError(f"attention is {attention!r}; choose one of {', '.join(get_args(Attention))}")
-    return AttentionChoice(
-        attention=attention or ("bitfield" if context_parallel > 1 else "model"), context_parallel=context_parallel
-    )
+def _request(given: Mapping[str, Any]) -> PlanRequest:
+    """Return the request among the arguments of a call; values are replaced by their texts."""
+    options: dict[str, Any] = {own.name: given[own.name] for own in fields(PlanRequest) if own.name in given}
+    options |= {
+        name: _text(options[name]) for name in ("cluster", "stats", "calibration") if options.get(name) is not None
+    }
+    options["constraints"] = tuple(map(str, options.get("constraints", ())))
+    return PlanRequest(**options)
+
+
+def _text(value: object) -> str:
+    """Return the name of a dataset, the device of a calibration, the text of anything else."""
+    match value:
+        case DatasetStats():
+            return value.name
+        case Calibration():
+            return value.device
+        case _:
+            return str(value)
 
 
 def pack(model: nn.Module, samples: Sequence[Sample]) -> dict[str, Value]:
@@ -245,16 +221,16 @@ def parallelize(
     *,
     cluster: Cluster | str = "local",
     num_microbatches: int | None = None,
-    stages: Mapping[str, int] | None = None,
+    stages: Counts | None = None,
     projector: ProjectorPlacement | None = None,
     schedule: ScheduleKind | None = None,
     recompute: Recomputation | None = None,
-    autocast: bool | Sequence[str] | None = None,
+    autocast: Components | None = None,
     attention: Attention | None = None,
     context_parallel: int | None = None,
-    tensor_parallel: int | Mapping[str, int] | None = None,
-    replicas: int | Mapping[str, int] | None = None,
-    fsdp: bool | Sequence[str] | None = None,
+    tensor_parallel: Degrees | None = None,
+    replicas: Degrees | None = None,
+    fsdp: Components | None = None,
     packing: Sequence[Sample] | None = None,
     balance: str | Balancer = Auto.name,
     correct: bool = False,
@@ -283,34 +259,15 @@ def parallelize(
     Raises:
         PlanError: the plan has axes that the engine does not run, or belongs to another model.
     """
+    request = _request(locals())
     if plan is not None:
         check_runnable(plan)
-        decided = {
-            "schedule": schedule,
-            "recompute": recompute,
-            "autocast": autocast,
-            "tensor_parallel": tensor_parallel,
-        }
-        check_agrees(plan, attention, context_parallel, packing, **decided, replicas=replicas, fsdp=fsdp)
-    subject = subject_of(model, batch, packing)
+        _check_agrees(plan, request, packed=packing is not None)
+    subject = CapturedModel.of(model, batch, packing)
     model, batch, captured = subject.model, subject.batch, subject.capture()
-    wanted = Wanted(
-        cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
-        num_microbatches=num_microbatches,
-        stages=stages,
-        projector=projector,
-        schedule=schedule,
-        recompute=recompute,
-        autocast=autocast or (),
-        attention=_attention(attention, context_parallel),
-        tensor_parallel=tensor_parallel,
-        replicas=replicas,
-        fsdp=fsdp or (),
-        packing=subject.packing,
-    )
-    wanted.check()
     if plan is None:
-        plan = make_plan(captured, completed(model, batch), wanted, fingerprint_of(captured.graph))
+        inputs = replace(PlanInputs.read(cluster=cluster), packing=subject.packing)
+        plan = make_plan(captured, completed(model, batch), request, inputs, fingerprint_of(captured.graph))
     check_fingerprint(plan, fingerprint_of(captured.graph))
     patterns = Patterns(model, plan, captured, batch, on_capture)
     if packing is None:
@@ -329,7 +286,29 @@ def parallelize(
     )
 
 
+def _check_agrees(plan: Plan, request: PlanRequest, *, packed: bool) -> None:
+    """Refuse options that a plan has decided otherwise. Raises ConfigError, naming the option."""
+    attention, context_parallel = request.attention, request.context_parallel
+    if attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
+        raise ConfigError(
+            f"the plan has attention {plan.attention!r} and context_parallel {plan.context_parallel}, asked were "
+            f"{attention!r} and {context_parallel}: a plan decides these; leave them out, or make another plan"
+        )
+    for name in ("schedule", "recompute", "autocast", "tensor_parallel", "replicas", "fsdp"):
+        value = getattr(request, name)
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value} has no effect together with a plan: the plan decides it; drop one of the two"
+            )
+    if (plan.packing is not None) != packed:
+        said = "does not pack samples" if plan.packing is None else "packs samples"
+        raise ConfigError(
+            f"the plan {said}, and packing was {'' if packed else 'not '}given: give packing (two samples or more) both to plan "
+            "and to parallelize, or to none"
+        )
+
+
 def _recipe(plan: Plan, name: str) -> Recipe:
-    """How another process makes the balancer of a name, for steps of a plan."""
+    """Return the recipe by which another process makes the balancer of a name, for steps of a plan."""
     function = balancer_of_json
     return Recipe(module=function.__module__, function=function.__name__, arguments=(plan.to_json(), name))

@@ -1,10 +1,10 @@
-"""What is captured: a model with one microbatch of it, and what a plan of that belongs to."""
+"""`CapturedModel`: a model with the microbatch that it is captured on; and the fingerprint of what was captured."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,48 +27,58 @@ from mmcompile.planner.plan.plan_record import Fingerprint, Packing
 
 
 def built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tuple[nn.Module, Mapping[str, Any]]:
-    """The model, built without weights where a path was given, and a batch for it."""
+    """Return the model, built without weights where a path is given, and a batch for it."""
     module = model if isinstance(model, nn.Module) else skeleton(model)
     return module, example_batch(module) if batch is None else batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """A model and one microbatch of it."""
+class CapturedModel:
+    """A model and the microbatch that it is captured on."""
 
-    model: nn.Module
-    batch: Mapping[str, Any]
+    model: nn.Module = field(repr=False)
+    batch: Mapping[str, Any] = field(repr=False)
     packing: Packing | None = None
+    """What keeps the samples of `batch` apart; None for a padded batch."""
     num_samples: int | None = None
-    """In the batch, where its shapes do not say."""
+    """Samples in the batch, where its shapes do not say."""
+
+    @classmethod
+    def of(
+        cls, model: nn.Module | str | Path, batch: Mapping[str, Any] | None, packing: Sequence[Sample] | None = None
+    ) -> CapturedModel:
+        """Return a model with its batch: the one given, the samples to pack in one row, or an example made from the config.
+
+        Raises:
+            ConfigError: a batch is given beside samples to pack.
+            PlanError: packed documents would see each other.
+        """
+        if packing is None:
+            module, batch = built(model, batch)
+            return cls(model=module, batch=batch)
+        if batch is not None:
+            raise ConfigError(
+                "batch has no effect beside packing, whose samples make the microbatch; drop one of the two"
+            )
+        module = model if isinstance(model, nn.Module) else skeleton(model)
+        found = check_packing(module, packing, padding(module))
+        if not found.isolates:
+            raise PlanError(
+                f"samples of {type(module).__name__} cannot be packed: {found.reason}; plan without packing"
+            )
+        packed = Packer.of(module, padding(module)).pack(packing)
+        return cls(model=module, batch=packed, packing=found, num_samples=len(packing))
 
     def capture(self) -> Capture:
+        """Return the captured training step, with gradient flow annotated."""
         captured = captured_step(self.model, self.batch)
         if self.num_samples is None:
             return captured
         return replace(captured, graph=replace(captured.graph, num_samples=self.num_samples))
 
 
-def subject_of(
-    model: nn.Module | str | Path, batch: Mapping[str, Any] | None, packing: Sequence[Sample] | None
-) -> Subject:
-    """Raises ConfigError for a batch beside samples to pack, PlanError where packed documents would see each other."""
-    if packing is None:
-        module, batch = built(model, batch)
-        return Subject(model=module, batch=batch)
-    if batch is not None:
-        raise ConfigError("batch has no effect beside packing, whose samples make the microbatch; drop one of the two")
-    module = model if isinstance(model, nn.Module) else skeleton(model)
-    found = check_packing(module, packing, padding(module))
-    if not found.isolates:
-        raise PlanError(f"samples of {type(module).__name__} cannot be packed: {found.reason}; plan without packing")
-    return Subject(
-        model=module, batch=Packer.of(module, padding(module)).pack(packing), packing=found, num_samples=len(packing)
-    )
-
-
 def padding(model: nn.Module) -> dict[str, int]:
-    """What `input_ids` are padded with: the pad token of the model's text config, if it names one."""
+    """Return the padding of `input_ids`: the pad token of the model's text config, if it names one."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     pad = getattr(text, "pad_token_id", None)
@@ -76,13 +86,14 @@ def padding(model: nn.Module) -> dict[str, int]:
 
 
 def captured_step(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, Any] | None = None) -> Capture:
+    """Return the captured training step of a model, with gradient flow annotated."""
     captured = _capture(model, batch, dynamic=dynamic)
     Pipeline(passes=(GradientFlow(),)).run(captured.graph)
     return captured
 
 
 def fingerprint_of(graph: ModelGraph) -> Fingerprint:
-    """What a plan for this graph belongs to."""
+    """Return the fingerprint of a graph: the model, its parameters and the library versions that a plan is made for."""
     text = "\n".join(f"{p.name} {p.shape} {p.dtype} {p.trainable}" for p in graph.parameters)
     return Fingerprint(
         model=graph.name,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from mmcompile.errors import ConfigError
 
@@ -48,18 +48,16 @@ Strategy = Literal[
     "fsdp",
 ]
 """Names of strategies that come with mmcompile (`mmcompile.planner.strategies.strategies`)."""
-Search = Literal["search"]
-SEARCH: Search = "search"
-"""Value of an option that leaves the choice to the search."""
 Counts = Mapping[str, int]
 """Chain (or component) name -> count."""
-Degrees = int | Mapping[str, int] | Search
-"""One count for all; or chain (or component) name -> count; or a search for them."""
+Degrees = int | Mapping[str, int]
+"""One count for all; or chain (or component) name -> count."""
 Components = bool | Sequence[str]
 """All components (True), none (False), or those named."""
 
 DEFAULT_MICROBATCHES = 4
 SOLVER_SECONDS = 5.0
+_SEARCHED: Final = "with global_batch"
 
 
 def option(
@@ -70,6 +68,7 @@ def option(
     shown: str | None = None,
     least: float | None = None,
     choices: tuple[str, ...] = (),
+    search: Literal["always", "with global_batch"] | None = None,
 ) -> Any:
     """Return a field with what its command-line option needs beside the type, the default and the help.
 
@@ -80,8 +79,9 @@ def option(
         shown: words for the default in the help, where the value says too little.
         least: smallest number that is accepted.
         choices: texts that the command line accepts, where Python accepts others too.
+        search: when the command line accepts `search`, which stands for None: the choice is searched.
     """
-    metadata = {"name": name, "metavar": metavar, "shown": shown, "least": least, "choices": choices}
+    metadata = {"name": name, "metavar": metavar, "shown": shown, "least": least, "choices": choices, "search": search}
     return field(default=default, metadata=MappingProxyType(metadata))
 
 
@@ -161,7 +161,7 @@ class PlanRequest:
     """Name of who decides: our search ('auto'), a published one, or a baseline."""
     num_microbatches: int | None = option(None, name="microbatches", least=1, shown="4; searched with --global-batch")
     """Microbatches of a step, of each replica of the language model."""
-    schedule: ScheduleKind | Search | None = option(None, shown="1f1b; search with --global-batch")
+    schedule: ScheduleKind | None = option(None, shown="1f1b; search with --global-batch", search=_SEARCHED)
     """Order of forwards and backwards."""
     recompute: Recomputation | None = option(None, shown="none; auto with --global-batch")
     """What the backward computes again; 'auto': of each layer what the memory needs.
@@ -169,15 +169,19 @@ class PlanRequest:
     'selective' is all but products, convolutions and attention. 'auto' takes the least time, so nothing where everything fits;
     with fault tolerance it is one mode for all layers.
     """
-    placement: EncoderPlacement | Search | None = option(None, shown="disjoint; search with --global-batch")
+    placement: EncoderPlacement | None = option(None, shown="disjoint; search with --global-batch", search=_SEARCHED)
     """Encoders on devices of their own, beside each other, or before the language model on its devices."""
-    tensor_parallel: Degrees | None = option(None, metavar="N|NAME=N|search", shown="1; search with --global-batch")
+    tensor_parallel: Degrees | None = option(
+        None, metavar="N|NAME=N|search", shown="1; search with --global-batch", search=_SEARCHED
+    )
     """Ranks that share the tensors of every layer, or of those of a chain by name; repeat or join with commas.
 
     Chains that are not named have 1. What so many ranks cannot share is computed by each of them; the plan's notes say what and
     why.
     """
-    replicas: Degrees | None = option(None, metavar="N|NAME=N|search", shown="1; search with --global-batch")
+    replicas: Degrees | None = option(
+        None, metavar="N|NAME=N|search", shown="1; search with --global-batch", search=_SEARCHED
+    )
     """Replicas of the language model, or of a chain by name; repeat or join with commas.
 
     Numbers of chains (or components) that are named are kept. Without a global batch, other chains get as many as the language
@@ -194,7 +198,7 @@ class PlanRequest:
     """
     stages: Counts | None = option(None, metavar="NAME=N", shown="the planner chooses")
     """Stages of a chain, where that is decided; repeat or join with commas."""
-    projector: ProjectorPlacement | Search | None = option(None, shown="search")
+    projector: ProjectorPlacement | None = option(None, shown="search", search="always")
     """Chain that computes the projector; the simulator chooses by default."""
     autocast: Components | None = option(None, metavar="all|NAME", shown="none")
     """Components whose products are computed in bfloat16 from float32 parameters; repeat or join with commas.
@@ -256,11 +260,6 @@ class PlanRequest:
 
     def _check_without_search(self) -> None:
         """Refuse what only a search uses. Names in backticks are shown as options on the command line."""
-        for name in ("schedule", "placement", "tensor_parallel", "replicas"):
-            if getattr(self, name) == SEARCH:
-                raise ConfigError(
-                    f"`{name}` search has no effect without `global_batch`: say how many samples a step has"
-                )
         if self.stats is not None:
             raise ConfigError(
                 "`stats` has no effect without `global_batch`: every microbatch is the example batch then; say how many samples "

@@ -16,7 +16,7 @@ from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.registry import balancer
 from mmcompile.batching.sample_costs import costs_of_samples
 from mmcompile.batching.step_planner import Collate, StepPlanner
-from mmcompile.captured_model import fingerprint_of, padding, subject_of
+from mmcompile.captured_model import CapturedModel, fingerprint_of, padding
 from mmcompile.codegen.program import PreparedMicrobatch
 from mmcompile.codegen.program_cache import Patterns
 from mmcompile.config import Reduction
@@ -159,7 +159,7 @@ def elastic_job(
             "with more microbatches"
         )
     resilience = _resilience(plan)
-    subject = subject_of(model, batch, None)
+    subject = CapturedModel.of(model, batch)
     captured = subject.capture()
     check_fingerprint(plan, fingerprint_of(captured.graph))
     layers = by_layers(plan)

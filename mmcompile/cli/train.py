@@ -55,12 +55,12 @@ from mmcompile.cli.planning import (
     set_trainable,
 )
 from mmcompile.cli.train_elastic import RUN, ElasticOptions, node_at, refuse_elastic, train_elastic
+from mmcompile.config import DEFAULT_MICROBATCHES
 from mmcompile.costmodel.hardware import LOCAL_NAME
 from mmcompile.data.collate import Sample, collate
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planning import DEFAULT_MICROBATCHES
 from mmcompile.report.run_folder import PLAN, write_events, write_programs
 from mmcompile.runtime.engine import Engine, StepMetrics
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 import mmcompile as mm
 from mmcompile.captured_model import captured_step, fingerprint_of
-from mmcompile.codegen.attention_choice import AttentionChoice
 from mmcompile.codegen.stage_programs import lower
+from mmcompile.config import PlanRequest
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.graph import Component, ComponentKind
-from mmcompile.planning import Wanted, make_plan
+from mmcompile.planning import PlanInputs, make_plan
 
 TOLERANCE = 1e-9
-OWN = AttentionChoice(attention="model", context_parallel=1)
 ALL = compositions(60, seed=7)
 CORE = (5, 12, 26, 28)
 CASES = [
@@ -38,7 +37,8 @@ def test_stages_give_the_models_own_loss_and_gradients(case: Composition) -> Non
     plan = make_plan(
         captured,
         batch,
-        Wanted(cluster=Cluster.local(4), attention=OWN, stages={"language_model": 2}),
+        PlanRequest(stages={"language_model": 2}),
+        PlanInputs(cluster=Cluster.local(4)),
         fingerprint_of(captured.graph),
     )
     assert len(plan.stages) >= 2

@@ -22,16 +22,14 @@ from zoo import Batch
 
 import mmcompile as mm
 from mmcompile.captured_model import captured_step, fingerprint_of
-from mmcompile.codegen.attention_choice import AttentionChoice
 from mmcompile.codegen.program_cache import Patterns
-from mmcompile.config import Recompute
-from mmcompile.costmodel.cluster import Cluster
+from mmcompile.config import PlanRequest, Recompute
 from mmcompile.data.collate import IGNORED_LABEL, collate
 from mmcompile.errors import BatchError, ConfigError, PlanError
 from mmcompile.ir.inputs import completed
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planning import Wanted, make_plan
+from mmcompile.planning import PlanInputs, make_plan
 from mmcompile.runtime.engine import Engine
 
 TOLERANCE = 1e-9
@@ -187,17 +185,15 @@ def test_options_without_effect_are_refused() -> None:
     captured, completed_batch = captured_step(model, batch), completed(model, batch)
 
     def planned(replicas: int, fsdp: bool | Sequence[str], **options: Any) -> Plan:
-        wanted = Wanted(
-            cluster=Cluster.parse("local"),
-            attention=AttentionChoice(attention="model"),
+        request = PlanRequest(
             num_microbatches=1,
             projector="with_encoder",
             replicas={"language_model": replicas, "vision_tower": 1},
             fsdp=fsdp,
             **options,
         )
-        wanted.check()
-        return make_plan(captured, completed_batch, wanted, fingerprint_of(captured.graph))
+        inputs = PlanInputs.read(cluster=request.cluster)
+        return make_plan(captured, completed_batch, request, inputs, fingerprint_of(captured.graph))
 
     plan = planned(2, True)
     assert {chain.name: chain.fsdp for chain in plan.chains} == {"vision_tower": False, "language_model": True}

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from support.plans.toy_plan import FINGERPRINT, vision_language
 
-from mmcompile.codegen.attention_choice import AttentionChoice
-from mmcompile.config import Recompute
+from mmcompile.config import PlanRequest, Recompute
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost, layer_times
 from mmcompile.costmodel.memory import recomputed_layers, stage_activation_bytes
@@ -25,7 +24,7 @@ from mmcompile.planner.search.problem import OPTIMIZER_STATES
 from mmcompile.planner.search.recompute_by_layer import by_layer, relaxed
 from mmcompile.planner.search.settings import RECOMPUTES, SearchSpace
 from mmcompile.planner.strategies.search import problem_of, searched
-from mmcompile.planning import Wanted
+from mmcompile.planning import recomputes_by_layer, search_space
 
 GIB = 2**30
 
@@ -187,8 +186,9 @@ def test_a_memory_cap_is_kept_to() -> None:
     ],
 )
 def test_when_layers_are_relaxed(options: dict[str, Any], expected: bool) -> None:
-    wanted = Wanted(cluster=Cluster.parse("1x4xH100"), attention=AttentionChoice(attention="model"), **options)
-    wanted.check()
-    assert wanted.recomputes_by_layer is expected
+    request = PlanRequest(cluster="1x4xH100", **options)
+    assert recomputes_by_layer(request) is expected
     one_mode = options.get("recompute", "none" if "global_batch" not in options else "auto") != "auto"
-    assert len(wanted.space(can_share_tokens=False).recomputes) == (1 if one_mode else 3)
+    assert len(search_space(request, Cluster.parse(request.cluster), can_share_tokens=False).recomputes) == (
+        1 if one_mode else 3
+    )

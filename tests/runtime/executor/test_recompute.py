@@ -25,11 +25,10 @@ from zoo.parts import text_config
 
 import mmcompile as mm
 from mmcompile.captured_model import fingerprint_of
-from mmcompile.codegen.attention_choice import AttentionChoice
 from mmcompile.codegen.compiled import load_compiled_stage
 from mmcompile.codegen.load import load_stage
 from mmcompile.codegen.stage_programs import lower
-from mmcompile.config import Recompute
+from mmcompile.config import PlanRequest, Recompute
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost
 from mmcompile.costmodel.memory import recomputed_layers, stage_activation_bytes
@@ -42,7 +41,7 @@ from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Stage
-from mmcompile.planning import Wanted, make_plan
+from mmcompile.planning import PlanInputs, make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 """Dynamo looks at inputs of compiled layers, and hides what torch says to that unless warnings are errors."""
@@ -209,8 +208,8 @@ def test_a_plan_recomputes_what_its_memory_needs_and_its_stages_do_that() -> Non
 
     def planned_on(cluster: Cluster) -> Plan:
         stages = {"language_model": 2, "vision_tower": 1}
-        wanted = Wanted(cluster=cluster, stages=stages, attention=AttentionChoice(attention="model"), recompute="auto")
-        return make_plan(found, batch, wanted, fingerprint_of(found.graph))
+        request = PlanRequest(stages=stages, recompute="auto")
+        return make_plan(found, batch, request, PlanInputs(cluster=cluster), fingerprint_of(found.graph))
 
     ample = planned_on(Cluster.parse("1x4xH100"))
     assert ample.recompute == "none", "nothing where everything fits"
