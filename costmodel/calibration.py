@@ -1,4 +1,4 @@
-"""`Calibration`: seconds measured on one kind of device, which override the analytic ones where there are any."""
+"""`Calibration`: seconds measured on one kind of device, used in place of the analytic ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMAKE = "measure again with `mmcompile profile`"
 
 
 def installed(package: str) -> str:
-    """Version of a package, without what it was built for (`2.13.0` of `2.13.0+cpu`)."""
+    """Return the version of a package, without its build (`2.13.0` of `2.13.0+cpu`)."""
     return version(package).partition("+")[0]
 
 
@@ -40,11 +40,12 @@ class Measurement:
 class KindCosts:
     """Seconds of the layers of one kind as polynomials in the load (Entrain, section 4.4: a x^2 + b x + c).
 
-    The x^2 of the paper is the sum of squared sequence lengths here, so that packed and padded microbatches are told apart.
+    The x^2 of the paper is the sum of squared sequence lengths here, so that packed and padded microbatches are told
+    apart.
     """
 
     kind: str
-    """As `passes.layer_kinds` names it."""
+    """Layer kind, as named by `passes.layer_kinds`."""
     layer: str
     """Module path of the layer that was measured."""
     forward: Polynomial
@@ -52,10 +53,10 @@ class KindCosts:
     weight_grad: Polynomial
     measurements: tuple[Measurement, ...]
     median_error: float
-    """Of the fitted total seconds against the measured, relative, over the points."""
+    """Median over the points of the relative error of the fitted total seconds."""
     max_error: float
     tp: int = 1
-    """Ranks that shared the tensors of the layer."""
+    """Tensor-parallel degree of the measured layer."""
 
     @classmethod
     def fitted(cls, kind: str, layer: str, measurements: Sequence[Measurement], *, tp: int = 1) -> Self:
@@ -79,6 +80,7 @@ class KindCosts:
         )
 
     def at(self, load: Load) -> LayerTimes:
+        """Return the seconds of a layer of this kind at a load."""
         return LayerTimes(
             forward_s=self.forward.at(load),
             input_grad_s=self.input_grad.at(load),
@@ -88,34 +90,37 @@ class KindCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCosts:
-    """Seconds rank 0 needs to prepare one microbatch of a model: collating, and what the model computes from integer inputs."""
+    """Seconds in which rank 0 prepares one microbatch of a model.
+
+    Collation, and values computed from integer inputs.
+    """
 
     model: str
-    """Class name."""
+    """Class name of the model."""
     seconds: Polynomial
-    """In the load of the component that ends in the loss."""
+    """Seconds as a polynomial in the load of the component that ends in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeCosts:
-    """What a step costs besides the layers, measured by running pipelines of two processes that compute next to nothing."""
+    """Costs of a step besides the layers, measured with pipelines of two processes that compute next to nothing."""
 
     forward_s: float
-    """Of a rank, for each forward of a stage."""
+    """Seconds of a rank for each forward of a stage, besides its layers."""
     backward_s: float
     message_s: float
-    """Of a rank, for each message sent or received."""
+    """Seconds of a rank for each message sent or received."""
     message_s_per_byte: float
-    """Of a rank, while the bytes of a message are copied out or in: on a CPU the core that computes does it."""
+    """Seconds of a rank per byte copied out of or into a message: on a CPU the computing core does it."""
     step_s: float
-    """Of a whole step: planning it, telling the ranks, summing their losses."""
+    """Seconds of a whole step: planning it, sending commands to the ranks, summing their losses."""
     optimizer_s_per_byte: float
-    """By bytes of trainable parameters, for the optimizer measured."""
+    """Seconds of the measured optimizer per byte of trainable parameters."""
     optimizer_s_per_tensor: float
     optimizer: str
     """Class name of that optimizer."""
     link: Interconnect
-    """Between two processes of this machine."""
+    """Link between two processes of this machine."""
 
     def __str__(self) -> str:
         return (
@@ -130,12 +135,12 @@ class RuntimeCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """Measured seconds. `to_json` / `from_json` round-trip it."""
+    """Measured seconds of layers, host work and runtime. `to_json` / `from_json` round-trip it."""
 
     device: str
     """Name of the device, as a cluster names it."""
     processor: str
-    """What the machine calls it."""
+    """Name of the machine's processor, as the system reports it."""
     dtype: str
     torch: str
     mmcompile: str
@@ -145,12 +150,12 @@ class Calibration:
     version: int = CALIBRATION_VERSION
 
     def times(self, kind: str, load: Load, tp: int = 1) -> LayerTimes | None:
-        """Seconds of a layer at a load; None for a kind that was not measured at this `tp`."""
+        """Return the seconds of a layer at a load; None for a kind that was not measured at this `tp`."""
         found = self._find(kind, tp)
         return None if found is None else found.at(load)
 
     def host_s(self, model: str, load: Load) -> float:
-        """Seconds in which rank 0 prepares a microbatch of a model; 0 for a model that was not measured."""
+        """Return the seconds in which rank 0 prepares a microbatch of a model; 0 for a model that was not measured."""
         return sum(host.seconds.at(load) for host in self.hosts if host.model == model)
 
     def check(
@@ -162,7 +167,7 @@ class Calibration:
         torch: str | None = None,
         mmcompile: str | None = None,
     ) -> None:
-        """Refuse to be used where it does not hold.
+        """Raise unless this calibration holds for a device, dtype and versions.
 
         Args:
             device: name of the cluster's devices.
@@ -187,7 +192,7 @@ class Calibration:
                 )
 
     def merged(self, other: Calibration) -> Calibration:
-        """Both calibrations' measurements; where both have the same one, the other's.
+        """Return both calibrations' measurements; `other` wins where both have the same one.
 
         Raises:
             ConfigError: they were not measured on the same device with the same dtype and versions.
@@ -206,6 +211,7 @@ class Calibration:
         )
 
     def to_json(self) -> str:
+        """Return the calibration as indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
 
     @classmethod
@@ -230,7 +236,7 @@ class Calibration:
             raise ConfigError(f"{where} is no calibration: {error}; {_REMAKE}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it, whole or not at all. Raises OutputError; nothing is changed then."""
+        """Write the file atomically. Raises OutputError; the old file is left then."""
         write_atomic(path, self.to_json())
 
     @classmethod
@@ -261,7 +267,7 @@ def _row(*cells: str) -> str:
 
 
 def _cells(costs: KindCosts) -> tuple[str, ...]:
-    """Seconds at the largest load measured, and how well the polynomials fit."""
+    """Return the table cells of a kind: seconds at the largest load measured, and the errors of the fit."""
     tokens = [point.load.tokens for point in costs.measurements]
     times = costs.at(max(costs.measurements, key=lambda point: point.times.total_s).load)
     return (
@@ -276,7 +282,7 @@ def _cells(costs: KindCosts) -> tuple[str, ...]:
 def describe_costs(
     calibration: Calibration | None, kinds: Mapping[str, Iterable[str]], *, tp: Mapping[str, int] | None = None
 ) -> str:
-    """Which numbers of a plan are analytic and which measured, in one line (`Plan.costs`).
+    """Describe in one line which numbers of a plan are analytic and which measured (`Plan.costs`).
 
     Args:
         kinds: component -> kinds of its layers.

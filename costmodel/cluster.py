@@ -1,4 +1,4 @@
-"""`Cluster`: nodes, devices and links, as numbers with sources. A value; it knows nothing of models."""
+"""`Cluster`: nodes, devices and links, as numbers with sources. A value, independent of models."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ class Cluster:
     devices_per_node: int
     device: Device
     intra: Interconnect
-    """Between two devices of one node."""
+    """Link between two devices of one node."""
     inter: Interconnect
-    """Between two nodes, per device."""
+    """Link between two nodes, per device."""
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of all nodes."""
         return self.num_nodes * self.devices_per_node
 
     @property
     def is_local(self) -> bool:
-        """CPU cores: more processes than devices can run, sharing them."""
+        """True if the devices are CPU cores of this machine, which more processes than cores can share."""
         return self.device.name == LOCAL_NAME
 
     def __str__(self) -> str:
@@ -45,23 +46,24 @@ class Cluster:
         return text if rate == usual else f"{text}@{_gigabytes(rate)}GB/s"
 
     def between(self, rank: int, other: int) -> Interconnect:
-        """The link between two ranks, ranks being numbered node by node."""
+        """Return the link between two ranks; ranks are numbered node by node."""
         same_node = rank // self.devices_per_node == other // self.devices_per_node
         return self.intra if same_node else self.inter
 
     def together(self, num_ranks: int, stride: int = 1) -> int:
-        """How many of a group's ranks share a node, the members being `stride` ranks apart: 1 to `num_ranks`."""
+        """Return how many members of a group share a node, 1 to `num_ranks`; members are `stride` ranks apart."""
         return max(1, min(num_ranks, self.devices_per_node // stride))
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
         """Read `nodes x devices x name [@ rate]`.
 
-        `4x8xH100` is 4 nodes of 8; `8xH100` is one node; `6x4xA40@6.25GB/s` (or `@50Gb/s`) gives each device 6.25 GB/s to other
-        nodes, where the table assumes another network; `local` is this machine.
+        `4x8xH100` is 4 nodes of 8; `8xH100` is one node; `6x4xA40@6.25GB/s` (or `@50Gb/s`) gives each device 6.25 GB/s
+        to other nodes, where the table assumes another network; `local` is this machine.
 
         Raises:
-            ConfigError: the text has another form, a count or rate is zero, or the device is unknown (valid names are listed).
+            ConfigError: the text has another form, a count or rate is zero, or the device is unknown (valid names are
+                listed).
         """
         if text.strip().lower() == "local":
             return cls.local()
@@ -80,7 +82,7 @@ class Cluster:
 
     @classmethod
     def local(cls, num_devices: int | None = None) -> Cluster:
-        """This machine, each CPU core a device; the memory is shared equally between them.
+        """Return this machine as a cluster: each CPU core a device, memory shared equally between them.
 
         Args:
             num_devices: cores to use; all that this process may run on by default.
@@ -93,7 +95,7 @@ class Cluster:
 
 
 def _network(usual: Interconnect, bytes_per_s: float, text: str) -> Interconnect:
-    """The usual network of a device at another rate."""
+    """Return the usual network of a device at another rate."""
     if bytes_per_s <= 0:
         raise ConfigError(f"cluster {text!r} has a network of 0 bytes a second; give what one device can send")
     if bytes_per_s == usual.bytes_per_s:
@@ -103,7 +105,7 @@ def _network(usual: Interconnect, bytes_per_s: float, text: str) -> Interconnect
 
 
 def _gigabytes(num_bytes: float) -> str:
-    """Exact to the byte, and without an exponent, so that it parses back."""
+    """Format bytes as gigabytes: exact to the byte, and without an exponent, so that it parses back."""
     return f"{num_bytes / 1e9:.9f}".rstrip("0").rstrip(".")
 
 

@@ -1,20 +1,20 @@
 """Time of communication: messages between two ranks, and collectives of many.
 
-A message takes latency plus bytes over bandwidth (the alpha-beta model). Collectives on GPUs follow NCCL's own tuning model:
-every algorithm (ring; tree for all-reduce) and protocol (LL, LL128, Simple) has
+A message takes latency plus bytes over bandwidth (the alpha-beta model). Collectives on GPUs follow NCCL's own tuning
+model: every algorithm (ring; tree for all-reduce) and protocol (LL, LL128, Simple) has
 
     time = base + steps * latency of a hop + bytes / (bus bandwidth * ranks / steps)       ring
     time = base + 2 (hops in a node + log2(nodes)) + bytes / (bus bandwidth / 2)           tree
 
-with the protocol's share of the bus, and the fastest is taken. Over several nodes the ring of n nodes goes through as many
-network ports a node as the group has ranks in it. On CPUs gloo's ring is one message to the neighbour a step.
+with the protocol's share of the bus, and the fastest is taken. Over several nodes the ring of n nodes goes through as
+many network ports a node as the group has ranks in it. On CPUs gloo's ring is one message to the neighbour a step.
 
 `num_bytes` is always that of the whole buffer: what every rank has after an all-gather, or before a reduce-scatter.
 
 Source: constants and formulas of NCCL's `src/graph/tuning.cc` (`ncclTunerConstantsDefaults`, `ncclTopoTuneModel`), as
-restated by `torch._inductor.comm_analysis` (torch 2.13), whose results within a node these are (all but all-to-all). Ours:
-network ports by ranks in a node (torch counts one a group, with corrections fitted to one cluster); the tree's correction
-for middle sizes is interpolated, so that more bytes never take less time.
+restated by `torch._inductor.comm_analysis` (torch 2.13), whose results within a node these are (all but all-to-all).
+Ours: network ports by ranks in a node (torch counts one a group, with corrections fitted to one cluster); the tree's
+correction for middle sizes is interpolated, so that more bytes never take less time.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ PROTOCOLS: tuple[Protocol, ...] = ("ll", "ll128", "simple")
 GENERATIONS: tuple[Generation, ...] = ("volta", "ampere", "hopper", "blackwell")
 
 BASE_LATENCY_US = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
-"""Algorithm -> by protocol."""
+"""Base latency in microseconds: algorithm -> by protocol."""
 HOP_LATENCY_US = {
     "nvlink": {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)},
     "pcie": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
     "network": {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)},
 }
-"""Kind of link -> algorithm -> by protocol."""
+"""Latency of a hop in microseconds: kind of link -> algorithm -> by protocol."""
 LL_GB_PER_S = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
 """Bus limit of LL: generation -> by nodes (1, 2, more)."""
 RING_LL128_GB_PER_S = ((20.0,) * 3, (20.0,) * 3, (36.7,) * 3, (40.0,) * 3)
-"""Limit of a channel, likewise."""
+"""GB/s limit of a channel under ring LL128: generation -> by nodes (1, 2, more)."""
 TREE_LL128_GB_PER_S = ((20.0,) * 3, (20.0,) * 3, (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
 TREE_GB_PER_S = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
 CHANNELS = (2, 8, 16, 32)
-"""By generation, of a usual node."""
+"""Number of channels by generation, of a usual node."""
 # fmt: off
 TREE_CORRECTION = (
     (1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0),
@@ -60,14 +60,17 @@ TREE_CORRECTION = (
 
 
 def p2p_seconds(num_bytes: float, link: Interconnect) -> float:
-    """Seconds until a message sent over an idle link has arrived; 0 for an empty message, which is never sent."""
+    """Return the seconds until a message over an idle link has arrived; 0 for an empty message, which is never sent."""
     if num_bytes == 0:
         return 0.0
     return link.latency_s + num_bytes / link.bytes_per_s
 
 
 def ring_s(num_bytes: float, num_ranks: int, link: Interconnect) -> float:
-    """Seconds of an all-gather to, or a reduce-scatter of, `num_bytes` by messages to the neighbour: all but the own share."""
+    """Return the seconds of a ring all-gather to, or reduce-scatter of, `num_bytes`.
+
+    Every share but the own is sent.
+    """
     if num_bytes == 0:
         return 0.0
     others = num_ranks - 1
@@ -75,41 +78,41 @@ def ring_s(num_bytes: float, num_ranks: int, link: Interconnect) -> float:
 
 
 def all_reduce_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None) -> float:
-    """Seconds to add up `num_bytes` of every rank on every rank.
+    """Return the seconds of an all-reduce.
 
     Args:
-        num_bytes: of the buffer, on each rank.
-        num_ranks: of the group.
+        num_bytes: bytes of the buffer, on each rank.
+        num_ranks: size of the group.
         ranks_in_a_node: how many of them share a node (`Cluster.together`); by default as many as a node has devices.
     """
     return _collective_s("all_reduce", num_bytes, num_ranks, cluster, ranks_in_a_node)
 
 
 def all_gather_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None) -> float:
-    """Seconds until every rank has the shares of all: `num_bytes` together. Arguments as of `all_reduce_s`."""
+    """Return the seconds of an all-gather: `num_bytes` are all shares together. Arguments as of `all_reduce_s`."""
     return _collective_s("all_gather", num_bytes, num_ranks, cluster, ranks_in_a_node)
 
 
 def reduce_scatter_s(
     num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None
 ) -> float:
-    """Seconds until every rank has its share of the sum of `num_bytes`. Arguments as of `all_reduce_s`."""
+    """Return the seconds of a reduce-scatter of `num_bytes` on every rank. Arguments as of `all_reduce_s`."""
     return _collective_s("reduce_scatter", num_bytes, num_ranks, cluster, ranks_in_a_node)
 
 
 def broadcast_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None) -> float:
-    """Seconds until every rank has the `num_bytes` of one. Arguments as of `all_reduce_s`."""
+    """Return the seconds of a broadcast of `num_bytes`. Arguments as of `all_reduce_s`."""
     return _collective_s("broadcast", num_bytes, num_ranks, cluster, ranks_in_a_node)
 
 
 def all_to_all_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None) -> float:
-    """Seconds until every rank has sent each other rank its equal part of `num_bytes`.
+    """Return the seconds of an all-to-all: every rank sends each other rank its equal part of `num_bytes`.
 
-    All parts leave at once, through one device link and one network port a rank: latency of one hop, then the parts for its
-    own node and those for other nodes. (NCCL has no formula: it sends messages.)
+    All parts leave at once, through one device link and one network port a rank: latency of one hop, then the parts for
+    its own node and those for other nodes. (NCCL has no formula: it sends messages.)
 
     Args:
-        num_bytes: that each rank holds, its own part included.
+        num_bytes: bytes that each rank holds, its own part included.
     """
     if num_ranks == 1 or num_bytes == 0:
         return 0.0
@@ -131,7 +134,7 @@ def algorithm_s(
     cluster: Cluster,
     ranks_in_a_node: int | None = None,
 ) -> float:
-    """Seconds of a collective by one algorithm of NCCL; infinite if NCCL does not offer it there."""
+    """Return the seconds of a collective by one algorithm of NCCL; infinite if NCCL does not offer it there."""
     near = _near(num_ranks, cluster, ranks_in_a_node)
     nodes = -(-num_ranks // near)
     bandwidth = _bus_bandwidth(algorithm, protocol, near, nodes, cluster)
@@ -159,17 +162,17 @@ def _collective_s(
 
 
 def _near(num_ranks: int, cluster: Cluster, ranks_in_a_node: int | None) -> int:
-    """Ranks of the group in one node."""
+    """Return the ranks of the group in one node."""
     return min(num_ranks, ranks_in_a_node or cluster.devices_per_node)
 
 
 def _bus(link: Interconnect, num_ranks: int) -> float:
-    """Bytes a second that collectives of so many ranks move through each, within a node."""
+    """Return the bytes per second that collectives of so many ranks move through each, within a node."""
     return link.ring_bytes_per_s * (num_ranks - 1 if link.kind == "mesh" else 1)
 
 
 def _bus_bandwidth(algorithm: Algorithm, protocol: Protocol, near: int, nodes: int, cluster: Cluster) -> float:
-    """Bytes a second of the bus under a protocol; 0 if NCCL does not offer it there."""
+    """Return the bytes per second of the bus under a protocol; 0 if NCCL does not offer it there."""
     generation = GENERATIONS.index(cluster.device.generation)
     scale = min(nodes, 3) - 1
     channels = CHANNELS[generation] * 1e9
@@ -212,7 +215,7 @@ def _kind(cluster: Cluster) -> str:
 
 
 def _correction(protocol: Protocol, num_bytes: float) -> float:
-    """Share of the tree's bandwidth, linear in log2(bytes) between the entries of the table."""
+    """Return the share of the tree's bandwidth, linear in log2(bytes) between the entries of the table."""
     table = (*TREE_CORRECTION[PROTOCOLS.index(protocol)], 1.0)
     position = min(max(log2(num_bytes / 64), 0.0), len(table) - 1.0)
     index = min(floor(position), len(table) - 2)

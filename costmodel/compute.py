@@ -35,31 +35,35 @@ class LayerCost:
     backward_exchange_s: float = 0.0
     """The same in the backward; counted with the input gradient."""
     selective_bytes: int = 0
-    """Saved for backward when all but products, convolutions and attention is computed again."""
+    """Bytes saved for backward under selective recomputation, which keeps products, convolutions and attention only."""
     full_bytes: int = 0
-    """Saved for backward when the whole layer is computed again: what it reads from outside."""
+    """Bytes saved for backward under full recomputation: the layer's inputs from outside."""
     attention_flops: int = 0
-    """Part of `forward_flops` that is attention; computed again by neither selective nor no recomputation."""
+    """Part of `forward_flops` that is attention, which selective recomputation does not repeat."""
     attention_backward_flops: int = 0
     """Part of the backward's FLOPs that is attention."""
     kv_bytes: int = 0
     """Keys and values that ranks sharing the tokens must exchange; 0 without attention."""
     working_bytes: int = 0
-    """Held only while the layer runs its backward: activations computed again."""
+    """Bytes held only while the layer runs its backward: recomputed activations."""
     shared_bytes: int = 0
-    """Kept by a stage that begins with this layer, beside the `activation_bytes` of its layers: values that earlier layers
-    read and count too (masks, rotary tables, features that several layers attend to)."""
+    """Bytes kept by a stage that begins with this layer, beside the `activation_bytes` of its layers.
+
+    Values that earlier layers read and count too (masks, rotary tables, features that several layers attend to).
+    """
     unsaved_bytes: int = 0
-    """Part of what is kept for layers that compute again: values that several layers read, this one first, and that none of
-    them keeps for its backward otherwise."""
+    """Part of the bytes kept under recomputation.
+
+    Values that several layers read, this one first, and that none of them keeps for its backward otherwise.
+    """
     kept_forward_bytes: int = 0
-    """Part of `forward_bytes` moved by products, convolutions and attention, which selective recomputation does not
-    run again."""
+    """Part of `forward_bytes` moved by products, convolutions and attention, which selective mode does not repeat."""
     kept_kernels: int = 0
     """Part of `kernels` that are products, convolutions and attention."""
 
     @property
     def has_backward(self) -> bool:
+        """True if the layer computes input or weight gradients."""
         return self.input_grad_flops + self.weight_grad_flops > 0
 
 
@@ -73,15 +77,17 @@ class LayerTimes:
 
     @property
     def backward_s(self) -> float:
+        """Seconds of input and weight gradient."""
         return self.input_grad_s + self.weight_grad_s
 
     @property
     def total_s(self) -> float:
+        """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
 
 def seconds(flops: int, num_bytes: int, kernels: int, device: Device, dtype: str) -> float:
-    """Roofline time: `max(flops / reachable peak, bytes / bandwidth) + kernels * launch`.
+    """Return roofline time: `max(flops / reachable peak, bytes / bandwidth) + kernels * launch`.
 
     Raises:
         ConfigError: the device has no peak for the dtype.
@@ -91,7 +97,7 @@ def seconds(flops: int, num_bytes: int, kernels: int, device: Device, dtype: str
 
 
 def layer_times(cost: LayerCost, device: Device, dtype: str) -> LayerTimes:
-    """Seconds of a layer's forward, input gradient and weight gradient.
+    """Return the seconds of a layer's forward, input gradient and weight gradient.
 
     The backward's bytes and kernels are known as a whole; the two gradients share them in proportion to their FLOPs.
     """

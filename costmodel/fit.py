@@ -11,11 +11,11 @@ from mmcompile.costmodel.load import Load, Polynomial
 
 
 def fit_polynomial(loads: Sequence[Load], seconds: Sequence[float]) -> Polynomial:
-    """The polynomial with no negative coefficient and the least squared relative error at the points.
+    """Return the polynomial without negative coefficients that has the least squared relative error at the points.
 
-    minimise over a, b, c >= 0: sum_i ((a q_i + b t_i + c) / y_i - 1)^2, with t tokens and q squares of lengths. Points of 0 s
-    say nothing of relative error and are left out; if all are, the polynomial is 0. Sequences of one length at all points
-    (images of a fixed size) do not tell squares from tokens: then a = 0.
+    minimise over a, b, c >= 0: sum_i ((a q_i + b t_i + c) / y_i - 1)^2, with t tokens and q squares of lengths. Points
+    of 0 s have no relative error and are left out; if all are, the polynomial is 0. Sequences of one length at all
+    points (images of a fixed size) do not distinguish squares from tokens: then a = 0.
     """
     points = [(load, value) for load, value in zip(loads, seconds, strict=True) if value > 0]
     if not points:

@@ -1,8 +1,8 @@
 """The hardware table: devices and the links between them, every figure with its source.
 
-Figures are those of the vendors' data sheets: peaks dense (no sparsity), float32 and float64 without matrix units' reduced
-precision, links in one direction, decimal units (1 GB = 1e9 bytes). Memory is the advertised size in decimal bytes, a little
-below what is there: the rest is the driver's context.
+Figures are those of the vendors' data sheets: peaks dense (no sparsity), float32 and float64 without matrix units'
+reduced precision, links in one direction, decimal units (1 GB = 1e9 bytes). Memory is the advertised size in decimal
+bytes, a little below the installed memory: the rest is the driver's context.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Device:
     """Share of `peak_flops` that compute-bound layers reach, 0..1."""
     source: str
     generation: Generation = "ampere"
-    """By which NCCL picks its limits; compute capability 8.9 counts as Ampere there."""
+    """Generation by which NCCL picks its limits; compute capability 8.9 counts as Ampere there."""
 
     def flops_per_s(self, dtype: str) -> float:
         """Reachable FLOP/s for a dtype. Raises ConfigError if the device has no figure for it."""
@@ -60,10 +60,11 @@ class Interconnect:
     source: str
     kind: LinkKind = "network"
     collective_bytes_per_s: float = 0.0
-    """What a ring of collectives reaches through each device (of a `mesh`: through each link); 0 for `bytes_per_s`."""
+    """Bytes/s of a ring of collectives through each device (of a `mesh`: through each link); 0 for `bytes_per_s`."""
 
     @property
     def ring_bytes_per_s(self) -> float:
+        """Bytes/s of a ring of collectives through each device or link."""
         return self.collective_bytes_per_s or self.bytes_per_s
 
 
@@ -72,12 +73,12 @@ Entry = tuple[Device, Interconnect, Interconnect]
 
 
 def device_names() -> str:
-    """Every name of the table, comma separated."""
+    """Return every name of the table, comma separated."""
     return ", ".join(DEVICES)
 
 
 def find_device(name: str) -> Entry:
-    """The entry of a name, in any case. Raises ConfigError if there is none; valid names are listed."""
+    """Return the entry of a name, in any case. Raises ConfigError, with the valid names, if there is none."""
     for known, entry in DEVICES.items():
         if known.lower() == name.lower():
             return entry
@@ -199,4 +200,4 @@ DEVICES: Mapping[str, Entry] = {
     ),
     LOCAL_NAME: (_CPU_CORE, _GLOO, _GLOO),
 }
-"""Pairs of A40 or H100 PCIe may be bridged by NVLink; that is not modelled, all devices of a node talk over PCIe."""
+"""Devices by name. Bridges of NVLink between pairs of A40 or H100 PCIe are not modelled: all talk over PCIe."""

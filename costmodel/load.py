@@ -1,4 +1,4 @@
-"""`Load`: how much of its modality one microbatch brings to a component, and polynomials in it.
+"""`Load`: rows and squared lengths that one microbatch gives a component, and polynomials in them.
 
 Every cost of a layer (FLOPs, bytes) is, at fixed widths, a polynomial in the rows it processes and in the pairs of rows
 that attend to each other: fixed + per_token * tokens + per_square * squares. So one capture prices every shape.
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What one microbatch brings to one component."""
+    """Work that one microbatch gives one component."""
 
     tokens: float
-    """Rows: patches of all images, frames of all sounds, tokens of all samples; padding included where the model pads."""
+    """Rows: patches of images, frames of sounds, tokens of samples; padding included where the model pads."""
     squares: float
     """Sum over sequences (images, sounds, samples) of the square of their length."""
 
@@ -22,7 +22,7 @@ class Load:
         return Load(tokens=self.tokens + other.tokens, squares=self.squares + other.squares)
 
     def __mul__(self, factor: float) -> Load:
-        """The load of `factor` times as many sequences of the same lengths."""
+        """Return the load of `factor` times as many sequences of the same lengths."""
         return Load(tokens=self.tokens * factor, squares=self.squares * factor)
 
 
@@ -38,6 +38,7 @@ class Polynomial:
     per_square: float = 0.0
 
     def at(self, load: Load) -> float:
+        """Return the value of the polynomial at a load."""
         return self.fixed + self.per_token * load.tokens + self.per_square * load.squares
 
     def __add__(self, other: Polynomial) -> Polynomial:

@@ -5,9 +5,10 @@ layer without (in a frozen tower with nothing trainable below) keeps nothing and
 has no product (an embedding, a slice) are left as they are: there is next to nothing to win. What is computed again
 counts with the input gradient, which waits for it.
 
-Where weight gradients are computed after the backward (schedule zb-h1), a stage holds in between, of one microbatch, what its
-products multiplied and the gradients of their results: 0.7 to 1.2 times what it would keep without recomputation (measured on
-stages of LLaVA, Qwen2-Audio and BLIP-2). Not modelled: there, `working_bytes` are of one layer too, not of the stage.
+Where weight gradients are computed after the backward (schedule zb-h1), a stage holds in between, of one microbatch,
+the inputs of its products and the gradients of their results: 0.7 to 1.2 times what it would keep without recomputation
+(measured on stages of LLaVA, Qwen2-Audio and BLIP-2). Not modelled: there, `working_bytes` are of one layer too, not of
+the stage.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from mmcompile.costmodel.compute import LayerCost
 
 
 def recomputed(cost: LayerCost, recompute: Recompute, *, mixed: bool = False) -> LayerCost:
-    """A layer's cost under a recomputation.
+    """Return a layer's cost under a recomputation.
 
     Args:
-        cost: of the layer as captured, which keeps everything.
+        cost: cost of the layer as captured, which keeps everything.
         recompute: "none" returns `cost`. "selective" keeps what the layer reads from outside and the results of its
             products, convolutions and attention, and repeats the rest: bytes and kernels, no FLOPs. "full" keeps what
             it reads from outside and repeats all of its forward. (torch stops repeating once all that backward needs is
             there, so that the last product of a layer is not run again; not modelled.)
-        mixed: other layers of the stage compute again. A layer that keeps everything then also counts the values that it is the
-            first of several to read, for they are kept for the others.
+        mixed: other layers of the stage compute again. A layer that keeps everything then also counts the values that
+            it is the first of several to read, for they are kept for the others.
 
     Returns:
         The cost with `activation_bytes` of what is kept, a dearer backward, and the repeated activations, alive while
@@ -59,15 +60,15 @@ def recomputed(cost: LayerCost, recompute: Recompute, *, mixed: bool = False) ->
 
 
 def recomputed_layers(costs: Sequence[LayerCost], modes: Sequence[Recompute | None]) -> list[LayerCost]:
-    """`recomputed` of the layers of one stage, each in its own mode; None computes nothing again."""
+    """Return `recomputed` of the layers of one stage, each in its own mode; None recomputes nothing."""
     mixed = len({mode for mode in modes if mode is not None}) > 1
     return [recomputed(cost, mode or "none", mixed=mixed) for cost, mode in zip(costs, modes, strict=True)]
 
 
 def stage_activation_bytes(costs: Sequence[LayerCost]) -> int:
-    """Bytes that a stage keeps for the backward of one microbatch.
+    """Return the bytes that a stage keeps for the backward of one microbatch.
 
     Args:
-        costs: of its layers of one component, in order, after `recomputed`.
+        costs: costs of its layers of one component, in order, after `recomputed`.
     """
     return sum(cost.activation_bytes for cost in costs) + sum(cost.shared_bytes for cost in costs[:1])

@@ -1,7 +1,8 @@
-"""A layer's cost on one of several ranks that share it: its tensors, its tokens, or its parameters.
+"""A layer's cost on one of several ranks that shard its tensors (TP), its tokens (CP), or its parameters (FSDP).
 
-Each is a function LayerCost -> LayerCost; the seconds of collectives that no computation hides go to `forward_exchange_s` and
-`backward_exchange_s`. Applied in the order tensors, recompute, tokens. With degree 1 the cost is returned as it is.
+Each is a function LayerCost -> LayerCost; the seconds of collectives that no computation hides go to
+`forward_exchange_s` and `backward_exchange_s`. Applied in the order tensors, recompute, tokens. With degree 1 the cost
+is returned as it is.
 """
 
 from __future__ import annotations
@@ -32,33 +33,38 @@ ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES = 4
 """Gradients of keys and values travel in float32."""
 HEAD_GROUPS = 8
-"""Groups of heads that are exchanged one after the other, if not said otherwise: the key/value heads of most models."""
+"""Groups of heads exchanged one after the other, by default: the key/value heads of most models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShare:
-    """What ranks that share a layer's tensors add up for one microbatch, and what they hold a part of each."""
+    """All-reduces of a layer's tensor-parallel ranks for one microbatch, and the shares of each that a rank holds."""
 
     sums: int
-    """Results that are added up in the forward."""
+    """Number of results that are all-reduced in the forward."""
     summed_bytes: int
-    """Of all of them together."""
+    """Bytes of all these results together."""
     copies: int
-    """Gradients that are added up in the backward."""
+    """Number of gradients that are all-reduced in the backward."""
     copied_bytes: int
     parameter_bytes: int
-    """Of the layer's parameters of which each rank holds a part; the others are whole on every rank."""
+    """Bytes of the layer's parameters that are sharded; the others are whole on every rank."""
     trainable_bytes: int
     parts: tuple[tuple[str, float], ...] = ()
-    """(Field of `LayerCost`, what a rank has of it): 1 where each has all of it (values between products, experts, heads that do
-    not divide), more where exchanges add to it. Fields not named are divided."""
+    """(Field of `LayerCost`, share of a rank).
+
+    1 where each has all of it (values between products, experts, heads that do not divide), more where exchanges add to
+    it. Fields not named are divided.
+    """
 
     @classmethod
     def assumed(cls, cost: LayerCost) -> TensorShare:
-        """Of a layer of which only the cost is known: two blocks (attention, and what follows it), or one without attention.
+        """Assume the share of a layer of which only the cost is known.
 
-        A block adds up its output in the forward and the gradient of its input in the backward, both of the size of what the
-        layer hands on; all parameters are in parts.
+        Attention and what follows it are one block each.
+
+        A block all-reduces its output in the forward and the gradient of its input in the backward, both of the size of
+        the layer's output; all parameters are sharded.
         """
         blocks = 2 if cost.attention_flops else 1
         return cls(
@@ -71,7 +77,7 @@ class TensorShare:
         )
 
     def scaled(self, factor: float) -> TensorShare:
-        """For a microbatch with so many times the rows."""
+        """Return the share for a microbatch with `factor` times the rows."""
         return replace(
             self, summed_bytes=round(self.summed_bytes * factor), copied_bytes=round(self.copied_bytes * factor)
         )
@@ -85,20 +91,21 @@ def tensor_parallel(
     recompute: Recompute = "none",
     share: TensorShare | None = None,
 ) -> LayerCost:
-    """Cost of a layer on one of `degree` ranks that share its tensors.
+    """Return the cost of a layer on one of `degree` ranks that share its tensors.
 
-    FLOPs and all that is saved or sent on are divided, if not known better; kernels are as many as before. Ranks add up results
-    in the forward and gradients in the backward; with full recompute the backward also repeats the sums of the forward. None of
-    it is hidden.
+    By default FLOPs and all bytes saved or sent on are divided; kernels are as many as before. Ranks add up results in
+    the forward and gradients in the backward; with full recompute the backward also repeats the sums of the forward.
+    None of it is hidden.
 
     Assumed: the ranks share a node.
 
     Args:
-        cost: of the layer that keeps everything.
-        recompute: what the backward is going to compute again (`mmcompile.costmodel.memory.recomputed` counts the rest of it).
-        share: what is computed and held in parts, and what is added up; by default `TensorShare.assumed`.
+        cost: cost of the layer that keeps everything.
+        recompute: recomputation in the backward (`mmcompile.costmodel.memory.recomputed` counts the rest of it).
+        share: sharded work and all-reduces; by default `TensorShare.assumed`.
 
-    Source: the conjugate operators f and g of Megatron-LM (arXiv 1909.08053, section 3), as `passes.tensor_parallel` puts them.
+    Source: the conjugate operators f and g of Megatron-LM (arXiv 1909.08053, section 3), as `passes.tensor_parallel`
+    puts them.
     """
     if degree == 1:
         return cost
@@ -120,7 +127,7 @@ def tensor_parallel(
 
 
 def _added_up_s(count: int, num_bytes: int, degree: int, cluster: Cluster) -> float:
-    """Seconds of so many all-reduces of equal size."""
+    """Return the seconds of `count` all-reduces of equal size."""
     return count * all_reduce_s(num_bytes / count, degree, cluster) if count else 0.0
 
 
@@ -138,21 +145,21 @@ def context_parallel(
     recompute: Recompute = "none",
     stride: int = 1,
 ) -> LayerCost:
-    """Cost of a layer on one of `degree` ranks that share its tokens.
+    """Return the cost of a layer on one of `degree` ranks that share its tokens.
 
-    Each does its part of all work, with all parameters, and exchanges keys and values: it gathers those of the other ranks in
-    the forward and again in the backward, and sends their gradients back in float32. With n groups of heads, all exchanges but
-    the first hide behind the attention of the group before; what does not fit is exposed:
+    Each does its part of all work, with all parameters, and exchanges keys and values: it gathers those of the other
+    ranks in the forward and again in the backward, and sends their gradients back in float32. With n groups of heads,
+    all exchanges but the first hide behind the attention of the group before; what does not fit is exposed:
 
         exposed = exchange / n + (1 - 1/n) max(0, exchange - attention)
 
     The layer must do all its work by tokens: embeddings that merge other components' rows stay whole.
 
     Args:
-        dtype: of the computation.
+        dtype: dtype of the computation.
         steps: n.
         recompute: `"full"` attends once more in the backward, with another gather.
-        stride: how far apart the ranks are; those of tensor parallelism lie between.
+        stride: distance between the ranks; those of tensor parallelism lie between.
 
     Source: head-wise overlap, Cornstarch (Oobleck / Cornstarch / Entrain dissertation §3.4.2).
     """
@@ -175,13 +182,14 @@ def context_parallel(
 
 
 def fully_sharded(cost: LayerCost, degree: int, cluster: Cluster, *, dtype: str) -> LayerCost:
-    """Cost of a layer whose parameters are spread over `degree` replicas (FSDP), each with a batch of its own.
+    """Return the cost of a layer whose parameters are sharded over `degree` replicas (FSDP), each with its own batch.
 
     Parameters are gathered before the forward and again before the backward; gradients of trained ones are reduced and
-    scattered after it. The exchange of one layer hides behind the computation of the layer before, taken to be as long as its
-    own; what does not fit is exposed. A layer without backward is gathered once. Two layers are whole at a time.
+    scattered after it. The exchange of one layer hides behind the computation of the layer before, taken to be as long
+    as its own; what does not fit is exposed. A layer without backward is gathered once. Two layers are whole at a time.
 
-    Assumed: what every replica holds whole, vectors and matrices whose rows do not divide, is nothing beside the rest.
+    Assumed: the parameters that every replica holds whole, vectors and matrices whose rows do not divide, are
+    negligible.
 
     Source: Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, §3.3.
     """
@@ -204,7 +212,7 @@ def fully_sharded(cost: LayerCost, degree: int, cluster: Cluster, *, dtype: str)
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element. Raises ConfigError for a dtype nothing is computed in."""
+    """Return the bytes of one element. Raises ConfigError for a dtype that is not for computation."""
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"no computation in dtype {dtype!r}; known are {', '.join(ELEMENT_BYTES)}")
     return ELEMENT_BYTES[dtype]
@@ -223,5 +231,5 @@ def _exposed(exchange_s: float, attention_s: float, steps: int) -> float:
 
 
 def _moved(num_bytes: int, parameter_bytes: int, degree: int) -> int:
-    """Bytes moved by one rank: all of the parameters, its share of the rest."""
+    """Return the bytes moved by one rank: all of the parameters, its share of the rest."""
     return min(num_bytes, parameter_bytes) + max(0, num_bytes - parameter_bytes) // degree

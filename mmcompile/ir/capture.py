@@ -1,4 +1,7 @@
-"""`capture`: from a model and a batch to a `ModelGraph`, on the best road that works, saying why better ones did not."""
+"""`capture`.
+
+From a model and a batch to a `ModelGraph`, in the best mode that works, with reasons against better ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from mmcompile.ir.trace import Trace, export_step
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """A graph together with what tells for which other batches it holds."""
+    """A graph together with the conditions under which it holds for other batches."""
 
     graph: ModelGraph
     host: HostProgram = field(repr=False)
@@ -38,14 +41,15 @@ def capture(
     varying: Mapping[str, Iterable[int]] | None = None,
     reference: Sequence[Component] | None = None,
 ) -> Capture:
-    """Capture the training step of `model` on `batch`, with no knowledge of the model's code.
+    """Capture the training step of `model` on `batch`, independently of the model's code.
 
     Args:
         model: any module whose forward takes the batch by name and returns a loss; real or fake parameters.
         batch: input name -> tensor or plain value. At best two or more samples with real padding: sizes of 1 and absent
             padding are baked in (and guarded).
-        dynamic: a second batch of the same inputs: dims in which it differs are kept symbolic as far as the model's code lets
-            them be; where it does not, or symbolic capture fails, the graph holds for one size (a bucket) and says why.
+        dynamic: a second batch of the same inputs: dims in which it differs are kept symbolic as far as the model's
+            code lets them be; where it does not, or symbolic capture fails, the graph holds for one size (a bucket) and
+            has the reason.
         varying: input name -> dims to keep symbolic in the same way, where no second batch shows them.
         reference: components of an earlier capture of this model, whose layer order is then kept.
 
@@ -84,7 +88,7 @@ def capture(
 
 
 def differing_dims(batch: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Input name -> dims in which two batches of the same inputs differ.
+    """Return input name -> dims in which two batches of the same inputs differ.
 
     Raises:
         BatchError: an input is in one batch only, or has another rank.
@@ -106,7 +110,7 @@ def differing_dims(batch: Mapping[str, Any], other: Mapping[str, Any]) -> dict[s
 
 
 def _fixed(wanted: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """One line per input whose dims the model's code fixed."""
+    """Return one line per input whose dims the model's code fixed."""
     lines = []
     for name, dims in wanted.items():
         fixed = [dim for dim in dims if dim not in kept.get(name, ())]
@@ -118,7 +122,7 @@ def _fixed(wanted: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, 
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
-    """Samples in a batch: the leading size of `input_ids`, else of `labels`, else of the first tensor."""
+    """Return the samples in a batch: the leading size of `input_ids`, else of `labels`, else of the first tensor."""
     for name in ("input_ids", "labels", *batch):
         if isinstance(batch.get(name), torch.Tensor):
             return int(batch[name].shape[0])
@@ -128,7 +132,7 @@ def num_samples(batch: Mapping[str, Any]) -> int:
 def _trace(
     model: nn.Module, batch: Mapping[str, Any], varying: Mapping[str, tuple[int, ...]]
 ) -> tuple[Trace, tuple[str, ...]]:
-    """The best trace that works, and why better ones did not."""
+    """Return the best trace that works, and why better ones did not."""
     reasons: tuple[str, ...] = ()
     if varying:
         try:
@@ -144,7 +148,7 @@ def _trace(
 
 
 def _explained(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> BatchError | CaptureError:
-    """Tell a batch the model refuses from a model that cannot be captured."""
+    """Return a BatchError if the model refuses the batch, a CaptureError if it cannot be captured."""
     text = str(error).strip().split("\n")[0][:400]
     shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items() if isinstance(v, torch.Tensor))
     symbolic = ("data-dependent", "Could not guard", "unbacked", "GuardOnDataDependent", "DataDependent")
@@ -162,7 +166,7 @@ def _explained(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> 
 
 
 def _parameters(model: nn.Module) -> tuple[ParameterSpec, ...]:
-    """One spec per parameter; tied parameters have one spec with aliases."""
+    """Return one spec per parameter; tied parameters have one spec with aliases."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Every private API of torch and transformers that capture needs, in one place; `tests/ir/test_compat.py` checks they exist.
+"""Private API of torch and transformers that capture needs, in one place; `tests/ir/test_compat.py` checks it.
 
 Written against torch 2.11-2.13 and transformers 5.9-5.24.
 """
@@ -37,27 +37,27 @@ __all__ = [
 ]
 
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
-"""Raised where Python or an operation needs the values of a fake tensor."""
+"""Exceptions raised if Python or an operation needs the values of a fake tensor."""
 _CACHES = "transformers.pytorch_utils"
-"""Where a predicate decides whether a function's tensors are cached."""
+"""Module whose predicate decides whether a function's tensors are cached."""
 _TRACING_PREDICATES = ("is_tracing", "is_torchdynamo_exporting", "is_torchdynamo_compiling")
 
 
 @contextlib.contextmanager
 def real_execution() -> Iterator[None]:
-    """Leave every tracing mode (dispatch, pre-dispatch, torch-function), autocast and autograd: ops inside really run."""
+    """Leave every tracing mode (dispatch, pre-dispatch, torch-function), autocast and autograd: ops inside are run."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
         yield
 
 
 def fake_copy(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor of `value`'s static shape, on `device`."""
+    """Return a fake tensor of `value`'s static shape, on `device`."""
     fake = mode.from_tensor(value, static_shapes=True)
     return fake if fake.device == device else fake.to(device)
 
 
 def fake_mode_of(module: torch.nn.Module) -> FakeTensorMode | None:
-    """The mode that a module's fake parameters belong to, or None for a real module."""
+    """Return the mode that a module's fake parameters belong to, or None for a real module."""
     for parameter in module.parameters():
         if isinstance(parameter, FakeTensor):
             return parameter.fake_mode
@@ -65,29 +65,29 @@ def fake_mode_of(module: torch.nn.Module) -> FakeTensorMode | None:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The value of a size in the captured batch, without guarding on it."""
+    """Return the value of a size in the captured batch, without guarding on it."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
 def shape_hint(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor in the captured batch, without guarding on it."""
+    """Return the shape of a tensor in the captured batch, without guarding on it."""
     return tuple(size_hint(size) for size in tensor.shape)
 
 
 def size_expression(size: torch.SymInt) -> sympy.Expr:
-    """A symbolic size as an expression over size symbols, equalities already used."""
+    """Return a symbolic size as an expression over size symbols, with equalities already used."""
     return size.node.shape_env.replace(size.node._expr)
 
 
 def shape_guards(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
-    """Everything a symbolic capture assumed of its size symbols."""
+    """Return all that a symbolic capture assumed of its size symbols."""
     env = value.fake_mode.shape_env  # type: ignore[attr-defined]
     return tuple(env.replace(guard.expr) for guard in env.guards)
 
 
 @contextlib.contextmanager
 def patched_tolist(answer: Callable[[FakeTensor], list[object] | None]) -> Iterator[None]:
-    """`FakeTensor.tolist` is plain Python that reads element by element; ask `answer` first."""
+    """Replace `FakeTensor.tolist`, plain Python that reads element by element, by one that calls `answer` first."""
     original = FakeTensor.tolist
 
     def tolist(self: FakeTensor) -> object:
@@ -105,10 +105,10 @@ def patched_tolist(answer: Callable[[FakeTensor], list[object] | None]) -> Itera
 def transformers_eager_paths() -> Iterator[None]:
     """Make transformers take the path it takes in eager mode while we trace.
 
-    Its tracing predicates answer False, so that value tests (is the mask all true?) are really made: under known values they
-    have an answer. Where they guard caches of tensors they answer True: a tensor made in a trace must not be in a cache after it.
-    Masks are built by broadcasting, since `torch.vmap` leaves batching ops in the graph.
-    Nothing is imported: where transformers is not loaded, the model cannot be one of its classes.
+    Its tracing predicates return False, so that value tests (is the mask all true?) are made: known values decide them.
+    Where they guard caches of tensors they return True: a tensor made in a trace must not be in a cache after it. Masks
+    are built by broadcasting, since `torch.vmap` leaves batching ops in the graph. Nothing is imported: where
+    transformers is not loaded, the model cannot be one of its classes.
     """
     masking = sys.modules.get("transformers.masking_utils")
     patches: list[tuple[ModuleType, str, object]] = []
@@ -134,12 +134,12 @@ def transformers_eager_paths() -> Iterator[None]:
 
 
 def positions_of_text(model: torch.nn.Module, ids: torch.Tensor, inputs: Mapping[str, object]) -> torch.Tensor | None:
-    """The `position_ids` that a transformers model would start to generate from; None for a model that generates no text.
+    """Return the `position_ids` from which a transformers model would generate; None if it generates no text.
 
     Args:
         model: its state is left as it was.
         ids: `input_ids` [B, S].
-        inputs: what forward takes; `labels` are of no use here.
+        inputs: arguments of forward; `labels` are not needed.
     """
     method = getattr(model, "_prepare_position_ids_for_generation", None)
     if method is None:

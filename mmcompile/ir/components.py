@@ -1,8 +1,8 @@
-"""Find the components and layers of a captured graph from its structure, with no knowledge of any model.
+"""Find the components and layers of a captured graph from its structure, independently of the model's code.
 
-A value's *sources* are the data inputs its floats come from: float inputs, and integer inputs looked up in a trained table.
-Modules whose values come from fewer sources than the loss does, and which hold layers or sit behind ones that do, are branches:
-encoders and projectors. The rest, with everything downstream of the merge, is the language model.
+A value's *sources* are the data inputs its floats come from: float inputs, and integer inputs looked up in a trained
+table. Modules whose values come from fewer sources than the loss does, and which hold layers or sit behind ones that
+do, are branches: encoders and projectors. The rest, with everything downstream of the merge, is the language model.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def find_structure(module: fx.GraphModule, reference: Sequence[Component] | None
 
     Args:
         module: a captured graph; nodes carry `module_path`. Annotations are written.
-        reference: components of an earlier capture of the same model. Given, its components and layer order are kept, so that
-            one plan places the layers of every capture.
+        reference: components of an earlier capture of the same model. Given, its components and layer order are kept,
+            so that one plan places the layers of every capture.
     """
     sources = _sources(module)
     if reference is None:
@@ -67,7 +67,10 @@ def find_structure(module: fx.GraphModule, reference: Sequence[Component] | None
 
 
 def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
-    """Sources of each node; None for a shared one, which no parameter, float input or random number reaches."""
+    """Return the sources of each node.
+
+    None for a shared one, which no parameter, float input or random number reaches.
+    """
     result: dict[fx.Node, Sources | None] = {}
     roots: dict[fx.Node, Sources] = {}
     for node in module.graph.nodes:
@@ -93,7 +96,7 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
 
 
 def _is_data(placeholder: fx.Node) -> bool:
-    """Images and sounds are data; floats that the host computed from integers alone (interpolation weights) are not."""
+    """Return whether a placeholder is data (images, sounds), not floats computed from integers (interpolation weights)."""
     value = placeholder.meta["val"]
     return (
         isinstance(value, torch.Tensor)
@@ -123,12 +126,12 @@ class _Tree:
                 self.children[parent].add(child)
 
     def has_blocks(self, path: str) -> bool:
-        """A stack of repeated layers stands inside."""
+        """Return whether a stack of repeated layers is inside."""
         return any(_is_block(child) or self.has_blocks(child) for child in self.children[path])
 
 
 def _prefixes(path: str) -> list[str]:
-    """ "a.b.c" -> ["", "a", "a.b", "a.b.c"]."""
+    """Return the prefixes of a dotted path: "a.b.c" -> ["", "a", "a.b", "a.b.c"]."""
     parts = path.split(".") if path else []
     return [".".join(parts[:length]) for length in range(len(parts) + 1)]
 
@@ -160,14 +163,14 @@ def _branches(graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> lis
 
 
 def _splits(tree: _Tree, path: str, data: Sources) -> bool:
-    """Its children work on disjoint data: several components in one wrapper."""
+    """Return whether its children work on disjoint data: several components in one wrapper."""
     children = [c for c in tree.children[path] if c in tree.with_parameters and not _is_block(c)]
     parts = [tree.sources[child] & data for child in children]
     return any(not (a & b) for i, a in enumerate(parts) for b in parts[i + 1 :] if a and b)
 
 
 def _short_names(paths: Sequence[str]) -> dict[str, str]:
-    """The shortest tail of each path that no other path shares."""
+    """Return the shortest tail of each path that no other path shares."""
     names: dict[str, str] = {}
     for path in paths:
         tails = [".".join(path.split(".")[-length:]) for length in range(1, path.count(".") + 2)]
@@ -176,14 +179,17 @@ def _short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _wrappers(branches: Sequence[_Branch]) -> set[str]:
-    """Modules that hold branches; their own forward is glue between components."""
+    """Return modules that hold branches; their own forward is glue between components."""
     return {prefix for branch in branches for prefix in _prefixes(branch.module)[:-1]}
 
 
 def _assign_until_pure(
     graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]
 ) -> tuple[dict[fx.Node, str], list[_Branch]]:
-    """Assign nodes, giving up branches that use parameters after the merge (the encoder of an encoder-decoder text model)."""
+    """Assign nodes.
+
+    Branches that use parameters after the merge (encoder of an encoder-decoder text model) are dropped.
+    """
     kept = list(branches)
     while True:
         owner = _assign(graph, sources, kept, _wrappers(kept))
@@ -207,10 +213,10 @@ def _reads_parameter(node: fx.Node, sources: Mapping[fx.Node, Sources | None]) -
 def _assign(
     graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch], wrappers: set[str]
 ) -> dict[fx.Node, str]:
-    """Component of every node that is not shared.
+    """Return the component of every node that is not shared.
 
-    Nodes of branch modules are theirs; nodes of wrappers (the forward of a module that holds branches) go with what they read;
-    everything else is language model.
+    Nodes of branch modules are theirs; nodes of wrappers (the forward of a module that holds branches) go to the
+    component of the values they read; everything else is language model.
     """
     owner: dict[fx.Node, str] = {}
     upstream: dict[str, set[str]] = defaultdict(set)
@@ -245,14 +251,14 @@ def _assign(
 
 
 def _merges(node: fx.Node, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]) -> bool:
-    """It reads a value from sources that none of the branches before it has, as where features enter the text."""
+    """Return whether a node reads values of sources that no branch before it has, as where features enter the text."""
     reach = sources[node]
     assert reach is not None
     return not any(reach <= branch.sources for branch in branches)
 
 
 def _settle(graph: fx.Graph, owner: dict[fx.Node, str]) -> dict[fx.Node, str]:
-    """What comes after a language-model node is language model: late assignments may have put one before a branch node."""
+    """Assign all nodes after a language-model node to it: late assignments may have put one before a branch node."""
     for node in graph.nodes:
         if node in owner and any(owner.get(source) == MAIN for source in node.all_input_nodes):
             owner[node] = MAIN
@@ -294,9 +300,10 @@ def _layers(
 
 
 def _blocks(graph: fx.Graph, owner: Mapping[fx.Node, str]) -> dict[str, dict[fx.Node, str]]:
-    """Component -> node -> path of the block it is in: "model.layers.3.mlp" -> "model.layers.3".
+    """Return component -> node -> path of the block it is in: "model.layers.3.mlp" -> "model.layers.3".
 
-    Blocks are numbered modules with modules inside; where a component has none, numbered leaves (`nn.Sequential` of linears).
+    Blocks are numbered modules with modules inside; where a component has none, numbered leaves (`nn.Sequential` of
+    linears).
     """
     composite: dict[str, dict[fx.Node, str]] = defaultdict(dict)
     leaves: dict[str, dict[fx.Node, str]] = defaultdict(dict)
@@ -309,7 +316,7 @@ def _blocks(graph: fx.Graph, owner: Mapping[fx.Node, str]) -> dict[str, dict[fx.
 
 
 def _numbered(path: str) -> str | None:
-    """The outermost numbered module on a path."""
+    """Return the outermost numbered module on a path."""
     return next((prefix for prefix in _prefixes(path)[1:] if _is_block(prefix)), None)
 
 
@@ -322,7 +329,7 @@ def _split_tail(
     *,
     fixed: bool,
 ) -> None:
-    """What follows the last block that runs (final norm, head, loss) is a layer of its own."""
+    """Make a layer of all nodes after the last block that runs (final norm, head, loss)."""
     blocks = _blocks(graph, owner)[component]
     has_tail = len(names) > 1 and not _is_block(names[-1])
     if not blocks or fixed and not has_tail:

@@ -1,4 +1,4 @@
-"""A graph of one's own to change: what a rewriting pass starts from."""
+"""Copy of a graph that a rewriting pass may change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmcompile.ir.graph import ModelGraph
 
 
 def copied(graph: ModelGraph) -> ModelGraph:
-    """The same value with nodes of its own: names and annotations are kept, tensors are shared.
+    """Return the same graph with new nodes: names and annotations are kept, tensors are shared.
 
     Parameters, buffers and constants are the same objects, so training one trains the other.
     """
@@ -27,7 +27,7 @@ def copied(graph: ModelGraph) -> ModelGraph:
 
 
 def _own(module: nn.Module, path: str, value: torch.Tensor) -> None:
-    """Put `value` at a dotted path, unless something is there."""
+    """Set the tensor at a dotted path, unless one is there."""
     *owners, name = path.split(".")
     for owner in owners:
         if owner not in module._modules:

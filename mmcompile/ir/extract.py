@@ -1,4 +1,4 @@
-"""Take part of a captured graph out as a graph module of its own."""
+"""Extract a part of a captured graph as a graph module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmcompile.ir.host_shapes import attribute
 
 
 def component_module(graph: ModelGraph, name: str) -> fx.GraphModule:
-    """One component as a graph module: what it reads from the batch and from other components -> what others read.
+    """Extract one component as a graph module: inputs from the batch and other components -> values read by others.
 
     Shared values it needs are computed inside. Inputs and outputs keep their names; parameters keep the model's.
 

@@ -1,6 +1,7 @@
-"""Rewrite in-place ops into functional ones, so that a node's value never changes after it was made.
+"""Rewrite in-place ops into functional ones, so that a node's value never changes after it is computed.
 
-Only then can a graph be cut anywhere. In-place updates of the model's own buffers (batch-norm counters) are state, and stay.
+Only then can a graph be cut anywhere. In-place updates of the model's own buffers (batch-norm counters) are state, and
+stay.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The value that a chain of views looks at."""
+    """Return the value that a chain of views looks at."""
     while node.op == "call_function" and node.target in _VIEWS:
         node = node.all_input_nodes[0]
     return node
 
 
 def _functional_call(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The same update as a functional op, inserted at the current position."""
+    """Return the same update as a functional op, inserted at the current position."""
     operands: tuple[Any, ...] = node.args
     target, *rest = operands
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -113,7 +114,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _write_back(graph: fx.Graph, node: fx.Node, view: fx.Node, new: fx.Node) -> fx.Node:
-    """The viewed tensor after `new` was written through `view`."""
+    """Return the viewed tensor after `new` was written through `view`."""
     source = view.all_input_nodes[0]
     if view.target in _SCATTERS:
         written = graph.call_function(_SCATTERS[view.target], (source, new, *view.args[1:]), dict(view.kwargs))

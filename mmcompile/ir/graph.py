@@ -24,7 +24,7 @@ META_KEY = "mmcompile"
 
 
 class ComponentKind(StrEnum):
-    """What a component is for."""
+    """Role of a component in the model."""
 
     ENCODER = "encoder"
     PROJECTOR = "projector"
@@ -32,7 +32,7 @@ class ComponentKind(StrEnum):
 
 
 class Road(StrEnum):
-    """How a graph was captured, best first."""
+    """Mode in which a graph was captured, best first."""
 
     SYMBOLIC = "symbolic"  # one graph for every size of its dynamic dims
     BUCKET = "bucket"  # one graph per shape and per value read by Python, guarded
@@ -41,7 +41,7 @@ class Road(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeInfo:
-    """What we know of one `call_function` node.
+    """Annotation of one `call_function` node.
 
     `shared` nodes depend on integer inputs, sizes, buffers and constants only (masks, positions, rotary tables):
     they belong to no component, and every stage that needs one may compute it again.
@@ -54,8 +54,10 @@ class NodeInfo:
     module_path: str
     """Dotted path of the innermost module that made the node, "" for the model's own forward."""
     carries_gradient: bool = False
-    """Gradient passes through it: an input carries gradient or a parameter read is trainable (thesis, Eq. 3.1-3.3), and the
-    loss depends on it. Set by the gradient-flow pass."""
+    """True if gradient passes through the node: an input carries gradient or a parameter read is trainable (thesis, Eq.
+
+    3.1-3.3), and the loss depends on it. Set by the gradient-flow pass.
+    """
     forward_flops: int = 0
     input_grad_flops: int = 0
     weight_grad_flops: int = 0
@@ -64,22 +66,23 @@ class NodeInfo:
 
     @property
     def shared(self) -> bool:
+        """True if the node belongs to no component."""
         return self.component is None
 
 
 def info(node: fx.Node) -> NodeInfo:
-    """The annotation of a `call_function` node; KeyError if the node was never annotated."""
+    """Return the annotation of a `call_function` node; KeyError if the node was never annotated."""
     return node.meta[META_KEY]
 
 
 def results_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """The nodes a graph returns."""
+    """Return the nodes that a graph returns."""
     results: Any = graph.output_node().args[0]
     return tuple(results)
 
 
 def component_of(node: fx.Node) -> str:
-    """Component of a node that is not shared."""
+    """Return the component of a node that is not shared."""
     name = info(node).component
     assert name is not None, f"{node.name} is a shared node"
     return name
@@ -100,21 +103,24 @@ class ParameterSpec:
     trainable: bool
     aliases: tuple[str, ...] = ()
     shard: TensorShard | None = None
-    """If this is the part that one of several ranks holds: which."""
+    """Sharding of which this parameter is one part; None for a whole parameter."""
     index: int = 0
-    """Of that part."""
+    """Index of that part."""
 
     @property
     def whole_name(self) -> str:
-        """What the model calls the parameter of which this is a part, or all."""
+        """Return the model's name of the parameter of which this is a part, or all."""
         return self.name if self.shard is None else self.name.rpartition("@")[0]
 
     def part(self, shard: TensorShard, index: int) -> ParameterSpec:
-        """The part of this parameter that a rank holds, as `<name>@<index>`; its aliases stay those of the whole."""
+        """Return the part of this parameter that a rank holds, as `<name>@<index>`.
+
+        Its aliases stay those of the whole.
+        """
         return replace(self, name=f"{self.name}@{index}", shape=shard.local_shape(self.shape), shard=shard, index=index)
 
     def of_replica(self, replica: int) -> ParameterSpec:
-        """What a replica holds, of what is held by replica 0: another part, if they share this parameter; else the same."""
+        """Return the part that a replica holds, given that of replica 0: another one if they share this parameter."""
         if self.shard is None or self.shard.replicas == 1:
             return self
         index = self.index + replica
@@ -122,6 +128,7 @@ class ParameterSpec:
 
     @property
     def num_elements(self) -> int:
+        """Number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -129,12 +136,13 @@ class ParameterSpec:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all elements."""
         return self.num_elements * torch_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """The smallest unit a plan can move: one block of a component, or what stands before or after its blocks."""
+    """The smallest unit a plan can move: one block of a component, or the nodes before or after its blocks."""
 
     index: int
     name: str
@@ -157,17 +165,17 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInfo:
-    """How the loss was written: as our node summing over valid tokens, or the model's own scalar."""
+    """Form of the loss: our node summing over valid tokens, or the model's own scalar."""
 
     per_token: bool
     """True: the graph returns (sum of token losses, number of valid tokens) and is divided once per step."""
     reason: str = ""
-    """Why not, when `per_token` is False (each microbatch then weighs by its number of samples)."""
+    """Reason why `per_token` is False (each microbatch then weighs by its number of samples)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelGraph:
-    """A captured model. Equal text means equal graph; the value does not know how it was captured."""
+    """A captured model. Equal text means equal graph; the value is independent of the capture mode."""
 
     name: str
     """Class name of the model."""
@@ -182,7 +190,7 @@ class ModelGraph:
     loss: LossInfo
     road: Road
     reasons: tuple[str, ...] = ()
-    """Why each better road was left, one line each."""
+    """Reasons against each better capture mode, one line each."""
     dynamic: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Input name -> dims that may vary without a new capture."""
     hints: Mapping[str, int] = field(default_factory=dict)
@@ -190,18 +198,19 @@ class ModelGraph:
     num_samples: int = 1
     """Samples in the captured batch."""
     shards: Mapping[str, TensorShard] = field(default_factory=dict)
-    """First name of a parameter -> which part of it a rank of a tensor-parallel group holds; `parameters` keep whole shapes."""
+    """First name of a sharded parameter -> its sharding in a tensor-parallel group; `parameters` keep whole shapes."""
     rewrites: tuple[str, ...] = ()
-    """What rewriting passes did and left alone, one line each."""
+    """Rewrites done and left out by rewriting passes, one line each."""
 
     def component(self, name: str) -> Component:
+        """Return the component of a name. Raises KeyError, with the valid names, if there is none."""
         for component in self.components:
             if component.name == name:
                 return component
         raise KeyError(f"no component {name!r}; components are {', '.join(c.name for c in self.components)}")
 
     def dag(self) -> nx.DiGraph:
-        """The component DAG; each edge has `tensors`."""
+        """Return the component DAG; each edge has `tensors`."""
         graph: nx.DiGraph = nx.DiGraph()
         graph.add_nodes_from(component.name for component in self.components)
         for producer, consumer, tensors in self.edges:
@@ -210,7 +219,7 @@ class ModelGraph:
 
     @property
     def main_dtype(self) -> str:
-        """The dtype of most parameter elements."""
+        """Dtype of most parameter elements."""
         counts: Counter[str] = Counter()
         for spec in self.parameters:
             counts[spec.dtype] += spec.num_elements
@@ -218,16 +227,16 @@ class ModelGraph:
 
     @property
     def loss_component(self) -> str:
-        """The component that ends in the loss: the one no other component consumes from."""
+        """Component that ends in the loss: no other component consumes from it."""
         (sink,) = [name for name, degree in self.dag().out_degree() if degree == 0]
         return sink
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`"float32"` -> `torch.float32`."""
+    """Return the torch dtype of a name: `"float32"` -> `torch.float32`."""
     return getattr(torch, name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `"float32"`."""
+    """Return the name of a torch dtype: `torch.float32` -> `"float32"`."""
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,9 @@
-"""The host program: what a pattern needs to know of a batch's integers, computed on CPU before the batch is run.
+"""The host shape program: values that a capture needs of a batch's integers, computed on CPU before the batch runs.
 
-Three kinds of result: *reads*, values that Python looked at during capture (the graph holds for a batch with equal reads);
-*host values*, tensors whose shape depends on values (positions of a mask), handed to the stages as inputs; and the number of
+Three kinds of result: *reads*, values that Python looked at during capture (the graph holds for a batch with equal
+reads);
+*host values*, tensors whose shape depends on values (positions of a mask), handed to the stages as inputs; and the
+  number of
 tokens that carry loss.
 """
 
@@ -26,14 +28,14 @@ HOST_PREFIX = "host_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostResult:
-    """What the host program found in one batch."""
+    """Result of the host program for one batch."""
 
     reads: tuple[object, ...]
-    """In graph order: lists and numbers that Python read."""
+    """Lists and numbers that Python read, in graph order."""
     values: Mapping[str, torch.Tensor]
     """Host input name -> value."""
     num_tokens: int | None
-    """Tokens that carry loss; None when the loss is not ours."""
+    """Tokens that carry loss; None if the loss is not a token loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,15 +98,17 @@ def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor 
 
 
 def hoist(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx.Node]) -> HostProgram:
-    """Let the host compute shared values of a graph: each becomes an input of that name, and its computation leaves the graph.
+    """Move shared values of a graph to the host.
+
+    Each becomes an input of that name, and its computation leaves the graph.
 
     Args:
-        module: a graph of one's own, changed in place.
+        module: graph, changed in place.
         host: its host program, left as it is.
         values: name of the new input -> node, computed from integer inputs and constants alone.
 
     Returns:
-        The host program that computes `values` too, after those it had.
+        The host program that also computes `values`, last.
 
     Raises:
         VerifyError: a node is computed from a parameter, a float input or random numbers.
@@ -124,7 +128,7 @@ def hoist(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx.Nod
 
 
 def drop_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase these nodes where nothing reads them, and what is not read any more because of that, inputs included."""
+    """Erase these nodes where nothing reads them, and the nodes that are unread thereafter, inputs included."""
     waiting, erased = list(nodes), set()
     while waiting:
         node = waiting.pop()
@@ -135,7 +139,7 @@ def drop_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 
 
 def _is_mutating(node: fx.Node) -> bool:
-    """Whether a call changes an argument in place (a buffer of the model)."""
+    """Return whether a call changes an argument in place (a buffer of the model)."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -172,7 +176,7 @@ def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx
 
 
 def _closure(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Everything that nodes are computed from; it must be what a host can compute before a batch is run."""
+    """Return all nodes that nodes are computed from; a host must be able to compute them before a batch is run."""
     needed: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -195,7 +199,7 @@ def _is_float(value: torch.Tensor | int) -> bool:
 
 
 def _roots(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Names of the inputs that each node depends on."""
+    """Return the names of the inputs that each node depends on."""
     roots: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         own = frozenset((str(node.target),)) if node.op == "placeholder" else frozenset()
@@ -219,7 +223,7 @@ def _has_dynamic_shape(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
 
 
 def _evaluate(module: fx.GraphModule, batch: Mapping[str, torch.Tensor | int]) -> dict[fx.Node, Any]:
-    """Real value of every node that depends on inputs, buffers and constants only, within the size limits."""
+    """Return the real value of every node that depends on inputs, buffers and constants only, within the size limits."""
     known: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -263,13 +267,13 @@ def _small(value: torch.Tensor) -> bool:
 
 
 def attribute(module: torch.nn.Module, path: str) -> torch.Tensor:
-    """The tensor at a dotted path."""
+    """Return the tensor at a dotted path."""
     owner, _, name = path.rpartition(".")
     return getattr(module.get_submodule(owner), name)
 
 
 def _concrete_mask_indices(graph: fx.Graph, known: dict[fx.Node, Any]) -> None:
-    """Selecting an unknown tensor by a known mask: by the mask's positions instead, which are then host values."""
+    """Replace the selection of an unknown tensor by a known mask by the mask's positions, which become host values."""
     for node in list(graph.nodes):
         if node.target in (aten.index.Tensor, aten.index_put.default) and node not in known:
             masks = [i for i in node.args[1] if isinstance(i, fx.Node) and i in known and is_boolean(known[i])]
@@ -290,7 +294,7 @@ def _concrete_mask_indices(graph: fx.Graph, known: dict[fx.Node, Any]) -> None:
 
 
 def _positions(graph: fx.Graph, mask: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
-    """One index node per dim of `mask`, from a single `nonzero` node."""
+    """Return one index node per dim of `mask`, from a single `nonzero` node."""
 
     def call(target: Any, *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
@@ -307,7 +311,7 @@ def _positions(graph: fx.Graph, mask: fx.Node, known: dict[fx.Node, Any]) -> lis
 def _extract(
     module: fx.GraphModule, reads: list[fx.Node], dynamic: list[fx.Node], labels: list[fx.Node]
 ) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """A graph module computing reads, dynamic values and the token count from the inputs."""
+    """Return a graph module that computes reads, dynamic values and the token count from the inputs."""
     wanted = [*(node.args[0] if node.target is VALUE_READ else node for node in reads), *dynamic, *labels]
     needed: set[fx.Node] = set()
     stack = list(wanted)

@@ -1,8 +1,9 @@
-"""Choose, while a model is traced, the implementations of its attention and experts that make one graph for all values.
+"""Implementations of attention and experts, chosen while a model is traced, that make one graph for all values.
 
-Packed towers (images end to end, `cu_seqlens`): transformers loops over images unless the attention implementation's name says
-"flash"; ours is registered under such a name through its public interface, and calls one op. Experts: `grouped_mm` can only be
-traced in bfloat16, and the plain loop asks which experts were hit; `batched_mm` computes the same in one graph.
+Packed towers (images end to end, `cu_seqlens`): transformers loops over images unless the attention implementation's
+name has "flash" in it; ours is registered under such a name through its public interface, and calls one op. Experts:
+`grouped_mm` can only be traced in bfloat16, and the plain loop asks which experts were hit; `batched_mm` computes the
+same in one graph.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ IMPLEMENTATION = "flash_mmcompile_packed"
 
 @contextlib.contextmanager
 def packed_towers(model: nn.Module) -> Iterator[None]:
-    """While the block runs, attention modules of `model` that take `cu_seqlens` use `packed_attention`."""
+    """Let attention modules of `model` that take `cu_seqlens` use `packed_attention` inside the block."""
     configs: dict[int, Any] = {
         id(module.config): module.config
         for module in model.modules()
@@ -46,7 +47,7 @@ def packed_towers(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def traceable_experts(model: nn.Module) -> Iterator[None]:
-    """While the block runs, mixture-of-experts layers that could not be traced use `batched_mm`."""
+    """Let mixture-of-experts layers that could not be traced use `batched_mm` inside the block."""
     configs: dict[int, Any] = {
         id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None
     }
@@ -82,7 +83,7 @@ def _forward(
     cu_seq_lens_q: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature; [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    """Attend with the signature of transformers; [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     assert cu_seq_lens_q is not None and attention_mask is None and not dropout
     return packed_attention(query, key, value, cu_seq_lens_q, scale).transpose(1, 2), None

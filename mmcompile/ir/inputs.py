@@ -1,4 +1,7 @@
-"""What is checked and computed from a batch before the graph: missing media, and positions the model would make in Python."""
+"""Checks and values of a batch before the graph.
+
+Missing media, and positions that the model would compute in Python.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ _MEDIA_WORDS = ("image", "pixel", "video", "audio", "feature", "input_values", "
 
 
 def is_media(name: str) -> bool:
-    """Whether an input of this name belongs to images, videos or sounds, and not to tokens."""
+    """Return whether an input of this name belongs to images, videos or sounds, not to tokens."""
     return any(word in name for word in _MEDIA_WORDS)
 
 
 def completed(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch as the graph takes it: checked for missing media, with positions.
+    """Return the batch as the graph takes it: checked for missing media, with positions.
 
     Raises:
         BatchError: the text has placeholders of a modality, and no input of that modality is there.
@@ -33,7 +36,7 @@ def completed(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """A model without its images often trains on placeholder embeddings and says nothing."""
+    """Raise on placeholders without media: a model often trains on their embeddings without an error."""
     config, ids = getattr(model, "config", None), batch.get("input_ids")
     if config is None or not isinstance(ids, torch.Tensor):
         return
@@ -52,10 +55,10 @@ def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with `position_ids`, where the model offers `get_rope_index` to compute them.
+    """Return the batch with `position_ids`, where the model offers `get_rope_index` to compute them.
 
-    Multimodal rotary positions depend on where images stand among the tokens: computed inside, every new text would be a new
-    pattern; as an input, one graph serves all. Values are the model's own, so results do not change.
+    Multimodal rotary positions depend on where images stand among the tokens: computed inside, every new text would be
+    a new pattern; as an input, one graph serves all. Values are the model's own, so results do not change.
     """
     owner: Any = next(
         (m for m in (model, getattr(model, "model", None), _base(model)) if hasattr(m, "get_rope_index")), None
@@ -74,10 +77,11 @@ def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
 
 
 def document_positions(model: nn.Module, sample: Mapping[str, Any]) -> torch.Tensor:
-    """Positions of the tokens of one conversation without padding, as the model needs them to tell documents apart.
+    """Return positions of the tokens of one conversation without padding, as the model needs them to separate documents.
 
     Args:
-        model: asked for them where it can say (multimodal rotary positions depend on where images stand among the tokens).
+        model: computes them itself if it can (multimodal rotary positions depend on the places of images among the
+            tokens).
         sample: inputs of that conversation, `input_ids` [1, S] among them.
 
     Returns:
@@ -89,6 +93,6 @@ def document_positions(model: nn.Module, sample: Mapping[str, Any]) -> torch.Ten
 
 
 def _base(model: nn.Module) -> nn.Module | None:
-    """What transformers calls the base model: the model without its head."""
+    """Return the base model of a transformers model: the model without its head."""
     base = getattr(model, "base_model", None)
     return base if isinstance(base, nn.Module) else None

@@ -1,12 +1,12 @@
 """Known values: during a capture, inputs keep their real values while parameters and activations stay fake.
 
-Multimodal models compute sizes from small integer inputs (image grids, feature lengths, placeholder positions) in plain Python.
-A fake tensor has no values, so `torch.export` fails there. Here every op whose inputs are all known is also run for real,
-beside the trace; whatever Python then asks (`.tolist()`, `if mask.all()`, `nonzero`) is answered with the real value, and the
-question is marked in the graph (`value_read`). The graph thus specialises on the answers as it does on static shapes, and the
-marks tell for which other batches it holds.
+Multimodal models compute sizes from small integer inputs (image grids, feature lengths, placeholder positions) in plain
+Python. A fake tensor has no values, so `torch.export` fails there. Here every op whose inputs are all known is also run
+for real, beside the trace; reads by Python (`.tolist()`, `if mask.all()`, `nonzero`) then get the real value, and are
+marked in the graph (`value_read`). The graph thus specialises on these values as it does on static shapes, and the
+marks determine for which other batches it holds.
 
-Limit: large float activations are never known, so a branch on one has no answer and the capture fails with a reason.
+Limit: large float activations are never known, so a branch on one has no value and the capture fails with a reason.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _COPIES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
 
 
 def is_boolean(value: object) -> bool:
-    """A tensor that indexes as a mask."""
+    """Return whether a value is a tensor that indexes as a mask."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
@@ -65,17 +65,18 @@ class KnownValues:
         self.fake_mode: FakeTensorMode | None = None
 
     def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Remember that `fake` has the value `real`."""
+        """Record that `fake` has the value `real`."""
         self._real[id(fake)] = (weakref.ref(fake), real)
         self._alive.append(fake)
         if isinstance(fake, FakeTensor):
             self.fake_mode = fake.fake_mode
 
     def forget(self, fake: torch.Tensor) -> None:
+        """Remove the value of a tensor that was changed in place."""
         self._real.pop(id(fake), None)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real value of `tensor`, or None."""
+        """Return the real value of `tensor`, or None."""
         entry = self._real.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return entry[1]
@@ -93,7 +94,7 @@ class KnownValues:
             return func(*real_args, **real_kwargs)
 
     def fake_of(self, real: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A new fake tensor with a known value."""
+        """Return a new fake tensor with a known value."""
         assert self.fake_mode is not None
         with real_execution():
             value = real.detach().clone()
@@ -147,13 +148,16 @@ class _KnownDispatch(TorchDispatchMode):
         return output
 
     def _needs_value(self, func: Any, args: Sequence[Any]) -> bool:
-        """The answer depends on values: a Python number, or a tensor whose shape is not known otherwise."""
+        """Return whether the result depends on values.
+
+        A Python number, or a tensor whose shape is not known otherwise.
+        """
         if func is aten.index.Tensor:  # tagged as of dynamic shape, which it only is under masks
             return any(is_boolean(index) for index in args[1])
         return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
     def _with_concrete_indices(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """An unknown tensor selected by a known mask or known counts: give the op a static output shape."""
+        """Give the selection of an unknown tensor by a known mask or known counts a static output shape."""
         known = self.known
         if func is aten.index.Tensor and any(is_boolean(i) and known.get(i) is not None for i in args[1]):
             indices: list[torch.Tensor | None] = []
@@ -229,6 +233,7 @@ class _KnownFunctions(TorchFunctionMode):
     def read(
         self, fake: torch.Tensor, real: torch.Tensor, func: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run a read of Python on the real value, and mark it in the graph."""
         VALUE_READ(fake)
         with real_execution():
             return func(real, *args, **(kwargs or {}))
@@ -250,7 +255,7 @@ class _KnownFunctions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def known_values(known: KnownValues) -> Iterator[None]:
-    """Answer value questions about known tensors while the block is traced."""
+    """Answer reads of known tensors with their values while the block is traced."""
     functions = _KnownFunctions(known)
 
     def tolist(fake: FakeTensor) -> list[object] | None:

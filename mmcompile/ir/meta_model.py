@@ -30,7 +30,7 @@ def skeleton(config: str | Path | Any, dtype: str | None = None) -> nn.Module:
 
     Args:
         config: a transformers config, a `config.json`, a folder holding one, or a Hugging Face id in the local cache.
-        dtype: of the parameters; the config's own by default, bfloat16 if it has none.
+        dtype: dtype of the parameters; the config's own by default, bfloat16 if it has none.
 
     Raises:
         ConfigError: the config cannot be read, or transformers has no model for it.
@@ -42,13 +42,13 @@ def skeleton(config: str | Path | Any, dtype: str | None = None) -> nn.Module:
 
 
 def without_weights(model_class: Any, config: Any, dtype: torch.dtype | None) -> nn.Module:
-    """A transformers model of a class, with fake parameters on CPU."""
+    """Return a transformers model of a class, with fake parameters on CPU."""
     with FakeTensorMode(), _no_init():
         return model_class._from_config(config, dtype=dtype)
 
 
 def read_config(source: str | Path | Any) -> Any:
-    """The transformers config at a path, in the cache, or as given."""
+    """Return the transformers config at a path, in the cache, or as given."""
     if not isinstance(source, (str, Path)):
         return source
     import transformers  # heavy, and only needed for Hugging Face models

@@ -16,10 +16,10 @@ MERGE = "merge_features"
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of cross-entropy over valid tokens, and their number.
+    """Return the sum of cross-entropy over valid tokens, and their number.
 
-    loss_sum = sum over i with labels[i] != ignore_index of -log softmax(logits[i])[labels[i]], computed in float32 or in the
-    logits' own dtype if wider; a batch without a valid token gives 0, not NaN.
+    loss_sum = sum over i with labels[i] != ignore_index of -log softmax(logits[i])[labels[i]], computed in float32 or
+    in the logits' own dtype if wider; a batch without a valid token gives 0, not NaN.
 
     Args:
         logits: [tokens, classes] or [batch, classes, tokens], any float dtype.
@@ -27,7 +27,8 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) ->
         ignore_index: label of tokens without loss.
 
     Returns:
-        (loss_sum [], num_tokens [] int64). The step divides by its total number of valid tokens once, over all microbatches.
+        (loss_sum [], num_tokens [] int64). The step divides by its total number of valid tokens once, over all
+        microbatches.
     """
     wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     return F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum"), (labels != ignore_index).sum()
@@ -53,19 +54,22 @@ def attention_words(
     batch: int,
     length: int,
 ) -> torch.Tensor:
-    """The mask of self-attention as one word a token (`kernels.bitfield_attention.words`).
+    """Return the mask of self-attention as one word a token (`kernels.bitfield_attention.words`).
 
     visible(q, k) = valid(k) and documents(q) = documents(k) and (k <= q or islands(q) = islands(k) >= 0)
 
-    A token that is not valid gets the padding word 0: nothing sees it, and it sees nothing either, so its own row is 0. That is
-    a difference from a mask that only hides keys, and it is not seen in the loss as long as such a token has none.
+    A token that is not valid gets the padding word 0: nothing sees it, and it sees nothing either, so its own row is 0.
+    That is a difference from a mask that only hides keys, and it is not seen in the loss as long as such a token has
+    none.
 
     Args:
         valid: bool or integer, 0 for padding; None where all tokens are real. Tensors are [B, T], or broadcast to it.
         documents: integers, equal for tokens of one document (packed sample); None for one document a row.
         islands: integers, equal for tokens that see each other in both directions; below 0 for none. None: no islands.
-        causal: whether tokens see earlier ones; if not, every token sees its whole document, and `islands` must be None.
-        window: the model's mask ends islands too at this many tokens, while a window of words bounds the causal term alone.
+        causal: whether tokens see earlier ones; if not, every token sees its whole document, and `islands` must be
+            None.
+        window: the model's mask ends islands too at this many tokens, while a window of words bounds the causal term
+            alone.
         batch, length: B and T.
 
     Returns:
@@ -108,13 +112,16 @@ def _check_islands_fit(document: torch.Tensor, island: torch.Tensor, window: int
 
 
 def token_positions(words: torch.Tensor) -> torch.Tensor:
-    """Positions of tokens in their own order, 0, 1, 2, ... in each row: int32 [B, T] on the device of `words`, [B, T]."""
+    """Return positions of tokens in their own order, 0, 1, 2, ... in each row.
+
+    Int32 [B, T] on the device of `words`.
+    """
     return torch.arange(words.shape[1], dtype=torch.int32, device=words.device).expand_as(words)
 
 
 @torch.library.custom_op("mmcompile::value_read", mutates_args=())
 def value_read(value: torch.Tensor) -> None:
-    """Marks in the graph that Python read this tensor's values: the graph holds for equal values only."""
+    """Mark in the graph that Python read this tensor's values: the graph holds for equal values only."""
 
 
 @value_read.register_fake

@@ -1,4 +1,4 @@
-"""`matches`: whether a pattern means a parameter, by its name. What `freeze` and `ParameterGroup` have in common."""
+"""`matches`: whether a pattern means a parameter, by its name. Shared by `freeze` and `ParameterGroup`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PROJECTOR_MODULES = frozenset({"merger", "deepstack_merger_list", "connector", "
 
 
 def matches(name: str, pattern: str) -> bool:
-    """True if a pattern means a parameter.
+    """Return whether a pattern means a parameter.
 
     Args:
         name: original name of the parameter, as `named_parameters` has it.

@@ -1,4 +1,4 @@
-"""Example batches for models that are only a configuration, made from the conventions of their forward signature and config."""
+"""Example batches for models that are only a configuration, by the conventions of their forward signature."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def example_batch(
     image_size: int = DEFAULT_IMAGE_SIZE,
     audios: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """A batch of random tokens with images and sounds where the model takes them, labels on the text.
+    """Return a batch of random tokens with images and sounds where the model takes them, labels on the text.
 
     Args:
         model: a Hugging Face model, real or a skeleton; or one that makes example batches itself (composed models do).
         batch_size: samples.
         text_tokens: text tokens per sample, before image and audio placeholders.
-        images: per sample, for models with `pixel_values`.
+        images: images per sample, for models with `pixel_values`.
         image_size: height and width in pixels, for models that take any size.
-        audios: per sample, for models with `input_features`.
+        audios: sounds per sample, for models with `input_features`.
 
     Raises:
         ConfigError: the model takes inputs that have no common convention (tiles, crops); pass a batch of your own.
@@ -87,7 +87,7 @@ def _span(config: Any, modality: str, count: int) -> _Span:
 
 
 def _text(config: Any, batch_size: int, text_tokens: int, spans: list[_Span]) -> dict[str, torch.Tensor]:
-    """Two text tokens, then each span of placeholders with two text tokens after it, then the rest of the text."""
+    """Return two text tokens, then each span of placeholders with two text tokens after it, then the rest of the text."""
     special = [
         value
         for name, value in vars(config).items()
@@ -121,7 +121,7 @@ def _token(config: Any, modality: str) -> int:
 
 
 def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_size: int) -> int:
-    """Add images to the batch; placeholders per image."""
+    """Add images to the batch; return placeholders per image."""
     vision = getattr(model.config, "vision_config", None)
     if vision is None:
         raise _unknown("it takes pixel_values but has no vision_config")
@@ -154,7 +154,7 @@ def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_
 
 
 def _num_tiles(image_size: tuple[int, int], pinpoints: list[Any], tile: int) -> int:
-    """Crops of an image, the whole image not counted, in models that cut images to the best of some resolutions."""
+    """Return the tiles of an image, the whole image not counted, for models that cut it to the best of some resolutions."""
     from transformers.image_processing_utils import select_best_resolution  # only needed for these models
 
     height, width = select_best_resolution(image_size, pinpoints)
@@ -162,7 +162,7 @@ def _num_tiles(image_size: tuple[int, int], pinpoints: list[Any], tile: int) -> 
 
 
 def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int:
-    """Add sounds to the batch; placeholders per sound."""
+    """Add sounds to the batch; return placeholders per sound."""
     audio = getattr(model.config, "audio_config", None)
     if audio is None:
         raise _unknown("it takes input_features but has no audio_config")
@@ -185,7 +185,7 @@ def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int
 def _num_features(
     model: nn.Module, accessor: str, inputs: Mapping[str, torch.Tensor], values: Mapping[str, object] | None = None
 ) -> int:
-    """Rows that an encoder and its projector make of the inputs, by running them (on fake tensors for a skeleton)."""
+    """Return the rows that an encoder and its projector make of the inputs, by running them (on fake tensors if meta)."""
     owner = model if hasattr(model, accessor) else getattr(model, "model", None)
     if owner is None or not hasattr(owner, accessor):
         raise _unknown(f"it has no {accessor}")

@@ -1,4 +1,4 @@
-"""Sizes that vary: which batches a symbolic capture holds for, and what every size is in one of them."""
+"""Symbolic sizes: the batches that a symbolic capture holds for, and the value of every size in one of them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Sizes:
     inputs: Mapping[str, Shape]
     """Input name -> shape, with symbols where it may vary."""
     guards: tuple[sympy.Expr, ...] = ()
-    """Hold for every batch the capture holds for."""
+    """Conditions over size symbols that hold for every batch of the capture."""
     values: Mapping[str, sympy.Expr] = field(default_factory=dict)
     """Size input of the graph (`size_0`) -> its value over symbols."""
 
     def bind(self, batch: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, int] | None:
-        """Symbol -> value for a batch, or None if the capture does not hold for its shapes."""
+        """Return symbol -> value for a batch, or None if the capture does not hold for its shapes."""
         bound: dict[sympy.Symbol, int] = {}
         for name, shape in self.inputs.items():
             actual = batch[name].shape
@@ -48,7 +48,7 @@ class Sizes:
         return bound if all(guard.subs(list(bound.items())) == True for guard in self.guards) else None  # noqa: E712 (sympy truth)
 
     def size_inputs(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, int]:
-        """Value of every size input of the graph."""
+        """Return the value of every size input of the graph."""
         return {
             name: value
             for name, expression in self.values.items()
@@ -56,7 +56,7 @@ class Sizes:
         }
 
     def dynamic(self) -> dict[str, tuple[int, ...]]:
-        """Input name -> dims that may vary."""
+        """Return input name -> dims that may vary."""
         found = {
             n: tuple(i for i, size in enumerate(shape) if not isinstance(size, int)) for n, shape in self.inputs.items()
         }
@@ -64,7 +64,7 @@ class Sizes:
 
 
 def evaluate(size: int | sympy.Expr, bound: Mapping[sympy.Symbol, int]) -> int | None:
-    """A size as a number; None if a symbol in it has no value."""
+    """Return a size as a number; None if a symbol in it has no value."""
     if isinstance(size, int):
         return size
     value: Any = size.subs(list(bound.items()))
@@ -103,7 +103,7 @@ def _number_or_expression(expression: sympy.Expr) -> int | sympy.Expr:
 
 
 def _size_placeholders(graph: fx.Graph) -> dict[str, sympy.Expr]:
-    """Replace nodes whose value is a size: by a number where it is one, else by a placeholder per distinct expression."""
+    """Replace nodes whose value is a size: by a number if it is one, else by a placeholder per distinct expression."""
     made: dict[sympy.Expr, fx.Node] = {}
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.nodes):
@@ -147,11 +147,11 @@ def _has_symbols(tensor: torch.Tensor) -> bool:
 
 
 def _concrete(tensor: torch.Tensor, memory: dict[int, tuple[torch.Tensor, torch.UntypedStorage]]) -> torch.Tensor:
-    """A tensor without data of the captured size; views of one memory stay views of one.
+    """Return a tensor without data of the captured size; views of one memory stay views of one.
 
     Args:
-        tensor: with symbols in its shape.
-        memory: by identity of a symbolic storage: a tensor that keeps it alive, so that no other gets its identity, and
+        tensor: tensor with symbols in its shape.
+        memory: identity of a symbolic storage -> a tensor that keeps it alive, so that no other gets its identity, and
             its counterpart.
     """
     storage = tensor.untyped_storage()
@@ -164,6 +164,6 @@ def _concrete(tensor: torch.Tensor, memory: dict[int, tuple[torch.Tensor, torch.
 
 
 def shape_of(node: fx.Node) -> tuple[int | str, ...]:
-    """Shape of a tensor node, symbolic sizes as text."""
+    """Return the shape of a tensor node, symbolic sizes as text."""
     shape = node.meta.get("symbolic_shape") or node.meta["val"].shape
     return tuple(size if isinstance(size, int) else str(size) for size in shape)

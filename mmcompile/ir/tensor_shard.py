@@ -1,4 +1,4 @@
-"""`TensorShard`: which part of a tensor each of several ranks holds."""
+"""`TensorShard`: the parts of a tensor that several ranks hold."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from mmcompile.kernels.tensor_parallel.blocks import block_part, join_blocks
 class TensorShard:
     """A dim split over ranks, block by block.
 
-    Along `dim` the tensor consists of blocks that follow each other, and of each block a rank holds one of `count` equal parts:
+    Along `dim` the tensor consists of blocks that follow each other, and of each block a rank holds one of `count`
+    equal parts:
 
         blocks (4, 2), count 2:   a a a a b b   ->   rank 0: a a b   rank 1: a a b
 
-    So a projection to queries, keys and values in one weight is three blocks, and every rank gets heads of all three.
+    A projection to queries, keys and values in one weight is three blocks, so every rank gets heads of all three.
 
-    Replicas may share what a rank would hold once more: then `replicas` parts that follow each other are together what one of
+    Replicas may shard the part of a rank once more: then `replicas` consecutive parts together are the part that one of
     `count / replicas` ranks computes with.
     """
 
@@ -29,7 +30,7 @@ class TensorShard:
     blocks: tuple[int, ...]
     count: int
     replicas: int = 1
-    """That share the part of each rank that shares tensors; 1 if each holds it whole."""
+    """Replicas that shard the part of each tensor-parallel rank; 1 if each holds it whole."""
 
     def __post_init__(self) -> None:
         uneven = [block for block in self.blocks if block % self.count]
@@ -39,24 +40,27 @@ class TensorShard:
             )
 
     def spread(self, replicas: int) -> TensorShard:
-        """Each part in as many parts again. Raises ValueError if a block does not divide."""
+        """Return this sharding with each part split into `replicas` parts.
+
+        Raises ValueError if a block does not divide.
+        """
         return replace(self, count=self.count * replicas, replicas=self.replicas * replicas)
 
     def index(self, rank: int, replica: int = 0) -> int:
-        """Of the part that a replica of a rank holds.
+        """Return the index of the part that a replica of a rank holds.
 
         Args:
-            rank: among those that share tensors; any, where they do not share this one.
+            rank: tensor-parallel rank; any, if this tensor is not sharded over them.
         """
         return rank % (self.count // self.replicas) * self.replicas + replica
 
     @property
     def size(self) -> int:
-        """Of the dim in the whole tensor."""
+        """Size of the dim in the whole tensor."""
         return sum(self.blocks)
 
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """What rank `index` holds of a whole tensor: a view where there is one block.
+        """Return the part of rank `index` of a whole tensor: a view if there is one block.
 
         Raises ValueError: the tensor has another size, or there is no such rank.
         """
@@ -66,7 +70,7 @@ class TensorShard:
         return block_part(tensor, self.dim, self.blocks, index, self.count)
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor, from the parts of all ranks in order: the inverse of `part`."""
+        """Return the whole tensor, from the parts of all ranks in order: the inverse of `part`."""
         if len(parts) != self.count:
             raise ValueError(f"got {len(parts)} parts, wanted {self.count}")
         for part in parts:
@@ -74,12 +78,12 @@ class TensorShard:
         return join_blocks(parts, self.dim, self.blocks)
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of a part of a tensor of `shape`."""
+        """Return the shape of a part of a tensor of `shape`."""
         self._check(shape, self.size)
         return (*shape[: self.dim], shape[self.dim] // self.count, *shape[self.dim + 1 :])
 
     def local_sizes(self, sizes: Sequence[int | sympy.Expr]) -> tuple[int | sympy.Expr, ...]:
-        """`local_shape` over size symbols."""
+        """Return `local_shape` over size symbols."""
         size = sizes[self.dim]
         local = size // self.count if isinstance(size, int) else size / self.count
         return (*sizes[: self.dim], local, *sizes[self.dim + 1 :])

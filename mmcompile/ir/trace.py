@@ -49,9 +49,12 @@ class Trace:
     """A captured training step, functional and free of value reads."""
 
     module: fx.GraphModule = field(repr=False)
-    """Placeholders in `input_names` order -> (loss_sum, num_tokens) or (loss,). Parameters are the model's own tensors."""
+    """Placeholders in `input_names` order -> (loss_sum, num_tokens) or (loss,).
+
+    Parameters are the model's own tensors.
+    """
     input_names: tuple[str, ...]
-    """Batch tensors read, then host values."""
+    """Names of the batch tensors read, then of host values."""
     host: HostProgram
     sizes: Sizes = field(repr=False)
     loss: LossInfo
@@ -80,7 +83,7 @@ class _LossOnly(nn.Module):
 
 
 def _named_forward(run: Any, names: list[str]) -> Any:
-    """A function with one parameter per input, as `torch.export` wants a flat signature."""
+    """Return a function with one parameter per input: `torch.export` requires a flat signature."""
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         return run(**dict(zip(names, args, strict=False)), **kwargs)
@@ -91,7 +94,7 @@ def _named_forward(run: Any, names: list[str]) -> Any:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returned: `.loss`, `["loss"]`, the first of a tuple, or the value itself."""
+    """Return the loss of a model's output: `.loss`, `["loss"]`, the first of a tuple, or the value itself."""
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -110,7 +113,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _without_cache(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Switch `use_cache` off on every sub-config (a cache adds two cats per layer), and give the call options that help."""
+    """Switch `use_cache` off in every sub-config (a cache adds two cats per layer), and yield options for the call."""
     configs = {
         id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None
     }
@@ -131,7 +134,8 @@ def export_step(
     """Capture `loss = model(**batch)` as one functional graph.
 
     Args:
-        model: any module, with real or fake parameters; `requires_grad` flags and train/eval mode are taken as they are.
+        model: any module, with real or fake parameters; `requires_grad` flags and train/eval mode are taken as they
+            are.
         batch: input name -> tensor (real values), or a plain Python value that is fixed.
         dynamic: input name -> dims to keep symbolic; the model's code may still fix some of them.
 
@@ -172,8 +176,7 @@ def export_step(
 
 @contextlib.contextmanager
 def _quiet_export() -> Iterator[None]:
-    """Silence export's remarks: on dims that the model fixes (we report those ourselves), and on attributes that forward
-    leaves behind for a later generation (export puts them back)."""
+    """Silence export's warnings about dims that the model fixes (we report those), and about attributes left by forward."""
     logger = logging.getLogger("torch._export.non_strict_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -186,7 +189,7 @@ def _quiet_export() -> Iterator[None]:
 
 
 def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModule:
-    """The exported graph with the model's own tensors under their own names; everything else becomes `constant_<n>`."""
+    """Return the exported graph with the model's own tensors under their own names; all others are `constant_<n>`."""
     _inline_regions(exported)
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     first_name: dict[int, str] = {}
@@ -210,7 +213,10 @@ def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModu
 
 
 def _inline_regions(exported: fx.GraphModule) -> None:
-    """Put the bodies of `torch.no_grad` and autocast-off regions in line; what leaves a no_grad region is detached."""
+    """Inline the bodies of `torch.no_grad` and autocast-off regions.
+
+    Values that leave a no_grad region are detached.
+    """
     graph = exported.graph
     for node in list(graph.nodes):
         if node.op != "call_function" or not str(node.target).startswith("wrap_with_"):
@@ -270,7 +276,7 @@ def _name_merges(graph: fx.Graph) -> None:
 
 
 def _own_loss(graph: fx.Graph) -> LossInfo:
-    """Replace a mean cross-entropy that is the loss by our sum and count; otherwise say why not."""
+    """Replace a mean cross-entropy that is the loss by our sum and count; otherwise return the reason against it."""
     output = graph.output_node()
     (loss,) = results_of(graph)
     node = loss
@@ -305,7 +311,7 @@ def _own_loss(graph: fx.Graph) -> LossInfo:
 
 
 def _before_narrowing(logits: fx.Node) -> fx.Node:
-    """Skip a cast to float32 of float64 logits: models mean it as an upcast from half precision."""
+    """Skip a cast of float64 logits to float32, which models intend as an upcast from half precision."""
     chain = [logits]
     while chain[-1].target in (*_LOSS_PRESERVING, aten.slice.Tensor, aten.select.int, aten.transpose.int):
         chain.append(chain[-1].all_input_nodes[0])

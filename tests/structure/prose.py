@@ -27,7 +27,7 @@ PHRASES = {
     r"wants?|wanted": "requires, requested",
     r"knows?|knew|knowing": "has, holds, is independent of",
     r"hears?|heard|hearing": "receives, learns",
-    r"(?:tells?|told|telling)(?! apart)": "sends, reports, distinguishes",
+    r"(?:tells?|told|telling)(?!\s+apart)": "sends, reports, distinguishes",
     r"nobody|whoever|whomever|everybody|somebody|anybody": "name the ranks, processes or nodes",
     r"(?:tak(?:e|es|ing)|took) part": "participates; is a member, runs, sends",
     r"(?:go|goes|going|went) on": "continues",
@@ -91,7 +91,6 @@ def product_files() -> Iterator[Path]:
 
 # Docstrings still to rewrite. No number may rise.
 ALLOWED: dict[str, int] = {
-    "costmodel": 26,
     "passes": 141,
     "mmcompile": 39,
     "batching": 100,
@@ -99,7 +98,6 @@ ALLOWED: dict[str, int] = {
     "codegen": 56,
     "composition": 34,
     "data": 43,
-    "ir": 36,
     "planner": 275,
     "report": 58,
     "runtime": 412,
