@@ -1,17 +1,17 @@
 """Every error a user can meet, in one tree.
 
-A message says what went wrong, what we got, what we wanted, where, and what to do next.
+A message has the fault, the value got, the value required, the place, and the next action.
 """
 
 from __future__ import annotations
 
 
 class MMCompileError(ValueError):
-    """Base of every error caused by what a user gave us (the CLI prints it without a traceback)."""
+    """Base of every error caused by a user's input (the CLI prints it without a traceback)."""
 
 
 class CaptureError(MMCompileError):
-    """The model could not be turned into a graph on any road."""
+    """The model could not be captured as a graph in any mode."""
 
 
 class BatchError(MMCompileError):
@@ -19,11 +19,11 @@ class BatchError(MMCompileError):
 
 
 class DataError(MMCompileError):
-    """A dataset is too small, failed, or cannot be read on from where a cursor says."""
+    """A dataset is too small, failed, or cannot be resumed from a cursor."""
 
 
 class PlanError(MMCompileError):
-    """No plan exists for what was asked, or a plan does not belong to this model."""
+    """No plan exists for the request, or a plan does not belong to this model."""
 
 
 class StalePlanError(PlanError):
@@ -35,7 +35,7 @@ class ConfigError(MMCompileError):
 
 
 class MaskError(MMCompileError):
-    """Words of an attention mask cannot say what was asked, or were built wrongly."""
+    """Words of an attention mask cannot express the request, or were built wrongly."""
 
 
 class CheckpointError(MMCompileError):

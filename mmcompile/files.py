@@ -1,4 +1,4 @@
-"""Files that are whole or not there: everything mmcompile writes goes through here."""
+"""Atomic file writes: a file is whole or not there. Everything mmcompile writes goes through here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmcompile.errors import OutputError
 
 
 def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
-    """Write a file whole or not at all; its folder is made if missing.
+    """Write a file atomically; its folder is made if missing.
 
     The bytes go to a temporary file in the same folder, reach the disk, and take the name in one rename.
 
@@ -23,7 +23,8 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
         The path written.
 
     Raises:
-        OutputError: it cannot be written (disk full, no permission, a folder in its place); nothing changed under its name.
+        OutputError: it cannot be written (disk full, no permission, a folder in its place); nothing changed under its
+            name.
     """
     target = Path(path)
     content = data.encode() if isinstance(data, str) else data
@@ -54,7 +55,7 @@ def _write(target: Path, content: bytes) -> None:
 
 
 def _umask() -> int:
-    """The permission bits a new file does not get (the only way to read them is to set them)."""
+    """Return the permission bits that a new file does not get (they can only be read by setting them)."""
     current = os.umask(0o022)
     os.umask(current)
     return current

@@ -1,4 +1,4 @@
-"""Numbers with units, as people read them."""
+"""Numbers with units, for people to read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`1536` -> `"1.5 KiB"`; powers of 1024."""
+    """Format bytes by powers of 1024: `1536` -> `"1.5 KiB"`."""
     value = float(num_bytes)
     for unit in _BINARY[:-1]:
         if abs(value) < 1024:
@@ -16,7 +16,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.0015` -> `"1.50 ms"`; from microseconds to hours, three significant digits below a minute."""
+    """Format seconds: `0.0015` -> `"1.50 ms"`; microseconds to hours, three significant digits below a minute."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
@@ -29,7 +29,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`7_063_000_000` -> `"7.06 B"`; powers of 1000 (k, M, B, T)."""
+    """Format a count by powers of 1000 (k, M, B, T): `7_063_000_000` -> `"7.06 B"`."""
     value = float(count)
     for unit in ("", " k", " M", " B"):
         if abs(value) < 1000:

@@ -1,1 +1,1 @@
-"""Composition: encoders and a language model that were trained apart, joined into one module that trains as a pipeline."""
+"""Composition: encoders and a language model, trained apart, joined into one module that trains as a pipeline."""

@@ -31,23 +31,25 @@ def compose(
 ) -> ComposedModel:
     """Join encoders and a language model by projectors.
 
-    What an encoder returns (hidden size, tokens of an image) is found by running it on shapes. Weights are those of the modules
-    given; projectors made here are fresh, in the dtype and on the device of the language model.
+    The output of an encoder (hidden size, tokens of an image) is found by running it on shapes. Weights are those of
+    the modules given; projectors made here are fresh, in the dtype and on the device of the language model.
 
     Args:
-        encoders: name -> module, or `Encoder(module, ...)` with options. Names become component names: `vision`, `audio`.
-        language_model: takes `inputs_embeds` and `labels` and returns `.loss` and `.logits`, as Hugging Face causal models do.
-        projectors: `"linear"`, `"mlp"` (two linears with GELU), `"qformer"` (learned queries), a module, or one of these for
-            each encoder.
-        merge: `"placeholder"`: features replace the embeddings of placeholder tokens; `"prepend"`: features before the text; or a
-            function (embeddings, features by encoder, input_ids) -> embeddings.
+        encoders: name -> module, or `Encoder(module, ...)` with options. Names become component names: `vision`,
+            `audio`.
+        language_model: takes `inputs_embeds` and `labels` and returns `.loss` and `.logits`, as Hugging Face causal
+            models do.
+        projectors: `"linear"`, `"mlp"` (two linears with GELU), `"qformer"` (learned queries), a module, or one of
+            these for each encoder.
+        merge: `"placeholder"`: features replace the embeddings of placeholder tokens; `"prepend"`: features before the
+            text; or a function (embeddings, features by encoder, input_ids) -> embeddings.
         placeholders: encoder -> token id. By default ids behind the embedding table, which no tokenizer gives.
         num_queries: tokens of an image behind a `"qformer"`; 32 by default.
-        callbacks: part -> what runs around it.
+        callbacks: part -> functions run before and after it.
 
     Raises:
-        ConfigError: names that cannot be used, options without effect or that conflict, an encoder or language model that we
-            cannot run; the message names the option.
+        ConfigError: names that cannot be used, options without effect or that conflict, an encoder or language model
+            that we cannot run; the message names the option.
     """
     specs = {name: e if isinstance(e, Encoder) else Encoder(e) for name, e in encoders.items()}
     callbacks = dict(callbacks or {})
@@ -94,7 +96,7 @@ def _check_names(specs: Mapping[str, Encoder]) -> None:
 
 
 def _embeddings(language_model: nn.Module) -> tuple[int, int]:
-    """(rows, hidden size) of the table of token embeddings."""
+    """Return (rows, hidden size) of the table of token embeddings."""
     getter: Any = getattr(language_model, "get_input_embeddings", None)
     weight = getattr(getter() if getter is not None else None, "weight", None)
     if not isinstance(weight, Tensor) or "inputs_embeds" not in language_inputs(language_model):
@@ -155,7 +157,7 @@ def _projectors(
 
 @contextlib.contextmanager
 def _like(parameter: nn.Parameter) -> Iterator[None]:
-    """What is made inside has the dtype and device of a parameter, and no weights where it has none."""
+    """Make tensors inside with the dtype and device of a parameter, and without storage if it has none."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(parameter.dtype)
     try:
@@ -169,7 +171,7 @@ def _like(parameter: nn.Parameter) -> Iterator[None]:
 
 
 def _check_projected(model: ComposedModel, name: str, found: Probe, hidden: int) -> None:
-    """Raises ConfigError if features do not have the language model's embedding size."""
+    """Raise ConfigError if features do not have the language model's embedding size."""
     try:
         with shapes_only(model) as fake:
             shape = tuple(model.features(name, {key: fake(value) for key, value in found.inputs.items()}).values.shape)

@@ -13,7 +13,7 @@ Callback: TypeAlias = Callable[[Any], Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Callbacks:
-    """What runs around a part. Each takes one value and returns what takes its place; a module's parameters train too.
+    """Functions run around a part. Each takes one value and returns its replacement; a module's parameters train too.
 
     For an encoder: the first four. For the language model: `before` and `after`.
     """
@@ -21,25 +21,25 @@ class Callbacks:
     before_encoder: Callback | None = None
     """Inputs of the encoder by parameter, a dict -> the same."""
     after_encoder: Callback | None = None
-    """What the encoder returned -> the same, or the features themselves."""
+    """Output of the encoder -> the same, or the features themselves."""
     before_projector: Callback | None = None
     """Features [images, tokens, hidden] or [tokens, hidden] -> features."""
     after_projector: Callback | None = None
     """Projected features -> projected features."""
     before: Callback | None = None
-    """Arguments of the language model by name (`inputs_embeds`, `attention_mask`, `labels`, ...), a dict -> the same."""
+    """Arguments of the language model by name (`inputs_embeds`, `attention_mask`, ...), a dict -> the same."""
     after: Callback | None = None
-    """What the language model returned -> the same."""
+    """Output of the language model -> the same."""
 
     def given(self) -> Iterator[tuple[str, Callback]]:
-        """(when, callback) of those that are set."""
+        """Yield (when, callback) of those that are set."""
         for field in fields(self):
             callback = getattr(self, field.name)
             if callback is not None:
                 yield field.name, callback
 
     def run(self, when: str, value: Any) -> Any:
-        """What the callback of that name makes of a value; the value itself if there is none."""
+        """Return the result of the callback of that name on a value; the value itself if there is none."""
         callback = getattr(self, when)
         return value if callback is None else callback(value)
 
@@ -48,7 +48,7 @@ NONE = Callbacks()
 
 
 def check_callbacks(callbacks: Mapping[str, Callbacks], encoders: Mapping[str, object], language_model: str) -> None:
-    """Raises ConfigError for a callback that would never run."""
+    """Raise ConfigError for a callback that would never run."""
     for part, own in callbacks.items():
         if part != language_model and part not in encoders:
             raise ConfigError(f"callbacks are for {part!r}; parts are {', '.join([*encoders, language_model])}")

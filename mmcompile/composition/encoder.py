@@ -1,4 +1,4 @@
-"""An encoder as composition sees it: which inputs of a batch it takes, and where its features are in what it returns."""
+"""An encoder in a composed model: the inputs it takes from a batch, and the place of features in its output."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mmcompile.errors import BatchError, ConfigError
 LAST_HIDDEN_STATE = "last_hidden_state"
 
 _PROCESSOR_NAMES = {"grid_thw": "image_grid_thw"}
-"""Parameters that Hugging Face processors call otherwise."""
+"""Parameter -> name by which Hugging Face processors return it."""
 _ANONYMOUS = "hidden_states"
-"""First parameter of encoders that take patches cut by the processor, which calls them pixels or audio features."""
+"""First parameter of encoders of patches, which their processor returns as pixels or audio features."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """An encoder with what cannot be seen from outside, or is a matter of choice. `compose` takes a bare module too."""
+    """An encoder with options that its module does not show. `compose` takes a bare module too."""
 
     module: nn.Module
     _: KW_ONLY
@@ -33,10 +33,13 @@ class Encoder:
     drop_tokens: int = 0
     """Leading tokens of each image or sound that are no patches (class token, registers)."""
     inputs: Mapping[str, str] | None = None
-    """Parameter of the encoder's forward -> name of that input in a batch. By default the parameter's own name; with the
-    encoder's name in front where another part takes an input of that name too."""
+    """Parameter of the encoder's forward -> name of that input in a batch.
+
+    By default the parameter's own name, prefixed with the encoder's name if another part takes an input of that name
+    too.
+    """
     example: Mapping[str, Tensor] | None = field(default=None, repr=False)
-    """Parameter -> value for two images or sounds, to see what the encoder returns. By default made from its config."""
+    """Parameter -> value for two images or sounds, to run the encoder on. By default made from its config."""
 
     def __post_init__(self) -> None:
         if self.layer is not None and self.output != LAST_HIDDEN_STATE:
@@ -57,40 +60,41 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:
-    """What an encoder, or a projector behind it, made of the images or sounds of a batch."""
+    """Features of the images or sounds of a batch, from an encoder or its projector."""
 
     values: Tensor
     """[images, tokens, hidden]; or [tokens, hidden], images end to end."""
     valid: Tensor | None = None
-    """bool [images, tokens]: tokens that are no padding; None where all are real."""
+    """bool [images, tokens], False at padding; None where all tokens are real."""
 
     @property
     def packed(self) -> bool:
+        """True if images are end to end, without a dim of their own."""
         return self.values.dim() == 2
 
     def rows(self) -> Tensor:
-        """[real tokens, hidden], in order."""
+        """Return the real tokens in order: [real tokens, hidden]."""
         if self.valid is None:
             return self.values.reshape(-1, self.values.shape[-1])
         return self.values[self.valid]
 
 
 def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
-    """Named parameters of a module's forward; under a peft wrapper, of the module in it."""
+    """Return named parameters of a module's forward; under a peft wrapper, of the module in it."""
     module = getattr(module, "get_base_model", lambda: module)()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {name: p for name, p in inspect.signature(module.forward).parameters.items() if p.kind in named}
 
 
 def modality(module: nn.Module) -> str:
-    """`"image"` or `"audio"`, as a Hugging Face encoder says; `"image"` where it says nothing."""
+    """Return `"image"` or `"audio"`, from `input_modalities` of a Hugging Face encoder; `"image"` by default."""
     said: Any = getattr(module, "input_modalities", None)
     first = said if isinstance(said, str) else (said or ("image",))[0]
     return "audio" if first == "audio" else "image"
 
 
 def default_inputs(module: nn.Module) -> dict[str, str]:
-    """Parameter -> batch name, the main input first, before names that clash are told apart."""
+    """Return parameter -> batch name, the main input first, before clashing names are made unique."""
     names = {name: _PROCESSOR_NAMES.get(name, name) for name in parameters_of(module)}
     if _ANONYMOUS in names:
         names[_ANONYMOUS] = "input_features" if modality(module) == "audio" else "pixel_values"
@@ -98,10 +102,10 @@ def default_inputs(module: nn.Module) -> dict[str, str]:
 
 
 def input_names(encoders: Mapping[str, Encoder], taken: frozenset[str]) -> dict[str, dict[str, str]]:
-    """Encoder -> parameter -> batch name; every batch name belongs to one encoder.
+    """Return encoder -> parameter -> batch name; every batch name belongs to one encoder.
 
     Args:
-        taken: what the language model takes.
+        taken: names that the language model takes.
 
     Raises:
         ConfigError: `inputs` of an encoder names a parameter it does not have, or a batch name given twice.
@@ -131,10 +135,12 @@ def input_names(encoders: Mapping[str, Encoder], taken: frozenset[str]) -> dict[
 
 
 def select(encoder: Encoder, output: Any, name: str) -> Tensor:
-    """The features in what an encoder returned, as it shaped them; feature maps [images, C, h, w] as [images, h * w, C].
+    """Return the features of an encoder's output in its own shape.
+
+    Feature maps [images, C, h, w] as [images, h * w, C].
 
     Raises:
-        ConfigError: there are none where the options say.
+        ConfigError: the output has none at the place of the options.
     """
     if isinstance(output, Tensor):
         found: Any = output
@@ -156,7 +162,7 @@ def select(encoder: Encoder, output: Any, name: str) -> Tensor:
 
 
 def arrange(encoder: Encoder, layout: Layout, found: Tensor, inputs: Mapping[str, Tensor]) -> Features:
-    """Selected features in their final shape: leading tokens dropped, padding marked."""
+    """Return selected features in their final shape: leading tokens dropped, padding marked."""
     if layout is Layout.PACKED:
         return Features(values=found.reshape(-1, found.shape[-1]))
     if layout is Layout.POOLED:
@@ -169,7 +175,10 @@ def arrange(encoder: Encoder, layout: Layout, found: Tensor, inputs: Mapping[str
 
 
 def _valid(module: nn.Module, found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Which features are no padding, from a mask among the inputs: as long as the features, or as the encoder shortens it."""
+    """Return a mask of real features from a mask among the inputs.
+
+    As long as the features, or shortened by the encoder.
+    """
     mask = next((value for name, value in inputs.items() if name.endswith("attention_mask")), None)
     if mask is None:
         return None
@@ -180,7 +189,7 @@ def _valid(module: nn.Module, found: Tensor, inputs: Mapping[str, Tensor]) -> Te
 
 
 def given_inputs(name: str, names: Mapping[str, str], module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs of one encoder in a batch, by parameter; none where the batch has no images or sounds for it.
+    """Return the inputs of one encoder in a batch, by parameter; empty if the batch has no images or sounds for it.
 
     Raises:
         BatchError: some are there, but not all that the encoder needs.

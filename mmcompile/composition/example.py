@@ -1,4 +1,4 @@
-"""Example batches of composed models: random text with images and sounds where the encoders want them."""
+"""Example batches of composed models: random text with images and sounds for each encoder."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from mmcompile.composition.model import ComposedModel
 
 _LEAD = 2
-"""Text tokens before the first image, and between two."""
+"""Number of text tokens before the first image, and between two."""
 
 
 def example_batch(
     model: ComposedModel, *, batch_size: int, text_tokens: int, images: int, image_size: int, audios: int
 ) -> dict[str, Tensor]:
-    """A batch of random tokens with labels on the text.
+    """Return a batch of random tokens with labels on the text.
 
     Args:
         batch_size: samples.
-        text_tokens: a sample, beside placeholders; fewer where the language model has no positions for them.
-        images: a sample and vision encoder.
+        text_tokens: tokens of a sample, beside placeholders; fewer where the language model has no positions for them.
+        images: images of a sample, for each vision encoder.
         image_size: height and width in pixels, for encoders that take any size.
-        audios: sounds, a sample and audio encoder.
+        audios: sounds of a sample, for each audio encoder.
 
     Raises:
         ConfigError: an encoder's inputs cannot be made, or leave no room for text.
@@ -62,7 +62,7 @@ def example_batch(
 
 
 def _media(model: ComposedModel, name: str, count: int, image_size: int) -> dict[str, Tensor]:
-    """By name in a batch."""
+    """Return random inputs of an encoder, by name in a batch."""
     encoder = model.encoder(name)
     if encoder.example is not None:
         raise ConfigError(f"encoder {name!r} has inputs of its own (Encoder(example=...)); pass a batch of your own")
@@ -84,7 +84,7 @@ def _media(model: ComposedModel, name: str, count: int, image_size: int) -> dict
 
 
 def _text(vocabulary: int, samples: int, text_tokens: int, spans: list[tuple[int | None, int]]) -> dict[str, Tensor]:
-    """Two text tokens before each span of placeholders, the rest after the last."""
+    """Return text with two tokens before each span of placeholders, the rest after the last."""
     placed = [(token, count) for token, count in spans if token is not None]
     length = text_tokens + sum(count for _, count in placed)
     ids = torch.randint(min(10, vocabulary - 1), vocabulary, (samples, length))

@@ -1,4 +1,4 @@
-"""What `composed.json` says: how parts are joined, by values and names alone."""
+"""`composed.json`: the parts of a composed model and how they are joined, by values and names alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SavedPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedEncoder:
-    """Options of an encoder, and what its probe found."""
+    """Options of an encoder, and the results of its probe."""
 
     part: SavedPart
     output: str
@@ -39,10 +39,10 @@ class SavedEncoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedProjector:
-    """How a projector is made again."""
+    """Kind and sizes from which a projector is made again."""
 
     kind: str
-    """`"linear"`, `"mlp"`, `"qformer"`, or the import path of a module's class, which is given again."""
+    """`"linear"`, `"mlp"`, `"qformer"`, or the import path of a module's class, which the caller gives again."""
     sizes: dict[str, int] = field(default_factory=dict)
 
 
@@ -62,6 +62,7 @@ class Composed:
 
 
 def read(place: Path, folder: object) -> Composed:
+    """Read the manifest of a folder. Raises CheckpointError if it is missing, damaged, or of another version."""
     try:
         raw = msgspec.json.decode((place / MANIFEST).read_bytes())
     except OSError as error:
@@ -80,7 +81,7 @@ def read(place: Path, folder: object) -> Composed:
 
 
 def path_of(what: str, value: object) -> str:
-    """`package.module:name` of a function, a class, or a module's class.
+    """Return the import path, `package.module:name`, of a function, a class, or a module's class.
 
     Raises:
         ConfigError: it has no name that others can import.

@@ -1,4 +1,4 @@
-"""How features enter the text: at placeholder tokens, before it, or as a function says."""
+"""Merge of features into the text: at placeholder tokens, before the text, or by a function."""
 
 from __future__ import annotations
 
@@ -25,22 +25,25 @@ class Text:
     """Arguments of the language model that have a value for every token."""
 
     embeddings: Tensor
-    """[B, S, hidden]."""
+    """Token embeddings: [B, S, hidden]."""
     attention_mask: Tensor | None
-    """[B, S]; None where all tokens are real."""
+    """[B, S], 0 at padding; None where all tokens are real."""
     position_ids: Tensor | None
     """[B, S]; None for the model's own."""
     labels: Tensor | None
-    """[B, S]."""
+    """[B, S], -100 without loss; None without labels."""
 
 
 def text_ids(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
-    """Token ids to look up: 0 at placeholders, whose ids may lie beyond the table and whose embeddings nobody reads."""
+    """Return token ids to look up.
+
+    0 at placeholders, which may lie beyond the table and whose embeddings are not read.
+    """
     return input_ids.masked_fill(is_placeholder(input_ids, placeholders), 0)
 
 
 def is_placeholder(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
-    """bool [B, S]."""
+    """Return a bool [B, S], True at placeholders."""
     found = torch.zeros_like(input_ids, dtype=torch.bool)
     for token in placeholders.values():
         found = found | (input_ids == token)
@@ -50,10 +53,10 @@ def is_placeholder(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor
 def at_placeholders(
     text: Text, features: Mapping[str, Features], input_ids: Tensor, placeholders: Mapping[str, int]
 ) -> Text:
-    """Features replace the embeddings of placeholder tokens, in order. Placeholders carry no loss.
+    """Replace the embeddings of placeholder tokens by features, in order. Placeholders carry no loss.
 
     Raises:
-        BatchError: as many placeholders as feature rows were wanted.
+        BatchError: the number of placeholders differs from that of feature rows.
     """
     embeddings = text.embeddings
     for name, token in placeholders.items():
@@ -87,9 +90,9 @@ def _misfit(name: str, token: int, placeholders: int, rows: int) -> str:
 
 
 def prepend(text: Text, features: Mapping[str, Features]) -> Text:
-    """Features of all encoders, in their order, before the text; labels, mask and positions grow with it.
+    """Put features of all encoders, in their order, before the text; labels, mask and positions grow with it.
 
-    Every sample of a batch has as many images or sounds as the others: from shapes alone, other batches cannot be told.
+    Every sample of a batch has as many images or sounds as the others: shapes alone cannot distinguish other batches.
 
     Raises:
         BatchError: images do not divide over samples; features without a dim of images.
@@ -135,7 +138,7 @@ def prepend(text: Text, features: Mapping[str, Features]) -> Text:
 
 
 def by_function(merge: MergeFunction, text: Text, features: Mapping[str, Features], input_ids: Tensor) -> Text:
-    """Raises ConfigError if the function returns another shape: mask and labels would not fit."""
+    """Merge by a function. Raises ConfigError if it returns another shape: mask and labels would not fit."""
     merged = merge(text.embeddings, {name: found.values for name, found in features.items()}, input_ids)
     if not isinstance(merged, Tensor) or merged.shape != text.embeddings.shape:
         got = list(merged.shape) if isinstance(merged, Tensor) else type(merged).__name__

@@ -1,11 +1,13 @@
-"""`ComposedModel`: encoders, projectors and a language model as one module, called like a Hugging Face multimodal model.
+"""`ComposedModel`.
+
+Encoders, projectors and a language model as one module, called like a Hugging Face multimodal model.
 
     pixel_values ─► vision ─► vision_projector ─┐
     input_values ─► audio  ─► audio_projector ──┼─► merge ─► language_model ─► loss, logits
     input_ids ───────────────► embeddings ──────┘
 
-Parts are submodules under these names, so they are components of a plan under these names. An encoder whose inputs a batch lacks
-is not run.
+Parts are submodules under these names, so they are components of a plan under these names. An encoder whose inputs a
+batch lacks is not run.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ LANGUAGE_MODEL = "language_model"
 
 
 def projector_of(name: str) -> str:
-    """Name of the projector behind an encoder."""
+    """Return the name of the projector behind an encoder."""
     return f"{name}_projector"
 
 
 class ComposedModel(nn.Module):
-    """Made by `compose`, or by `from_pretrained`."""
+    """Encoders, projectors and a language model as one module. Made by `compose`, or by `from_pretrained`."""
 
     language_model: nn.Module
     base_model_prefix = ""  # transformers asks this of a model that peft adds adapters to
@@ -80,21 +82,22 @@ class ComposedModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """Of the language model."""
+        """Config of the language model; None if it has none."""
         return getattr(self.language_model, "config", None)
 
     @property
     def encoder_names(self) -> tuple[str, ...]:
+        """Names of the encoders, in order."""
         return tuple(self._encoders)
 
     def encoder(self, name: str) -> Encoder:
-        """An encoder with its options. Raises ConfigError if there is none of that name."""
+        """Return an encoder with its options. Raises ConfigError if there is none of that name."""
         if name not in self._encoders:
             raise ConfigError(f"no encoder {name!r}; encoders are {', '.join(self._encoders)}")
         return replace(self._encoders[name], module=self.get_submodule(name))
 
     def layout(self, name: str) -> Layout:
-        """Shape of an encoder's features."""
+        """Return the layout of an encoder's features."""
         return self._layouts[name]
 
     def forward(
@@ -105,18 +108,18 @@ class ComposedModel(nn.Module):
         labels: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """What the language model returns: `.logits`, and `.loss` where labels are given.
+        """Return the output of the language model: `.logits`, and `.loss` where labels are given.
 
         Args:
             input_ids: [B, S]; with placeholders where features enter, if they do so at placeholders.
             attention_mask: [B, S], 0 at padding.
             position_ids: [B, S].
             labels: [B, S], not shifted; -100 carries no loss. Placeholders never do.
-            inputs: of the encoders, by `input_names`, images or sounds of all samples in order; further arguments of the
-                language model.
+            inputs: inputs of the encoders, by `input_names`, images or sounds of all samples in order; further
+                arguments of the language model.
 
         Raises:
-            BatchError: an input nobody takes, inputs of an encoder that are not complete, features that do not fit the
+            BatchError: an input that no part takes, incomplete inputs of an encoder, features that do not fit the
                 placeholders.
         """
         self._check(inputs)
@@ -145,7 +148,7 @@ class ComposedModel(nn.Module):
         return callbacks.run("after", self.language_model(**callbacks.run("before", arguments)))
 
     def features(self, name: str, inputs: Mapping[str, Any]) -> Features:
-        """What an encoder and its projector make of inputs, given by parameter of the encoder."""
+        """Return the features of an encoder and its projector for inputs by parameter of the encoder."""
         encoder, callbacks = self.encoder(name), self.callbacks.get(name, NONE)
         given = callbacks.run("before_encoder", dict(inputs))
         found = select(encoder, callbacks.run("after_encoder", run(encoder, given)), name)
@@ -167,11 +170,11 @@ class ComposedModel(nn.Module):
         return replace(made, values=values)
 
     def num_tokens(self, name: str, inputs: Mapping[str, Any]) -> int:
-        """Tokens that features of these inputs take in the text, found on shapes and integer values alone.
+        """Return the tokens that features of these inputs take in the text, from shapes and integer values alone.
 
         Args:
             name: an encoder.
-            inputs: by name in a batch, as a processor returned them for one image or sound, or for several.
+            inputs: name in a batch -> value, as a processor returns it for one image or sound, or for several.
         """
         encoder = self.encoder(name)
         given = given_inputs(name, self.input_names[name], encoder.module, inputs)
@@ -187,12 +190,15 @@ class ComposedModel(nn.Module):
 
         Args:
             parts: names of encoders, `"<encoder>_projector"`, `"language_model"`.
-            except_: globs over parameter names within these parts that go on training: `"*.lora_*"`, `"lm_head*"`.
+            except_: globs over parameter names within these parts that still train: `"*.lora_*"`, `"lm_head*"`.
         """
         self._set_trainable(parts, except_, trainable=False)
 
     def unfreeze(self, *parts: str, except_: Sequence[str] = ()) -> None:
-        """Train parts, also what their own code had frozen (fixed positions of Whisper); `except_` as for `freeze`."""
+        """Train parts, even parameters that their own code froze (fixed positions of Whisper).
+
+        `except_` as for `freeze`.
+        """
         self._set_trainable(parts, except_, trainable=True)
 
     def _set_trainable(self, parts: Iterable[str], except_: Sequence[str], *, trainable: bool) -> None:
@@ -211,7 +217,7 @@ class ComposedModel(nn.Module):
     def example_batch(
         self, *, batch_size: int, text_tokens: int, images: int, image_size: int, audios: int
     ) -> dict[str, Tensor]:
-        """A random batch; `mm.example_batch` asks for it."""
+        """Return a random batch; `mm.example_batch` calls this."""
         return example.example_batch(
             self, batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
         )
@@ -233,12 +239,16 @@ class ComposedModel(nn.Module):
         merge: merge.MergeFunction | None = None,
         callbacks: Mapping[str, Callbacks] | None = None,
     ) -> ComposedModel:
-        """Read what `save_pretrained` wrote; code of one's own (modules, functions) is given again, never imported by name."""
+        """Read the files of `save_pretrained`.
+
+        The user's own modules and functions are given again, never imported by name.
+        """
         from mmcompile.composition.storage import load  # it needs this class
 
         return load(folder, projectors or {}, merge, callbacks or {})
 
     def extra_repr(self) -> str:
+        """Describe merge and placeholders in the module's repr."""
         how = (
             self.merge
             if isinstance(self.merge, str)
@@ -272,5 +282,5 @@ class ComposedModel(nn.Module):
 
 
 def language_inputs(module: nn.Module) -> frozenset[str]:
-    """Arguments of a language model that are no encoder's."""
+    """Return the arguments of a language model that are no encoder's."""
     return frozenset(parameters_of(module))

@@ -1,7 +1,7 @@
-"""What an encoder makes of its inputs, found by running it on tensors without storage: hidden size, layout, tokens an image.
+"""Probe of an encoder by a run on tensors without storage: hidden size, layout, tokens of an image.
 
-Inputs made here follow the conventions of Hugging Face configs and processors. Integer inputs (image grids) keep their values
-during the run, so encoders that compute sizes from them in Python have answers.
+Inputs made here follow the conventions of Hugging Face configs and processors. Integer inputs (image grids) keep their
+values during the run, so encoders can compute sizes from them in Python.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ SAMPLING_RATE = 16000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """What an encoder returned."""
+    """Output and inputs of an encoder in a probe."""
 
     hidden_size: int
     layout: Layout
     inputs: Mapping[str, Tensor]
-    """Parameter -> what it was given."""
+    """Parameter of the encoder -> value in the probe."""
 
 
 def probe(name: str, encoder: Encoder, callbacks: Callbacks) -> Probe:
     """Run an encoder on an example, with the callbacks around it.
 
     Raises:
-        ConfigError: no example that we can make is accepted, or the output has no features; the message names the option.
+        ConfigError: no example that we can make is accepted, or the output has no features; the message names the
+            option.
     """
     problems: list[str] = []
     for example in _examples(encoder):
@@ -78,7 +79,10 @@ def _layout(name: str, encoder: Encoder, shape: tuple[int, ...]) -> Layout:
 
 @contextlib.contextmanager
 def shapes_only(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Run what is inside on tensors without storage; yields what makes such a tensor. Integers keep their values."""
+    """Run the block on tensors without storage; yields the function that makes such a tensor.
+
+    Integers keep their values.
+    """
     mode = fake_mode_of(module) or FakeTensorMode(allow_non_fake_inputs=True)
     known = KnownValues()
 
@@ -93,7 +97,7 @@ def shapes_only(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
 
 
 def _examples(encoder: Encoder) -> Iterator[dict[str, Tensor]]:
-    """Inputs an encoder may take, the likeliest first."""
+    """Yield inputs that an encoder may take, the likeliest first."""
     if encoder.example is not None:
         yield dict(encoder.example)
     elif modality(encoder.module) == "audio":
@@ -103,11 +107,11 @@ def _examples(encoder: Encoder) -> Iterator[dict[str, Tensor]]:
 
 
 def images(module: nn.Module, count: int, side: int = DEFAULT_SIDE) -> dict[str, Tensor]:
-    """Random images for a vision encoder, by parameter.
+    """Return random images for a vision encoder, by parameter.
 
     Args:
-        count: of images.
-        side: pixels of height and width, where the config does not say.
+        count: number of images.
+        side: pixels of height and width, if the config has none.
     """
     config, takes = getattr(module, "config", None), parameters_of(module)
     dtype = dtype_of(module)
@@ -137,7 +141,10 @@ def images(module: nn.Module, count: int, side: int = DEFAULT_SIDE) -> dict[str,
 
 
 def sounds(module: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
-    """Random sounds for an audio encoder, by parameter: spectrograms where its config has bins, else a second of samples."""
+    """Yield random sounds for an audio encoder, by parameter.
+
+    Spectrograms if its config has bins, else a second of samples.
+    """
     config, main = getattr(module, "config", None), next(iter(parameters_of(module)))
     dtype = dtype_of(module)
     bins = _field(config, "num_mel_bins", default=None)
@@ -151,7 +158,7 @@ def sounds(module: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Of its floating-point parameters; float32 if it has none."""
+    """Return the dtype of the module's floating-point parameters; float32 if it has none."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""`ComposedProcessor`: a conversation with its images and sounds -> one sample, as `engine.step` and `mm.pack` take it."""
+"""`ComposedProcessor`: a conversation with its images and sounds -> one sample for `engine.step` and `mm.pack`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ class ComposedProcessor:
     model: ComposedModel = field(repr=False)
     tokenizer: Any
     processors: Mapping[str, Any]
-    """Encoder -> its image processor or feature extractor, called with one image or sound and `return_tensors="pt"`."""
+    """Encoder -> image processor or feature extractor, called with one image or sound and `return_tensors="pt"`."""
     markers: Mapping[str, str] = field(default_factory=dict)
-    """Encoder -> what stands for an image or sound in a message: `<image>` and `<audio>`, or `<name>` where two encoders are of
-    one modality."""
+    """Encoder -> marker of an image or sound in a message.
+
+    `<image>` and `<audio>`, or `<name>` if two encoders have one modality.
+    """
     _counts: dict[Any, int] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -51,17 +53,18 @@ class ComposedProcessor:
     def __call__(
         self, messages: Sequence[Message], media: Mapping[str, Sequence[Any]] | None = None
     ) -> dict[str, Value]:
-        """One conversation as a sample.
+        """Return one conversation as a sample.
 
-        Tokens of the assistant carry loss, all others have label -100. With a chat template, the template says which text is
-        whose; without one, contents follow each other as they are, and each answer ends with the tokenizer's end-of-text token.
+        Tokens of the assistant carry loss, all others have label -100. With a chat template, the template decides which
+        text is the assistant's; without one, contents follow each other as they are, and each answer ends with the
+        tokenizer's end-of-text token.
 
         Args:
             messages: markers in their contents stand for images and sounds, in order.
             media: encoder -> images or sounds, each as its processor takes one.
 
         Returns:
-            input_ids, attention_mask, labels [1, S], and what the encoders take.
+            input_ids, attention_mask, labels [1, S], and the inputs of the encoders.
 
         Raises:
             BatchError: other numbers of markers than images; media for no encoder.
@@ -93,7 +96,7 @@ class ComposedProcessor:
         return sample
 
     def _inputs(self, name: str, medium: Any) -> dict[str, Tensor]:
-        """What the encoder takes of what its processor returns, by name in a batch."""
+        """Return the encoder's inputs from its processor, by name in a batch."""
         processor, module = self.processors[name], self.model.encoder(name).module
         accepts = inspect.signature(processor.__call__).parameters
         options: dict[str, Any] = {}
@@ -116,7 +119,7 @@ class ComposedProcessor:
         return found
 
     def _count(self, name: str, inputs: Mapping[str, Tensor]) -> int:
-        """Tokens of one image or sound; found once for equal shapes and integers."""
+        """Return the tokens of one image or sound; computed once for equal shapes and integers."""
         if name not in self.model.placeholders:
             return 0
         key = (
@@ -128,7 +131,7 @@ class ComposedProcessor:
         return self._counts[key]
 
     def _texts(self, messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
-        """(text, whether it carries loss), in order."""
+        """Yield (text, whether it carries loss), in order."""
         if not getattr(self.tokenizer, "chat_template", None):
             yield getattr(self.tokenizer, "bos_token", None) or "", False
             for message in messages:
@@ -147,7 +150,7 @@ class ComposedProcessor:
                 done += text
 
     def _rendered(self, messages: Sequence[Message], done: str, *, add_generation_prompt: bool) -> str:
-        """What the chat template adds to the text it gave before."""
+        """Return the text that the chat template adds to the text before."""
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
         )
@@ -159,7 +162,7 @@ class ComposedProcessor:
         return text[len(done) :]
 
     def _tokens(self, text: str, counts: Mapping[str, Iterator[int]]) -> Iterator[list[int]]:
-        """Token ids of text pieces and of placeholders between them."""
+        """Yield the token ids of text pieces and of placeholders between them."""
         if not self.model.placeholders:
             yield self._ids(text)
             return

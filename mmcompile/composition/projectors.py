@@ -16,7 +16,7 @@ _HEAD_SIZE = 64
 
 
 def make_projector(kind: str, features: int, hidden: int, num_queries: int) -> nn.Module:
-    """A projector of a kind, with fresh weights.
+    """Return a projector of a kind, with fresh weights.
 
     Args:
         features: hidden size of the encoder.
@@ -45,14 +45,14 @@ class MLP(nn.Module):
         self.linear_2 = nn.Linear(hidden, hidden)
 
     def forward(self, features: Tensor) -> Tensor:
-        """[..., features] -> [..., hidden]."""
+        """Map [..., features] to [..., hidden]."""
         return self.linear_2(F.gelu(self.linear_1(features)))
 
 
 class QFormer(nn.Module):
     """Learned queries that read an image or a sound by cross-attention, in the manner of BLIP-2 (arXiv 2301.12597).
 
-    Its tokens are as many as its queries, whatever the size of the image.
+    It has as many tokens as queries, regardless of the size of the image.
     """
 
     def __init__(self, features: int, hidden: int, num_queries: int = DEFAULT_QUERIES, depth: int = 2) -> None:
@@ -64,7 +64,7 @@ class QFormer(nn.Module):
         self.norm = nn.LayerNorm(hidden)
 
     def forward(self, features: Tensor, valid: Tensor | None = None) -> Tensor:
-        """[images, tokens, features] -> [images, queries, hidden]; tokens where `valid` is False are not read."""
+        """Map [images, tokens, features] to [images, queries, hidden]; tokens where `valid` is False are not read."""
         features = self.features_norm(features)
         hidden = self.queries.to(features.dtype).expand(features.shape[0], -1, -1)
         for block in self.blocks:
@@ -86,6 +86,10 @@ class QFormerBlock(nn.Module):
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, hidden: Tensor, features: Tensor, valid: Tensor | None) -> Tensor:
+        """Apply self-attention, cross-attention and feed-forward.
+
+        [N, Q, hidden], [N, T, features] -> [N, Q, hidden].
+        """
         normed = self.self_norm(hidden)
         hidden = hidden + self.self_attention(normed, normed, None)
         hidden = hidden + self.cross_attention(self.cross_norm(hidden), features, valid)
@@ -104,7 +108,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, hidden: Tensor, read: Tensor, valid: Tensor | None) -> Tensor:
-        """[N, Q, hidden], [N, T, read], bool [N, T] -> [N, Q, hidden]."""
+        """Attend: [N, Q, hidden], [N, T, read], bool [N, T] -> [N, Q, hidden]."""
         query, key, value = (self._heads(x) for x in (self.query(hidden), self.key(read), self.value(read)))
         mask = None if valid is None else valid[:, None, None, :]
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)

@@ -5,7 +5,7 @@ composed.json               how the parts are joined (`Composed`)
 <part>/adapter/             its adapters, where it is a peft model; <part>/ is then the model under them
 joints.safetensors          weights of projectors, and of modules among the callbacks
 
-Functions and modules of one's own have no place in a file: their import path is written down, and whoever loads gives them again.
+Functions and modules of the user are not stored: their import path is, and the caller of `load` gives them again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def save(model: ComposedModel, folder: str | os.PathLike[str], state_dict: Mappi
         state_dict: weights by name in `model`, in place of its own.
 
     Raises:
-        ConfigError: a part that cannot be loaded again: no model of transformers, adapters that are not a peft model's, a lambda.
+        ConfigError: a part that cannot be loaded again: no model of transformers, adapters that are not a peft model's,
+            a lambda.
         OutputError: the folder holds something else.
         CheckpointError: it cannot be written; what was there is untouched.
     """
@@ -77,7 +78,7 @@ def load(
 
     Raises:
         CheckpointError: there is none, another version wrote it, or it is damaged.
-        ConfigError: it was saved with code of one's own that is not given, or the other way round.
+        ConfigError: it was saved with code of the user's own that is not given, or the other way round.
     """
     place = place_of(Path(folder), MANIFEST) or resolved(Path(folder))
     manifest = read(place, folder)
@@ -181,7 +182,7 @@ def _projector(saved: SavedProjector) -> nn.Module:
 
 
 def _check_code(option: str, saved: Mapping[str, str], given: Mapping[str, object]) -> None:
-    """Code named in a manifest is given by the caller, and is what was saved."""
+    """Raise unless the caller gives the code named in a manifest, and no other."""
     if missing := set(saved) - set(given):
         lines = ", ".join(f"{key} {saved[key]}" for key in sorted(missing))
         raise ConfigError(f"this model was saved with code of its own in {option}: {lines}; pass {option}=")

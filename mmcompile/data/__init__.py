@@ -1,1 +1,1 @@
-"""What a dataset is made of, as numbers: shapes of samples, and their joint distribution."""
+"""Datasets as numbers (shapes of samples and their joint distribution), and batches of samples."""

@@ -1,4 +1,4 @@
-"""Whole devices for shares of work: largest remainder, with a minimum each."""
+"""Allocation of whole devices to shares of work: largest remainder, with a minimum each."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from mmcompile.errors import ConfigError
 
 
 def allocate(work: Mapping[str, float], devices: int, minimum: int = 1) -> dict[str, int]:
-    """Share devices in proportion to work, by largest remainder; ties go to the component named first.
+    """Allocate devices in proportion to work, by largest remainder; ties go to the component named first.
 
     A component whose share is below the minimum gets the minimum, and the others share the rest.
 
     Args:
         work: component -> seconds, FLOPs or any other measure of work.
-        devices: to share, all of them.
-        minimum: that every component gets.
+        devices: number of devices to allocate, all of them.
+        minimum: fewest devices of a component.
 
     Raises:
         ConfigError: fewer devices than the minimum takes, or work that is negative or zero in all.

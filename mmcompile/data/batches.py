@@ -1,10 +1,11 @@
-"""`Batches`: the samples of one step after the other, as a function of a cursor, so that any worker can read on from any step.
+"""`Batches`: the samples of each step, as a function of a cursor, so that any worker can resume at any step.
 
-A cursor is JSON text and says all there is to say: a worker that never read goes on from it with the same samples in the same
-order. Epochs follow one another without a gap: what an epoch lacks of a full batch comes from the next one. So every step has
+A cursor is JSON text and complete: a worker that never read resumes from it with the same samples in the same order.
+Epochs follow one another without a gap: the last batch of an epoch is filled from the next one. So every step has
 `batch_size` samples, and each epoch uses every sample exactly once; one step may hold a sample twice, of two epochs.
 
-Nothing is opened and no thread is started before the first `read`: workers are forked from the process that makes these.
+Nothing is opened and no thread is started before the first `read`: workers are forked from the process that makes
+these.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Batches(Protocol):
     """The batches of a run."""
 
     def read(self) -> list[Sample]:
-        """Samples of the next step. After an error, the same step is next again.
+        """Return the samples of the next step. After an error, the same step is next again.
 
         Raises:
             DataError: an epoch has fewer samples than a step, or the dataset failed; the message names the sample.
@@ -39,11 +40,11 @@ class Batches(Protocol):
         ...
 
     def cursor(self) -> str:
-        """All that is needed to go on after what was read, as JSON text."""
+        """Return the position after the samples read, as JSON text that `seek` resumes from."""
         ...
 
     def seek(self, cursor: str | None) -> None:
-        """Go on from a cursor; None for the beginning.
+        """Resume from a cursor; None for the beginning.
 
         Raises:
             DataError: it was made for other data, or steps of another size.
@@ -53,7 +54,7 @@ class Batches(Protocol):
 
 @runtime_checkable
 class MapDataset(Protocol):
-    """Samples 0 to `len` - 1; the same sample whenever it is asked for."""
+    """Dataset with samples 0 to `len` - 1; an index always gives the same sample."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Sample: ...
@@ -62,7 +63,7 @@ class MapDataset(Protocol):
 class MapBatches:
     """Batches of a dataset with a length and indices.
 
-    The order of an epoch follows from (seed, epoch) alone, so the samples of any step are known without reading.
+    The order of an epoch follows from (seed, epoch) alone, so the samples of any step follow without reading.
 
     Raises:
         DataError: it has fewer samples than a step.
@@ -78,7 +79,7 @@ class MapBatches:
         self._order = functools.lru_cache(maxsize=2)(functools.partial(_order, self._length, seed, shuffle))
 
     def indices(self, step: int) -> tuple[int, ...]:
-        """Samples of a step, in order; steps count from 1."""
+        """Return the indices of a step's samples, in order; steps count from 1."""
         if step < 1:
             raise DataError(f"step {step} has no samples; steps count from 1")
         first = (step - 1) * self._batch_size
@@ -86,14 +87,17 @@ class MapBatches:
         return tuple(int(self._order(epoch)[place]) for epoch, place in places)
 
     def read(self) -> list[Sample]:
+        """Return the samples of the next step."""
         samples = [self._sample(index) for index in self.indices(self._step + 1)]
         self._step += 1
         return samples
 
     def cursor(self) -> str:
+        """Return the position after the samples read, as JSON text."""
         return encode(self._cursor(self._step))
 
     def seek(self, cursor: str | None) -> None:
+        """Resume from a cursor; None for the beginning."""
         if cursor is None:
             self._step = 0
             return
@@ -117,11 +121,11 @@ class MapBatches:
 
 
 def batches_of(data: MapDataset | Stream, batch_size: int, seed: int) -> MapBatches | IterableBatches:
-    """Batches of whatever holds samples.
+    """Return the batches of a dataset.
 
     Args:
         data: a dataset with a length and indices, which is shuffled; or an iterable, which is read in its own order.
-        seed: of shuffling.
+        seed: seed of shuffling.
 
     Raises:
         DataError: it is neither, can be read only once, or has fewer samples than a step.
@@ -133,7 +137,7 @@ def batches_of(data: MapDataset | Stream, batch_size: int, seed: int) -> MapBatc
 
 
 def _order(length: int, seed: int, shuffle: bool, epoch: int) -> Tensor:
-    """int64 [length]: the samples of an epoch in the order they are used."""
+    """Return the samples of an epoch in the order of their use: int64 [length]."""
     if not shuffle:
         return torch.arange(length)
     # Hashed, so that epoch 1 of a seed is not epoch 0 of the next.

@@ -1,4 +1,4 @@
-"""Samples into a microbatch: concatenate on dim 0, pad the rest on the right."""
+"""Collation of samples into a microbatch: concatenate on dim 0, pad the rest on the right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IGNORED_LABEL = -100
 
 Value: TypeAlias = Tensor | bool | int | float | str | None
 Sample: TypeAlias = Mapping[str, Value]
-"""What a processor returns for one conversation."""
+"""Inputs of one conversation by name, as a processor returns them."""
 
 _PAD: Mapping[str, int | float] = {"labels": IGNORED_LABEL}
 
@@ -34,13 +34,14 @@ def collate(
             `attention_mask` [1, S], `labels` [1, S], `pixel_values` [images, ...] or [patches, D], `image_grid_thw`
             [images, 3], ... With `input_ids` [S], every 1-D tensor of that length gains the batch dim.
         pad: padding value by key. Defaults: labels -100, all others 0 (give `input_ids` the tokenizer's pad id).
-        names: what errors call the samples; by default 0, 1, ...
+        names: names of the samples in errors; by default 0, 1, ...
 
     Returns:
         The batch by key. A value that is no tensor is passed on, and must be equal in all samples that have it.
 
     Raises:
-        BatchError: no samples, ranks or dtypes that differ within a key, or values that are neither tensors nor scalars.
+        BatchError: no samples, ranks or dtypes that differ within a key, or values that are neither tensors nor
+            scalars.
     """
     if not samples:
         raise BatchError("no samples to collate: got an empty list, wanted at least one sample")
@@ -58,10 +59,10 @@ def collate(
 
 
 def padded_alike(samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None) -> list[dict[str, Value]]:
-    """Samples whose media are padded to the sizes of the largest, so that it does not matter which of them are joined.
+    """Return samples with media padded to the largest of all, so that it does not matter which of them are joined.
 
-    A model that pads media to the largest of a batch (images of a conversation, tiles of an image) makes as many rows of a sample
-    then, in whatever microbatch it is. Dims that are as long as the text in every sample stay as they are.
+    A model that pads media to the largest of a batch (images of a conversation, tiles of an image) then makes as many
+    rows of a sample in any microbatch. Dims that are as long as the text in every sample stay as they are.
 
     Args:
         pad: padding value by key, as for `collate`.
@@ -82,7 +83,7 @@ def padded_alike(samples: Sequence[Sample], pad: Mapping[str, int | float] | Non
 
 
 def check_labels(samples: Sequence[Sample]) -> None:
-    """Refuse a step without a single label to learn from.
+    """Raise for a step without a single label to learn from.
 
     Raises:
         BatchError: samples have integer `labels`, and all are -100.
@@ -97,7 +98,7 @@ def check_labels(samples: Sequence[Sample]) -> None:
 
 
 def with_batch_dim(sample: Sample) -> dict[str, Value]:
-    """The sample with `input_ids` [1, S], and every tensor of that one length alike."""
+    """Return the sample with `input_ids` [1, S], and every 1-D tensor of that length likewise."""
     ids = sample.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 1:
         return dict(sample)
@@ -109,7 +110,7 @@ def with_batch_dim(sample: Sample) -> dict[str, Value]:
 
 
 def _with_masks(rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
-    """Give every text an `attention_mask` of ones if some have one, or if lengths differ."""
+    """Add an `attention_mask` of ones to every text if some have one, or if lengths differ."""
     texts = [ids for row in rows if isinstance(ids := row.get("input_ids"), Tensor) and ids.dim() == 2]
     masked = any("attention_mask" in row for row in rows)
     if not masked and len({text.shape[1] for text in texts}) < 2:
@@ -122,11 +123,11 @@ def _with_masks(rows: list[dict[str, Value]]) -> list[dict[str, Value]]:
 
 
 def join(key: str, items: Sequence[tuple[int, Value]], fill: int | float) -> Value:
-    """One input of several samples: tensors concatenated on dim 0, other dims padded with `fill` on the right.
+    """Join one input of several samples: tensors are concatenated on dim 0, other dims padded with `fill` on the right.
 
     Args:
-        key: its name, for errors.
-        items: (what errors call the sample, value), at least one.
+        key: name of the input, for errors.
+        items: (name of the sample in errors, value), at least one.
 
     Raises:
         BatchError: ranks or dtypes that differ, or plain values that are not equal.

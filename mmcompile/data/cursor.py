@@ -1,4 +1,4 @@
-"""Cursors: where in a dataset a run is, as JSON text."""
+"""Cursors: positions of a run in its dataset, as JSON text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CURSOR_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MapCursor:
-    """In a dataset with indices."""
+    """Position in a dataset with indices."""
 
     kind: Literal["map"] = "map"
     version: int = CURSOR_VERSION
@@ -23,19 +23,19 @@ class MapCursor:
     seed: int
     shuffle: bool
     step: int
-    """Steps read."""
+    """Number of steps read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamCursor:
-    """In a dataset that is read in its own order."""
+    """Position in a dataset that is read in its own order."""
 
     kind: Literal["iterable"] = "iterable"
     version: int = CURSOR_VERSION
     batch_size: int
     epoch: int
     taken: int
-    """Samples of this epoch that were read."""
+    """Number of samples read in this epoch."""
     state: str | None = None
     """JSON text of the dataset's own `state_dict`; None where it has none, and at the beginning."""
 
@@ -50,11 +50,12 @@ class _Head:
 
 
 def encode(cursor: MapCursor | StreamCursor) -> str:
+    """Return a cursor as JSON text."""
     return msgspec.json.encode(cursor).decode()
 
 
 def decode(text: str, kind: type[CursorT], wanted: Literal["map", "iterable"]) -> CursorT:
-    """Inverse of `encode`.
+    """Return the cursor of a JSON text: the inverse of `encode`.
 
     Raises:
         DataError: it is no cursor, or one of another kind or version.

@@ -1,4 +1,4 @@
-"""What is said of data that cannot be read as asked."""
+"""Checks of datasets and samples, with the errors for those that cannot be read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ T = TypeVar("T")
 
 
 def named(dataset: object) -> str:
+    """Return the name of a dataset for messages."""
     return f"the {type(dataset).__name__}"
 
 
 def asked(what: str, function: Callable[[], T]) -> T:
-    """What the user's own code returns. Raises StopIteration as it does, and DataError for all else that it raises.
+    """Call the user's code. Raises StopIteration as it does, and DataError for all else that it raises.
 
     Args:
-        what: begins the message.
+        what: beginning of the message.
     """
     try:
         return function()
@@ -34,6 +35,7 @@ def asked(what: str, function: Callable[[], T]) -> T:
 
 
 def check_sample(sample: object, where: str) -> Sample:
+    """Return a sample as a mapping. Raises DataError if it is not one."""
     if not isinstance(sample, Mapping):
         raise DataError(
             f"{where} is a {type(sample).__name__}; wanted a mapping from input names to tensors, as a processor returns it"
@@ -42,12 +44,13 @@ def check_sample(sample: object, where: str) -> Sample:
 
 
 def check_batch_size(batch_size: int) -> None:
+    """Raise DataError for a step without samples."""
     if batch_size < 1:
         raise DataError(f"a step of {batch_size} samples; wanted at least 1")
 
 
 def check_size(dataset: object, num_samples: int, batch_size: int, epoch: int) -> None:
-    """Refuse an epoch that is smaller than a step."""
+    """Raise DataError for an epoch that is smaller than a step."""
     if num_samples >= batch_size:
         return
     advice = "give a larger dataset or a smaller batch"
@@ -57,7 +60,7 @@ def check_size(dataset: object, num_samples: int, batch_size: int, epoch: int) -
 
 
 def check_stream(dataset: object) -> None:
-    """Refuse what cannot be read again and again."""
+    """Raise DataError for a dataset that can be iterated only once."""
     if isinstance(dataset, Mapping):
         raise DataError(f"got a mapping with {', '.join(map(repr, dataset))}; wanted one of its datasets")
     if isinstance(dataset, DataLoader):

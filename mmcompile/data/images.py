@@ -1,4 +1,4 @@
-"""Patches of an image from its width and height, as the processors of vision encoders cut them."""
+"""Number of patches of an image from its width and height, as the processors of vision encoders cut them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mmcompile.errors import ConfigError
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 _MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
-"""Defaults of Qwen2-VL's processor, whose kind merges patches."""
+"""Default limits of pixels of Qwen2-VL's processor, the kind that merges patches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchRule:
-    """How an encoder's processor turns pixels into patches.
+    """Rule by which an encoder's processor turns pixels into patches.
 
     With `side`, every image is resized to a square of that side. Without, it keeps its size as nearly as a multiple of
     `patch * merge` and the limits allow.
@@ -37,13 +37,16 @@ class PatchRule:
     max_side: int | None = None
     """A larger image is scaled down until its longer side fits."""
     rounding: Literal["nearest", "up"] = "up"
-    """To the next multiple of `patch * merge`, or to the nearest."""
+    """Direction of rounding of sides: up to the next multiple of `patch * merge`, or to the nearest."""
     pinpoints: tuple[tuple[int, int], ...] = ()
-    """(height, width) that an image may be fitted into and cut up from, in squares of `side`; the whole image is one more."""
+    """(height, width) frames that an image may be fitted into and cut up from, in squares of `side`.
+
+    The whole image is one more.
+    """
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> PatchRule:
-        """The rule of a model, from its Hugging Face configuration, by the defaults of the processors of its kind.
+        """Return the rule of a model from its Hugging Face configuration, by the defaults of the processors of its kind.
 
         Raises:
             ConfigError: it has no vision encoder that cuts images into patches.
@@ -79,11 +82,11 @@ class PatchRule:
 
     @property
     def step(self) -> int:
-        """Pixels that both sides are multiples of."""
+        """Pixels of which both sides are multiples."""
         return self.patch * self.merge
 
     def images(self, width: int, height: int) -> tuple[int, ...]:
-        """Patches of everything the encoder sees of one image: the image, and the crops of it."""
+        """Return the patches of each image the encoder sees for one image: the image, and its crops."""
         count = 1
         if self.pinpoints and self.side is not None:
             best_height, best_width = max(self.pinpoints, key=lambda point: _fit(point, width, height))
@@ -91,7 +94,7 @@ class PatchRule:
         return (self.patches(width, height),) * count
 
     def patches(self, width: int, height: int) -> int:
-        """Patches of an image of so many pixels, crops aside."""
+        """Return the patches of an image of so many pixels, crops aside."""
         if self.side is not None:
             return (self.side // self.patch) ** 2
         if self.max_side is not None and max(width, height) > self.max_side:
@@ -113,14 +116,14 @@ class PatchRule:
 
 
 def _fit(point: tuple[int, int], width: int, height: int) -> tuple[int, int]:
-    """Pixels an image keeps in a frame of (height, width), and how little of the frame stays empty."""
+    """Return (pixels an image keeps in a frame of (height, width), minus the pixels of the frame that stay empty)."""
     scale = min(point[1] / width, point[0] / height)
     kept = min(int(width * scale) * int(height * scale), width * height)
     return kept, kept - point[0] * point[1]
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Width and height from an image's header; its pixels are not read.
+    """Return width and height from an image's header; its pixels are not read.
 
     Raises:
         ConfigError: the file is no image.

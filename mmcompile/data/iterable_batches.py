@@ -13,35 +13,40 @@ from mmcompile.data.data_checks import asked, check_batch_size, check_sample, ch
 from mmcompile.errors import DataError
 
 Stream: TypeAlias = Iterable[Sample] | Callable[[], Iterator[Sample]]
-"""Gives its samples anew each time it is iterated (or called), for the same epoch in the same order."""
+"""Source that gives its samples anew each time it is iterated (or called), for the same epoch in the same order."""
 
 
 @runtime_checkable
 class ResumableDataset(Protocol):
-    """An iterable that can say where it is, and go on from there when it is iterated next.
+    """An iterable with a state, from which it resumes when it is iterated next.
 
-    Once it gave a sample, `state_dict` says that the one after it comes next; on a dataset nobody read yet, the first.
+    After a sample was read, `state_dict` has the position of the next one; on an unread dataset, that of the first.
     """
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as a dict."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Resume from the position of a dict."""
 
 
 @runtime_checkable
 class EpochDataset(Protocol):
     """A dataset whose order depends on the epoch."""
 
-    def set_epoch(self, epoch: int, /) -> object: ...
+    def set_epoch(self, epoch: int, /) -> object:
+        """Set the epoch, from which the order of samples follows."""
 
 
 class IterableBatches:
     """Batches of a dataset that is read in its own order.
 
-    Where the dataset has `state_dict` and `load_state_dict`, cursors hold its state, and going on costs no reading. Otherwise the
-    first `read` after `seek` skips what was taken in the epoch, by reading it. So it is with a shuffle buffer of Hugging Face
-    datasets: their state leaves out what is in the buffer, and those samples would be lost.
+    Where the dataset has `state_dict` and `load_state_dict`, cursors hold its state, and resuming costs no reading.
+    Otherwise the first `read` after `seek` skips the samples already taken in the epoch, by reading them. So does a
+    shuffle buffer of Hugging Face datasets: their state leaves out the buffered samples, which would be lost.
 
-    `set_epoch` is called for each epoch where the dataset has it. One that shuffles must draw its order from that alone.
+    `set_epoch` is called for each epoch where the dataset has it. One that shuffles must draw its order from that
+    alone.
 
     Raises:
         DataError: it can be read only once, or holds no samples.
@@ -53,14 +58,15 @@ class IterableBatches:
         self._dataset, self._batch_size = dataset, batch_size
         self._resumable = _resumable(dataset)
         self._first = self._state()
-        """Of a dataset nobody read yet: one that loaded a state may otherwise start from there again."""
+        """State of the unread dataset: one that loaded a state may otherwise start from there again."""
         self._start = StreamCursor(batch_size=batch_size, epoch=0, taken=0)
         self._at = self._start
-        """After the last batch."""
+        """Position after the last batch."""
         self._iterator: Iterator[Sample] | None = None
-        """Stands at `_at`; None while the dataset stands elsewhere."""
+        """Iterator at `_at`; None while the dataset is elsewhere."""
 
     def read(self) -> list[Sample]:
+        """Return the samples of the next step."""
         epoch, taken = self._at.epoch, self._at.taken
         # A generator that failed is over: after an error, the next read opens the dataset where this one began.
         iterator, self._iterator = self._open() if self._iterator is None else self._iterator, None
@@ -79,9 +85,11 @@ class IterableBatches:
         return samples
 
     def cursor(self) -> str:
+        """Return the position after the samples read, as JSON text."""
         return encode(self._at)
 
     def seek(self, cursor: str | None) -> None:
+        """Resume from a cursor; None for the beginning."""
         found = self._start if cursor is None else decode(cursor, StreamCursor, "iterable")
         if found.batch_size != self._batch_size:
             raise DataError(
@@ -96,7 +104,7 @@ class IterableBatches:
         self._at, self._iterator = found, None
 
     def _open(self) -> Iterator[Sample]:
-        """The dataset from `_at` on."""
+        """Return an iterator over the dataset from `_at` on."""
         at = self._at
         state = self._first if at.state is None else at.state
         if self._resumable is not None and state is not None:
@@ -120,7 +128,7 @@ class IterableBatches:
         return asked(where, lambda: iter(dataset()))
 
     def _next(self, iterator: Iterator[Sample], epoch: int, taken: int) -> Sample | None:
-        """None at the end of the epoch."""
+        """Return the next sample; None at the end of the epoch."""
         where = f"sample {taken} in epoch {epoch} of {named(self._dataset)}"
         try:
             return check_sample(asked(where, lambda: next(iterator)), where)
@@ -128,7 +136,7 @@ class IterableBatches:
             return None
 
     def _state(self) -> str | None:
-        """Where the dataset says it is."""
+        """Return the dataset's own `state_dict` as JSON text; None if it has none."""
         if self._resumable is None:
             return None
         state = asked(f"state_dict() of {named(self._dataset)}", self._resumable.state_dict)
@@ -155,7 +163,7 @@ def _resumable(dataset: object) -> ResumableDataset | None:
 
 
 def _has_shuffle_buffer(dataset: object) -> bool:
-    """Whether a Hugging Face dataset, or one it is made of, draws samples from a buffer."""
+    """Return whether a Hugging Face dataset, or one it is made of, draws samples from a buffer."""
     if "datasets" not in sys.modules:
         return False
     found, seen = [dataset], {id(dataset)}

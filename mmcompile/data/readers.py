@@ -1,4 +1,4 @@
-"""Shapes of samples from what people have: processed samples, a JSONL of shapes, a folder of images, a known dataset."""
+"""Readers of sample shapes: processed samples, a JSONL of shapes, a folder of images, a synthetic dataset."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ from mmcompile.errors import ConfigError
 
 SYNTHETIC = "synthetic:"
 CAPTIONS = ("metadata.jsonl", "captions.jsonl")
-"""Beside or above the images: lines of `file_name` and `text`."""
+"""Names of caption files beside or above the images: lines of `file_name` and `text`."""
 CHARACTERS_PER_TOKEN = 4.0
-"""Of English text. [Empirical]"""
+"""Characters per token of English text. [Empirical]"""
 
 
 def estimated_tokens(text: str) -> int:
-    """Tokens of a text without its tokenizer."""
+    """Return an estimate of the tokens of a text, without its tokenizer."""
     return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """How files become shapes."""
+    """Options of turning files into shapes."""
 
     rule: PatchRule = PatchRule()
-    """Of the encoder's processor, for images."""
+    """Patch rule of the encoder's processor, for images."""
     count_tokens: Callable[[str], int] = estimated_tokens
-    """Tokens of a caption: by the model's tokenizer, or estimated."""
+    """Function that counts the tokens of a caption: the model's tokenizer, or an estimate."""
     prompt_tokens: int = 0
     """Tokens of text that every sample has beside its caption."""
     max_samples: int | None = None
-    """Stop after so many samples; None reads all."""
+    """Largest number of samples read; None reads all."""
 
 
 def read_stats(
     source: str | os.PathLike[str], options: ReadOptions | None = None, *, progress: Progress | None = None
 ) -> DatasetStats:
-    """Statistics of a dataset, from whatever is at hand.
+    """Read the statistics of a dataset from any of its forms.
 
     Args:
-        source: a folder of images, a `.jsonl` of shapes, a `.json` of saved statistics, or `synthetic:NAME[:COUNT[:SEED]]`.
+        source: a folder of images, a `.jsonl` of shapes, a `.json` of saved statistics, or
+            `synthetic:NAME[:COUNT[:SEED]]`.
         options: for folders: rule of patches, tokens of captions; `max_samples` for all but saved statistics.
         progress: called with the samples read so far.
 
     Raises:
-        ConfigError: there is no such source, or a part of it cannot be read; the message says which.
+        ConfigError: there is no such source, or a part of it cannot be read, which the message names.
     """
     options = options or ReadOptions()
     name = os.fspath(source)
@@ -91,7 +92,7 @@ def _named(source: str) -> Iterator[SampleShape]:
 
 
 def shapes_of_jsonl(path: str | os.PathLike[str]) -> Iterator[SampleShape]:
-    """Shapes from lines like `{"text_tokens": 40, "images": [576], "audios": [], "name": "cat.jpg"}`.
+    """Yield shapes of lines like `{"text_tokens": 40, "images": [576], "audios": [], "name": "cat.jpg"}`.
 
     `name` may be left out: then it is the line. `images` and `audios` may be left out if there are none.
 
@@ -115,7 +116,7 @@ def shapes_of_jsonl(path: str | os.PathLike[str]) -> Iterator[SampleShape]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines of a file that are not empty."""
+    """Yield (number, text) of the lines of a file that are not empty."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -126,10 +127,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def shapes_of_folder(folder: str | os.PathLike[str], options: ReadOptions | None = None) -> Iterator[SampleShape]:
-    """One sample an image, under a folder at any depth, in the order of their paths; only headers are read.
+    """Yield one shape for each image under a folder, at any depth, in the order of paths; only headers are read.
 
-    The caption is in a file of the same name that ends in `.txt`, or in a `metadata.jsonl` or `captions.jsonl` of the folder,
-    whose lines have `file_name` and `text`. Without one, a sample has `options.prompt_tokens` of text.
+    The caption is in a file of the same name that ends in `.txt`, or in a `metadata.jsonl` or `captions.jsonl` of the
+    folder, whose lines have `file_name` and `text`. Without one, a sample has `options.prompt_tokens` of text.
 
     Raises:
         ConfigError: no images, a file that is none, or captions that cannot be read.
@@ -158,7 +159,7 @@ def _text(path: Path) -> str:
 
 
 def _captions(root: Path) -> dict[str, str]:
-    """File name -> caption."""
+    """Return file name -> caption."""
     found: dict[str, str] = {}
     for path in (root / name for name in CAPTIONS):
         if not path.is_file():
@@ -186,19 +187,19 @@ def shapes_of_samples(
     hop: int = 2,
     packed_sounds: bool = False,
 ) -> Iterator[SampleShape]:
-    """Shapes of conversations as a Hugging Face processor returns them, one each.
+    """Yield the shapes of conversations as a Hugging Face processor returns them, one each.
 
     Args:
-        samples: with `input_ids` [1, S] or [S] (and `attention_mask` of the same shape), `image_grid_thw` [images, 3] or
-            `pixel_values` [images, ..., C, H, W], `input_features` [sounds, bins, T] (and `feature_attention_mask` [sounds,
-            T]). A `name` or `id` names the sample.
+        samples: with `input_ids` [1, S] or [S] (and `attention_mask` of the same shape), `image_grid_thw` [images, 3]
+            or `pixel_values` [images, ..., C, H, W], `input_features` [sounds, bins, T] (and `feature_attention_mask`
+            [sounds, T]). A `name` or `id` names the sample.
         placeholders: token ids that stand for images and sounds in `input_ids`.
         patch: pixels of a patch's side; needed without grids.
         hop: steps of `input_features` to one frame of the encoder (2 for Whisper's).
         packed_sounds: the encoder sees as many frames as a sound has; False: padding too.
 
     Raises:
-        ConfigError: a sample has no `input_ids`, or images whose patches cannot be told without `patch`.
+        ConfigError: a sample has no `input_ids`, or images whose patches cannot be counted without `patch`.
     """
     for index, sample in enumerate(samples):
         name = str(sample.get("name", sample.get("id", f"sample {index}")))

@@ -1,4 +1,4 @@
-"""`SampleShape`: one sample as numbers; nothing of its content."""
+"""`SampleShape`: the sizes of one sample, without its content."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleShape:
-    """How much of each modality a sample has."""
+    """Amount of each modality in a sample."""
 
     name: str
-    """Names it in reports: a file, a line, an id."""
+    """Name of the sample in reports: a file, a line, an id."""
     text_tokens: int
     """Tokens of text alone; placeholders of images and sounds are not counted."""
     images: tuple[int, ...] = ()
@@ -20,8 +20,10 @@ class SampleShape:
 
     @property
     def patches(self) -> int:
+        """Patches of all images."""
         return sum(self.images)
 
     @property
     def frames(self) -> int:
+        """Frames of all sounds."""
         return sum(self.audios)

@@ -18,7 +18,7 @@ Allocation: TypeAlias = tuple[int, ...]
 """Devices of each component."""
 
 WorkOf = Callable[[np.ndarray], np.ndarray]
-"""Samples drawn [batches, n], by their position in the dataset -> work of each component in each batch [batches, components]."""
+"""Samples drawn [batches, n], by position in the dataset -> work of each component in each batch [batches, components]."""
 
 DEFAULT_CAP = 4096
 
@@ -46,7 +46,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stability:
-    """How large a batch must be for its allocation to hold. `str(stability)` is the table."""
+    """Batch size from which an allocation is stable. `str(stability)` is the table."""
 
     components: tuple[str, ...]
     devices: int
@@ -65,7 +65,10 @@ class Stability:
 
     @property
     def allocations(self) -> tuple[Allocation, ...]:
-        """What to give the components: one allocation if stable, else those of the largest size, most frequent first."""
+        """Allocations for the components: one if stable, else those of the largest size, most frequent first.
+
+        One allocation if stable, else those of the largest size, most frequent first.
+        """
         return tuple(seen.devices for seen in self.trials[-1].seen)
 
     def to_json(self) -> str:
@@ -148,7 +151,7 @@ def stable_batch(
         start: first batch size.
         cap: largest batch size. If the mean lies on a rounding boundary no size is stable.
         factor: from one size to the next.
-        stop: at the first stable size; False goes on to the cap.
+        stop: end at the first stable size; False tries all sizes to the cap.
         minimum: devices that every component gets.
         seed: of the draws.
 

@@ -1,4 +1,4 @@
-"""`DatasetStats`: what a dataset is made of, as the shapes of its samples."""
+"""`DatasetStats`: composition of a dataset, as the shapes of its samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRESS_EVERY = 1_000
 PERCENTS = (1, 5, 25, 50, 75, 95, 99, 100)
 
 Progress = Callable[[int], None]
-"""Called with the number of samples read so far."""
+"""Callback that takes the number of samples read so far."""
 
 MEASURES: Mapping[str, Callable[[SampleShape], int]] = {
     "patches": lambda shape: shape.patches,
@@ -34,7 +34,7 @@ MEASURES: Mapping[str, Callable[[SampleShape], int]] = {
     "text tokens": lambda shape: shape.text_tokens,
     "total": lambda shape: shape.patches + shape.frames + shape.text_tokens,
 }
-"""What is heavy about a sample. `total` adds rows of encoders and tokens of text."""
+"""Measures of a sample's size, by name. `total` adds rows of encoders and tokens of text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,12 +65,14 @@ class DatasetStats:
     samples: tuple[SampleShape, ...]
     """The shape of every sample, or of `MAX_SAMPLES` drawn at random where there are more."""
     spreads: Mapping[str, Spread]
-    """Of `patches per image` and `frames per sound` over images and sounds; of `images`, `sounds`, `patches`, `frames`, `text
-    tokens` and `total` over samples."""
+    """Distributions by name: `patches per image` and `frames per sound` over images and sounds.
+
+    `images`, `sounds`, `patches`, `frames`, `text tokens` and `total` over samples.
+    """
     correlations: Mapping[str, float]
     """`patches ~ text tokens` -> Pearson's correlation over samples; pairs in which one is constant are left out."""
     worst: tuple[Worst, ...]
-    """By each of `MEASURES`, over the whole dataset, with anything of that modality."""
+    """Heaviest samples by each of `MEASURES`, over the whole dataset, with anything of that modality."""
     version: int = STATS_VERSION
 
     @classmethod
@@ -86,10 +88,10 @@ class DatasetStats:
         """Read the shapes of a dataset once, in constant memory.
 
         Args:
-            shapes: of all samples, in any order.
-            name: what reports call the dataset.
+            shapes: shapes of all samples, in any order.
+            name: name of the dataset in reports.
             max_samples: shapes kept; a larger dataset is sampled uniformly (reservoir).
-            seed: of that sampling.
+            seed: seed of that sampling.
             progress: called every `PROGRESS_EVERY` samples and at the end.
         """
         kept: list[SampleShape] = []
@@ -124,7 +126,7 @@ class DatasetStats:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether `samples` are a part of the dataset."""
+        """True if `samples` are a part of the dataset."""
         return self.count > len(self.samples)
 
     @property
@@ -146,7 +148,10 @@ class DatasetStats:
         return sum(map(has, self.samples)) / max(1, len(self.samples))
 
     def heaviest(self) -> tuple[SampleShape, ...]:
-        """The shapes to look for the worst in: those kept, and after them the worst of the whole dataset that are not."""
+        """Shapes that contain the worst ones.
+
+        Those kept, then the worst of the whole dataset that are not among them.
+        """
         if not self.is_sampled:
             return self.samples
         kept = set(self.samples)
@@ -154,11 +159,12 @@ class DatasetStats:
         return (*self.samples, *(shape for shape in worst if shape not in kept))
 
     def to_json(self) -> str:
+        """Return the statistics as JSON."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> DatasetStats:
-        """Raises ConfigError if the text is no statistics, or of another version."""
+        """Read JSON. Raises ConfigError if the text is no statistics, or of another version."""
         try:
             version = msgspec.json.decode(text, type=_Versioned).version
             if version != STATS_VERSION:
@@ -172,12 +178,12 @@ class DatasetStats:
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write JSON, whole or not at all."""
+        """Write JSON atomically."""
         return write_atomic(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DatasetStats:
-        """Raises ConfigError if the file cannot be read or holds no statistics of this version."""
+        """Read a file. Raises ConfigError if it cannot be read or holds no statistics of this version."""
         try:
             text = Path(path).read_bytes()
         except OSError as error:
@@ -211,7 +217,7 @@ def _short(figure: float) -> str:
 
 
 def _push(heap: list[tuple[int, int, SampleShape]], entry: tuple[int, int, SampleShape]) -> None:
-    """Keep the heaviest `NUM_WORST`; of equals the earlier ones. (The position decides before shapes would be compared.)"""
+    """Keep the heaviest `NUM_WORST`, of equals the earlier ones: the position decides before shapes are compared."""
     if entry[0] == 0:
         return
     if len(heap) < NUM_WORST:

@@ -1,4 +1,7 @@
-"""Seeded stand-ins for the datasets of the papers: published figures where there are any, stated assumptions elsewhere."""
+"""Seeded stand-ins for the datasets of the papers.
+
+Published figures where there are any, stated assumptions elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class LogNormal:
     """A length: lognormal, cut to a range and rounded to a multiple."""
 
     mean: float
-    """Of the lognormal, before it is cut."""
+    """Mean of the lognormal, before it is cut."""
     spread: float
     """Standard deviation of its logarithm; 0 for a constant."""
     least: int = 1
@@ -27,7 +30,7 @@ class LogNormal:
     step: int = 1
 
     def draw(self, normal: np.ndarray) -> np.ndarray:
-        """Lengths for standard normal numbers, of the same shape."""
+        """Return lengths for standard normal numbers, of the same shape."""
         values = self.mean * np.exp(self.spread * normal - self.spread**2 / 2)
         return (np.clip(np.rint(values / self.step) * self.step, self.least, self.most)).astype(np.int64)
 
@@ -41,41 +44,41 @@ class Part:
 
     name: str
     weight: float
-    """Samples of this kind, in any unit."""
+    """Share of samples of this kind, in any unit."""
     text: LogNormal
     images: tuple[int, int] = (0, 0)
-    """Fewest and most images of a sample; all numbers between are as likely."""
+    """Fewest and most images of a sample; all numbers between are equally likely."""
     patches: LogNormal = NONE
-    """Of one image."""
+    """Patches of one image."""
     alike: bool = False
-    """All images of a sample have the same size (frames of a video)."""
+    """True if all images of a sample have the same size (frames of a video)."""
     frames: LogNormal = NONE
-    """Of the sample's one sound; 0 for no sound."""
+    """Frames of the sample's one sound; 0 for no sound."""
     correlation: float = 0.0
-    """Between the logarithms of text and of patches or frames."""
+    """Correlation between the logarithms of text and of patches or frames."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Synthetic:
-    """A dataset made of parts."""
+    """A dataset made of kinds of samples."""
 
     name: str
     parts: tuple[Part, ...]
     source: str
-    """What is published, and where."""
+    """Published figures, and their source."""
     assumed: str
-    """What is not, and was chosen."""
+    """Assumed figures, which are not published."""
     vision_ratio: float | None = None
     """Published work of the vision encoder per work of the language model."""
 
 
 def synthetic(name: str, count: int | None = None, seed: int = 0) -> Iterator[SampleShape]:
-    """Samples of a known mix. Same name, count and seed, same samples.
+    """Yield samples of a published mix. The same name, count and seed give the same samples.
 
     Args:
         name: one of `SYNTHETIC_DATASETS`.
         count: samples; 4,096 if not given.
-        seed: of all draws.
+        seed: seed of all draws.
 
     Raises:
         ConfigError: no such name, or no samples.

@@ -96,8 +96,6 @@ ALLOWED: dict[str, int] = {
     "batching": 100,
     "cli": 36,
     "codegen": 56,
-    "composition": 34,
-    "data": 43,
     "planner": 275,
     "report": 58,
     "runtime": 412,
