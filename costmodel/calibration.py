@@ -19,7 +19,7 @@ from mmcompile.costmodel.load import Load, Polynomial
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 
-CALIBRATION_VERSION = 1
+_CALIBRATION_VERSION = 1
 _REMAKE = "measure again with `mmcompile profile`"
 
 
@@ -147,7 +147,7 @@ class Calibration:
     kinds: tuple[KindCosts, ...]
     hosts: tuple[HostCosts, ...] = ()
     runtime: RuntimeCosts | None = None
-    version: int = CALIBRATION_VERSION
+    version: int = _CALIBRATION_VERSION
 
     def times(self, kind: str, load: Load, tp: int = 1) -> LayerTimes | None:
         """Return the seconds of a layer at a load; None for a kind that was not measured at this `tp`."""
@@ -226,9 +226,9 @@ class Calibration:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{where} is no calibration: {error}; {_REMAKE}") from None
         version = raw.get("version") if isinstance(raw, dict) else None
-        if version != CALIBRATION_VERSION:
+        if version != _CALIBRATION_VERSION:
             raise ConfigError(
-                f"{where} has calibration version {version!r}, this mmcompile reads {CALIBRATION_VERSION}; {_REMAKE}"
+                f"{where} has calibration version {version!r}, this mmcompile reads {_CALIBRATION_VERSION}; {_REMAKE}"
             )
         try:
             return msgspec.convert(raw, cls)

@@ -29,10 +29,10 @@ _SHARED = (
     "kept_forward_bytes",
 )
 """Fields of `LayerCost` of which every rank has its share, whether tensors or tokens are shared."""
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-GRADIENT_BYTES = 4
+_ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_GRADIENT_BYTES = 4
 """Gradients of keys and values travel in float32."""
-HEAD_GROUPS = 8
+_HEAD_GROUPS = 8
 """Groups of heads exchanged one after the other, by default: the key/value heads of most models."""
 
 
@@ -141,7 +141,7 @@ def context_parallel(
     cluster: Cluster,
     *,
     dtype: str,
-    steps: int = HEAD_GROUPS,
+    steps: int = _HEAD_GROUPS,
     recompute: Recompute = "none",
     stride: int = 1,
 ) -> LayerCost:
@@ -167,7 +167,7 @@ def context_parallel(
         return cost
     link = cluster.intra if degree * stride <= cluster.devices_per_node else cluster.inter
     gather_s = ring_s(cost.kv_bytes, degree, link)
-    return_s = ring_s(cost.kv_bytes * GRADIENT_BYTES / element_bytes(dtype), degree, link)
+    return_s = ring_s(cost.kv_bytes * _GRADIENT_BYTES / element_bytes(dtype), degree, link)
     forward_s = _exposed(gather_s, _attention_s(cost.attention_flops, degree, cluster, dtype), steps)
     repeated = cost.attention_flops if recompute == "full" else 0
     attention_s = _attention_s(cost.attention_backward_flops - repeated, degree, cluster, dtype)
@@ -213,9 +213,9 @@ def fully_sharded(cost: LayerCost, degree: int, cluster: Cluster, *, dtype: str)
 
 def element_bytes(dtype: str) -> int:
     """Return the bytes of one element. Raises ConfigError for a dtype that is not for computation."""
-    if dtype not in ELEMENT_BYTES:
-        raise ConfigError(f"no computation in dtype {dtype!r}; known are {', '.join(ELEMENT_BYTES)}")
-    return ELEMENT_BYTES[dtype]
+    if dtype not in _ELEMENT_BYTES:
+        raise ConfigError(f"no computation in dtype {dtype!r}; known are {', '.join(_ELEMENT_BYTES)}")
+    return _ELEMENT_BYTES[dtype]
 
 
 def _divided(cost: LayerCost, degree: int) -> LayerCost:

@@ -38,7 +38,7 @@ from mmcompile.runtime.engine import DEFAULT_OPTIMIZER
 from mmcompile.runtime.optim.optimizer import OptimizerSpec, SchedulerFactory
 from mmcompile.runtime.optim.param_groups import ParameterGroup
 
-WARM_STEPS = 2
+_WARM_STEPS = 2
 
 
 def elastic(
@@ -217,7 +217,7 @@ def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
     planner = StepPlanner(placement, job.patterns, collate=job.collate, balancer=job.balancer, costs=job.costs)
     found: dict[str, PreparedMicrobatch] = {}
     job.data.seek(None)
-    for step in range(1, min(WARM_STEPS, job.num_steps) + 1):
+    for step in range(1, min(_WARM_STEPS, job.num_steps) + 1):
         samples = job.data.read()
         if len(samples) < job.resilience.num_microbatches:
             raise ConfigError(

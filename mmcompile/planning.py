@@ -86,7 +86,7 @@ class PlanInputs:
         )
 
 
-def attention_choice(request: PlanRequest) -> AttentionChoice:
+def _attention_choice(request: PlanRequest) -> AttentionChoice:
     """Return the attention of a request: bitfield where tokens are shared, the model's own where nothing says otherwise."""
     context_parallel = request.context_parallel or 1
     attention = request.attention or ("bitfield" if context_parallel > 1 else "model")
@@ -163,7 +163,7 @@ def make_plan(
     Raises:
         PlanError, ConfigError: as `mmcompile.plan`.
     """
-    choice, clock = attention_choice(request), _Clock(on_phase)
+    choice, clock = _attention_choice(request), _Clock(on_phase)
     autocast = _components(captured.graph, request.autocast)
     captured = with_words(with_autocast(captured, autocast), choice, batch)
     graph = captured.graph

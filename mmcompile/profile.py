@@ -28,10 +28,10 @@ from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.runtime.monitoring.timer import Timer, one_thread, processor_name
 
-WARM_UP = 1
+_WARM_UP = 1
 ROUNDS = 4
 """Of every measurement; the median counts."""
-IN_FLIGHT = 4
+_IN_FLIGHT = 4
 """Forwards before the first backward of a round: as in a stage, activations then do not come out of the cache."""
 CPU_SIZES = (64, 256, 1024)
 GPU_SIZES = (64, 256, 1024, 4096, 16384)
@@ -156,16 +156,16 @@ class _Subject:
         forward: list[float] = []
         whole: list[float] = []
         inputs: list[float] = []
-        for number in range(WARM_UP + rounds):
-            kept = [timer.run(run.forward) for _ in range(IN_FLIGHT)]
+        for number in range(_WARM_UP + rounds):
+            kept = [timer.run(run.forward) for _ in range(_IN_FLIGHT)]
             backward = [timer.run(lambda r=r: run.backward(r))[0] for _, r in reversed(kept) if run.seeds]
-            if number >= WARM_UP:
+            if number >= _WARM_UP:
                 forward += [seconds for seconds, _ in kept]
                 whole += backward
             if run.leaves and run.parameters:
-                again = [run.forward() for _ in range(IN_FLIGHT)]
+                again = [run.forward() for _ in range(_IN_FLIGHT)]
                 alone = [timer.run(lambda r=r: run.input_grad(r))[0] for r in reversed(again)]
-                inputs += alone if number >= WARM_UP else []
+                inputs += alone if number >= _WARM_UP else []
         whole_s = statistics.median(whole or [0.0])
         input_s = statistics.median(inputs) if inputs else whole_s * bool(run.leaves)
         return LayerTimes(
@@ -176,7 +176,7 @@ class _Subject:
 
 
 def _median(timer: Timer, work: Callable[[], object], rounds: int) -> float:
-    return statistics.median([timer.run(work)[0] for _ in range(WARM_UP + rounds)][WARM_UP:])
+    return statistics.median([timer.run(work)[0] for _ in range(_WARM_UP + rounds)][_WARM_UP:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

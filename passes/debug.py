@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from mmcompile.errors import ConfigError
 
-VARIABLE = "MMCOMPILE_DEBUG"
+_VARIABLE = "MMCOMPILE_DEBUG"
 
 
 class DebugLevel(IntEnum):
@@ -33,9 +33,9 @@ def debug_level(environment: Mapping[str, str] = os.environ) -> DebugLevel:
     Raises:
         ConfigError: the variable is not one of the levels.
     """
-    text = environment.get(VARIABLE, "") or "0"
+    text = environment.get(_VARIABLE, "") or "0"
     levels = {str(level.value): level for level in DebugLevel}
     if text not in levels:
         choices = ", ".join(f"{value} ({level.name.lower()})" for value, level in levels.items())
-        raise ConfigError(f"{VARIABLE} is {text!r}; valid values are {choices}")
+        raise ConfigError(f"{_VARIABLE} is {text!r}; valid values are {choices}")
     return levels[text]

@@ -21,11 +21,11 @@ from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.values import aten_ops, op_name, tensors
 
 # Float results without history in autograd. Not floor or sign: their gradient is zero, not absent.
-NOT_DIFFERENTIABLE = aten_ops(
+_NOT_DIFFERENTIABLE = aten_ops(
     "detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty "
     "new_empty_strided empty_strided zeros ones full empty arange linspace scalar_tensor nextafter heaviside histc"
 )
-SET_GRAD_REGION = "wrap_with_set_grad_enabled"
+_SET_GRAD_REGION = "wrap_with_set_grad_enabled"
 SET_GRAD_SWITCH = torch._C._set_grad_enabled
 
 
@@ -81,7 +81,7 @@ class GradientFlow(Analysis[GradientReport]):
         fx_graph = graph.module.graph
         trainable = trainable_names(graph)
         requiring = _requires_grad(fx_graph, trainable.keys())
-        flowing = _reached(loss_node(fx_graph), requiring)
+        flowing = _reached(_loss_node(fx_graph), requiring)
         for node in fx_graph.nodes:
             if node.op == "call_function":
                 annotate(node, carries_gradient=node in flowing)
@@ -108,7 +108,7 @@ def makes_gradient(node: fx.Node, source: fx.Node, trainable: Container[str]) ->
     return source.op == "get_attr" and str(source.target) in trainable
 
 
-def loss_node(graph: fx.Graph) -> fx.Node:
+def _loss_node(graph: fx.Graph) -> fx.Node:
     """The node whose value is differentiated: the first result of the graph."""
     result = graph.output_node().args[0]
     first = result[0] if isinstance(result, (tuple, list)) else result
@@ -119,7 +119,7 @@ def loss_node(graph: fx.Graph) -> fx.Node:
 
 def is_no_grad_region(node: fx.Node) -> bool:
     """A `torch.no_grad()` block, which torch.export keeps as one node with a graph of its own."""
-    return op_name(node) == SET_GRAD_REGION and node.args[0] is False
+    return op_name(node) == _SET_GRAD_REGION and node.args[0] is False
 
 
 def _requires_grad(graph: fx.Graph, trainable: Iterable[str]) -> set[fx.Node]:
@@ -140,7 +140,7 @@ def _requires_grad(graph: fx.Graph, trainable: Iterable[str]) -> set[fx.Node]:
 
 
 def _differentiable(node: fx.Node) -> bool:
-    if op_name(node) in NOT_DIFFERENTIABLE or is_no_grad_region(node):
+    if op_name(node) in _NOT_DIFFERENTIABLE or is_no_grad_region(node):
         return False
     return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors(node))
 

@@ -11,8 +11,8 @@ from torch import fx
 from mmcompile.ir.graph import Component, ModelGraph, ParameterSpec, dtype_name, info
 from mmcompile.passes.values import op_name, tensors
 
-NEAR = 4
-ATTENTION = ("scaled_dot_product_attention", "packed_attention", "bitfield_attention")
+_NEAR = 4
+_ATTENTION = ("scaled_dot_product_attention", "packed_attention", "bitfield_attention")
 
 
 def layer_kinds(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
@@ -94,7 +94,7 @@ def _literals(value: object) -> Iterable[str]:
 def _attention(node: fx.Node) -> Iterable[str]:
     """Of an attention op: heads and width of queries and keys [..., heads, tokens, width], which no parameter's shape tells;
     plain numbers (a window); and how its mask or its list of sequence ends was made."""
-    if not any(name in op_name(node) for name in ATTENTION):
+    if not any(name in op_name(node) for name in _ATTENTION):
         return
     shapes = [tensors(source)[0].shape for source in node.all_input_nodes[:2]]
     yield from (f"{shape[-3]}x{shape[-1]}" for shape in shapes if len(shape) >= 3)
@@ -108,7 +108,7 @@ def _near(source: fx.Node) -> set[str]:
     """Operations that made a shared value, a few steps back: further ones may be as many as there are images."""
     names: set[str] = set()
     level = {source}
-    for _ in range(NEAR):
+    for _ in range(_NEAR):
         names |= {op_name(node) for node in level}
         level = {far for node in level for far in node.all_input_nodes if far.op == "call_function"}
     return names

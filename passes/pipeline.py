@@ -99,7 +99,7 @@ class _Hook:
     def between(self, pass_: Pass, before: ModelGraph, after: ModelGraph, seconds: float) -> None:
         """After `pass_` turned `before` into `after` (the same graph, if it was an analysis)."""
         self._tell(DebugLevel.TIME, f"pass {pass_.name}: {seconds * 1e3:.1f} ms")
-        self._tell(DebugLevel.DIFF, f"  {op_diff(before, after)}")
+        self._tell(DebugLevel.DIFF, f"  {_op_diff(before, after)}")
         if after is not before:
             made = {node.name: self._made_by.get(node.name, pass_.name) for node in after.module.graph.nodes}
             self._made_by = made
@@ -123,7 +123,7 @@ class _Hook:
             print(text, file=sys.stderr)
 
 
-def op_diff(before: ModelGraph, after: ModelGraph) -> str:
+def _op_diff(before: ModelGraph, after: ModelGraph) -> str:
     """`aten.linear 8 -> 6, aten.mul 0 -> 2`, or `no op changed`."""
     counts = [
         Counter(op_name(node) for node in graph.module.graph.nodes if node.op == "call_function")

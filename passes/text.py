@@ -7,15 +7,15 @@ from torch import fx
 from mmcompile.ir.graph import META_KEY, ModelGraph, dtype_name, info
 from mmcompile.passes.values import op_name, tensors
 
-CONTEXT_LINES = 5
+_CONTEXT_LINES = 5
 
 
 def graph_text(graph: ModelGraph) -> str:
     """All nodes of a graph. Equal text means equal graph, annotations included."""
-    return "\n".join(node_text(node) for node in graph.module.graph.nodes)
+    return "\n".join(_node_text(node) for node in graph.module.graph.nodes)
 
 
-def node_text(node: fx.Node) -> str:
+def _node_text(node: fx.Node) -> str:
     """`linear: float32[2, 8] = aten.linear(x, a_weight, a_bias)  # encoder.0 a`."""
     if node.op == "output":
         return f"return {_value_text(node.args[0])}"
@@ -45,9 +45,9 @@ def around(node: fx.Node) -> str:
     """A node, marked, with five lines of its graph on either side."""
     nodes = list(node.graph.nodes)
     index = nodes.index(node)
-    first = max(0, index - CONTEXT_LINES)
-    shown = nodes[first : index + CONTEXT_LINES + 1]
-    return "\n".join(f"{'>' if shown_node is node else ' '} {node_text(shown_node)}" for shown_node in shown)
+    first = max(0, index - _CONTEXT_LINES)
+    shown = nodes[first : index + _CONTEXT_LINES + 1]
+    return "\n".join(f"{'>' if shown_node is node else ' '} {_node_text(shown_node)}" for shown_node in shown)
 
 
 def _value_text(value: object) -> str:

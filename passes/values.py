@@ -43,7 +43,7 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
     return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def concrete_int(size: int | torch.SymInt) -> int:
+def _concrete_int(size: int | torch.SymInt) -> int:
     """A size at the captured batch: ints as they are, symbols by their hint."""
     if isinstance(size, int):
         return size
@@ -55,7 +55,7 @@ def concrete_int(size: int | torch.SymInt) -> int:
 
 def concrete_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Shape at the captured batch."""
-    return tuple(concrete_int(size) for size in tensor.shape)
+    return tuple(_concrete_int(size) for size in tensor.shape)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -73,7 +73,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the memory behind a recorded value, at the captured batch."""
-    return concrete_int(tensor.untyped_storage().nbytes())
+    return _concrete_int(tensor.untyped_storage().nbytes())
 
 
 def arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, object]]:

@@ -18,7 +18,7 @@ from mmcompile.passes.gradient_flow import is_no_grad_region, trainable_names
 from mmcompile.passes.text import around
 from mmcompile.passes.values import aliased, op_name, tensors, written
 
-KNOWN_OPS = ("placeholder", "get_attr", "call_function", "output")
+_KNOWN_OPS = ("placeholder", "get_attr", "call_function", "output")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +59,11 @@ class Verify(Analysis[VerifySummary]):
 
     def run(self, graph: ModelGraph) -> VerifySummary:
         """Raises VerifyError: the rule, what broke it, and the node with five lines around it."""
-        for rule in RULES:
+        for rule in _RULES:
             for violation in rule.check(graph):
                 where = f"\n{around(violation.node)}" if violation.node is not None else ""
                 raise VerifyError(f"{graph.name} breaks rule {rule.name}: {violation.message}{where}")
-        return VerifySummary(rules=tuple(rule.name for rule in RULES), nodes=len(graph.module.graph.nodes))
+        return VerifySummary(rules=tuple(rule.name for rule in _RULES), nodes=len(graph.module.graph.nodes))
 
 
 def _calls(graph: ModelGraph) -> list[fx.Node]:
@@ -72,8 +72,8 @@ def _calls(graph: ModelGraph) -> list[fx.Node]:
 
 def _annotated(graph: ModelGraph) -> Iterator[Violation]:
     for node in graph.module.graph.nodes:
-        if node.op not in KNOWN_OPS:
-            yield Violation(message=f"{node.name} is a {node.op}; nodes are {', '.join(KNOWN_OPS)}", node=node)
+        if node.op not in _KNOWN_OPS:
+            yield Violation(message=f"{node.name} is a {node.op}; nodes are {', '.join(_KNOWN_OPS)}", node=node)
         elif node.op == "call_function" and META_KEY not in node.meta:
             yield Violation(message=f"{node.name} has no NodeInfo", node=node)
         elif node.op in ("placeholder", "call_function") and "val" not in node.meta:
@@ -266,7 +266,7 @@ def _regions(graph: ModelGraph) -> Iterator[Violation]:
             )
 
 
-RULES: tuple[Rule, ...] = (
+_RULES: tuple[Rule, ...] = (
     Rule(name="annotated", check=_annotated),
     Rule(name="place", check=_place),
     Rule(name="layer-order", check=_layer_order),

@@ -42,7 +42,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionMaskInterface.register(NAME, _mask)
 
 
 def use_bitfield_attention(model: PreTrainedModel, components: Iterable[str] | None = None) -> None:
@@ -169,7 +169,7 @@ def _attend(
     return out.transpose(1, 2).contiguous()
 
 
-def mask(
+def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,

@@ -17,7 +17,7 @@ from mmcompile.passes.masks.packed_values import PackedBatch
 from mmcompile.planner.plan.plan_record import Packing
 
 _IN_PLACE = ("position_ids", "labels")
-ISOLATED = "masks made from position_ids are block-diagonal, and nothing else mixes tokens"
+_ISOLATED = "masks made from position_ids are block-diagonal, and nothing else mixes tokens"
 
 
 def check_packing(model: nn.Module, samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None) -> Packing:
@@ -55,7 +55,7 @@ def check_packing(model: nn.Module, samples: Sequence[Sample], pad: Mapping[str,
     others = [inputs(swapped, (1, 0), (0, 1))]
     others += [inputs(_with_other_tokens(batch, lengths, number), (0, 1), (1 - number,)) for number in (0, 1)]
     reason = _loss_reason(captured, batch) or documents_meet(captured.graph, inputs(batch, (0, 1), (0, 1)), others)
-    return Packing(isolates=reason is None, reason=reason or ISOLATED)
+    return Packing(isolates=reason is None, reason=reason or _ISOLATED)
 
 
 def _with_other_tokens(batch: Mapping[str, Value], lengths: Sequence[int], number: int) -> dict[str, Value]:

@@ -23,7 +23,7 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain, SampleRate
 from mmcompile.planner.pricing.sample_sizes import SampleRows, SampleSizes
 
-LEAST_ROW_S = 1e-15
+_LEAST_ROW_S = 1e-15
 """Least cost of a row: a sample takes part in a tower exactly if its cost there is above 0, however cheap a component is."""
 
 
@@ -91,7 +91,7 @@ def _rates(plan: Plan, chains: Sequence[Chain]) -> list[SampleRate]:
 
 
 def _seconds(rate: SampleRate, brought: SampleRows) -> NDArray[np.float64]:
-    return np.maximum(_at(rate.seconds, brought), LEAST_ROW_S * brought.rows)
+    return np.maximum(_at(rate.seconds, brought), _LEAST_ROW_S * brought.rows)
 
 
 def _at(polynomial: Polynomial, brought: SampleRows) -> NDArray[np.float64]:

@@ -46,7 +46,7 @@ class AttentionChoice(StrEnum):
     BITFIELD = "bitfield"
 
 
-ALL_COMPONENTS = "all"
+_ALL_COMPONENTS = "all"
 SEARCH = "search"
 
 
@@ -267,10 +267,10 @@ def parse_components(texts: Sequence[str] | None) -> bool | tuple[str, ...] | No
     if not texts:
         return None
     names = tuple(name.strip() for text in texts for name in text.split(","))
-    if names == (ALL_COMPONENTS,):
+    if names == (_ALL_COMPONENTS,):
         return True
-    if "" in names or ALL_COMPONENTS in names:
-        raise ConfigError(f"{', '.join(texts)!r} is neither names of components nor {ALL_COMPONENTS!r} alone")
+    if "" in names or _ALL_COMPONENTS in names:
+        raise ConfigError(f"{', '.join(texts)!r} is neither names of components nor {_ALL_COMPONENTS!r} alone")
     return names
 
 

@@ -34,7 +34,7 @@ from mmcompile.planner.plan.constraints import Constraint, parse_constraint
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.search.settings import RECOMPUTES
 
-DEFAULT_MICROBATCHES = 8
+_DEFAULT_MICROBATCHES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +172,7 @@ def make_plan(subject: Subject, cluster: str, wanted: Wanted, timing: dict[str, 
     seconds = {} if timing is None else timing
     microbatches = wanted.microbatches
     if microbatches is None and wanted.global_batch is None:
-        microbatches = DEFAULT_MICROBATCHES
+        microbatches = _DEFAULT_MICROBATCHES
     with busy("capturing and planning"):
         return api.plan(
             subject.model,

@@ -33,7 +33,7 @@ from mmcompile.profile import CPU_SIZES, GPU_SIZES, ROUNDS
 from mmcompile.profile import profile as measure
 from mmcompile.runtime.runtime_probe import probe_runtime
 
-LEAST_TEXT = 8
+_LEAST_TEXT = 8
 """Text tokens of a sample, besides those of its images and sounds."""
 
 
@@ -73,7 +73,7 @@ def profile(
         set_trainable(loaded.model, train)
         if loaded.batch is None:
             media = {"images": images, "image_size": image_size, "audios": audios}
-            wanted = parse_sizes(sizes, GPU_SIZES if device.type == "cuda" else CPU_SIZES)
+            wanted = _parse_sizes(sizes, GPU_SIZES if device.type == "cuda" else CPU_SIZES)
             batches = make_batches(loaded.model, wanted, media)
         else:
             _refuse_sizes(model, sizes)
@@ -95,7 +95,7 @@ def profile(
         print_text(f"\nwritten to {output}")
 
 
-def parse_sizes(text: str | None, default: Sequence[int]) -> tuple[int, ...]:
+def _parse_sizes(text: str | None, default: Sequence[int]) -> tuple[int, ...]:
     """`"64,256"` -> `(64, 256)`. Raises ConfigError."""
     if text is None:
         return tuple(default)
@@ -111,10 +111,10 @@ def make_batches(model: nn.Module, sizes: Sequence[int], media: dict[str, int]) 
     So tokens are told from squares of lengths, and encoders see different numbers of images. A sample is at least as long
     as its images and sounds need.
     """
-    first = example_batch(model, batch_size=1, text_tokens=LEAST_TEXT, **media)
-    taken = first["input_ids"].shape[1] - LEAST_TEXT
+    first = example_batch(model, batch_size=1, text_tokens=_LEAST_TEXT, **media)
+    taken = first["input_ids"].shape[1] - _LEAST_TEXT
     wanted = [(1, size) for size in sizes] + [(2 ** (i + 1), size) for i, size in enumerate(sizes)]
-    shapes = dict.fromkeys((count, max(LEAST_TEXT, size // count - taken)) for count, size in wanted)
+    shapes = dict.fromkeys((count, max(_LEAST_TEXT, size // count - taken)) for count, size in wanted)
     return [example_batch(model, batch_size=count, text_tokens=text, **media) for count, text in shapes]
 
 

@@ -13,7 +13,7 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.report.pictures.stage_graph import stage_graph_text
 from mmcompile.report.summary import plan_summary
 
-MAX_DRAWN = 12
+_MAX_DRAWN = 12
 """Stages; the graph of more is wider than any terminal, and `mmcompile stages` draws it."""
 
 
@@ -27,5 +27,5 @@ def show(
         print_json(plan_summary(loaded))
     else:
         print_text(str(loaded))
-        if len(loaded.stages) <= MAX_DRAWN:
+        if len(loaded.stages) <= _MAX_DRAWN:
             print_text(f"\n{stage_graph_text(loaded)}")

@@ -15,12 +15,12 @@ from torch import fx
 from mmcompile.ir.graph import info
 from mmcompile.ir.nodes import attention_words, merge_features, token_loss, token_positions
 
-OWN_NODES: dict[object, str] = {
+_OWN_NODES: dict[object, str] = {
     node: f"mm.{node.__name__}" for node in (token_loss, merge_features, attention_words, token_positions)
 }
 _TENSOR_OPS = ("tp_copy", "tp_sum", "tp_exit", "tp_enter", "tp_first", "tp_slice", "tp_heads")
 _VOCABULARY_OPS = ("tp_embedding", "tp_token_loss")
-OP_MODULES = {
+_OP_MODULES = {
     "packed_attention": "mmcompile.kernels.packed_attention",
     "bitfield_attention": "mmcompile.kernels.bitfield_attention.ops",
     "context_parallel_attention": "mmcompile.kernels.bitfield_attention.parallel.attention",
@@ -116,7 +116,7 @@ def registering_imports(nodes: Iterable[fx.Node]) -> str:
     called = {str(node.target).removeprefix("mmcompile.").removesuffix(".default") for node in nodes}
     return "".join(
         f"import {module}  # registers torch.ops.mmcompile.{name}\n"
-        for name, module in OP_MODULES.items()
+        for name, module in _OP_MODULES.items()
         if name in called
     )
 
@@ -125,8 +125,8 @@ def _target(target: object) -> str:
     if isinstance(target, torch._ops.OpOverload):
         text = str(target)
         return text if text.startswith("aten.") else f"torch.ops.{text}"
-    if target in OWN_NODES:
-        return OWN_NODES[target]
+    if target in _OWN_NODES:
+        return _OWN_NODES[target]
     module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
     if module in ("_operator", "operator", "math"):
         return f"{module.removeprefix('_')}.{name}"

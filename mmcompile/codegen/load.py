@@ -37,12 +37,12 @@ def load_stage(
     Raises:
         VerifyError: the source does not compile, defines no `Stage(StageModule)`, or a tensor is missing.
     """
-    parameters, buffers = held_tensors(program, tensors)
+    parameters, buffers = _held_tensors(program, tensors)
     stage = _stage_class(program)
     return stage(parameters, buffers, program.constants, device, runner, gathers=bool(program.gathered))
 
 
-def held_tensors(
+def _held_tensors(
     program: StageProgram, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
     """The parameters and buffers of a program, as `load_stage` takes them.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmcompile.errors import BatchError, ConfigError
 
-LAST_HIDDEN_STATE = "last_hidden_state"
+_LAST_HIDDEN_STATE = "last_hidden_state"
 
 _PROCESSOR_NAMES = {"grid_thw": "image_grid_thw"}
 """Parameter -> name by which Hugging Face processors return it."""
@@ -26,7 +26,7 @@ class Encoder:
 
     module: nn.Module
     _: KW_ONLY
-    output: str = LAST_HIDDEN_STATE
+    output: str = _LAST_HIDDEN_STATE
     """Field of the encoder's output that holds the features."""
     layer: int | None = None
     """Features are `hidden_states[layer]` instead, for example -2 as LLaVA does."""
@@ -42,7 +42,7 @@ class Encoder:
     """Parameter -> value for two images or sounds, to run the encoder on. By default made from its config."""
 
     def __post_init__(self) -> None:
-        if self.layer is not None and self.output != LAST_HIDDEN_STATE:
+        if self.layer is not None and self.output != _LAST_HIDDEN_STATE:
             raise ConfigError(f"layer {self.layer} and output {self.output!r} exclude each other; give one of them")
         if self.drop_tokens < 0:
             raise ConfigError(

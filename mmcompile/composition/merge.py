@@ -39,10 +39,10 @@ def text_ids(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
 
     0 at placeholders, which may lie beyond the table and whose embeddings are not read.
     """
-    return input_ids.masked_fill(is_placeholder(input_ids, placeholders), 0)
+    return input_ids.masked_fill(_is_placeholder(input_ids, placeholders), 0)
 
 
-def is_placeholder(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
+def _is_placeholder(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
     """Return a bool [B, S], True at placeholders."""
     found = torch.zeros_like(input_ids, dtype=torch.bool)
     for token in placeholders.values():
@@ -71,7 +71,7 @@ def at_placeholders(
             embeddings = embeddings.masked_scatter(mask, rows.to(embeddings.dtype))
     labels = text.labels
     if labels is not None:
-        labels = labels.masked_fill(is_placeholder(input_ids, placeholders), IGNORED_LABEL)
+        labels = labels.masked_fill(_is_placeholder(input_ids, placeholders), IGNORED_LABEL)
     return Text(
         embeddings=embeddings, attention_mask=text.attention_mask, position_ids=text.position_ids, labels=labels
     )

@@ -20,10 +20,10 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.compat import FakeTensorMode, fake_mode_of, transformers_eager_paths
 from mmcompile.ir.known_values import KnownValues, known_values
 
-PROBED = 2
+_PROBED = 2
 """Images or sounds of a probe: two, so that the dim of images shows."""
-DEFAULT_SIDE = 224
-SAMPLING_RATE = 16000
+_DEFAULT_SIDE = 224
+_SAMPLING_RATE = 16000
 """Samples of a second of sound, the rate of every speech encoder of transformers; a probe is that long."""
 
 
@@ -66,12 +66,12 @@ def probe(name: str, encoder: Encoder, callbacks: Callbacks) -> Probe:
 
 
 def _layout(name: str, encoder: Encoder, shape: tuple[int, ...]) -> Layout:
-    media = len(shape) == 3 and shape[0] == PROBED
-    layout = Layout.MEDIA if media else Layout.POOLED if len(shape) == 2 and shape[0] == PROBED else Layout.PACKED
+    media = len(shape) == 3 and shape[0] == _PROBED
+    layout = Layout.MEDIA if media else Layout.POOLED if len(shape) == 2 and shape[0] == _PROBED else Layout.PACKED
     dropped = encoder.drop_tokens
     if dropped and (layout is not Layout.MEDIA or dropped >= shape[1]):
         raise ConfigError(
-            f"drop_tokens={dropped} has no effect on encoder {name!r}, which returns {list(shape)} for {PROBED} inputs; "
+            f"drop_tokens={dropped} has no effect on encoder {name!r}, which returns {list(shape)} for {_PROBED} inputs; "
             "wanted [images, tokens, hidden] with more tokens than that"
         )
     return layout
@@ -101,12 +101,12 @@ def _examples(encoder: Encoder) -> Iterator[dict[str, Tensor]]:
     if encoder.example is not None:
         yield dict(encoder.example)
     elif modality(encoder.module) == "audio":
-        yield from sounds(encoder.module, PROBED)
+        yield from sounds(encoder.module, _PROBED)
     else:
-        yield images(encoder.module, PROBED)
+        yield images(encoder.module, _PROBED)
 
 
-def images(module: nn.Module, count: int, side: int = DEFAULT_SIDE) -> dict[str, Tensor]:
+def images(module: nn.Module, count: int, side: int = _DEFAULT_SIDE) -> dict[str, Tensor]:
     """Return random images for a vision encoder, by parameter.
 
     Args:
@@ -154,7 +154,7 @@ def sounds(module: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
             yield {main: torch.randn(count, bins, 2 * positions, dtype=dtype)}
         frames = _field(config, "max_length", default=1024)
         yield {main: torch.randn(count, frames, bins, dtype=dtype)}
-    yield {main: torch.randn(count, SAMPLING_RATE, dtype=dtype)}
+    yield {main: torch.randn(count, _SAMPLING_RATE, dtype=dtype)}
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:

@@ -18,7 +18,7 @@ from mmcompile.composition.probe import dtype_of
 from mmcompile.data.collate import Value, join
 from mmcompile.errors import BatchError, ConfigError
 
-ASSISTANT = "assistant"
+_ASSISTANT = "assistant"
 Message = Mapping[str, str]
 """`role` and `content`, as in Hugging Face chat templates."""
 
@@ -135,18 +135,18 @@ class ComposedProcessor:
         if not getattr(self.tokenizer, "chat_template", None):
             yield getattr(self.tokenizer, "bos_token", None) or "", False
             for message in messages:
-                end = getattr(self.tokenizer, "eos_token", None) or "" if message["role"] == ASSISTANT else ""
-                yield message["content"] + end, message["role"] == ASSISTANT
+                end = getattr(self.tokenizer, "eos_token", None) or "" if message["role"] == _ASSISTANT else ""
+                yield message["content"] + end, message["role"] == _ASSISTANT
             return
         done = ""
         for index, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
+            if message["role"] == _ASSISTANT:
                 prompt = self._rendered(messages[:index], done, add_generation_prompt=True)
                 yield prompt, False
                 done += prompt
-            if message["role"] == ASSISTANT or index == len(messages) - 1:
+            if message["role"] == _ASSISTANT or index == len(messages) - 1:
                 text = self._rendered(messages[: index + 1], done, add_generation_prompt=False)
-                yield text, message["role"] == ASSISTANT
+                yield text, message["role"] == _ASSISTANT
                 done += text
 
     def _rendered(self, messages: Sequence[Message], done: str, *, add_generation_prompt: bool) -> str:

@@ -9,7 +9,7 @@ import msgspec
 
 from mmcompile.errors import DataError
 
-CURSOR_VERSION = 1
+_CURSOR_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,7 @@ class MapCursor:
     """Position in a dataset with indices."""
 
     kind: Literal["map"] = "map"
-    version: int = CURSOR_VERSION
+    version: int = _CURSOR_VERSION
     length: int
     batch_size: int
     seed: int
@@ -31,7 +31,7 @@ class StreamCursor:
     """Position in a dataset that is read in its own order."""
 
     kind: Literal["iterable"] = "iterable"
-    version: int = CURSOR_VERSION
+    version: int = _CURSOR_VERSION
     batch_size: int
     epoch: int
     taken: int
@@ -62,9 +62,9 @@ def decode(text: str, kind: type[CursorT], wanted: Literal["map", "iterable"]) -
     """
     try:
         head = msgspec.json.decode(text, type=_Head)
-        if head.version != CURSOR_VERSION:
+        if head.version != _CURSOR_VERSION:
             raise DataError(
-                f"the cursor {text} has version {head.version}; this mmcompile reads version {CURSOR_VERSION}"
+                f"the cursor {text} has version {head.version}; this mmcompile reads version {_CURSOR_VERSION}"
             )
         if head.kind != wanted:
             raise DataError(

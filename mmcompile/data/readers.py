@@ -18,16 +18,16 @@ from mmcompile.data.stats import DatasetStats, Progress
 from mmcompile.data.synthetic import synthetic
 from mmcompile.errors import ConfigError
 
-SYNTHETIC = "synthetic:"
-CAPTIONS = ("metadata.jsonl", "captions.jsonl")
+_SYNTHETIC = "synthetic:"
+_CAPTIONS = ("metadata.jsonl", "captions.jsonl")
 """Names of caption files beside or above the images: lines of `file_name` and `text`."""
-CHARACTERS_PER_TOKEN = 4.0
+_CHARACTERS_PER_TOKEN = 4.0
 """Characters per token of English text. [Empirical]"""
 
 
-def estimated_tokens(text: str) -> int:
+def _estimated_tokens(text: str) -> int:
     """Return an estimate of the tokens of a text, without its tokenizer."""
-    return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
+    return math.ceil(len(text) / _CHARACTERS_PER_TOKEN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class ReadOptions:
 
     rule: PatchRule = PatchRule()
     """Patch rule of the encoder's processor, for images."""
-    count_tokens: Callable[[str], int] = estimated_tokens
+    count_tokens: Callable[[str], int] = _estimated_tokens
     """Function that counts the tokens of a caption: the model's tokenizer, or an estimate."""
     prompt_tokens: int = 0
     """Tokens of text that every sample has beside its caption."""
@@ -60,7 +60,7 @@ def read_stats(
     """
     options = options or ReadOptions()
     name = os.fspath(source)
-    if name.startswith(SYNTHETIC):
+    if name.startswith(_SYNTHETIC):
         shapes = _named(name)
     elif (path := Path(name)).is_dir():
         shapes = shapes_of_folder(path, options)
@@ -71,7 +71,7 @@ def read_stats(
     else:
         raise ConfigError(
             f"cannot read a dataset from {name}: wanted a folder of images, a .jsonl of shapes, a .json of saved "
-            f"statistics, or {SYNTHETIC}NAME[:COUNT[:SEED]]"
+            f"statistics, or {_SYNTHETIC}NAME[:COUNT[:SEED]]"
         )
     return DatasetStats.of(_first(shapes, options.max_samples), name=name, progress=progress)
 
@@ -84,9 +84,9 @@ def _first(shapes: Iterable[SampleShape], count: int | None) -> Iterator[SampleS
 
 
 def _named(source: str) -> Iterator[SampleShape]:
-    name, *numbers = source.removeprefix(SYNTHETIC).split(":")
+    name, *numbers = source.removeprefix(_SYNTHETIC).split(":")
     if len(numbers) > 2 or not all(number.isdigit() for number in numbers):
-        raise ConfigError(f"{source}: wanted {SYNTHETIC}NAME[:COUNT[:SEED]] with whole numbers")
+        raise ConfigError(f"{source}: wanted {_SYNTHETIC}NAME[:COUNT[:SEED]] with whole numbers")
     count, seed = [*map(int, numbers), *(None, None)][:2]
     return synthetic(name, count, 0 if seed is None else seed)
 
@@ -161,7 +161,7 @@ def _text(path: Path) -> str:
 def _captions(root: Path) -> dict[str, str]:
     """Return file name -> caption."""
     found: dict[str, str] = {}
-    for path in (root / name for name in CAPTIONS):
+    for path in (root / name for name in _CAPTIONS):
         if not path.is_file():
             continue
         for number, line in _lines(path):

@@ -17,18 +17,18 @@ from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.units import format_count
 
-STATS_VERSION = 1
-MAX_SAMPLES = 20_000
+_STATS_VERSION = 1
+_MAX_SAMPLES = 20_000
 """Shapes kept of a dataset; a larger one is sampled."""
 NUM_WORST = 64
 """Heaviest samples kept by each measure: as many as a microbatch may hold."""
-PROGRESS_EVERY = 1_000
-PERCENTS = (1, 5, 25, 50, 75, 95, 99, 100)
+_PROGRESS_EVERY = 1_000
+_PERCENTS = (1, 5, 25, 50, 75, 95, 99, 100)
 
 Progress = Callable[[int], None]
 """Callback that takes the number of samples read so far."""
 
-MEASURES: Mapping[str, Callable[[SampleShape], int]] = {
+_MEASURES: Mapping[str, Callable[[SampleShape], int]] = {
     "patches": lambda shape: shape.patches,
     "frames": lambda shape: shape.frames,
     "text tokens": lambda shape: shape.text_tokens,
@@ -44,7 +44,7 @@ class Spread:
     mean: float
     std: float
     percentiles: tuple[float, ...]
-    """At `PERCENTS`; the last is the maximum."""
+    """At `_PERCENTS`; the last is the maximum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class DatasetStats:
     count: int
     """Samples of the dataset, exactly."""
     samples: tuple[SampleShape, ...]
-    """The shape of every sample, or of `MAX_SAMPLES` drawn at random where there are more."""
+    """The shape of every sample, or of `_MAX_SAMPLES` drawn at random where there are more."""
     spreads: Mapping[str, Spread]
     """Distributions by name: `patches per image` and `frames per sound` over images and sounds.
 
@@ -72,8 +72,8 @@ class DatasetStats:
     correlations: Mapping[str, float]
     """`patches ~ text tokens` -> Pearson's correlation over samples; pairs in which one is constant are left out."""
     worst: tuple[Worst, ...]
-    """Heaviest samples by each of `MEASURES`, over the whole dataset, with anything of that modality."""
-    version: int = STATS_VERSION
+    """Heaviest samples by each of `_MEASURES`, over the whole dataset, with anything of that modality."""
+    version: int = _STATS_VERSION
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class DatasetStats:
         shapes: Iterable[SampleShape],
         *,
         name: str,
-        max_samples: int = MAX_SAMPLES,
+        max_samples: int = _MAX_SAMPLES,
         seed: int = 0,
         progress: Progress | None = None,
     ) -> DatasetStats:
@@ -92,21 +92,21 @@ class DatasetStats:
             name: name of the dataset in reports.
             max_samples: shapes kept; a larger dataset is sampled uniformly (reservoir).
             seed: seed of that sampling.
-            progress: called every `PROGRESS_EVERY` samples and at the end.
+            progress: called every `_PROGRESS_EVERY` samples and at the end.
         """
         kept: list[SampleShape] = []
-        heaps: dict[str, list[tuple[int, int, SampleShape]]] = {measure: [] for measure in MEASURES}
+        heaps: dict[str, list[tuple[int, int, SampleShape]]] = {measure: [] for measure in _MEASURES}
         generator = random.Random(seed)
         count = 0
         for shape in shapes:
-            for measure, weigh in MEASURES.items():
+            for measure, weigh in _MEASURES.items():
                 _push(heaps[measure], (weigh(shape), -count, shape))
             if count < max_samples:
                 kept.append(shape)
             elif (slot := generator.randrange(count + 1)) < max_samples:
                 kept[slot] = shape
             count += 1
-            if progress is not None and count % PROGRESS_EVERY == 0:
+            if progress is not None and count % _PROGRESS_EVERY == 0:
                 progress(count)
         if progress is not None:
             progress(count)
@@ -167,9 +167,9 @@ class DatasetStats:
         """Read JSON. Raises ConfigError if the text is no statistics, or of another version."""
         try:
             version = msgspec.json.decode(text, type=_Versioned).version
-            if version != STATS_VERSION:
+            if version != _STATS_VERSION:
                 raise ConfigError(
-                    f"dataset statistics have version {version}, this mmcompile reads {STATS_VERSION}; make them again"
+                    f"dataset statistics have version {version}, this mmcompile reads {_STATS_VERSION}; make them again"
                 )
             return msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
@@ -195,14 +195,14 @@ class DatasetStats:
         shares = {"images": self.with_images, "sounds": self.with_sounds, "text": self.with_text}
         parts = [f"{share:.0%} with {what}" for what, share in shares.items() if share > 0]
         lines = [", ".join([f"{self.name}: {self.count} samples{sampled}", *parts])]
-        heads = [f"p{percent}" for percent in PERCENTS[:-1]] + ["max"]
+        heads = [f"p{percent}" for percent in _PERCENTS[:-1]] + ["max"]
         lines.append(f"{'':<18}{'mean':>9}{'std':>9}" + "".join(f"{head:>9}" for head in heads))
         for quantity, spread in self.spreads.items():
             figures = (spread.mean, spread.std, *spread.percentiles)
             lines.append(f"{quantity:<18}" + "".join(f"{_short(figure):>9}" for figure in figures))
         lines += [f"correlation {pair}: {value:+.2f}" for pair, value in self.correlations.items()]
         for worst in self.worst:
-            names = [f"{shape.name} ({MEASURES[worst.measure](shape)})" for shape in worst.samples[:3]]
+            names = [f"{shape.name} ({_MEASURES[worst.measure](shape)})" for shape in worst.samples[:3]]
             lines.append(f"most {worst.measure}: {', '.join(names)}")
         return "\n".join(lines)
 
@@ -230,7 +230,7 @@ def _columns(samples: list[SampleShape]) -> dict[str, np.ndarray]:
     per_sample: dict[str, list[int]] = {
         "images": [len(shape.images) for shape in samples],
         "sounds": [len(shape.audios) for shape in samples],
-        **{measure: [weigh(shape) for shape in samples] for measure, weigh in MEASURES.items()},
+        **{measure: [weigh(shape) for shape in samples] for measure, weigh in _MEASURES.items()},
     }
     per_unit = {
         "patches per image": [patches for shape in samples for patches in shape.images],
@@ -244,7 +244,7 @@ def _spread(values: np.ndarray) -> Spread:
     return Spread(
         mean=float(values.mean()),
         std=float(values.std()),
-        percentiles=tuple(float(value) for value in np.percentile(values, PERCENTS)),
+        percentiles=tuple(float(value) for value in np.percentile(values, _PERCENTS)),
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from mmcompile.data.sample import SampleShape
 from mmcompile.errors import ConfigError
 
-DEFAULT_COUNT = 4096
+_DEFAULT_COUNT = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class LogNormal:
         return (np.clip(np.rint(values / self.step) * self.step, self.least, self.most)).astype(np.int64)
 
 
-NONE = LogNormal(mean=0.0, spread=0.0, least=0)
+_NONE = LogNormal(mean=0.0, spread=0.0, least=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +48,11 @@ class Part:
     text: LogNormal
     images: tuple[int, int] = (0, 0)
     """Fewest and most images of a sample; all numbers between are equally likely."""
-    patches: LogNormal = NONE
+    patches: LogNormal = _NONE
     """Patches of one image."""
     alike: bool = False
     """True if all images of a sample have the same size (frames of a video)."""
-    frames: LogNormal = NONE
+    frames: LogNormal = _NONE
     """Frames of the sample's one sound; 0 for no sound."""
     correlation: float = 0.0
     """Correlation between the logarithms of text and of patches or frames."""
@@ -85,7 +85,7 @@ def synthetic(name: str, count: int | None = None, seed: int = 0) -> Iterator[Sa
     """
     if name not in SYNTHETIC_DATASETS:
         raise ConfigError(f"no synthetic dataset {name!r}; there are {', '.join(SYNTHETIC_DATASETS)}")
-    count = DEFAULT_COUNT if count is None else count
+    count = _DEFAULT_COUNT if count is None else count
     if count < 1:
         raise ConfigError(f"{count} samples of {name}; wanted at least 1")
     mix = SYNTHETIC_DATASETS[name]

@@ -18,7 +18,7 @@ from torch import fx, nn
 from mmcompile.ir.graph import META_KEY, Component, ComponentKind, Layer, NodeInfo, component_of, info
 from mmcompile.ir.host_shapes import attribute
 
-MAIN = "language_model"
+_MAIN = "language_model"
 INPUTS, OUTPUTS = "inputs", "outputs"
 Sources = frozenset[str]
 
@@ -174,7 +174,7 @@ def _short_names(paths: Sequence[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     for path in paths:
         tails = [".".join(path.split(".")[-length:]) for length in range(1, path.count(".") + 2)]
-        names[path] = next(t for t in tails if t != MAIN and sum(p == t or p.endswith("." + t) for p in paths) == 1)
+        names[path] = next(t for t in tails if t != _MAIN and sum(p == t or p.endswith("." + t) for p in paths) == 1)
     return names
 
 
@@ -197,7 +197,7 @@ def _assign_until_pure(
             branch.name
             for branch in kept
             if any(
-                _inside(node.meta["module_path"], branch.module) and name == MAIN and _reads_parameter(node, sources)
+                _inside(node.meta["module_path"], branch.module) and name == _MAIN and _reads_parameter(node, sources)
                 for node, name in owner.items()
             )
         }
@@ -229,24 +229,24 @@ def _assign(
             (owner[node],) = before  # a tuple never crosses a link
             continue
         named = next((b.name for b in branches if _inside(node.meta["module_path"], b.module)), None)
-        if MAIN in before:
-            owner[node] = MAIN
+        if _MAIN in before:
+            owner[node] = _MAIN
         elif named is not None:
             owner[node] = named
         elif node.meta["module_path"] not in wrappers:
-            owner[node] = MAIN
+            owner[node] = _MAIN
         elif not before:
             undecided.append(node)
             continue
         else:
             last = [name for name in before if before - {name} <= upstream[name]]
-            owner[node] = last[0] if last and not _merges(node, sources, branches) else MAIN
+            owner[node] = last[0] if last and not _merges(node, sources, branches) else _MAIN
         for name in before - {owner[node]}:
             upstream[owner[node]] |= {name} | upstream[name]
     for node in reversed(undecided):  # nothing of a component comes before: it belongs to the first that reads it
         readers = [owner[user] for user in node.users if user in owner]
         earliest = [name for name in readers if not upstream[name] & set(readers)]
-        owner[node] = (earliest or [MAIN])[0]
+        owner[node] = (earliest or [_MAIN])[0]
     return _settle(graph, owner)
 
 
@@ -260,8 +260,8 @@ def _merges(node: fx.Node, sources: Mapping[fx.Node, Sources | None], branches: 
 def _settle(graph: fx.Graph, owner: dict[fx.Node, str]) -> dict[fx.Node, str]:
     """Assign all nodes after a language-model node to it: late assignments may have put one before a branch node."""
     for node in graph.nodes:
-        if node in owner and any(owner.get(source) == MAIN for source in node.all_input_nodes):
-            owner[node] = MAIN
+        if node in owner and any(owner.get(source) == _MAIN for source in node.all_input_nodes):
+            owner[node] = _MAIN
     return owner
 
 
@@ -381,7 +381,7 @@ def _components(
     module_of = {branch.name: branch.module for branch in branches}
     behind = {owner[n] for n in owner for source in n.all_input_nodes if source in owner and owner[source] != owner[n]}
     kinds = {name: ComponentKind.PROJECTOR if name in behind else ComponentKind.ENCODER for name in order}
-    kinds[MAIN] = ComponentKind.LANGUAGE_MODEL
+    kinds[_MAIN] = ComponentKind.LANGUAGE_MODEL
     return [
         Component(
             name=name,
@@ -393,7 +393,7 @@ def _components(
                 for i, layer in enumerate(layers.names[name])
             ),
         )
-        for name in sorted(order, key=lambda name: (name == MAIN, order.index(name)))
+        for name in sorted(order, key=lambda name: (name == _MAIN, order.index(name)))
     ]
 
 

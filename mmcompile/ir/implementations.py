@@ -19,7 +19,7 @@ from torch import nn
 
 from mmcompile.kernels.packed_attention import packed_attention
 
-IMPLEMENTATION = "flash_mmcompile_packed"
+_IMPLEMENTATION = "flash_mmcompile_packed"
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def packed_towers(model: nn.Module) -> Iterator[None]:
     _register()
     before = {key: config._attn_implementation for key, config in configs.items()}
     for config in configs.values():
-        config._attn_implementation = IMPLEMENTATION
+        config._attn_implementation = _IMPLEMENTATION
     try:
         yield
     finally:
@@ -68,8 +68,8 @@ def traceable_experts(model: nn.Module) -> Iterator[None]:
 
 def _register() -> None:
     transformers: Any = sys.modules["transformers"]
-    transformers.AttentionInterface.register(IMPLEMENTATION, _forward)
-    transformers.AttentionMaskInterface.register(IMPLEMENTATION, transformers.masking_utils.flash_attention_mask)
+    transformers.AttentionInterface.register(_IMPLEMENTATION, _forward)
+    transformers.AttentionMaskInterface.register(_IMPLEMENTATION, transformers.masking_utils.flash_attention_mask)
 
 
 def _forward(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 
-PROJECTOR_MODULES = frozenset({"merger", "deepstack_merger_list", "connector", "aligner", "language_projection"})
+_PROJECTOR_MODULES = frozenset({"merger", "deepstack_merger_list", "connector", "aligner", "language_projection"})
 """Modules that are projectors by another name: the pattern "projector" means them too."""
 
 
@@ -21,7 +21,7 @@ def matches(name: str, pattern: str) -> bool:
     if any(mark in pattern for mark in "*?["):
         return fnmatch.fnmatchcase(name, pattern)
     parts = name.split(".")
-    if pattern == "projector" and not PROJECTOR_MODULES.isdisjoint(parts):
+    if pattern == "projector" and not _PROJECTOR_MODULES.isdisjoint(parts):
         return True
     wanted = pattern.split(".")
     inside = any(parts[i : i + len(wanted)] == wanted for i in range(len(parts)))

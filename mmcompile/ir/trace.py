@@ -73,13 +73,13 @@ class _LossOnly(nn.Module):
 
     def _run(self, **inputs: torch.Tensor) -> torch.Tensor:
         if not any(isinstance(value, FakeTensor) for value in inputs.values()):
-            return loss_of(self.model(**inputs, **self._options))
+            return _loss_of(self.model(**inputs, **self._options))
         known = KnownValues()
         for name, value in inputs.items():
             if isinstance(value, FakeTensor):
                 known.learn(value, self._batch[name])
         with transformers_eager_paths(), known_values(known):
-            return loss_of(self.model(**inputs, **self._options))
+            return _loss_of(self.model(**inputs, **self._options))
 
 
 def _named_forward(run: Any, names: list[str]) -> Any:
@@ -93,7 +93,7 @@ def _named_forward(run: Any, names: list[str]) -> Any:
     return forward
 
 
-def loss_of(output: Any) -> torch.Tensor:
+def _loss_of(output: Any) -> torch.Tensor:
     """Return the loss of a model's output: `.loss`, `["loss"]`, the first of a tuple, or the value itself."""
     loss = output
     if isinstance(output, Mapping):

@@ -132,7 +132,7 @@ def _located(plan: Plan, what: str) -> tuple[Stage, int | None]:
     for stage in plan.stages:
         if stage.name == what:
             return stage, None
-    place = find(what, named_chains(plan), where=f"nothing to explain among the stages {_stage_names(plan)}")
+    place = find(what, _named_chains(plan), where=f"nothing to explain among the stages {_stage_names(plan)}")
     return _stage_at(plan.chains[place.chain], place)
 
 
@@ -152,7 +152,7 @@ def _stage_at(chain: Chain, place: Place) -> tuple[Stage, int | None]:
     raise AssertionError(f"no layer {place.first} in {chain.name}")
 
 
-def named_chains(plan: Plan) -> tuple[NamedChain, ...]:
+def _named_chains(plan: Plan) -> tuple[NamedChain, ...]:
     """The plan's chains as `layer_names.find` reads them."""
     return tuple(NamedChain(name=chain.name, labels=tuple(_labels(chain))) for chain in plan.chains)
 

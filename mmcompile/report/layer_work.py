@@ -17,7 +17,7 @@ from mmcompile.planner.plan.plan_record import Stage
 from mmcompile.report.moves import LayerShare, Shares
 from mmcompile.units import format_bytes, format_seconds
 
-FIELDS: Mapping[str, str] = {
+_FIELDS: Mapping[str, str] = {
     "forward_flops": "forward FLOP",
     "input_grad_flops": "input-gradient FLOP",
     "weight_grad_flops": "weight-gradient FLOP",
@@ -87,7 +87,7 @@ def _work(name: str, table: CostTable, component: str, index: int, cluster: Clus
     cost = table[component][index]
     times = layer_times(cost, cluster.device, dtype)
     load = table.loads[component]
-    texts = {words: polynomial_text(table.polynomial(component, index, field)) for field, words in FIELDS.items()}
+    texts = {words: polynomial_text(table.polynomial(component, index, field)) for field, words in _FIELDS.items()}
     return LayerWork(
         name=name,
         tokens=load.tokens,

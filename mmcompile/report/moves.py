@@ -26,7 +26,7 @@ class LayerShare:
         return LayerShare(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(LayerShare)})
 
 
-NOTHING = LayerShare(**{f.name: 0.0 for f in fields(LayerShare)})
+_NOTHING = LayerShare(**{f.name: 0.0 for f in fields(LayerShare)})
 Shares = Mapping[str, Sequence[LayerShare]]
 """Stage name -> the share of each of its layers."""
 
@@ -84,7 +84,7 @@ def move_layers(plan: Plan, stage: Stage, position: int, step: int, shares: Shar
     target = chain.stages[index + step]
     if target.has_backward != stage.has_backward:
         return None
-    share = sum((shares[stage.name][layer] for layer in moved), NOTHING)
+    share = sum((shares[stage.name][layer] for layer in moved), _NOTHING)
     changed = {stage.name: _without(stage, moved, share), target.name: _with(target, stage, moved, share, step)}
     other = replace(plan, chains=tuple(_exchanged(chain, changed) for chain in plan.chains))
     before_s, after_s = replay(plan).iteration_s, replay(other).iteration_s

@@ -22,7 +22,7 @@ def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) 
     At each slot, the samples of all replicas of the last chain are shared evenly by the replicas of the others.
     """
     pricing = study.pricing(plan)
-    samples, replicas = microbatch_samples(plan, study), plan.chains[-1].dp
+    samples, replicas = _microbatch_samples(plan, study), plan.chains[-1].dp
     drawn = study.workload.draw(num_microbatches * replicas, samples, seed)
     found: dict[str, list[float]] = {}
     for chain in plan.chains:
@@ -33,14 +33,14 @@ def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) 
     return found
 
 
-def microbatch_samples(plan: Plan, study: Study) -> float:
+def _microbatch_samples(plan: Plan, study: Study) -> float:
     """Samples of a microbatch of one replica of the last chain."""
     return plan.microbatch_samples or float(study.graph.num_samples)
 
 
 def slot_samples(plan: Plan, study: Study, chain: Chain) -> float:
     """Samples that one replica of a chain gets at a microbatch's slot."""
-    return microbatch_samples(plan, study) * plan.chains[-1].dp / chain.dp
+    return _microbatch_samples(plan, study) * plan.chains[-1].dp / chain.dp
 
 
 def _expected(plan: Plan, study: Study, chain: Chain) -> Mapping[str, Load]:

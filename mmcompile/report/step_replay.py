@@ -77,7 +77,7 @@ class Replay:
     def bubbles(self) -> tuple[BubbleShare, ...]:
         """Idle share of each chain's ranks, by cause."""
         return attribute(
-            placed(self.plan, self.groups),
+            _placed(self.plan, self.groups),
             self.flows,
             self.durations,
             self.link_s,
@@ -94,7 +94,7 @@ class Replay:
             for chain in self.plan.chains
             for stage in chain.stages
         }
-        fixed = {stage.name: fixed_bytes(stage) for stage in self.plan.stages}
+        fixed = {stage.name: _fixed_bytes(stage) for stage in self.plan.stages}
         return memory_curve(self.schedule, self.timeline, saved, fixed)
 
 
@@ -135,7 +135,7 @@ def replay(
     work = {chain.name: (loads or {}).get(chain.name, [1.0] * count) for chain in plan.chains}
     durations = {stage.name: _durations(stage, work[chain.name]) for chain in plan.chains for stage in chain.stages}
     link_s = _link_seconds(plan)
-    order = build_schedule(placed(plan, groups), flows, kind)
+    order = build_schedule(_placed(plan, groups), flows, kind)
     return Replay(
         plan=plan,
         kind=kind,
@@ -149,7 +149,7 @@ def replay(
     )
 
 
-def placed(plan: Plan, groups: Sequence[Group]) -> list[Stage]:
+def _placed(plan: Plan, groups: Sequence[Group]) -> list[Stage]:
     """All stages, each on the number of its group."""
     number = {stage.name: index for index, group in enumerate(groups) for stage in group.stages}
     return [replace(stage, ranks=(number[stage.name],)) for stage in plan.stages]
@@ -175,7 +175,7 @@ def saved_bytes(stage: Stage) -> int:
     return predicted.activation_bytes // predicted.in_flight if predicted.in_flight else 0
 
 
-def fixed_bytes(stage: Stage) -> int:
+def _fixed_bytes(stage: Stage) -> int:
     """What a stage holds whatever is in flight."""
     predicted = stage.prediction
     rest = 0 if predicted.in_flight else predicted.activation_bytes

@@ -23,9 +23,9 @@ from mmcompile.planner.schedule.simulate import Event
 from mmcompile.runtime.engine import DEFAULT_OPTIMIZER, Engine
 from mmcompile.runtime.monitoring.timer import Timer, one_thread
 
-NUM_MICROBATCHES = 8
-NUM_STEPS = 15
-WARM_UP = 4
+_NUM_MICROBATCHES = 8
+_NUM_STEPS = 15
+_WARM_UP = 4
 _SMALL = 64
 """Elements of a message that costs its latency alone."""
 _LARGE = 2**18
@@ -42,7 +42,7 @@ class Stage(StageModule):
     def forward(self, y):
         return ((y * self.t["weight"]).sum(),)
 """
-STAGES = ("scale", "sum")
+_STAGES = ("scale", "sum")
 
 
 class ProbeSource:
@@ -90,7 +90,7 @@ class ProbeSource:
 _LOSS = Port(name="loss_sum", kind="link", shape=(), dtype="float32")
 
 
-def probe_runtime(*, num_steps: int = NUM_STEPS, device: str | None = "cpu") -> RuntimeCosts:
+def probe_runtime(*, num_steps: int = _NUM_STEPS, device: str | None = "cpu") -> RuntimeCosts:
     """Measure the runtime with two processes of this machine.
 
     Args:
@@ -139,22 +139,22 @@ class _Probe:
 
 
 def _measure(num_elements: int, num_steps: int, device: str | None) -> _Probe:
-    stages = tuple(PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(STAGES))
-    placement = Placement(stages=stages, num_microbatches=NUM_MICROBATCHES)
+    stages = tuple(PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(_STAGES))
+    placement = Placement(stages=stages, num_microbatches=_NUM_MICROBATCHES)
     sample: Sample = {"x": torch.ones(1), "labels": torch.zeros(1, 1, dtype=torch.int64)}
     seconds: list[float] = []
     handling: list[float] = []
     events: list[Event] = []
     with Engine(placement, ProbeSource(num_elements), device=device) as engine:
-        for number in range(WARM_UP + num_steps):
+        for number in range(_WARM_UP + num_steps):
             before = _process_s()
-            metrics = engine.step([sample] * NUM_MICROBATCHES)
+            metrics = engine.step([sample] * _NUM_MICROBATCHES)
             used_s = _process_s() - before - metrics.busy_s[0]
-            traced = engine.step([sample] * NUM_MICROBATCHES, trace=True)
-            assert traced.num_samples == NUM_MICROBATCHES
-            if number >= WARM_UP:
+            traced = engine.step([sample] * _NUM_MICROBATCHES, trace=True)
+            assert traced.num_samples == _NUM_MICROBATCHES
+            if number >= _WARM_UP:
                 seconds.append(metrics.seconds)
-                handling.append(used_s / (2 * NUM_MICROBATCHES))
+                handling.append(used_s / (2 * _NUM_MICROBATCHES))
                 events += engine.trace()
     return _Probe(
         step_s=statistics.median(seconds),
@@ -199,24 +199,24 @@ def _optimizer_s(num_elements: int, device: torch.device) -> float:
     """Of one tensor."""
     parameters = [nn.Parameter(torch.ones(num_elements, device=device)) for _ in range(_NUM_TENSORS)]
     optimizer, timer, seconds = DEFAULT_OPTIMIZER(parameters), Timer(device), []
-    for _ in range(WARM_UP + NUM_STEPS):
+    for _ in range(_WARM_UP + _NUM_STEPS):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         seconds.append(timer.run(optimizer.step)[0])
-    return statistics.median(seconds[WARM_UP:]) / _NUM_TENSORS
+    return statistics.median(seconds[_WARM_UP:]) / _NUM_TENSORS
 
 
 def _empty_step_s(costs: RuntimeCosts) -> float:
     """What is predicted for the small probe without `step_s`."""
-    stages = [PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(STAGES)]
-    message = Messages(source=STAGES[0], target=STAGES[1], sizes=(4 * _SMALL,), gradient_sizes=(4 * _SMALL,))
+    stages = [PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(_STAGES)]
+    message = Messages(source=_STAGES[0], target=_STAGES[1], sizes=(4 * _SMALL,), gradient_sizes=(4 * _SMALL,))
     nothing = LayerTimes(forward_s=0.0, input_grad_s=1e-9, weight_grad_s=0.0)
     return predict_measured(
         stages,
-        dict.fromkeys(STAGES, nothing),
+        dict.fromkeys(_STAGES, nothing),
         [message],
         {},
         runtime=costs,
         prepare_s=0.0,
-        num_microbatches=NUM_MICROBATCHES,
+        num_microbatches=_NUM_MICROBATCHES,
     ).iteration_s

@@ -39,7 +39,7 @@ def main(text: str) -> NoReturn:
     orders = msgspec.json.decode(text, type=WorkerOrders)
     rank_0 = os.getppid()
     ranks = {
-        fork_process(partial(work, order), keep=(order.report, order.board)): order.rank for order in orders.workers
+        fork_process(partial(_work, order), keep=(order.report, order.board)): order.rank for order in orders.workers
     }
     for order in orders.workers:
         os.close(order.report)
@@ -72,7 +72,7 @@ def _watch(ranks: dict[int, int], exits: socket.socket, rank_0: int) -> None:
                     kill_group(other)
 
 
-def work(order: WorkerOrder) -> int:
+def _work(order: WorkerOrder) -> int:
     """Serve rank 0 until it closes the engine; returns the exit code."""
     try:
         store = dist.TCPStore("127.0.0.1", order.port, is_master=False)

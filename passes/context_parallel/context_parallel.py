@@ -51,7 +51,7 @@ from mmcompile.passes.context_parallel.token_axis import (
 from mmcompile.passes.context_parallel.token_rules import rule_of
 from mmcompile.passes.values import op_name
 
-ATTENTION = "mmcompile.bitfield_attention"
+_ATTENTION = "mmcompile.bitfield_attention"
 INDEX, POSITIONS, KV_POSITIONS = "cp_index", "cp_positions", "cp_kv_positions"
 WORDS, KV_WORDS = "cp_words", "cp_kv_words"
 
@@ -144,7 +144,7 @@ def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[
     """Distinct words that the region's attention reads, in order."""
     words = []
     for node in nodes:
-        if op_name(node) != ATTENTION:
+        if op_name(node) != _ATTENTION:
             continue
         given, positions, kv_words, kv_positions = node.args[3:7]
         own = kv_words in (None, given) and kv_positions in (None, positions)
@@ -229,7 +229,7 @@ def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         if node in flow.axes or flow.spread_inputs(node):
             continue
-        if op_name(node) == ATTENTION:
+        if op_name(node) == _ATTENTION:
             flow.refuse(node, "its queries, keys and values are whole; no value of layer 0 with a token dim reaches it")
         if node.target is token_loss:
             flow.refuse(node, "its logits are whole: every rank would count all tokens")
@@ -241,7 +241,7 @@ def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
 def _gather_keys(graph: ModelGraph, nodes: Iterable[fx.Node], inputs: _Inputs, options: ContextParallel) -> None:
     """Attention to the tokens of all ranks."""
     for node in nodes:
-        if op_name(node) != ATTENTION:
+        if op_name(node) != _ATTENTION:
             continue
         query, key, value, words, _, _, _, scale, window, *_ = node.args
         assert isinstance(words, fx.Node)

@@ -33,7 +33,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     """The rule of a node's op; None if tokens cannot be followed through it."""
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return _pointwise
-    return RULES.get(op_name(node))
+    return _RULES.get(op_name(node))
 
 
 def _pointwise(flow: TokenFlow, node: fx.Node) -> TokenAxis:
@@ -395,5 +395,5 @@ _TABLE: tuple[tuple[frozenset[str], Rule], ...] = (
     (frozenset(("getitem",)), _like_first),
     (frozenset(("token_loss",)), _token_loss),
 )
-RULES: dict[str, Rule] = {name: rule for names, rule in _TABLE for name in names}
+_RULES: dict[str, Rule] = {name: rule for names, rule in _TABLE for name in names}
 """Op name -> rule, for ops that ATen does not tag as pointwise."""

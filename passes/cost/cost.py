@@ -30,7 +30,7 @@ Work = Counter[tuple[str, Growth]]
 """Amounts by field of `LayerCost` and by what they grow with."""
 
 _EXCHANGES = {f"mmcompile.{name}" for name in EXCHANGES}
-LOOKUPS = aten_ops("embedding index index_select gather")
+_LOOKUPS = aten_ops("embedding index index_select gather")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ def _add_bytes(name: str, nodes: Iterable[fx.Node], growths: Growths, work: Work
 
 def _add_forward_bytes(node: fx.Node, growths: Growths, work: Work) -> None:
     results = sum(num_bytes(tensor) for tensor in tensors(node))
-    is_lookup = op_name(node) in LOOKUPS  # reads the rows it returns, not the whole table
+    is_lookup = op_name(node) in _LOOKUPS  # reads the rows it returns, not the whole table
     work["forward_bytes", growths.size(node)] += 2 * results if is_lookup else results
     _add_bytes("forward_bytes", node.all_input_nodes[1 if is_lookup else 0 :], growths, work)
 

@@ -18,14 +18,14 @@ Kernel = Sequence[fx.Node]
 """The nodes whose values it reads or writes; a gradient has the size of its node."""
 
 # The gradient is that of the result, or a view of it.
-PASSES_GRADIENT = aten_ops("add sub cat stack clone contiguous lift_fresh_copy sum reshape to _to_copy") | {
+_PASSES_GRADIENT = aten_ops("add sub cat stack clone contiguous lift_fresh_copy sum reshape to _to_copy") | {
     "mmcompile.tp_sum"
 }
-CASTS = aten_ops("to _to_copy")
+_CASTS = aten_ops("to _to_copy")
 # One product a gradient.
-SCALES = aten_ops("mul div")
+_SCALES = aten_ops("mul div")
 # Views whose gradient is written into zeros, or gathered from parts.
-PARTS = aten_ops("slice select narrow unbind split split_with_sizes chunk")
+_PARTS = aten_ops("slice select narrow unbind split split_with_sizes chunk")
 
 
 def backward_kernels(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool]) -> list[Kernel]:
@@ -42,7 +42,7 @@ def backward_kernels(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool])
 def is_joint(node: fx.Node) -> bool:
     """Whether one kernel computes all gradients of a node from what it kept (norms, activations, attention)."""
     name = op_name(node).removesuffix("_")
-    known = (*PASSES_GRADIENT, *SCALES, *PARTS, *LOSSES)
+    known = (*_PASSES_GRADIENT, *_SCALES, *_PARTS, *LOSSES)
     return not (is_view(node) or op_flops(node).operands or name in known)
 
 
@@ -53,16 +53,16 @@ def _for_input(node: fx.Node, source: fx.Node) -> list[Kernel]:
         return [[node, *operands] if source in operands else [node, source]]
     if name in LOSSES:  # gradient of the log-probabilities, then of the logits
         return [[source], [source, source, source]]
-    if name in SCALES:
+    if name in _SCALES:
         others = [other for other in node.all_input_nodes if other is not source] or [source]
         return [[node, *others, node], *_unbroadcast(node, source)]
-    if name in PARTS or name == "aten.expand":
+    if name in _PARTS or name == "aten.expand":
         return [[node, source]]
     if is_view(node):
         return []
-    if name in CASTS:
+    if name in _CASTS:
         return [[node, source]]
-    return _unbroadcast(node, source) if name in PASSES_GRADIENT else []
+    return _unbroadcast(node, source) if name in _PASSES_GRADIENT else []
 
 
 def _unbroadcast(node: fx.Node, source: fx.Node) -> list[Kernel]:

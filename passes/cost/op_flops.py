@@ -39,13 +39,13 @@ class OpFlops:
     joint_operands: tuple[fx.Node, ...] = ()
 
 
-NOTHING = OpFlops()
+_NOTHING = OpFlops()
 
 
 def op_flops(node: fx.Node) -> OpFlops:
     """FLOPs of a `call_function` node; zeros for an op that is neither a matrix product nor a convolution."""
     rule = _RULES.get(op_name(node))
-    return rule(node) if rule else NOTHING
+    return rule(node) if rule else _NOTHING
 
 
 def passed(node: fx.Node) -> Mapping[str, object]:
@@ -53,7 +53,7 @@ def passed(node: fx.Node) -> Mapping[str, object]:
     return {argument.name: value for argument, value in arguments(node)}
 
 
-def shape_of(node: fx.Node) -> Shape:
+def _shape_of(node: fx.Node) -> Shape:
     """Shape of a node's first tensor, at the captured batch."""
     return concrete_shape(tensors(node)[0])
 
@@ -61,8 +61,8 @@ def shape_of(node: fx.Node) -> Shape:
 def _linear(node: fx.Node) -> OpFlops:
     given = passed(node)
     source, weight = _node(given["input"]), _node(given["weight"])
-    size_out, size_in = shape_of(weight)
-    rows = prod(shape_of(source)) // size_in
+    size_out, size_in = _shape_of(weight)
+    rows = prod(_shape_of(source)) // size_in
     return OpFlops(
         forward=_mm(rows, size_in, size_out),
         operands=((source, _mm(rows, size_out, size_in)), (weight, _mm(size_out, rows, size_in))),
@@ -93,7 +93,7 @@ def _product(first: str, second: str) -> Callable[[fx.Node], OpFlops]:
     def rule(node: fx.Node) -> OpFlops:
         given = passed(node)
         left, right = _node(given[first]), _node(given[second])
-        left_shape, right_shape = shape_of(left), shape_of(right)
+        left_shape, right_shape = _shape_of(left), _shape_of(right)
         rows, inner = (1, *left_shape)[-2:]
         columns = right_shape[-1] if len(right_shape) > 1 else 1
         batch = prod(torch.broadcast_shapes(left_shape[:-2], right_shape[:-2]))
@@ -109,7 +109,7 @@ def _convolution(dims: int, *, transposed: bool) -> Callable[[fx.Node], OpFlops]
     def rule(node: fx.Node) -> OpFlops:
         given = passed(node)
         source, weight = _node(given["input"]), _node(given["weight"])
-        x, w, out = _batched(shape_of(source), dims), shape_of(weight), _batched(shape_of(node), dims)
+        x, w, out = _batched(_shape_of(source), dims), _shape_of(weight), _batched(_shape_of(node), dims)
         unread = (None, None, None, None)  # bias, stride, padding, dilation
 
         def backward(mask: tuple[bool, bool, bool]) -> int:
@@ -128,7 +128,7 @@ def _convolution(dims: int, *, transposed: bool) -> Callable[[fx.Node], OpFlops]
 def _solve_triangular(node: fx.Node) -> OpFlops:
     """torch counts a triangular solve as nothing; the gradient of the matrix is a product of gradient and solution."""
     given = passed(node)
-    matrix, solution = _node(given["self"]), shape_of(node)
+    matrix, solution = _node(given["self"]), _shape_of(node)
     (*batch, rows, columns) = solution
     outer = _bmm(prod(batch), rows, columns, rows)
     return OpFlops(operands=((matrix, outer),))
@@ -141,7 +141,7 @@ def _batched(shape: Shape, dims: int) -> Shape:
 def _attention(node: fx.Node) -> OpFlops:
     given = passed(node)
     operands = tuple(_node(given[name]) for name in ("query", "key", "value"))
-    given_shapes = [shape_of(operand) for operand in operands]
+    given_shapes = [_shape_of(operand) for operand in operands]
     batch = prod(torch.broadcast_shapes(*(shape[:-3] for shape in given_shapes)))
     query, key, value = ((batch, *shape[-3:]) for shape in given_shapes)
     forward, backward = _attend(query, key, value)
@@ -172,7 +172,7 @@ def _packed_attention(node: fx.Node) -> OpFlops:
     """Block-diagonal attention, [1, H, S, D]: each segment attends to itself."""
     given = passed(node)
     operands = tuple(_node(given[name]) for name in ("query", "key", "value"))
-    query, key, value = (shape_of(operand) for operand in operands)
+    query, key, value = (_shape_of(operand) for operand in operands)
     forward = backward = 0
     for size in _segments(_node(given["cu_seqlens"]), query[-2]):
         q, k, v = ((*shape[:-2], size, shape[-1]) for shape in (query, key, value))
@@ -189,7 +189,7 @@ def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
     known = _constant(cu_seqlens)
     if known is not None:
         return [int(length) for length in known.diff()]
-    count = max(1, shape_of(cu_seqlens)[0] - 1)
+    count = max(1, _shape_of(cu_seqlens)[0] - 1)
     return [num_tokens // count + (index < num_tokens % count) for index in range(count)]
 
 
@@ -218,10 +218,10 @@ def _einsum(node: fx.Node) -> OpFlops:
     """
     given = passed(node)
     nodes = [_node(operand) for operand in given["tensors"]]  # type: ignore[attr-defined]
-    terms, output = _einsum_labels(str(given["equation"]), [len(shape_of(operand)) for operand in nodes])
+    terms, output = _einsum_labels(str(given["equation"]), [len(_shape_of(operand)) for operand in nodes])
     size: dict[str, int] = {}
     for term, operand in zip(terms, nodes, strict=True):
-        for label, extent in zip(term, shape_of(operand), strict=True):
+        for label, extent in zip(term, _shape_of(operand), strict=True):
             size[label] = max(extent, size.get(label, 1))
     done, total = set(terms[0]), 0
     for index, term in enumerate(terms[1:], start=1):
@@ -267,7 +267,7 @@ def attention_lengths(node: fx.Node) -> tuple[Shape, Shape] | None:
         return None
     given = passed(node)
     first, second = ("query", "key") if "query" in given else ("q", "k")
-    query, key = shape_of(_node(given[first])), shape_of(_node(given[second]))
+    query, key = _shape_of(_node(given[first])), _shape_of(_node(given[second]))
     if name == "mmcompile.packed_attention":
         lengths = tuple(_segments(_node(given["cu_seqlens"]), query[-2]))
         return lengths, lengths

@@ -24,9 +24,9 @@ from mmcompile.passes.cost.op_memory import is_view
 from mmcompile.passes.values import aten_ops, concrete_shape, op_name, tensors
 
 # The last dim of their result is a width of the model, whatever its size.
-WIDE = aten_ops("linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding layer_norm")
+_WIDE = aten_ops("linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding layer_norm")
 # Their result has the rows of what they join.
-JOINS = aten_ops("cat stack")
+_JOINS = aten_ops("cat stack")
 
 
 class Growth(IntEnum):
@@ -179,7 +179,7 @@ class Growths:
             return Growth.SQUARES
         if name in PRODUCTS:
             return Growth.SQUARES if len(inputs) > 1 else Growth.TOKENS
-        if name in WIDE or name in JOINS or any(self._may_be_pairs(source) for source in inputs):
+        if name in _WIDE or name in _JOINS or any(self._may_be_pairs(source) for source in inputs):
             return Growth.TOKENS
         if is_view(node) and name != "aten.expand":
             return Growth.TOKENS

@@ -26,10 +26,10 @@ from mmcompile.passes.values import (
     written,
 )
 
-FLOAT32_BYTES = 4
+_FLOAT32_BYTES = 4
 
 # The gradient does not read any value: sums, copies, views, casts.
-SAVES_NOTHING = (
+_SAVES_NOTHING = (
     aten_ops(
         "add sub rsub neg sum mean cat stack clone copy to _to_copy lift_fresh lift_fresh_copy type_as alias pad "
         "constant_pad_nd roll flip repeat tile cumsum view reshape _unsafe_view flatten unflatten transpose permute t "
@@ -43,24 +43,24 @@ SAVES_NOTHING = (
 EXCHANGES = ("tp_sum", "tp_token_loss")
 """Our ops that wait for other ranks in the forward; selective recomputation keeps their results."""
 # Only indices or masks.
-SAVES_INDICES = aten_ops(
+_SAVES_INDICES = aten_ops(
     "index index_select index_put gather scatter scatter_add index_add index_copy masked_fill masked_scatter where "
     "embedding take_along_dim masked_select repeat_interleave tril triu"
 ) | {"merge_features", "mmcompile.tp_embedding"}
 # The result, not the argument.
-SAVES_RESULT = aten_ops("relu sigmoid tanh softmax _softmax log_softmax exp rsqrt sqrt reciprocal")
+_SAVES_RESULT = aten_ops("relu sigmoid tanh softmax _softmax log_softmax exp rsqrt sqrt reciprocal")
 # Each operand, where the other one carries gradient.
-SAVES_OTHER = aten_ops(
+_SAVES_OTHER = aten_ops(
     "mul div matmul mm bmm linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d einsum addmm baddbmm"
 )
-ATTENTION = aten_ops("scaled_dot_product_attention")
+_ATTENTION = aten_ops("scaled_dot_product_attention")
 # All it reads and returns: result and log-sum-exp, words and positions; of a loss the logits, in their own dtype.
-SAVES_ALL = frozenset({"mmcompile.bitfield_attention", "mmcompile.tp_token_loss"})
+_SAVES_ALL = frozenset({"mmcompile.bitfield_attention", "mmcompile.tp_token_loss"})
 LOSSES = frozenset({"aten.cross_entropy_loss", "aten.nll_loss_nd", "token_loss"})
 # A norm keeps mean and reciprocal deviation of each row, in float32.
-ROW_STATISTICS = {"aten.layer_norm": 2, "aten.rms_norm": 1, "aten.group_norm": 2}
+_ROW_STATISTICS = {"aten.layer_norm": 2, "aten.rms_norm": 1, "aten.group_norm": 2}
 # Declared as views, yet they copy where strides demand it: then the storages differ.
-MAYBE_VIEW = aten_ops("reshape contiguous to flatten _to_copy expand_as type_as")
+_MAYBE_VIEW = aten_ops("reshape contiguous to flatten _to_copy expand_as type_as")
 
 
 def is_view(node: fx.Node) -> bool:
@@ -71,7 +71,7 @@ def is_view(node: fx.Node) -> bool:
     sources = aliased(node)
     if not sources or written(node):
         return False
-    if op_name(node) in MAYBE_VIEW:
+    if op_name(node) in _MAYBE_VIEW:
         return storage_of(values[0]) in {storage_of(tensor) for source in sources for tensor in tensors(source)}
     return True
 
@@ -109,19 +109,19 @@ def saved_for_backward(node: fx.Node, carries: Callable[[fx.Node], bool]) -> dic
 def _saved_tensors(node: fx.Node, carries: Callable[[fx.Node], bool]) -> Iterable[tuple[fx.Node, torch.Tensor]]:
     name = op_name(node).removesuffix("_")
     inputs = node.all_input_nodes
-    if name in SAVES_NOTHING or name == "getitem" or is_view(node):
+    if name in _SAVES_NOTHING or name == "getitem" or is_view(node):
         return ()
-    if name in SAVES_INDICES:
+    if name in _SAVES_INDICES:
         return _of(inputs, floating=False)
-    if name in SAVES_RESULT:
+    if name in _SAVES_RESULT:
         return _results(node)[:1]
-    if name in SAVES_OTHER:
+    if name in _SAVES_OTHER:
         return _of(
             [source for source in inputs if any(carries(other) for other in _others(node, source))], floating=True
         )
-    if name in ATTENTION:  # and its result
+    if name in _ATTENTION:  # and its result
         return (*_of(inputs, floating=True), *_results(node)[:1])
-    if name in SAVES_ALL:
+    if name in _SAVES_ALL:
         return (*_of(inputs, floating=True), *_of(inputs, floating=False), *_results(node))
     if name in LOSSES:
         return _of(inputs, floating=False)
@@ -158,15 +158,15 @@ def _extra_bytes(node: fx.Node) -> Iterable[tuple[fx.Node, int]]:
     """What an op computes and keeps beside its inputs and result, each with a node that grows as it does."""
     name = op_name(node)
     values = tensors(node)
-    if name in ROW_STATISTICS:
+    if name in _ROW_STATISTICS:
         (source, *_) = tensors(node.all_input_nodes[0])
         rows = num_bytes(source) // source.element_size() // concrete_shape(source)[-1]
-        return [(node, ROW_STATISTICS[name] * FLOAT32_BYTES * rows)]
-    if name in ATTENTION:  # log-sum-exp of each row, and boolean masks made into a bias
+        return [(node, _ROW_STATISTICS[name] * _FLOAT32_BYTES * rows)]
+    if name in _ATTENTION:  # log-sum-exp of each row, and boolean masks made into a bias
         rows = num_bytes(values[0]) // values[0].element_size() // concrete_shape(values[0])[-1]
         masks = [(owner, mask) for owner, mask in _of(node.all_input_nodes, floating=False) if mask.dtype == torch.bool]
         biases = [(owner, storage_bytes(mask) * values[0].element_size()) for owner, mask in masks]
-        return [(node, FLOAT32_BYTES * rows), *biases]
+        return [(node, _FLOAT32_BYTES * rows), *biases]
     if name in LOSSES:  # log-probabilities, as large as the logits, and the sum of the weights
         source = node.all_input_nodes[0]
         (logits, *_) = tensors(source)

@@ -34,7 +34,7 @@ from mmcompile.passes.masks.mask_reader import Reader, given, shape
 from mmcompile.passes.masks.predicates import Unrecognised
 from mmcompile.passes.values import aliased, aten_ops, op_name
 
-ATTENTION = "aten.scaled_dot_product_attention"
+_ATTENTION = "aten.scaled_dot_product_attention"
 _PROJECTIONS = aten_ops("linear matmul mm bmm addmm baddbmm conv1d")
 _VIEWS = aten_ops("view reshape _unsafe_view clone contiguous slice flatten")
 _RESHAPES = _VIEWS | aten_ops("transpose permute squeeze unsqueeze")
@@ -68,7 +68,7 @@ class BitfieldAttention(Rewrite):
     def run(self, graph: ModelGraph) -> ModelGraph:
         components = self._components(graph)
         made = copied(graph)
-        calls = [node for node in made.module.graph.nodes if _called(node) == ATTENTION]
+        calls = [node for node in made.module.graph.nodes if _called(node) == _ATTENTION]
         work = _Work(impl=self.impl)
         for call in calls:
             if info(call).component in components:

@@ -20,7 +20,7 @@ from mmcompile.passes.masks.mask_reader import Reader, shape
 from mmcompile.passes.masks.predicates import Unrecognised
 
 aten = torch.ops.aten
-TOKENS = (Index("b"), Index("t"))
+_TOKENS = (Index("b"), Index("t"))
 
 _WITH_NUMBER: Mapping[str, Any] = {
     "add": aten.add.Tensor,
@@ -74,7 +74,7 @@ class NodeMaker:
         self._note = NodeInfo(component=None, layer=0, module_path=module_path)
         self._own: list[fx.Node] = []
         self._made: dict[Expression, fx.Node] = {}
-        self._found = {expression: node for expression, node, places in reader.per_token() if places == TOKENS}
+        self._found = {expression: node for expression, node, places in reader.per_token() if places == _TOKENS}
 
     def words(self, formula: MaskFormula) -> fx.Node:
         """Raises Unrecognised: a value per token has no node of that shape; the graph is as before then."""
@@ -145,7 +145,7 @@ class NodeMaker:
         """A node of the values of an expression per token, [B, T] or a shape that broadcasts to it."""
         if expression not in self._made:
             known = self._found.get(expression)
-            made = self._compute(expression) if known is None else self._loaded(known, TOKENS)
+            made = self._compute(expression) if known is None else self._loaded(known, _TOKENS)
             self._made[expression] = made
         return self._made[expression]
 
@@ -179,7 +179,7 @@ class NodeMaker:
         if not isinstance(node.meta["val"], torch.Tensor):
             return self._call(aten.full.default, [], node, dtype=torch.int64)
         kept = [place for place in places if not isinstance(place, Number)]
-        if kept not in ([*TOKENS], [TOKENS[0]], [TOKENS[1]], []):
+        if kept not in ([*_TOKENS], [_TOKENS[0]], [_TOKENS[1]], []):
             raise Unrecognised(f"{node.name} is not read token by token")
         found = node
         for dim in reversed(range(len(places))):
@@ -187,8 +187,8 @@ class NodeMaker:
             if isinstance(place, Number):
                 found = self._call(aten.select.int, found, dim, place.value)
         for dim, place in enumerate(kept):
-            found = self._first(found, dim, TOKENS.index(place), _symbolic(node)[places.index(place)])
-        return self._call(aten.unsqueeze.default, found, -1) if kept == [TOKENS[0]] else found
+            found = self._first(found, dim, _TOKENS.index(place), _symbolic(node)[places.index(place)])
+        return self._call(aten.unsqueeze.default, found, -1) if kept == [_TOKENS[0]] else found
 
     def _first(self, node: fx.Node, dim: int, axis: int, size: int | sympy.Expr) -> fx.Node:
         """As many of a dim as there are rows or tokens: only those are read of an input that may hold more."""

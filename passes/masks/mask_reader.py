@@ -30,7 +30,7 @@ from mmcompile.passes.masks.mask_expression import (
 )
 from mmcompile.passes.values import arguments, aten_ops, op_name
 
-MAX_SIZE = 2000
+_MAX_SIZE = 2000
 """Parts of an expression: what is larger is left as it is."""
 
 
@@ -45,7 +45,7 @@ class Reader:
         key = (node, index)
         if key not in self._known:
             found = self._read(node, index)
-            if isinstance(found, Apply) and found.size > MAX_SIZE:
+            if isinstance(found, Apply) and found.size > _MAX_SIZE:
                 found = Load(node, index)
             self._known[key] = found
         return self._known[key]

@@ -26,7 +26,7 @@ from mmcompile.passes.values import op_name
 
 HIDDEN = -1e4
 """A bias of this or less hides a key: its weight is below what any float format holds beside a visible one. [Empirical]"""
-MAX_ALTERNATIVES = 64
+_MAX_ALTERNATIVES = 64
 
 
 class Unrecognised(Exception):
@@ -52,8 +52,8 @@ class Claim:
 
 Alternatives = frozenset[frozenset[Claim]]
 """True if all claims of one of them hold."""
-TRUE: Alternatives = frozenset((frozenset(),))
-FALSE: Alternatives = frozenset()
+_TRUE: Alternatives = frozenset((frozenset(),))
+_FALSE: Alternatives = frozenset()
 CAUSAL = Claim("reach", True, 0)
 
 
@@ -61,7 +61,7 @@ def holds(expression: Expression, positive: bool = True) -> Alternatives:
     """When an expression is true (or not 0); with `positive` off, when it is not."""
     match expression:
         case Number(value):
-            return TRUE if bool(value) == positive else FALSE
+            return _TRUE if bool(value) == positive else _FALSE
         case Apply("not", (source,)):
             return holds(source, not positive)
         case Apply("to", (source,)) if not (dtype_of(source).is_floating_point and _is_integer(expression)):
@@ -133,7 +133,7 @@ def _compared(op: str, left: Expression, right: Expression, whole: Apply, positi
         return at_least(positive == (op == "ge")) if op in ("ge", "lt") else at_most(positive == (op == "le"))
     if op == "eq":
         if left == right:
-            return TRUE if positive else FALSE
+            return _TRUE if positive else _FALSE
         sides = [axes_of(side) & {"q", "k"} for side in (left, right)]
         if per_token(left) == per_token(right) and sorted(map(sorted, sides)) == [["k"], ["q"]]:
             return frozenset((frozenset((Claim("same", positive, of=per_token(left)),)),))
@@ -153,9 +153,9 @@ def _non_negative(form: Form, whole: Apply, positive: bool) -> Alternatives:
     """When a linear form of places is 0 or more, which `whole` says too."""
     factors, constant = form
     if all(factor > 0 for factor in factors.values()) and constant >= 0:
-        return TRUE if positive else FALSE
+        return _TRUE if positive else _FALSE
     if all(factor < 0 for factor in factors.values()) and constant < 0:
-        return FALSE if positive else TRUE
+        return _FALSE if positive else _TRUE
     if factors == {"q": 1, "k": -1}:
         return frozenset((frozenset((Claim("reach", positive, -constant),)),))
     if factors == {"q": -1, "k": 1}:
@@ -174,12 +174,12 @@ def _compared_numbers(op: str, values: tuple[Expression, ...], whole: Apply, pos
         "gt": left.value > right.value,
         "ge": left.value >= right.value,
     }[op]
-    return TRUE if result == positive else FALSE
+    return _TRUE if result == positive else _FALSE
 
 
 def unbiased(expression: Expression) -> Alternatives:
     """Where a bias on the scores is 0; elsewhere it must hide."""
-    visible = FALSE
+    visible = _FALSE
     for condition, (value,) in _cases((expression,)):
         if not isinstance(value, Number) or not (value.value == 0 or value.value <= HIDDEN):
             what = f"a bias of {value.value}" if isinstance(value, Number) else _bias_reason(value)
@@ -198,13 +198,13 @@ Cases = list[tuple[Alternatives, tuple[Expression, ...]]]
 
 def _cases(values: tuple[Expression, ...]) -> Cases:
     """Values without `where`: under which condition each is what."""
-    parts = [[(c, v) for c, v in _split(value) if c != FALSE] for value in values]
+    parts = [[(c, v) for c, v in _split(value) if c != _FALSE] for value in values]
     if len(parts) == 1:
         return [(condition, (value,)) for condition, value in parts[0]]
     found: Cases = []
     for (first, left), (second, right) in product(*parts):
         condition = _all(first, second)
-        if condition != FALSE:
+        if condition != _FALSE:
             found.append((condition, (left, right)))
     return found
 
@@ -222,9 +222,9 @@ def _split(value: Expression) -> list[tuple[Alternatives, Expression]]:
             ]
         case Apply("add" | "sub" | "mul" as op, operands):
             if not any(_has_cases(operand) for operand in operands):
-                return [(TRUE, value)]
+                return [(_TRUE, value)]
             return [(c, _folded(op, left, right, value)) for c, (left, right) in _cases(operands)]
-    return [(TRUE, value)]
+    return [(_TRUE, value)]
 
 
 def _has_cases(value: Expression) -> bool:
@@ -260,8 +260,8 @@ def _all(left: Alternatives, right: Alternatives) -> Alternatives:
 
 def _limited(alternatives: Alternatives) -> Alternatives:
     alternatives = absorbed(alternatives)
-    if len(alternatives) > MAX_ALTERNATIVES:
-        raise Unrecognised(f"it has more than {MAX_ALTERNATIVES} alternatives")
+    if len(alternatives) > _MAX_ALTERNATIVES:
+        raise Unrecognised(f"it has more than {_MAX_ALTERNATIVES} alternatives")
     return alternatives
 
 

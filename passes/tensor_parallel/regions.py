@@ -21,7 +21,7 @@ from mmcompile.passes.tensor_parallel.shard_rules import rule_of
 from mmcompile.passes.tensor_parallel.vocabulary_tables import embedding_shard
 from mmcompile.passes.values import aten_ops, op_name
 
-MOST_ATTEMPTS = 100
+_MOST_ATTEMPTS = 100
 _SCALES = aten_ops("dropout mul div to _to_copy")
 
 
@@ -109,7 +109,7 @@ def _leads_to_projection(node: fx.Node) -> bool:
 
 def _start(made: Sharding, layer: LayerFacts, start: fx.Node) -> None:
     """Try the region that starts at a projection."""
-    result = search(layer, start, made.count)
+    result = _search(layer, start, made.count)
     if isinstance(result, ShardFlow):
         made.regions.append(result)
         layer.taken |= result.shards.keys() | result.sums | result.losses
@@ -118,7 +118,7 @@ def _start(made: Sharding, layer: LayerFacts, start: fx.Node) -> None:
         made.kept.append(Kept(node=start, reason=result.reason, indivisible=result.indivisible))
 
 
-def search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusal:
+def _search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusal:
     """The region that starts at a projection, or why there is none."""
     size = num_outputs(start)
     if size % count:
@@ -126,7 +126,7 @@ def search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusal
     columns: dict[fx.Node, tuple[int, ...]] = {start: (size,)}
     excluded: set[fx.Node] = set()
     refusals: list[Refusal] = []
-    for _ in range(MOST_ATTEMPTS):
+    for _ in range(_MOST_ATTEMPTS):
         flow = ShardFlow(count=count, facts=layer, columns=dict(columns), excluded=frozenset(excluded))
         try:
             flow.run(rule_of)

@@ -10,7 +10,7 @@ from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts
 from mmcompile.passes.tensor_parallel.regions import Sharding
 from mmcompile.passes.values import op_name
 
-MOST_KEPT = 6
+_MOST_KEPT = 6
 _PRODUCTS = ("mm", "matmul", "einsum", "conv", "index")
 
 
@@ -26,8 +26,8 @@ def summary(facts: GraphFacts, sharding: Sharding) -> str:
     if any(region.losses for region in sharding.regions):
         parts.append("head and loss")
     kept = kept_lines(facts, sharding)
-    more = f", and {len(kept) - MOST_KEPT} more" if len(kept) > MOST_KEPT else ""
-    whole = f"; whole: {'; '.join(kept[:MOST_KEPT])}{more}" if kept else ""
+    more = f", and {len(kept) - _MOST_KEPT} more" if len(kept) > _MOST_KEPT else ""
+    whole = f"; whole: {'; '.join(kept[:_MOST_KEPT])}{more}" if kept else ""
     return f"{sharding.component} over {sharding.count} ranks: {', '.join(parts)}{whole}"
 
 

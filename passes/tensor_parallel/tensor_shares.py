@@ -15,7 +15,7 @@ from mmcompile.passes.tensor_parallel.shard_flow import ShardFlow
 from mmcompile.passes.tensor_parallel.tensor_rewrite import smallest
 from mmcompile.passes.values import num_bytes, tensors
 
-LOSS_NUMBERS = 3
+_LOSS_NUMBERS = 3
 """Numbers a token that a loss over a sharded vocabulary adds up, in two messages (`tp_token_loss`)."""
 
 
@@ -68,7 +68,7 @@ def _sums(region: ShardFlow) -> Iterable[int]:
         labels = node.args[1]
         assert isinstance(labels, fx.Node)
         tokens = tensors(labels)[0].numel() * tensors(node)[0].element_size()
-        yield from (tokens, (LOSS_NUMBERS - 1) * tokens)
+        yield from (tokens, (_LOSS_NUMBERS - 1) * tokens)
 
 
 def _copies(region: ShardFlow) -> Iterable[fx.Node]:

@@ -14,7 +14,7 @@ from mmcompile.passes.context_parallel.token_axis import argument, has_argument
 from mmcompile.passes.tensor_parallel.shard_flow import Refusal, ShardFlow, Shards
 from mmcompile.passes.values import tensors
 
-MANY_BLOCKS = 1024
+_MANY_BLOCKS = 1024
 
 
 def first(flow: ShardFlow, node: fx.Node) -> fx.Node:
@@ -84,7 +84,7 @@ def reshaped(flow: ShardFlow, node: fx.Node, value: fx.Node) -> TensorShard:
         raise Refusal(node, f"it makes {list(new)} of {list(old)}")
     begin, end, start, stop = _group(old, new, shard.dim)
     outer, inner = prod(old[begin : shard.dim]), prod(old[shard.dim + 1 : end])
-    if outer * len(shard.blocks) > MANY_BLOCKS:
+    if outer * len(shard.blocks) > _MANY_BLOCKS:
         raise Refusal(node, f"it merges {outer} rows with the sharded dim")
     runs = tuple(block * inner for block in shard.blocks) * outer
     uneven: tuple[int, ...] = ()

@@ -23,7 +23,7 @@ from mmcompile.kernels.bitfield_attention.masks.words import MAX_DOCUMENT, MAX_I
 
 TEXT, IMAGE, AUDIO, VIDEO = range(4)
 """Default modalities."""
-ALL_MODALITIES = (1 << NUM_MODALITIES) - 1
+_ALL_MODALITIES = (1 << NUM_MODALITIES) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def _runs(part: Part, where: str) -> Iterator[_Run]:
     elif isinstance(part, Text | Prefix):
         yield _Run(length=part.length, causal=True, bits=_bits(part.sees, where), island=isinstance(part, Prefix))
     else:
-        bits = ALL_MODALITIES if part.sees_earlier else _bit(part.modality, where)
+        bits = _ALL_MODALITIES if part.sees_earlier else _bit(part.modality, where)
         yield _Run(length=part.length, causal=part.sees_earlier, bits=bits, island=part.island or True)
 
 
@@ -199,7 +199,7 @@ def _check_length(length: int, what: str, where: str) -> None:
 def _bits(sees: tuple[int, ...] | None, where: str) -> int:
     """Return the bits of text and of some modalities."""
     if sees is None:
-        return ALL_MODALITIES
+        return _ALL_MODALITIES
     return sum({_bit(modality, where) for modality in (TEXT, *sees)})
 
 

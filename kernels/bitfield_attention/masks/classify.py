@@ -21,7 +21,7 @@ from mmcompile.kernels.bitfield_attention.masks.words import MAX_DOCUMENT, MAX_I
 
 BLOCK = 128
 """Tokens of a block, for queries and keys, unless stated otherwise."""
-SUPERBLOCK = 8
+_SUPERBLOCK = 8
 """Blocks of a superblock; their eight 2-bit classes fill 16 bits."""
 
 _PAIRS_AT_ONCE = 1 << 18
@@ -169,8 +169,8 @@ class Masks:
         self.blocks_q, self.blocks_kv = -(-self.q_len // block_q), -(-self.kv_len // block_kv)
         self.window = None if window is None else min(window, _FAR)
         self.queries, self.keys = _flat(_as_queries(of_queries)), _flat(_as_keys(of_keys))
-        self.super_queries = _as_queries(_reduced(of_queries, SUPERBLOCK))
-        self.super_keys = _as_keys(_reduced(of_keys, SUPERBLOCK))
+        self.super_queries = _as_queries(_reduced(of_queries, _SUPERBLOCK))
+        self.super_keys = _as_keys(_reduced(of_keys, _SUPERBLOCK))
 
     def packed(self) -> np.ndarray:
         """Return packed classes of all tiles: uint8 [batch, query blocks, bytes]."""
@@ -188,7 +188,7 @@ class Masks:
         queries = {name: x[:, first:last, None] for name, x in self.super_queries.items()}
         keys = {name: x[:, None, :] for name, x in self.super_keys.items()}
         classes = _classify(queries, keys, self.window)
-        packed = np.repeat(_UNIFORM[classes], SUPERBLOCK, axis=1)
+        packed = np.repeat(_UNIFORM[classes], _SUPERBLOCK, axis=1)
         self._refine_queries(packed, np.nonzero(classes >= TileClass.ROW), first)
         return packed.view(np.uint8)
 
@@ -197,10 +197,10 @@ class Masks:
         row, query, key = pairs
         if not row.size:
             return
-        blocks = (query + first + row * self.super_queries["begin"].shape[1]) * SUPERBLOCK + _EIGHT
+        blocks = (query + first + row * self.super_queries["begin"].shape[1]) * _SUPERBLOCK + _EIGHT
         supers = row * self.super_keys["begin"].shape[1] + key
         classes = _classify(_at(self.queries, blocks), _at(_flat(self.super_keys), supers), self.window)
-        rows = query * SUPERBLOCK + _EIGHT
+        rows = query * _SUPERBLOCK + _EIGHT
         packed[row, rows, key] = _UNIFORM[classes]
         general = classes == TileClass.GENERAL
         places = (np.broadcast_to(x, classes.shape)[general] for x in (row, rows, key))
@@ -210,14 +210,14 @@ class Masks:
         self, packed: np.ndarray, places: tuple[np.ndarray, ...], blocks: np.ndarray, supers: np.ndarray
     ) -> None:
         """Class single tiles, in pieces that bound memory."""
-        for first in range(0, len(blocks), _PAIRS_AT_ONCE // SUPERBLOCK):
-            piece = slice(first, first + _PAIRS_AT_ONCE // SUPERBLOCK)
-            queries, keys = _at(self.queries, blocks[piece]), _at(self.keys, supers[piece] * SUPERBLOCK + _EIGHT)
+        for first in range(0, len(blocks), _PAIRS_AT_ONCE // _SUPERBLOCK):
+            piece = slice(first, first + _PAIRS_AT_ONCE // _SUPERBLOCK)
+            queries, keys = _at(self.queries, blocks[piece]), _at(self.keys, supers[piece] * _SUPERBLOCK + _EIGHT)
             classes = _classify(queries, keys, self.window).astype(np.uint16) << 2 * _EIGHT.astype(np.uint16)
             packed[tuple(x[piece] for x in places)] = np.bitwise_or.reduce(classes, axis=0)
 
 
-_EIGHT = np.arange(SUPERBLOCK)[:, None]
+_EIGHT = np.arange(_SUPERBLOCK)[:, None]
 
 
 def _classify(queries: Summaries, keys: Summaries, window: int | None) -> np.ndarray:
@@ -311,7 +311,7 @@ def _positions(words: torch.Tensor, positions: torch.Tensor | None, block: int) 
 
 def _padded(x: torch.Tensor, block: int) -> np.ndarray:
     """Fill rows with zeros up to a whole superblock."""
-    return np.pad(x.cpu().numpy(), ((0, 0), (0, -x.shape[1] % (block * SUPERBLOCK))))
+    return np.pad(x.cpu().numpy(), ((0, 0), (0, -x.shape[1] % (block * _SUPERBLOCK))))
 
 
 def _flat(blocks: Summaries) -> Summaries:

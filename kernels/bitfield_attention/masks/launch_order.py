@@ -12,7 +12,7 @@ ITEM_COST = 1.5
 PARTIAL_COST = 2.0
 CAPS = (8, 16, 32, 64, 128, 256, 512)
 """Lengths `best_cap` tries, in tiles."""
-TOLERANCE = 0.05
+_TOLERANCE = 0.05
 """Lists are not split where the longest-first order is this close to the ideal."""
 
 
@@ -54,14 +54,14 @@ def best_cap(tiles: np.ndarray, programs: int, heads: int) -> int | None:
     """
     whole = tiles + ITEM_COST
     ideal = heads * whole.sum() / programs
-    if whole.max(initial=0) <= TOLERANCE * ideal:  # greedy lists end at most one item late
+    if whole.max(initial=0) <= _TOLERANCE * ideal:  # greedy lists end at most one item late
         return None
     unsplit = _makespan(whole, programs, heads)
-    if unsplit <= (1 + TOLERANCE) * ideal:
+    if unsplit <= (1 + _TOLERANCE) * ideal:
         return None
     spans = {cap: _makespan(_split_costs(tiles, cap), programs, heads) for cap in CAPS if cap < tiles.max()}
     cap = min(spans, key=lambda x: (spans[x], -x), default=None)
-    return cap if cap is not None and spans[cap] < unsplit - TOLERANCE * ideal else None
+    return cap if cap is not None and spans[cap] < unsplit - _TOLERANCE * ideal else None
 
 
 def _pieces(tiles: np.ndarray, cap: int | None) -> np.ndarray:

@@ -35,12 +35,12 @@ from torch import Tensor
 from mmcompile.errors import ConfigError
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BLOCK
 
-MIN_BLOCK = 16
+_MIN_BLOCK = 16
 """Tokens; the shortest side of a tensor-core tile."""
-MIN_BLOCKS_PER_RANK = 4
-TARGET_BALANCE = 1.004
+_MIN_BLOCKS_PER_RANK = 4
+_TARGET_BALANCE = 1.004
 """Max/mean at which equal-count LPT is not refined any more."""
-TOKEN_CAP = 1.25
+_TOKEN_CAP = 1.25
 """Default for `lpt_free`."""
 
 _SPLITS_PER_RANK = 4
@@ -126,7 +126,7 @@ def choose_block(tokens: int, ranks: int) -> int:
     blocks a rank leave nothing to balance.
     """
     block = BLOCK
-    while block > MIN_BLOCK and tokens < block * ranks * MIN_BLOCKS_PER_RANK:
+    while block > _MIN_BLOCK and tokens < block * ranks * _MIN_BLOCKS_PER_RANK:
         block //= 2
     return block
 
@@ -171,7 +171,7 @@ def distribute(
         )
     padded = np.zeros(padded_length(tokens, ranks, block) // block, dtype=np.int64)
     padded[: len(work)] = work
-    owned = _assign(padded, ranks, policy, seed or 0, token_cap or TOKEN_CAP)
+    owned = _assign(padded, ranks, policy, seed or 0, token_cap or _TOKEN_CAP)
     return TokenBlocks(
         policy=policy,
         tokens=tokens,
@@ -252,7 +252,7 @@ def _evened(work: np.ndarray, owned: list[np.ndarray]) -> list[np.ndarray]:
     """
     load = np.array([work[blocks].sum() for blocks in owned])
     ranks, total = len(owned), int(load.sum())
-    goal = max(-(-total // ranks), int(TARGET_BALANCE * total / ranks))
+    goal = max(-(-total // ranks), int(_TARGET_BALANCE * total / ranks))
     tries = _SPLITS_PER_RANK * ranks
     while tries > 0 and load.max() > goal:
         high = int(load.argmax())

@@ -17,7 +17,7 @@ from mmcompile.batching.balance.post_balance import PostBalance
 StepTime = Callable[[Assignment, SampleCosts], float]
 """Time of a step, in the unit of the costs: `pipelined`, `phased`, `bottleneck`, or a simulator."""
 
-KEEP_BELOW = 0.05
+_KEEP_BELOW = 0.05
 """Default of `Auto.keep_below`."""
 
 
@@ -45,7 +45,7 @@ class Choice:
         return self.trials[0].step_s
 
 
-def default_candidates() -> tuple[Balancer, ...]:
+def _default_candidates() -> tuple[Balancer, ...]:
     """Cheapest first: of equally fast steps the first is taken."""
     return (PostBalance(), Joint(), Hierarchical(defer=Defer.ALL), SortedRoundRobin(), DistTrain())
 
@@ -61,9 +61,9 @@ class Auto(Balancer):
 
     name: ClassVar[str] = "auto"
 
-    candidates: tuple[Balancer, ...] = field(default_factory=default_candidates)
+    candidates: tuple[Balancer, ...] = field(default_factory=_default_candidates)
     step_time: StepTime = pipelined
-    keep_below: float = KEEP_BELOW
+    keep_below: float = _KEEP_BELOW
     """`imbalance` below which arrival order is kept."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Component -> the part of its cost that its slowest stage has; 1 for those not given. Balancers see that part, because a

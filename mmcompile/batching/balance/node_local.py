@@ -53,13 +53,13 @@ class NodeLocal(Balancer):
         return assignment_of(costs, grid, replicas, np.zeros(costs.num_samples, dtype=np.int64))
 
     def _component(self, weights: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
-        node = even_nodes(weights, home, num_ranks // self.ranks_per_node)
-        rank = node * self.ranks_per_node + within_nodes(weights, node, self.ranks_per_node)
+        node = _even_nodes(weights, home, num_ranks // self.ranks_per_node)
+        rank = node * self.ranks_per_node + _within_nodes(weights, node, self.ranks_per_node)
         largest = np.bincount(rank, weights=weights).max(initial=0.0)
         return rank if largest <= (1 + self.tolerance) * lower_bound(weights, num_ranks) else lpt(weights, num_ranks)
 
 
-def even_nodes(weights: np.ndarray, home: np.ndarray, num_nodes: int) -> np.ndarray:
+def _even_nodes(weights: np.ndarray, home: np.ndarray, num_nodes: int) -> np.ndarray:
     """Node of each sample, int64 [samples]: its home, unless the home has more than its share.
 
     A node with too much gives away what fits its excess, heaviest first; those samples go to the lightest nodes, heaviest first.
@@ -79,7 +79,7 @@ def even_nodes(weights: np.ndarray, home: np.ndarray, num_nodes: int) -> np.ndar
     return node
 
 
-def within_nodes(weights: np.ndarray, node: np.ndarray, ranks_per_node: int) -> np.ndarray:
+def _within_nodes(weights: np.ndarray, node: np.ndarray, ranks_per_node: int) -> np.ndarray:
     """LPT inside every node at once: rank in the node of each sample, int64 [samples]."""
     order = np.lexsort((-weights, node))
     counts = np.bincount(node)

@@ -15,7 +15,7 @@ from mmcompile.batching.balance.assignment import ABSENT, Assignment
 from mmcompile.batching.balance.integer_program import Limits
 from mmcompile.errors import ConfigError
 
-REARRANGE_LIMITS = Limits(variables=256, nodes=200)
+_REARRANGE_LIMITS = Limits(variables=256, nodes=200)
 """Batches times nodes: 32 ranks on 4 nodes, about a second at most. 128 ranks on 16 nodes (2,048) take a few seconds."""
 _LEAST_GAIN = 1e-4
 """Of the largest volume, below which the integer program is not worth another look."""
@@ -40,7 +40,7 @@ class Rearrangement:
 
 
 def rearrange(
-    volume: np.ndarray, ranks_per_node: int, limits: Limits = REARRANGE_LIMITS, swaps: int | None = None
+    volume: np.ndarray, ranks_per_node: int, limits: Limits = _REARRANGE_LIMITS, swaps: int | None = None
 ) -> Rearrangement:
     """Batches to ranks so that the largest volume a rank sends to other nodes is smallest.
 

@@ -14,7 +14,7 @@ from mmcompile.planner.exact.solver_model import Deadline, Model
 from mmcompile.planner.exact.split_problem import PER_SECOND, ExactProblem, sharing, slowest_ps
 from mmcompile.units import format_bytes, format_seconds
 
-WIDENED = 8
+_WIDENED = 8
 """Stages of a chain that an explanation considers beyond those asked for."""
 
 
@@ -64,7 +64,7 @@ def _widened(problem: ExactProblem) -> ExactProblem:
         if isinstance(rule, Count):
             lows[rule.chain] = max(rule.low, lows.get(rule.chain, 1))
     chains = (
-        replace(chain, low=1, high=min(chain.num_layers, lows[index] + WIDENED), ranks=())
+        replace(chain, low=1, high=min(chain.num_layers, lows[index] + _WIDENED), ranks=())
         if index in lows
         else replace(chain, ranks=())
         for index, chain in enumerate(problem.chains)

@@ -25,9 +25,9 @@ from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.splitter import Splitter
 from mmcompile.units import format_seconds
 
-MAX_TRIED = 24
+_MAX_TRIED = 24
 """Candidates of the search that are cut anew."""
-MAX_ANEW = 4
+_MAX_ANEW = 4
 """Candidates whose stages are given out anew."""
 
 
@@ -141,7 +141,7 @@ def _readable(found: Sequence[Judged], constraints: Sequence[Constraint]) -> Ite
     refusal: ConfigError | None = None
     readable = 0
     for judged in found:
-        if readable == MAX_TRIED:
+        if readable == _MAX_TRIED:
             return
         try:
             exact_problem(judged.candidate, constraints)
@@ -201,7 +201,7 @@ def _different(found: Iterable[Judged]) -> Iterator[Judged]:
     seen: set[tuple[object, ...]] = set()
     for judged in found:
         key = (id(judged.candidate.chains), judged.candidate.degrees, judged.candidate.setting)
-        if key not in seen and len(seen) < MAX_ANEW:
+        if key not in seen and len(seen) < _MAX_ANEW:
             seen.add(key)
             yield judged
 

@@ -27,9 +27,9 @@ from mmcompile.planner.exact.split_problem import (
     tails,
 )
 
-MAX_COMBINATIONS = 256
+_MAX_COMBINATIONS = 256
 """Ways to choose degrees for all chains that are tried."""
-MAX_REALISED = 32
+_MAX_REALISED = 32
 """Target times whose stage counts are tried with the real distances to the loss."""
 
 
@@ -50,7 +50,7 @@ def seed(problem: ExactProblem) -> Seed:
         if not targets:
             continue
         bound_ps = min(bound_ps, targets[0][0])
-        for target_ps, counts in targets[:MAX_REALISED]:
+        for target_ps, counts in targets[:_MAX_REALISED]:
             if best is not None and slowest_ps(problem, best) <= target_ps:
                 break
             found = _realise(problem, dp, variants, counts)
@@ -58,11 +58,11 @@ def seed(problem: ExactProblem) -> Seed:
                 best = found
     if any(isinstance(demand.rule, Never) for demand in problem.demands):
         return Seed(splits=None, bound_ps=INFINITE)
-    listed = prod(len(chain.variants) for chain in problem.chains) <= MAX_COMBINATIONS
+    listed = prod(len(chain.variants) for chain in problem.chains) <= _MAX_COMBINATIONS
     return Seed(splits=best, bound_ps=bound_ps if listed else 0)
 
 
-def counts_allowed(problem: ExactProblem, chain: int) -> range:
+def _counts_allowed(problem: ExactProblem, chain: int) -> range:
     """Stage counts that the chain's own range, its layers and the demands on counts leave."""
     own = problem.chains[chain]
     low, high = own.low, min(own.high, own.num_layers)
@@ -74,7 +74,7 @@ def counts_allowed(problem: ExactProblem, chain: int) -> range:
 
 def narrowed(problem: ExactProblem) -> ExactProblem | None:
     """The same problem with the stage counts that the demands leave as the chains' own; None if they leave none."""
-    counts = [counts_allowed(problem, chain) for chain in range(len(problem.chains))]
+    counts = [_counts_allowed(problem, chain) for chain in range(len(problem.chains))]
     if not all(counts):
         return None
     chains = (replace(chain, low=own[0], high=own[-1]) for chain, own in zip(problem.chains, counts, strict=True))
@@ -102,7 +102,7 @@ class _ChainTables:
         """Stage count -> (picoseconds, boundaries), for counts that are possible."""
         key = (chain, variant, tail)
         if key not in self.known:
-            counts = counts_allowed(self.problem, chain)
+            counts = _counts_allowed(self.problem, chain)
             if not counts or counts.stop <= 1:
                 self.known[key] = {}
             elif _depends_on_position(self.problem, chain):
@@ -168,7 +168,7 @@ def _variants(problem: ExactProblem) -> Iterator[tuple[int, ...]]:
     same = [demand.rule.chains for demand in problem.demands if isinstance(demand.rule, SameTp)]
     choices = product(*(range(len(chain.variants)) for chain in problem.chains))
     for number, chosen in enumerate(choices):
-        if number == MAX_COMBINATIONS:
+        if number == _MAX_COMBINATIONS:
             return
         degrees = [chain.variants[variant].tp for chain, variant in zip(problem.chains, chosen, strict=True)]
         if all(len({degrees[chain] for chain in chains}) == 1 for chains in same):

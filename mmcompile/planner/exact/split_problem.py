@@ -228,7 +228,7 @@ def _holds(problem: ExactProblem, splits: Splits, rule: Rule) -> bool:
         case SameTp():
             return len({problem.chains[c].variants[splits[c].variant].tp for c in rule.chains}) == 1
         case Devices():
-            return num_devices(problem, splits) <= rule.most
+            return _num_devices(problem, splits) <= rule.most
     return False
 
 
@@ -245,7 +245,7 @@ def covers(rule: Cap, chain: int, stage: int) -> bool:
     return rule.chain in (None, chain) and rule.stage in (None, stage)
 
 
-def num_devices(problem: ExactProblem, splits: Splits) -> int:
+def _num_devices(problem: ExactProblem, splits: Splits) -> int:
     return sum(
         chain.variants[split.variant].devices * split.num_stages
         for chain, split in zip(problem.chains, splits, strict=True)

@@ -206,7 +206,7 @@ def _busier(plan: PlanRecord, chain: str, cause: Cause, loads: tuple[RankLoad, .
             return f"more microbatches than {plan.num_microbatches}, or fewer stages in a row than {depth}, shrink it"
         case "stages":
             slowest = max(loads, key=lambda load: load.seconds)
-            if any(stage.name in {own.name for own in chain_named(plan, chain).stages} for stage in slowest.stages):
+            if any(stage.name in {own.name for own in _chain_named(plan, chain).stages} for stage in slowest.stages):
                 return f"cut {chain} more evenly, or give it a stage more"
             return f"{slowest.name} sets the pace: it needs more devices, {chain} fewer or none of its own"
         case "microbatches":
@@ -218,7 +218,7 @@ def _busier(plan: PlanRecord, chain: str, cause: Cause, loads: tuple[RankLoad, .
             return f"the largest message is {link.source} -> {link.target}, {format_bytes(link.num_bytes)}; keep them on one node"
 
 
-def chain_named(plan: PlanRecord, name: str) -> Chain:
+def _chain_named(plan: PlanRecord, name: str) -> Chain:
     return next(chain for chain in plan.chains if chain.name == name)
 
 

@@ -31,7 +31,7 @@ _UNITS = {
     "KB": 10**3,
     "B": 1,
 }
-FORMS = (
+_FORMS = (
     "together:A,B | apart:A,B | on:A=STAGE | on:A=rankR | memory:SIZE[@WHERE] | stages:CHAIN=LOW..HIGH | equal-tp[:A,B]"
 )
 
@@ -159,7 +159,7 @@ def parse_constraint(text: str) -> Constraint:
         return _memory(text, rest)
     if kind == "stages":
         return _stage_range(text, rest)
-    raise _bad(text, f"its forms are {FORMS}")
+    raise _bad(text, f"its forms are {_FORMS}")
 
 
 def decided_stages(constraints: Sequence[Constraint]) -> dict[str, int]:

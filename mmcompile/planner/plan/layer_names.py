@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from mmcompile.errors import ConfigError
 
-MAX_LISTED = 6
+_MAX_LISTED = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ def _only(text: str, found: Sequence[Place], chains: Sequence[NamedChain], where
 def _known(text: str, chains: Sequence[NamedChain]) -> str:
     labels = [label for _, label in _layers(chains)]
     names = [*(label.name for label in labels), *(f"{label.component}.{label.index}" for label in labels)]
-    close = get_close_matches(text, dict.fromkeys(names), n=MAX_LISTED, cutoff=0.6)
+    close = get_close_matches(text, dict.fromkeys(names), n=_MAX_LISTED, cutoff=0.6)
     counts: dict[str, int] = {}
     for label in labels:
         counts[label.component] = counts.get(label.component, 0) + 1
@@ -118,5 +118,5 @@ def _known(text: str, chains: Sequence[NamedChain]) -> str:
 
 
 def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return f"{', '.join(names[:MAX_LISTED])}{more}"
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"{', '.join(names[:_MAX_LISTED])}{more}"

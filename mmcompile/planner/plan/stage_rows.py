@@ -55,7 +55,7 @@ def stage_table(chains: Sequence[Chain], max_rows: int) -> Iterator[str]:
     """A header and at most `max_rows` rows; chains beyond that are counted."""
     folds = folded(chains, max_rows)
     shown = folds if len(folds) <= max_rows else folds[: max_rows - 1]
-    unit, scale = memory_unit(max(stage.prediction.total_bytes for chain in chains for stage in chain.stages))
+    unit, scale = _memory_unit(max(stage.prediction.total_bytes for chain in chains for stage in chain.stages))
     header = ("stage", "layers", "devices", "fwd ms", "input-grad", "weight-grad")
     memory = (f"param {unit}", "grad", "optim", "activ", "total")
     rows = [_row(fold, scale) for fold in shown]
@@ -64,7 +64,7 @@ def stage_table(chains: Sequence[Chain], max_rows: int) -> Iterator[str]:
         yield f"and {counted(len(folds) - len(shown), 'more chain')}"
 
 
-def frozen_share(stages: Iterable[Stage]) -> float | None:
+def _frozen_share(stages: Iterable[Stage]) -> float | None:
     """Share of the parameters' bytes that does not train, 0..1; None without parameters."""
     predictions = [stage.prediction for stage in stages]
     total = sum(prediction.parameter_bytes for prediction in predictions)
@@ -86,7 +86,7 @@ def recompute_text(stages: Iterable[Stage]) -> str:
 
 def frozen_text(stages: Iterable[Stage]) -> str:
     """`"97%"`; `"-"` without parameters. Never rounds to all or nothing what is not."""
-    share = frozen_share(stages)
+    share = _frozen_share(stages)
     if share is None:
         return "-"
     if 0.995 <= share < 1:
@@ -121,7 +121,7 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def memory_unit(largest: int) -> tuple[str, int]:
+def _memory_unit(largest: int) -> tuple[str, int]:
     """GiB, or MiB for models so small that GiB would print zeros."""
     return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 

@@ -16,7 +16,7 @@ from mmcompile.planner.plan.plan_record import Chain, Cut, Link, PlanRecord, Sha
 from mmcompile.planner.plan.stage_rows import counted, frozen_text, recompute_text, stage_table
 from mmcompile.units import format_bytes, format_seconds
 
-MAX_LINES = 40
+_MAX_LINES = 40
 _MAX_STAGE_ROWS = 10
 _MAX_BOX_ROWS = 8
 _MAX_BUBBLES = 3
@@ -32,7 +32,7 @@ def format_plan(plan: PlanRecord) -> str:
     head += _labelled("bottlenecks", [str(one) for one in bottlenecks(plan)])
     if plan.resilience is not None:
         head += _labelled("resilience", [plan.resilience.promise])
-    room = MAX_LINES - len(head)
+    room = _MAX_LINES - len(head)
     return "\n".join(line.rstrip() for line in [*head, *_rest(plan, room)])
 
 

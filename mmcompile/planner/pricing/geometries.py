@@ -31,7 +31,7 @@ def geometries(
         batch: inputs by name, as given to the model.
         packed: the language model gets sequences without padding, one after the other.
     """
-    modalities: dict[str, Modality] = {component.name: modality_of(component) for component in graph.components}
+    modalities: dict[str, Modality] = {component.name: _modality_of(component) for component in graph.components}
     inputs: dict[Modality, tuple[MediaInput, ...]] = {
         modality: _inputs(graph, loads, batch, modalities, modality) for modality in MEDIA_WORDS
     }
@@ -79,7 +79,7 @@ def _sources(
     return own if len(own) < len(everyone) else ()
 
 
-def modality_of(component: Component) -> Modality:
+def _modality_of(component: Component) -> Modality:
     """What a component's rows are made of, by the names of the inputs that reach it."""
     if component.kind == ComponentKind.LANGUAGE_MODEL or any(_is_text(name) for name in component.sources):
         return "text"

@@ -14,7 +14,7 @@ from mmcompile.units import format_seconds
 
 SPARE_GAIN = 0.01
 """Nodes that could be used are left idle only where that makes a step shorter by this share."""
-MAX_TIED = 32
+_MAX_TIED = 32
 """Combinations that are looked at among those with the shortest step."""
 _IMPOSSIBLE = -(1 << 40)
 
@@ -184,7 +184,7 @@ def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.
 def _combinations(
     shapes: _Shapes, limits: tuple[int, ...], table: np.ndarray, used: int, like: Mapping[int, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Combinations that run the step in time, at most `MAX_TIED`."""
+    """Combinations that run the step in time, at most `_MAX_TIED`."""
     sizes = [size for size, _, _ in shapes.templates]
     wanted = shapes.num_microbatches
 
@@ -207,5 +207,5 @@ def _combinations(
         for combination in fill(len(sizes) - 1, pipelines, used, 0):
             yield combination
             found += 1
-            if found == MAX_TIED:
+            if found == _MAX_TIED:
                 return

@@ -27,23 +27,23 @@ from mmcompile.planner.search.splitter import Splitter
 
 TOLERANCE = 0.005
 """Times closer than this are equal, for costs cannot tell them apart: the simpler plan wins."""
-BATCH = 24
+_BATCH = 24
 """Combinations split before the next are judged."""
-PATIENCE = 48
+_PATIENCE = 48
 """Combinations split in a row without a faster one, where not all are listed."""
-MAX_VAIN = 400
+_MAX_VAIN = 400
 """Combinations split in a row that do not fit the memory, where not all are listed."""
-MAX_ROUNDS = 6
+_MAX_ROUNDS = 6
 """Times that the neighbours of the fastest are looked at."""
 FINALISTS = 12
 """Candidates tried with every schedule, and with cuts moved."""
-POLISHED = 3
+_POLISHED = 3
 """Of the finalists, those whose cuts are moved where not all combinations are listed."""
-POLISH_SIZE = 200_000
+_POLISH_SIZE = 200_000
 """Durations (draws x stages x microbatches x 3) simulated to move cuts."""
-MAX_INSERTED = 6
+_MAX_INSERTED = 6
 """Layers of a stage up to which a cut is tried between any two; in a larger one, in the middle."""
-POLISH_SLACK = 0.05
+_POLISH_SLACK = 0.05
 """Moved cuts whose bound is further above the fastest are not simulated."""
 
 
@@ -113,7 +113,7 @@ class BranchAndBound:
             for number, group in enumerate(self.groups)
             for index in range(len(group))
         ]
-        for *_, number, index in sorted(order)[:MAX_VAIN]:
+        for *_, number, index in sorted(order)[:_MAX_VAIN]:
             group = self.groups[number]
             candidate = self.draft(group.chains, group.setting, group.degrees(index), group.counts(index))
             if candidate is not None:
@@ -168,7 +168,7 @@ class BranchAndBound:
         while True:
             limit_s = self.fastest_s * (1 - TOLERANCE / 2)
             batch: list[Candidate] = []
-            taken = list(islice(order, BATCH))
+            taken = list(islice(order, _BATCH))
             seen += len(taken)
             for group, index in taken:
                 if group.bound_s[index] >= limit_s:
@@ -187,7 +187,7 @@ class BranchAndBound:
             self.judge(batch)
             if self.fastest_s < before_s * (1 - TOLERANCE):
                 improved_at = splits
-            patience = PATIENCE if self.judged else MAX_VAIN
+            patience = _PATIENCE if self.judged else _MAX_VAIN
             if not taken or (not self.everything and splits - improved_at >= patience):
                 self.unseen = sum(map(len, self.groups)) - seen
                 return
@@ -206,7 +206,7 @@ class BranchAndBound:
     def _neighbours(self) -> None:
         """A stage more or less in each chain of the fastest, again from what is found."""
         tried: set[tuple[int, Setting, tuple[Degrees, ...], tuple[int, ...]]] = set()
-        for _ in range(MAX_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             before_s = self.fastest_s
             best = min(self.judged, key=lambda judged: judged.iteration_s).candidate
             batch: list[Candidate] = []
@@ -250,14 +250,14 @@ class BranchAndBound:
 
     def _polish(self) -> None:
         """Move single cuts of the finalists while that makes them faster: even stages are not always the best."""
-        number = FINALISTS if self.everything else POLISHED
+        number = FINALISTS if self.everything else _POLISHED
         finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:number]
         moving = [judged for judged in finalists if self._own(judged.candidate)]
         spent = 0
         while moving:
             batch = [(number, moved) for number, judged in enumerate(moving) for moved in self._moves(judged.candidate)]
             sizes = accumulate(moved.durations.size for _, moved in batch)
-            kept = [each for each, size in zip(batch, sizes, strict=True) if spent + size <= POLISH_SIZE]
+            kept = [each for each, size in zip(batch, sizes, strict=True) if spent + size <= _POLISH_SIZE]
             spent += sum(moved.durations.size for _, moved in kept)
             start = len(self.judged)
             self.judge([moved for _, moved in kept])
@@ -281,7 +281,7 @@ class BranchAndBound:
                 if self._ranks(candidate.degrees, list(map(len, every))) <= self.problem.num_devices:
                     found = assemble(self.problem, candidate.chains, candidate.setting, candidate.degrees, every)
                     fits = max(found.rank_bytes) <= self.problem.memory_bytes(found.num_ranks)
-                    if fits and lower_bound_s(found) < self.fastest_s * (1 + POLISH_SLACK):
+                    if fits and lower_bound_s(found) < self.fastest_s * (1 + _POLISH_SLACK):
                         yield found
 
     def _ranks(self, degrees: Sequence[Degrees], counts: Sequence[int]) -> int:
@@ -329,7 +329,7 @@ def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int
     if not same:
         changed += [[*cuts[:i], *cuts[i + 1 :]] for i in range(len(cuts))]
         for first, last in ranges:
-            places = range(first + 1, last) if last - first <= MAX_INSERTED else [(first + last) // 2]
+            places = range(first + 1, last) if last - first <= _MAX_INSERTED else [(first + last) // 2]
             changed += [sorted((*cuts, place)) for place in places]
     for each in changed:
         bounds = [0, *each, end]

@@ -23,7 +23,7 @@ from mmcompile.planner.search.messages import Messages, place
 from mmcompile.planner.search.problem import OPTIMIZER_STATES, PricedChain, Problem
 from mmcompile.planner.search.settings import Degrees, Setting
 
-OPTIMIZER_PASSES = 3 + 2 * OPTIMIZER_STATES
+_OPTIMIZER_PASSES = 3 + 2 * OPTIMIZER_STATES
 """Times its step moves the bytes of the trainable parameters: reads gradients; reads and writes parameters and states."""
 
 Ranges = Sequence[tuple[int, int]]
@@ -136,7 +136,7 @@ class Candidate:
         if not stage.trainable_bytes:
             return 0.0
         cluster, degrees = self.problem.cluster, self.degrees[stage.chain]
-        update_s = OPTIMIZER_PASSES * stage.trainable_bytes / cluster.device.memory_bytes_per_s
+        update_s = _OPTIMIZER_PASSES * stage.trainable_bytes / cluster.device.memory_bytes_per_s
         if degrees.fsdp:
             return update_s
         reduce_s = self.problem.all_reduce_s(stage.trainable_bytes, degrees)

@@ -37,13 +37,13 @@ MAX_LISTED = 4000
 """Combinations up to which all are considered."""
 SPREAD_COST = 0.4
 """[Empirical] Of what the largest of several microbatches exceeds their mean by, the part that stages wait for."""
-MAX_PAIRS = 64
+_MAX_PAIRS = 64
 """Chain sets with settings up to which all are listed."""
-NEAR = 1.3
+_NEAR = 1.3
 """Of more, those are listed whose least guess is within this of the least of all."""
-KEPT = 2
+_KEPT = 2
 """Options of the encoders that each option of the last chain meets, otherwise."""
-KEPT_EACH = 48
+_KEPT_EACH = 48
 """Best guesses kept of each setting, otherwise."""
 
 
@@ -103,7 +103,7 @@ class Combos:
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
-        return tuple(_settings(self.problem, primary(self.problem.space.schedules)))
+        return tuple(_settings(self.problem, _primary(self.problem.space.schedules)))
 
     def max_ranks(self, chains: ChainSet) -> int:
         """Ranks that a candidate may have: the devices; processes of this machine may share them if stages are demanded."""
@@ -118,10 +118,10 @@ class Combos:
             for setting in self.settings
             if self.problem.decided_replicas(chains)[-1] in (None, setting.dp)
         ]
-        if len(pairs) <= MAX_PAIRS:
+        if len(pairs) <= _MAX_PAIRS:
             return pairs
         looks = [self._look(chains, setting) for chains, setting in pairs]
-        limit_s = max(NEAR * min(guess_s for guess_s, _ in looks), sorted(guess_s for guess_s, _ in looks)[MAX_PAIRS])
+        limit_s = max(_NEAR * min(guess_s for guess_s, _ in looks), sorted(guess_s for guess_s, _ in looks)[_MAX_PAIRS])
         for guess_s, bound_s in looks:
             if guess_s > limit_s:
                 self.left_out.append(bound_s)
@@ -253,19 +253,19 @@ def _in_turn(
 
 def _best(guess_s: Array) -> tuple[Index, Index]:
     """Row and column of the best guesses: a few in each row, not too many in all."""
-    count = min(KEPT, guess_s.shape[1])
+    count = min(_KEPT, guess_s.shape[1])
     if not count:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     columns = np.argpartition(guess_s, count - 1, axis=1)[:, :count]
     rows = np.repeat(np.arange(len(guess_s)), count)
     columns = columns.ravel()
     values = guess_s[rows, columns]
-    order = np.argsort(values, kind="stable")[:KEPT_EACH]
+    order = np.argsort(values, kind="stable")[:_KEPT_EACH]
     order = order[np.isfinite(values[order])]
     return rows[order], columns[order]
 
 
-def primary(schedules: Sequence[ScheduleKind]) -> ScheduleKind:
+def _primary(schedules: Sequence[ScheduleKind]) -> ScheduleKind:
     """The schedule that candidates are first looked at under: ZB-H1 is never slower than 1F1B and holds no more."""
     order: Mapping[ScheduleKind, int] = {"zb-h1": 0, "1f1b": 1, "eager-1f1b": 2, "gpipe": 3}
     return min(schedules, key=order.__getitem__)

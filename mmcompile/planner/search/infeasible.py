@@ -19,10 +19,10 @@ from mmcompile.planner.search.projector_only import fresh, projector_only, train
 from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.units import format_bytes
 
-BUDGET_S = 20.0
-WANTED = 3
+_BUDGET_S = 20.0
+_WANTED = 3
 """Requests that work, after which no more are looked for."""
-MAX_NODES = 64
+_MAX_NODES = 64
 """Times the nodes asked for that are tried."""
 
 Way = tuple[str, Callable[[], Problem]]
@@ -55,7 +55,7 @@ class Nearest:
     """Relaxations left when the time was up."""
 
 
-def explain(problem: Problem, *, budget_s: float = BUDGET_S) -> str:
+def explain(problem: Problem, *, budget_s: float = _BUDGET_S) -> str:
     """Why nothing fits, and the nearest requests that do: the lines of a PlanError.
 
     Args:
@@ -84,8 +84,8 @@ def nearest(
     asked: Sequence[Relaxation],
     works: Callable[[Problem], bool] = fits,
     *,
-    budget_s: float = BUDGET_S,
-    wanted: int = WANTED,
+    budget_s: float = _BUDGET_S,
+    wanted: int = _WANTED,
 ) -> Nearest:
     """Try relaxations in their order until enough work or the time is up.
 
@@ -165,7 +165,7 @@ def relaxations(problem: Problem) -> tuple[Relaxation, ...]:
 
 
 _ALL = "all of these together"
-_NODES = f"up to {MAX_NODES} times the nodes"
+_NODES = f"up to {_MAX_NODES} times the nodes"
 _FROZEN = "training only the projector"
 
 
@@ -224,7 +224,7 @@ def _everything(problem: Problem) -> Problem:
 
 def _nodes(make: Callable[[], Problem], cluster: Cluster, words: str) -> Iterator[Way]:
     # Processes of one machine share its memory: more of them have no more.
-    for factor in range(2, 1 if cluster.is_local else MAX_NODES + 1):
+    for factor in range(2, 1 if cluster.is_local else _MAX_NODES + 1):
         larger = replace(cluster, num_nodes=cluster.num_nodes * factor)
         yield f"{larger.num_devices} devices, {larger}{words}", partial(_on, make, larger)
 

@@ -16,7 +16,7 @@ from mmcompile.planner.search.problem import NUM_DRAWS, OPTIMIZER_STATES, Proble
 from mmcompile.planner.search.splitter import Splitter
 from mmcompile.units import format_bytes, format_seconds
 
-MAX_REJECTED = 5
+_MAX_REJECTED = 5
 
 
 def plan_of(engine: BranchAndBound, best: Judged, *, strategy: str = "auto") -> Plan:
@@ -221,7 +221,7 @@ def _closest(engine: BranchAndBound, best: Judged) -> Iterator[Rejected]:
         if judged is not best
         for c in [judged.candidate]
     ]
-    for seconds, group, index in sorted(engine.bounded, key=lambda item: item[0])[: 4 * MAX_REJECTED]:
+    for seconds, group, index in sorted(engine.bounded, key=lambda item: item[0])[: 4 * _MAX_REJECTED]:
         text = describe(group.chains, group.setting, group.degrees(index), group.counts(index), many=many)
         losers.append(_Loser(seconds=seconds, text=text, known=False, placement=group.chains.placement))
     losers.sort(key=lambda loser: loser.seconds)
@@ -237,7 +237,7 @@ def _closest(engine: BranchAndBound, best: Judged) -> Iterator[Rejected]:
         seen.add(loser.text)
         (others if loser.placement in placements else first).append(loser)
         placements.add(loser.placement)
-    for loser in [*first, *others][:MAX_REJECTED]:
+    for loser in [*first, *others][:_MAX_REJECTED]:
         yield Rejected(what=loser.text, reason=_slower(loser, best.iteration_s))
     if many and engine.bounded:
         yield Rejected(

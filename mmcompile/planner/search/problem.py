@@ -25,7 +25,7 @@ from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
 
 NUM_DRAWS = 4
 """Steps of random samples that an expected makespan is the mean of."""
-SEED = 0
+_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class Problem:
         if key not in self._drawn:
             assert self.workload is not None
             count = setting.num_microbatches * setting.dp
-            loads = self.workload.draw(count, setting.samples, seed=SEED + draw)
+            loads = self.workload.draw(count, setting.samples, seed=_SEED + draw)
             self._drawn[key] = {
                 name: np.stack([rows, loads.squares[name]], axis=-1).reshape(setting.num_microbatches, setting.dp, 2)
                 for name, rows in loads.tokens.items()

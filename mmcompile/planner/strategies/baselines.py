@@ -37,9 +37,9 @@ from mmcompile.planner.search.problem import PricedChain, Problem
 from mmcompile.planner.search.settings import Degrees, Setting
 from mmcompile.units import format_bytes
 
-MAX_FITTING = 8
+_MAX_FITTING = 8
 """Settings and degrees of a baseline that fit and are judged: the fastest by guess."""
-MAX_FRAMES = 24
+_MAX_FRAMES = 24
 """Those that are laid out to find them."""
 _AT_ONCE = 32
 """Candidates simulated together."""
@@ -155,11 +155,11 @@ def baseline(name: str, problem: Problem) -> Candidate:
         PlanError: unknown name, stage counts demanded (the baseline decides them), no batch to share between replicas, nothing
             fits the devices or their memory.
     """
-    if name not in STRUCTURES:
-        raise PlanError(f"no baseline {name!r}; known are {', '.join(STRUCTURES)}")
+    if name not in _STRUCTURES:
+        raise PlanError(f"no baseline {name!r}; known are {', '.join(_STRUCTURES)}")
     if problem.stages:
         raise PlanError(f"strategy {name} decides the stages itself; leave {', '.join(problem.stages)} out")
-    race = _Race(structure=STRUCTURES[name], best_s=problem.beat_s)
+    race = _Race(structure=_STRUCTURES[name], best_s=problem.beat_s)
     race.run((_replicas if name == "fsdp" else _frames)(problem))
     if race.best is None:
         raise PlanError(_nothing_fits(name, problem, race.smallest))
@@ -199,7 +199,7 @@ class _Race:
             if len(waiting) >= _AT_ONCE:
                 self._judge(waiting)
                 waiting = []
-            if fitting == MAX_FITTING or laid_out == MAX_FRAMES:
+            if fitting == _MAX_FITTING or laid_out == _MAX_FRAMES:
                 break
         self._judge(waiting)
 
@@ -298,7 +298,7 @@ def _fully_sharded(frame: Frame) -> Iterator[Candidate]:
     yield assemble(frame.problem, line, frame.setting, [degrees], [((0, len(line.chains[0].layers)),)])
 
 
-STRUCTURES: Mapping[str, Structure] = {
+_STRUCTURES: Mapping[str, Structure] = {
     "frozen-unaware": _frozen_unaware,
     "megatron": _megatron,
     "replicated": _replicated,
@@ -308,7 +308,7 @@ STRUCTURES: Mapping[str, Structure] = {
 }
 """Name -> what a baseline makes of each frame."""
 
-BASELINES: Mapping[str, Strategy] = {name: partial(_propose, name) for name in STRUCTURES}
+BASELINES: Mapping[str, Strategy] = {name: partial(_propose, name) for name in _STRUCTURES}
 """Name -> strategy that proposes the fastest candidate, or nothing where `baseline` raises."""
 
 

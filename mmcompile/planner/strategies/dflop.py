@@ -30,7 +30,7 @@ from mmcompile.planner.search.options import Array, Index, OptionTables
 from mmcompile.planner.search.problem import OPTIMIZER_STATES, Problem
 from mmcompile.planner.search.settings import Degrees, Setting
 
-MAX_TRIED = 64
+_MAX_TRIED = 64
 """Best by its own estimate that are held against our memory model."""
 
 
@@ -76,7 +76,7 @@ def dflop(problem: Problem) -> Sequence[Candidate]:
         return ()
     chains = pairs[0]
     found = sorted(_configurations(problem, chains), key=lambda each: each.makespan_s)
-    for each in found[:MAX_TRIED]:
+    for each in found[:_MAX_TRIED]:
         parts = [_equal(len(chain.layers), pp) for chain, pp in zip(chains.chains, each.pp, strict=True)]
         candidate = assemble(problem, chains, each.setting, each.degrees, parts)
         if max(candidate.rank_bytes) <= problem.memory_bytes(candidate.num_ranks):

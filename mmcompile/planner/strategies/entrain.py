@@ -27,7 +27,7 @@ from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter
 
-MAX_SPLIT = 48
+_MAX_SPLIT = 48
 """Best by rough estimate that are split exactly."""
 
 
@@ -46,7 +46,7 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
         return ()
     chains, splitter = apart[0], Splitter(problem=problem)
     best: tuple[float, Candidate] | None = None
-    for each in sorted(_topologies(problem, chains), key=lambda each: each.rough_s)[:MAX_SPLIT]:
+    for each in sorted(_topologies(problem, chains), key=lambda each: each.rough_s)[:_MAX_SPLIT]:
         candidate = _drafted(problem, splitter, chains, each)
         if candidate is not None:
             seconds = _step_s(candidate)

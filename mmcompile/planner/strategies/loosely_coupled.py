@@ -22,11 +22,11 @@ from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter
 
-MAX_FRAMES = 32
+_MAX_FRAMES = 32
 """Settings and degrees whose stage counts are looked at: the fastest by a guess."""
-MAX_DRAFTED = 96
+_MAX_DRAFTED = 96
 """Options that are split to find the finalists, for some do not fit the memory."""
-FINALISTS = 6
+_FINALISTS = 6
 """Simulated, of all that were estimated."""
 
 
@@ -46,18 +46,18 @@ def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
     options = sorted(_options(problem, tables), key=lambda option: option.guess_s)
     splitter = Splitter(problem=problem)
     found: list[Candidate] = []
-    for option in options[:MAX_DRAFTED]:
+    for option in options[:_MAX_DRAFTED]:
         candidate = _drafted(problem, splitter, option)
         if candidate is not None:
             found.append(candidate)
-        if len(found) == FINALISTS:
+        if len(found) == _FINALISTS:
             break
     return found
 
 
 def _options(problem: Problem, tables: OptionTables) -> Iterator[_Option]:
     """Every stage count of the last chain, with a rough estimate of the step."""
-    for _, _, chains, setting, degrees in sorted(_frames(problem, tables), key=lambda frame: frame[:2])[:MAX_FRAMES]:
+    for _, _, chains, setting, degrees in sorted(_frames(problem, tables), key=lambda frame: frame[:2])[:_MAX_FRAMES]:
         yield from _counts(problem, tables, chains, setting, degrees)
 
 

@@ -99,7 +99,7 @@ def search(
     )
     engine, best = searched(problem, strategy)
     if best is None:
-        raise PlanError(why_nothing_fits(engine))
+        raise PlanError(_why_nothing_fits(engine))
     return plan_of(engine, best, strategy=strategy)
 
 
@@ -241,11 +241,11 @@ def searched(problem: Problem, strategy: str = AUTO) -> tuple[BranchAndBound, Ju
     if problem.global_batch is not None and apart:
         for name, propose in STRATEGIES.items():
             proposed = propose(replace(problem, beat_s=engine.fastest_s))
-            engine.judge([candidate for candidate in proposed if within(problem, candidate)], name)
+            engine.judge([candidate for candidate in proposed if _within(problem, candidate)], name)
     return engine, engine.best()
 
 
-def within(problem: Problem, candidate: Candidate) -> bool:
+def _within(problem: Problem, candidate: Candidate) -> bool:
     """Whether a candidate, whoever proposes it, keeps to what may be chosen."""
     space, setting = problem.space, candidate.setting
     placing = "colocated" if candidate.chains.colocated else "disjoint"
@@ -281,10 +281,10 @@ def anything_fits(problem: Problem) -> str | None:
     engine = BranchAndBound(problem=problem)
     if engine.first() is not None:
         return None
-    return why_nothing_fits(engine)
+    return _why_nothing_fits(engine)
 
 
-def why_nothing_fits(engine: BranchAndBound) -> str:
+def _why_nothing_fits(engine: BranchAndBound) -> str:
     """What each chain needs in all, against what it can get."""
     problem = engine.problem
     setting = engine.combos.settings[-1]

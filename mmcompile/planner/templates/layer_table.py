@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from mmcompile.errors import PlanError
 
-MOST_S = 3600.0
+_MOST_S = 3600.0
 """Of a chain for one microbatch: sums of whole picoseconds stay far below 2^60."""
 
 
@@ -106,10 +106,10 @@ class LayerTable:
             if any(value < 0 for column in columns for value in column):
                 raise PlanError(f"chain {chain.name} on {shared.devices} devices has a layer of negative cost")
             total_s = sum(map(sum, (shared.forward_s, shared.backward_s, shared.send_s, shared.return_s)))
-            if total_s > MOST_S:
+            if total_s > _MOST_S:
                 raise PlanError(
                     f"chain {chain.name} on {shared.devices} devices takes {total_s:,.0f} s for a microbatch, and times are "
-                    f"counted up to {MOST_S:,.0f} s; give seconds, or use smaller microbatches"
+                    f"counted up to {_MOST_S:,.0f} s; give seconds, or use smaller microbatches"
                 )
 
     def _check_target(self, index: int, names: Sequence[str]) -> None:

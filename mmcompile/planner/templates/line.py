@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from mmcompile.planner.resilience.template import Template, TemplateStage
 from mmcompile.planner.templates.layer_table import ChainLayers, LayerTable, SharedLayers
 
-PER_SECOND = 10**12
+_PER_SECOND = 10**12
 INFINITE = 2**60
 MICROBATCHES_A_STAGE = 4
 _NEVER = 2**31
@@ -162,15 +162,15 @@ class Line:
                     first=piece.first - self.starts[chain],
                     last=piece.last - self.starts[chain],
                     devices=tuple(range(device, device + width)),
-                    seconds=self.time(piece) / PER_SECOND,
+                    seconds=self.time(piece) / _PER_SECOND,
                 )
             )
             device += width
         return Template(
             num_nodes=num_nodes,
             stages=tuple(stages),
-            fill_s=timing.fill / PER_SECOND,
-            slowest_s=timing.slowest / PER_SECOND,
+            fill_s=timing.fill / _PER_SECOND,
+            slowest_s=timing.slowest / _PER_SECOND,
             gap=gap,
         )
 
@@ -214,7 +214,7 @@ def _begins(table: LayerTable, starts: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _picoseconds(values: Sequence[float]) -> NDArray[np.int64]:
-    return np.rint(np.array(values, dtype=np.float64) * PER_SECOND).astype(np.int64)
+    return np.rint(np.array(values, dtype=np.float64) * _PER_SECOND).astype(np.int64)
 
 
 def _prefix(values: NDArray[np.int64]) -> NDArray[np.int64]:

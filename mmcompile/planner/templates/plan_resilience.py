@@ -16,7 +16,7 @@ from mmcompile.planner.search.settings import Setting
 from mmcompile.planner.templates.generate import generate
 from mmcompile.planner.templates.layer_costs import layer_table
 
-STEP_BYTES = 4
+_STEP_BYTES = 4
 """AdamW's count of steps, one float32 for each parameter tensor (torch.optim.AdamW)."""
 
 
@@ -64,7 +64,7 @@ def layer_bytes(graph: ModelGraph, chain: ChainSpec) -> tuple[int, ...]:
     for layer in chain.layers:
         names = graph.component(layer.component).layers[layer.index].parameters
         own = {specs[name].name: specs[name] for name in names if specs[name].trainable}
-        found.append(sum((1 + OPTIMIZER_STATES) * spec.num_bytes + STEP_BYTES for spec in own.values()))
+        found.append(sum((1 + OPTIMIZER_STATES) * spec.num_bytes + _STEP_BYTES for spec in own.values()))
     return tuple(found)
 
 

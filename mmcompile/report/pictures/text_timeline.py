@@ -11,7 +11,7 @@ from mmcompile.units import format_seconds
 _FORWARD = "0123456789"
 _BACKWARD = "abcdefghij"
 _IDLE = "·"
-LEGEND = "0..9 forward of that microbatch (last digit), a..j its backward (a for 0), w its weight gradient, · idle"
+_LEGEND = "0..9 forward of that microbatch (last digit), a..j its backward (a for 0), w its weight gradient, · idle"
 
 
 def text_timeline(events: Sequence[Event], labels: Sequence[str], width: int = 96) -> str:
@@ -26,7 +26,7 @@ def text_timeline(events: Sequence[Event], labels: Sequence[str], width: int = 9
     column = max(map(len, labels), default=0)
     rows = [f"{label:<{column}} {_row(events, rank, end_s, width)}" for rank, label in enumerate(labels)]
     scale = f"{'':<{column}} {'0':<{width - 10}}{format_seconds(end_s):>10}"
-    return "\n".join([*rows, scale, LEGEND])
+    return "\n".join([*rows, scale, _LEGEND])
 
 
 def _row(events: Sequence[Event], rank: int, end_s: float, width: int) -> str:

@@ -55,7 +55,7 @@ def swap(fresh: Path, folder: Path, is_ours: Callable[[str], bool]) -> None:
             processor, a README) are the user's, and stay.
     """
     target = resolved(folder)
-    previous = previous_of(target)
+    previous = _previous_of(target)
     _keep_foreign(target if target.is_dir() else previous, fresh, is_ours)
     for path in (fresh, *fresh.rglob("*")):
         sync(path)
@@ -76,14 +76,14 @@ def place_of(folder: Path, mark: str) -> Path | None:
         mark: a file that every whole one has.
     """
     target = resolved(folder)
-    return next((place for place in (target, previous_of(target)) if (place / mark).is_file()), None)
+    return next((place for place in (target, _previous_of(target)) if (place / mark).is_file()), None)
 
 
 def resolved(folder: Path) -> Path:
     return folder.expanduser().resolve()
 
 
-def previous_of(target: Path) -> Path:
+def _previous_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.previous")
 
 

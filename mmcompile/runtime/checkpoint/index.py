@@ -21,7 +21,7 @@ import msgspec
 
 from mmcompile.errors import CheckpointError
 
-INDEX = "index.json"
+_INDEX = "index.json"
 _WEIGHT = "model."
 _STATE = "optimizer.state."
 _BLOCK_BYTES = 1 << 24
@@ -116,7 +116,7 @@ class Index:
     def write(self, folder: Path) -> str:
         """Write the index; returns its digest."""
         data = msgspec.json.encode(self)
-        (folder / INDEX).write_bytes(data)
+        (folder / _INDEX).write_bytes(data)
         return digest_of(data)
 
     @classmethod
@@ -130,9 +130,9 @@ class Index:
             CheckpointError: it is damaged, or missing.
         """
         try:
-            data = (folder / INDEX).read_bytes()
+            data = (folder / _INDEX).read_bytes()
             if digest_of(data) != digest:
-                raise damaged(folder, f"{INDEX} is not as it was written")
+                raise damaged(folder, f"{_INDEX} is not as it was written")
             return msgspec.json.decode(data, type=cls)
         except (OSError, msgspec.DecodeError) as error:
             raise damaged(folder, error) from error

@@ -125,7 +125,7 @@ class PartJob:
             fail_point("checkpoint-writing", rank=self.rank, step=self.step)
             part = dcp.write_part(self.folder, self.rank, self.pieces)
             data = msgspec.json.encode(part)
-            path = part_file(self.folder, self.rank)
+            path = _part_file(self.folder, self.rank)
             path.write_bytes(data)
             sync(path)
             fail_point("checkpoint-written", rank=self.rank, step=self.step)
@@ -192,7 +192,7 @@ class WholeJob:
             parts.append(_part(fresh, rank, said.digest))
         fail_point("checkpoint-joining", rank=0, step=saving.step)
         for rank in range(self.num_ranks):
-            part_file(fresh, rank).unlink()
+            _part_file(fresh, rank).unlink()
         index = Index.joined(parts, self.tied)
         dcp.write_metadata(fresh, index)
         write_state(fresh, self.trainer, index.write(fresh), self.data)
@@ -216,13 +216,13 @@ class _Said:
     error: str = ""
 
 
-def part_file(folder: Path, rank: int) -> Path:
+def _part_file(folder: Path, rank: int) -> Path:
     """Where a rank leaves its part of the index."""
     return folder / f"part-{rank}.json"
 
 
 def _part(folder: Path, rank: int, digest: str) -> dict[str, StoredTensor]:
-    path = part_file(folder, rank)
+    path = _part_file(folder, rank)
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -27,8 +27,8 @@ from mmcompile.runtime.checkpoint.checkpoint_folder import place_of
 from mmcompile.runtime.checkpoint.index import Index, damaged, digest_of
 from mmcompile.runtime.optim.optimizer import Hyper, OptimizerSpec
 
-CHECKPOINT_VERSION = 2
-STATE = "trainer.json"
+_CHECKPOINT_VERSION = 2
+_STATE = "trainer.json"
 _DATA = "data.pt"
 _SAMPLED = 1024
 
@@ -47,7 +47,7 @@ class TrainerState:
     """Of the data, for a run that reads it by itself."""
     frozen: Mapping[str, str] = field(default_factory=dict)
     """Parameter that does not train -> its `fingerprint`: it is not in the checkpoint, and what trains was trained with it."""
-    version: int = CHECKPOINT_VERSION
+    version: int = _CHECKPOINT_VERSION
     index: str = ""
     """Digest of the index."""
     data: str | None = None
@@ -84,12 +84,12 @@ class Stored:
     @classmethod
     def find(cls, folder: Path) -> Stored:
         """Raises CheckpointError: there is no whole checkpoint, another version wrote it, or it is damaged."""
-        place = place_of(folder, STATE)
+        place = place_of(folder, _STATE)
         if place is None:
             raise CheckpointError(
-                f"no checkpoint at {folder}: wanted a folder with {STATE}, as engine.save() writes it"
+                f"no checkpoint at {folder}: wanted a folder with {_STATE}, as engine.save() writes it"
             )
-        trainer = read_state(place)
+        trainer = _read_state(place)
         return cls(folder=folder, place=place, trainer=trainer, index=Index.read(place, trainer.index))
 
     def data(self) -> Any:
@@ -111,8 +111,8 @@ def saved(folder: Path) -> TrainerState | None:
     Raises:
         CheckpointError: another version wrote it, or it is damaged.
     """
-    place = place_of(folder, STATE)
-    return None if place is None else read_state(place)
+    place = place_of(folder, _STATE)
+    return None if place is None else _read_state(place)
 
 
 def write_state(fresh: Path, trainer: TrainerState, index: str, data: bytes | None) -> None:
@@ -129,26 +129,26 @@ def write_state(fresh: Path, trainer: TrainerState, index: str, data: bytes | No
         trainer,
         index=index,
         data=None if data is None else digest_of(data),
-        files=(*sorted(written), STATE),
+        files=(*sorted(written), _STATE),
     )
     whole = replace(whole, digest=_digest(whole))
-    (fresh / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
+    (fresh / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
 
 
-def read_state(place: Path) -> TrainerState:
+def _read_state(place: Path) -> TrainerState:
     """Raises CheckpointError."""
     try:
-        raw = (place / STATE).read_bytes()
+        raw = (place / _STATE).read_bytes()
         version = msgspec.json.decode(raw, type=_Version).version
-        if version != CHECKPOINT_VERSION:
+        if version != _CHECKPOINT_VERSION:
             raise CheckpointError(
-                f"{place / STATE} has version {version}; this mmcompile reads version {CHECKPOINT_VERSION}"
+                f"{place / _STATE} has version {version}; this mmcompile reads version {_CHECKPOINT_VERSION}"
             )
         trainer = msgspec.json.decode(raw, type=TrainerState)
     except (OSError, msgspec.DecodeError) as error:
         raise damaged(place, error) from error
     if _digest(trainer) != trainer.digest:
-        raise damaged(place, f"{STATE} is not as it was written")
+        raise damaged(place, f"{_STATE} is not as it was written")
     return trainer
 
 
@@ -164,9 +164,9 @@ def fingerprint(tensor: Tensor) -> str:
 
 def files_of(folder: Path) -> frozenset[str]:
     """Files that the checkpoint in a folder wrote; none if there is none."""
-    place = place_of(folder, STATE)
+    place = place_of(folder, _STATE)
     try:
-        return frozenset() if place is None else msgspec.json.decode((place / STATE).read_bytes(), type=_Files).files
+        return frozenset() if place is None else msgspec.json.decode((place / _STATE).read_bytes(), type=_Files).files
     except (OSError, msgspec.DecodeError):
         return frozenset()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mmcompile.errors import ConfigError
 
-LEAST_BYTES = 16
+_LEAST_BYTES = 16
 _NONCE_BYTES = 32
 
 
@@ -34,8 +34,8 @@ def read_secret(path: Path) -> bytes:
         raise ConfigError(f"cannot read the secret {path}: {error.strerror}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"{path} can be read by others (mode {stat.S_IMODE(mode):o}): run chmod 600 {path}")
-    if len(secret) < LEAST_BYTES:
-        raise ConfigError(f"the secret in {path} has {len(secret)} bytes, the least is {LEAST_BYTES}")
+    if len(secret) < _LEAST_BYTES:
+        raise ConfigError(f"the secret in {path} has {len(secret)} bytes, the least is {_LEAST_BYTES}")
     return secret
 
 

@@ -85,7 +85,7 @@ class Layout:
         )
 
     def _run(self, pipeline: NodePipeline) -> Iterator[tuple[LayerId, Device]]:
-        return placed_layers(self._job.by_size[len(pipeline.nodes)], pipeline.nodes, self._job.devices_per_node)
+        return _placed_layers(self._job.by_size[len(pipeline.nodes)], pipeline.nodes, self._job.devices_per_node)
 
 
 def layers_by_device(plan: GenerationPlan, job: Job) -> dict[Device, frozenset[LayerId]]:
@@ -93,12 +93,12 @@ def layers_by_device(plan: GenerationPlan, job: Job) -> dict[Device, frozenset[L
     found: dict[Device, set[LayerId]] = {}
     for pipeline in plan.pipelines:
         template = job.by_size[len(pipeline.nodes)]
-        for layer, device in placed_layers(template, pipeline.nodes, job.devices_per_node):
+        for layer, device in _placed_layers(template, pipeline.nodes, job.devices_per_node):
             found.setdefault(device, set()).add(layer)
     return {device: frozenset(layers) for device, layers in found.items()}
 
 
-def placed_layers(template: Template, nodes: Sequence[str], devices_per_node: int) -> Iterator[tuple[LayerId, Device]]:
+def _placed_layers(template: Template, nodes: Sequence[str], devices_per_node: int) -> Iterator[tuple[LayerId, Device]]:
     """Layers of a template, each with the device it is on.
 
     Args:

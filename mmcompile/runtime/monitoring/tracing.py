@@ -20,7 +20,7 @@ FILE = "events.json"
 
 def collect(groups: Groups, events: Iterable[Event], path: Path) -> None:
     """Gather the events of all ranks on rank 0, and write them."""
-    mine = list(merged(events))
+    mine = list(_merged(events))
     if groups.rank:
         wire.send_bytes(groups, 0, wire.encode(mine))
         return
@@ -34,7 +34,7 @@ def read_trace(path: Path) -> list[Event]:
     return msgspec.json.decode(path.read_bytes(), type=list[Event]) if path.exists() else []
 
 
-def merged(events: Iterable[Event]) -> Iterator[Event]:
+def _merged(events: Iterable[Event]) -> Iterator[Event]:
     """Events of one rank in order, those of neighbouring layers that do the same for a microbatch as one.
 
     `language_model.4` .. `language_model.7` of replica 1 become `language_model[4:8]#1`.

@@ -29,11 +29,11 @@ from mmcompile.passes.tensor_parallel.validation.lockstep_ranks import ACROSS, L
 from mmcompile.passes.tensor_parallel.validation.random_values import RandomValues
 from mmcompile.passes.values import op_name, tensors
 
-MOST_ELEMENTS = 1_000_000_000
+_MOST_ELEMENTS = 1_000_000_000
 """Of a layer's parameters: a check holds about four times their float32 bytes."""
-MOST_FLOPS = 2e12
+_MOST_FLOPS = 2e12
 """Of a layer's forward in the captured batch; a check computes about six times as much."""
-DTYPES = {torch.float32: 1e-2, torch.float64: 1e-6}
+_DTYPES = {torch.float32: 1e-2, torch.float64: 1e-6}
 """To compute in -> part of the largest gradient on whose scale smaller ones are compared: that of a bias of keys is 0 but for
 rounding."""
 
@@ -125,11 +125,11 @@ class _Layer:
     def why_not(self) -> str | None:
         """Why the layer is too much for a check, or cannot be compared."""
         count = sum(spec.num_elements for spec in _parameters(self.whole, self.nodes))
-        if count > MOST_ELEMENTS:
-            return f"{count / 1e9:.1f} G elements, at most {MOST_ELEMENTS / 1e9:.1f} G"
+        if count > _MOST_ELEMENTS:
+            return f"{count / 1e9:.1f} G elements, at most {_MOST_ELEMENTS / 1e9:.1f} G"
         flops = sum(op_flops(node).forward for node in self.nodes)
-        if flops > MOST_FLOPS:
-            return f"{flops / 1e12:.1f} TFLOP in its forward, at most {MOST_FLOPS / 1e12:.1f}"
+        if flops > _MOST_FLOPS:
+            return f"{flops / 1e12:.1f} TFLOP in its forward, at most {_MOST_FLOPS / 1e12:.1f}"
         drawing = next((node for node in self.nodes if is_random(node)), None)
         return None if drawing is None else f"{drawing.name} = {op_name(drawing)} draws random numbers"
 
@@ -140,7 +140,7 @@ class _Layer:
             VerifyError: they are not.
         """
         told = ""
-        for dtype, least in DTYPES.items():
+        for dtype, least in _DTYPES.items():
             before = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
             try:

@@ -8,7 +8,7 @@ from math import isfinite, isnan
 
 import torch
 
-TOLERANCE = 1e-3
+_TOLERANCE = 1e-3
 """Largest difference, relative to the largest element of what is compared. Wrong shards differ by about 1."""
 
 
@@ -57,7 +57,7 @@ def _worst(found: torch.Tensor, wanted: torch.Tensor, least: float) -> str:
         at = int((found != wanted).flatten().long().argmax())
         return f"has {_item(found, at)} where the whole layer has {_item(wanted, at)} (element {at})"
     scale = max(_largest(wanted), least, torch.finfo(wanted.dtype).tiny)
-    if isfinite(scale) and _largest(found - wanted) <= TOLERANCE * scale:
+    if isfinite(scale) and _largest(found - wanted) <= _TOLERANCE * scale:
         return ""
     off = torch.where(found == wanted, 0.0, found - wanted).abs().nan_to_num_(nan=torch.inf).flatten()
     if not off.any():
@@ -65,7 +65,7 @@ def _worst(found: torch.Tensor, wanted: torch.Tensor, least: float) -> str:
     at = int(off.argmax())
     return (
         f"has {_item(found, at)} where the whole layer has {_item(wanted, at)} (element {at} of {list(wanted.shape)}; the "
-        f"largest is {scale:.3g}, and differences may reach {TOLERANCE * scale:.3g})"
+        f"largest is {scale:.3g}, and differences may reach {_TOLERANCE * scale:.3g})"
     )
 
 

@@ -25,7 +25,7 @@ from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_op
 from mmcompile.passes.values import aten_ops, op_name
 
-CPU = torch.device("cpu")
+_CPU = torch.device("cpu")
 World = list[Any]
 """A value on every rank of its component; one item where all ranks of all components have it."""
 _DROPOUTS = aten_ops("dropout dropout_ feature_dropout alpha_dropout feature_alpha_dropout native_dropout")
@@ -61,7 +61,7 @@ class Lockstep:
         self._inputs = inputs
         self._dtype = dtype
         self._specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
-        self.degrees = degrees(graph)
+        self.degrees = _degrees(graph)
         self._leaves: dict[tuple[str, str | None], _Leaf] = {}
         self.values: dict[fx.Node, World] = {}
         """Of nodes run so far, and of nodes that were given one."""
@@ -144,7 +144,7 @@ class Lockstep:
         """A value of the graph as it is computed with."""
         if self._dtype is None or not isinstance(value, torch.Tensor):
             return value
-        return value.to(CPU, self._dtype if value.is_floating_point() else value.dtype)
+        return value.to(_CPU, self._dtype if value.is_floating_point() else value.dtype)
 
     def _converted(self, node: fx.Node, given: tuple[tuple, dict]) -> tuple[tuple, dict]:
         """Arguments with other float types and devices, and without dropout."""
@@ -163,7 +163,7 @@ class Lockstep:
         if isinstance(value, float) and isfinite(value):  # The lowest number of a wider type, in masks.
             largest = torch.finfo(self._dtype).max
             return min(max(value, -largest), largest)
-        return CPU if isinstance(value, torch.device) else value
+        return _CPU if isinstance(value, torch.device) else value
 
 
 def is_random(node: fx.Node) -> bool:
@@ -173,7 +173,7 @@ def is_random(node: fx.Node) -> bool:
     return op_name(node) not in _DROPOUTS | {"aten.scaled_dot_product_attention"}
 
 
-def degrees(graph: ModelGraph) -> dict[str, int]:
+def _degrees(graph: ModelGraph) -> dict[str, int]:
     """Component -> ranks, from the nodes that act across them."""
     found = {component.name: 1 for component in graph.components}
     for node in graph.module.graph.nodes:

@@ -8,7 +8,7 @@ import torch
 
 from mmcompile.ir.graph import ParameterSpec
 
-PERIOD = 1_000_003
+_PERIOD = 1_000_003
 """Random numbers drawn for a weight, a prime: drawing takes longer than computing with them."""
 
 
@@ -26,17 +26,17 @@ class RandomValues:
     def weight(self, spec: ParameterSpec) -> torch.Tensor:
         """Numbers that keep the size of activations: near 1 for scales and biases, about 1/sqrt(inputs) for matrices.
 
-        They repeat after `PERIOD`, which shares no factor with a width: no two rows of a matrix are equal.
+        They repeat after `_PERIOD`, which shares no factor with a width: no two rows of a matrix are equal.
         """
         low, high = 0.5, 1.5
         if len(spec.shape) > 1:
             high = (3 / max(spec.num_elements // max(spec.shape[0], 1), 1)) ** 0.5
             low = -high
-        drawn = torch.empty(min(spec.num_elements, PERIOD), dtype=self.dtype)
+        drawn = torch.empty(min(spec.num_elements, _PERIOD), dtype=self.dtype)
         drawn.uniform_(low, high, generator=self.generator)
-        if spec.num_elements <= PERIOD:
+        if spec.num_elements <= _PERIOD:
             return drawn.view(spec.shape)
         made = torch.empty(spec.shape, dtype=self.dtype)
-        for part in made.view(-1).split(PERIOD):
+        for part in made.view(-1).split(_PERIOD):
             part.copy_(drawn[: len(part)])
         return made

@@ -14,14 +14,14 @@ import torch
 from mmcompile.ir.graph import ModelGraph, results_of
 from mmcompile.passes.tensor_parallel.validation.lockstep_ranks import Lockstep
 
-NOISE = 1e-6
+_NOISE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParity:
     """Largest differences, each relative to the largest element of what is compared.
 
-    Gradients below `NOISE` of the largest one are compared on its scale: that of a bias of keys is 0 but for rounding.
+    Gradients below `_NOISE` of the largest one are compared on its scale: that of a bias of keys is 0 but for rounding.
     """
 
     loss: float
@@ -54,7 +54,7 @@ def tensor_parity(
     assert found.keys() == gradients.keys(), (
         f"only one of the graphs makes a gradient of {sorted(found.keys() ^ gradients.keys())}"
     )
-    least = NOISE * max((float(grads[0].abs().max()) for grads in gradients.values()), default=0.0)
+    least = _NOISE * max((float(grads[0].abs().max()) for grads in gradients.values()), default=0.0)
     return TensorParity(
         loss=max(_difference(loss, wanted, 0.0) for loss in losses),
         gradients={
