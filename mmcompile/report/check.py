@@ -1,4 +1,4 @@
-"""Pre-flight: what would go wrong, or waste time and memory, when a model trains on a dataset by a plan."""
+"""Pre-flight check: problems and waste of time or memory when a model trains on a dataset by a plan."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Severity = Literal["problem", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("problem", "warning", "note")
 _MAX_NAMES = 3
 _OPTIMIZER_COPIES = 3
-"""A trainable parameter's gradient and the two states of AdamW, in its own dtype."""
+"""Bytes per trainable byte: the gradient and the two states of AdamW, in the parameter's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that a user should know before training starts."""
+    """One fact that a user needs before training starts."""
 
     severity: Severity
     what: str
     do: str
-    """What to do about it; "" where there is nothing to do."""
+    """Action to take; "" if there is none."""
 
     def __str__(self) -> str:
         return f"{self.severity:<8} {self.what}" + (f"; {self.do}" if self.do else "")
@@ -47,7 +47,7 @@ class Checked:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is a problem."""
+        """True if no finding is a problem."""
         return all(finding.severity != "problem" for finding in self.findings)
 
     def __str__(self) -> str:
@@ -57,11 +57,11 @@ class Checked:
 
 
 def check(study: Study, plan: Plan | None, refused: str = "") -> Checked:
-    """Look for trouble.
+    """Check a study and a plan.
 
     Args:
-        plan: None where none could be made.
-        refused: why, then.
+        plan: None if none could be made.
+        refused: the reason, then.
     """
     found = [*_gradients(study), *_dataset(study)]
     if plan is None:
@@ -72,7 +72,7 @@ def check(study: Study, plan: Plan | None, refused: str = "") -> Checked:
 
 
 def _gradients(study: Study) -> Iterator[Finding]:
-    """What trains, what only seems to, and what is frozen."""
+    """Find what trains, what only seems to, and what is frozen."""
     graph, report = study.graph, study.gradients
     trainable = [spec for spec in graph.parameters if spec.trainable]
     if not trainable:
@@ -104,7 +104,7 @@ def _gradients(study: Study) -> Iterator[Finding]:
 
 
 def _owners(study: Study) -> dict[str, str]:
-    """Parameter -> the component it belongs to."""
+    """Return parameter -> the component it belongs to."""
     return {
         name: component.name
         for component in study.graph.components
@@ -126,7 +126,7 @@ def _frozen(component: Component, study: Study) -> str:
 
 
 def _dataset(study: Study) -> Iterator[Finding]:
-    """What the samples have too little or too much of."""
+    """Find modalities of which the samples have too little or too much."""
     stats, workload = study.workload.stats, study.workload
     if stats is None:
         return
@@ -157,7 +157,7 @@ def _rows(study: Study, component: Component, shape: SampleShape) -> float:
 
 
 def _too_long(study: Study) -> Iterator[Finding]:
-    """Sequences beyond the positions of the language model."""
+    """Find sequences beyond the positions of the language model."""
     stats, limit = study.workload.stats, study.max_positions
     component = study.graph.loss_component
     if stats is None or limit is None:
@@ -178,7 +178,7 @@ def _too_long(study: Study) -> Iterator[Finding]:
 
 
 def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
-    """Whether the heaviest microbatch fits each stage, and whose samples make it."""
+    """Find stages whose heaviest microbatch exceeds the memory, with the samples that cause it."""
     limit = memory_bytes(plan)
     pricing = study.pricing(plan)
     needs: dict[str, int] = {}
@@ -214,7 +214,7 @@ def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
 def _stage_bytes(
     study: Study, plan: Plan, chain: Chain, stage: Stage, pricing: Pricing, worst: Mapping[str, Load]
 ) -> int:
-    """Bytes of a stage whose heaviest microbatch is in flight among such as the plan has."""
+    """Return the bytes of a stage whose heaviest microbatch is in flight among average ones."""
     predicted = stage.prediction
     held = predicted.parameter_bytes + predicted.gradient_bytes + predicted.optimizer_bytes
     if not predicted.in_flight:
@@ -230,7 +230,7 @@ def _stage_bytes(
 
 
 def _culprit(study: Study, samples: Sequence[str]) -> str:
-    """`sample 10482 (31 images, 23064 patches, 900 text tokens) and 7 more: `."""
+    """Describe the heaviest sample: `sample 10482 (31 images, 23064 patches, 900 text tokens) and 7 more: `."""
     stats = study.workload.stats
     if stats is None or not samples:
         return "the example batch: "
@@ -247,7 +247,7 @@ def _culprit(study: Study, samples: Sequence[str]) -> str:
 
 
 def _pace(plan: Plan) -> Iterator[Finding]:
-    """The straggler, and devices without work."""
+    """Find the straggler, and devices without work."""
     loads = rank_loads(plan)
     slowest = max(loads, key=lambda load: load.seconds)
     others = [load.seconds for load in loads if load is not slowest]

@@ -1,4 +1,4 @@
-"""What differs between two plans: settings, layout of each chain, layers that moved, times and memory, templates."""
+"""Differences between two plans: settings, layout of each chain, layers that moved, times and memory, templates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmcompile.units import format_bytes, format_seconds
 
 Unit = Literal["s", "bytes", "share", ""]
 _EQUAL = 1e-9
-"""Figures closer than this, relatively, are equal."""
+"""Relative difference below which figures are equal."""
 _MAX_ROWS = 12
 
 
@@ -43,7 +43,7 @@ class Figure:
 
     @property
     def change(self) -> float | None:
-        """Relative change, or the difference for shares; None from nothing."""
+        """Relative change, or the difference for shares; None from zero."""
         if self.unit == "share":
             return self.after - self.before
         return self.after / self.before - 1 if self.before else None
@@ -82,21 +82,22 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanDiff:
-    """The differences between two plans; empty for plans that a reader could not tell apart."""
+    """The differences between two plans; empty if no figure or choice differs."""
 
     settings: tuple[Setting, ...]
     layout: tuple[Setting, ...]
     """Degrees and stage counts of chains."""
     figures: tuple[Figure, ...]
-    """Of the whole plan."""
+    """Figures of the whole plan."""
     moved: tuple[Moved, ...]
     stages: tuple[StageChange, ...]
-    """Of stages that both plans have."""
+    """Figures of stages that both plans have."""
     templates: tuple[Setting, ...] = ()
     """Fault tolerance, nodes that can be used, and the templates by node count."""
 
     @property
     def is_empty(self) -> bool:
+        """True if the plans do not differ."""
         return not (self.settings or self.layout or self.figures or self.moved or self.stages or self.templates)
 
     def __str__(self) -> str:
@@ -230,7 +231,7 @@ def _by_size(plan: Plan) -> dict[int, Template]:
 
 
 def _words(template: Template | None, other: Template | None) -> str:
-    """A template as its difference from another shows: its figures, or the first stage that differs where those are the same."""
+    """Describe a template by its difference from another: its figures, or else the first stage that differs."""
     if template is None:
         return "-"
     if other is None or figures(template) != figures(other):
@@ -241,7 +242,7 @@ def _words(template: Template | None, other: Template | None) -> str:
 
 
 def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
-    """Runs of layers with the same old and the same new stage."""
+    """Yield runs of layers with the same old and the same new stage."""
     one, two = _homes(before), _homes(after)
     run: Moved | None = None
     for (component, layer), home in one.items():
@@ -259,7 +260,7 @@ def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
 
 
 def _homes(plan: Plan) -> dict[tuple[str, int], str]:
-    """(component, layer) -> its stage."""
+    """Return (component, layer) -> its stage."""
     return {
         (segment.component, layer): stage.name
         for stage in plan.stages

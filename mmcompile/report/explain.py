@@ -1,4 +1,4 @@
-"""Everything a plan knows about one stage or layer, in words and numbers."""
+"""Everything in a plan about one stage or layer, in words and numbers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LABEL = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """One stage, or one layer with the stage it is in. Times [s] a microbatch, sizes [bytes]."""
+    """One stage, or one layer with the stage it is in. Times [s] of a microbatch, sizes [bytes]."""
 
     stage: str
     layer: str | None
-    """Module path of the layer that was asked for."""
+    """Module path of the requested layer."""
     chain: str
     layers: tuple[str, ...]
     """Module paths of the stage's layers."""
@@ -33,24 +33,24 @@ class Explanation:
     cp: int
     dp: int
     begins: str
-    """Why the stage begins where it does."""
+    """Reason why the stage begins there."""
     ends: str
     costs: str
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
     pace: float
-    """The stage's rank relative to the slowest rank, 0..1."""
+    """Time of the stage's rank relative to the slowest rank, 0..1."""
     memory_bytes: Mapping[str, int]
     limit_bytes: int
-    """Of one rank, shared with the stages on it."""
+    """Memory of one rank, shared with the other stages on it."""
     rank_bytes: int
-    """What all stages of the rank need together."""
+    """Bytes of all stages of the rank together."""
     in_flight: int
     saved_bytes: int
-    """One microbatch's activations."""
+    """Bytes of one microbatch's activations."""
     recompute: str
-    """What the layers compute again."""
+    """Recomputation of the stage's layers."""
     frozen: str
     idle: float
     """Idle share of the stage's ranks, by simulation, 0..1."""
@@ -59,9 +59,9 @@ class Explanation:
     links: tuple[str, ...]
     moves: tuple[Move, ...]
     exact: bool
-    """Whether `moves` know what each layer costs, or take the layers of a stage to be alike."""
+    """True if `moves` are from the cost of each layer; False if the layers of a stage are taken as equal."""
     work: tuple[LayerWork, ...]
-    """Of the stage's layers (or of the one asked for), where the model is at hand."""
+    """Work of the stage's layers (or of the requested one); empty without the model."""
 
     def __str__(self) -> str:
         return "\n".join(line.rstrip() for line in _text(self))
@@ -73,8 +73,8 @@ def explain(
     """Explain a stage (`language_model.1`) or a layer (its module path, `component.index`, or a glob matching one).
 
     Args:
-        shares: what each layer takes of its stage; without it the layers of a stage are taken to be alike.
-        work: module path -> FLOPs and bytes of a layer, where the model is at hand.
+        shares: share of each layer in its stage; by default the layers of a stage are taken as equal.
+        work: module path -> FLOPs and bytes of a layer, if there is a model.
 
     Raises:
         ConfigError: there is no such stage or layer; the message lists what there is.
@@ -128,7 +128,7 @@ def explain(
 
 
 def _located(plan: Plan, what: str) -> tuple[Stage, int | None]:
-    """The stage of that name; or the stage of that layer, and where in it."""
+    """Return the stage of that name; or the stage of that layer, and its position in it."""
     for stage in plan.stages:
         if stage.name == what:
             return stage, None
@@ -153,7 +153,7 @@ def _stage_at(chain: Chain, place: Place) -> tuple[Stage, int | None]:
 
 
 def _named_chains(plan: Plan) -> tuple[NamedChain, ...]:
-    """The plan's chains as `layer_names.find` reads them."""
+    """Return the plan's chains in the form that `layer_names.find` reads."""
     return tuple(NamedChain(name=chain.name, labels=tuple(_labels(chain))) for chain in plan.chains)
 
 

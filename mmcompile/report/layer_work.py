@@ -1,4 +1,4 @@
-"""FLOPs, bytes and seconds of single layers, as polynomials in what a microbatch brings."""
+"""FLOPs, bytes and seconds of single layers, as polynomials in the load of a microbatch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FIELDS: Mapping[str, str] = {
     "activation_bytes": "bytes saved",
     "output_bytes": "bytes handed on",
 }
-"""Fields of `LayerCost` whose polynomials are shown."""
+"""Fields of `LayerCost` whose polynomials are shown, with their labels."""
 _DIGITS = 4
 _TOKENS, _SQUARES = sympy.symbols("t q", nonnegative=True)
-"""Rows of a microbatch, and the sum of its squared lengths."""
+"""Symbols of the rows of a microbatch, and of the sum of its squared lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +38,9 @@ class LayerWork:
 
     name: str
     tokens: float
-    """t: rows of the captured microbatch."""
+    """Rows of the captured microbatch (t)."""
     squares: float
-    """q: its sum of squared lengths."""
+    """Sum of squared lengths of the captured microbatch (q)."""
     forward_flops: int
     input_grad_flops: int
     weight_grad_flops: int
@@ -49,7 +49,7 @@ class LayerWork:
     parameter_bytes: int
     activation_bytes: int
     forward_s: float
-    """By the roofline, like the two below."""
+    """Seconds by the roofline, as the two below."""
     input_grad_s: float
     weight_grad_s: float
     polynomials: Mapping[str, str]
@@ -70,7 +70,7 @@ class LayerWork:
 
 
 def layer_work(graph: ModelGraph, table: CostTable, cluster: Cluster, dtype: str) -> dict[str, LayerWork]:
-    """Module path -> work of every layer of a captured model."""
+    """Return module path -> work of every layer of a captured model."""
     return {
         layer.name: _work(layer.name, table, component.name, layer.index, cluster, dtype)
         for component in graph.components
@@ -79,7 +79,10 @@ def layer_work(graph: ModelGraph, table: CostTable, cluster: Cluster, dtype: str
 
 
 def layer_shares(plan: Plan, table: CostTable, dtype: str) -> Shares:
-    """What each layer takes of its stage, by the roofline at the captured sizes; stages keep the plan's totals."""
+    """Return the share of each layer in its stage, by the roofline at the captured sizes.
+
+    Stages keep the plan's totals.
+    """
     return {stage.name: _shares(plan, stage, table, dtype) for stage in plan.stages}
 
 
@@ -141,6 +144,7 @@ class _Totals:
 
     @classmethod
     def of(cls, costs: list[LayerCost], times: list[LayerTimes]) -> _Totals:
+        """Return the totals of several layers."""
         return cls(
             forward_s=sum(own.forward_s for own in times),
             input_grad_s=sum(own.input_grad_s for own in times),
@@ -151,6 +155,7 @@ class _Totals:
         )
 
     def share(self, cost: LayerCost, times: LayerTimes) -> LayerShare:
+        """Return one layer's share of the totals."""
         return LayerShare(
             forward=_part(times.forward_s, self.forward_s),
             input_grad=_part(times.input_grad_s, self.input_grad_s),

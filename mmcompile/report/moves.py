@@ -1,4 +1,4 @@
-"""What if a layer went to the neighbour: the plan with a cut moved, simulated again."""
+"""Simulated step time of a plan with a cut moved by a layer."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Shares = Mapping[str, Sequence[LayerShare]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """A cut moved by some layers, and what the simulator says of it."""
+    """A cut moved by some layers, and the simulated result."""
 
     layers: tuple[str, ...]
     source: str
     target: str
     iteration_s: float
     change: float
-    """Relative to the plan simulated in the same way."""
+    """Step time relative to the plan simulated in the same way."""
     over_bytes: int
-    """By how much the fullest rank exceeds its memory; 0 if it fits."""
+    """Bytes by which the fullest rank exceeds its memory; 0 if it fits."""
 
     def __str__(self) -> str:
         what = self.layers[0] if len(self.layers) == 1 else f"{len(self.layers)} layers from {self.layers[0]} on"
@@ -52,7 +52,7 @@ class Move:
 
 
 def equal_shares(plan: Plan) -> Shares:
-    """Every layer of a stage alike: all that a plan file alone can say."""
+    """Return equal shares for the layers of each stage: a plan file alone has no others."""
     found: dict[str, list[LayerShare]] = {}
     for stage in plan.stages:
         count = len(stage.layer_names)
@@ -61,7 +61,7 @@ def equal_shares(plan: Plan) -> Shares:
 
 
 def boundary_moves(plan: Plan, stage: Stage, shares: Shares) -> tuple[Move, ...]:
-    """The first layer to the stage before, the last to the stage after, where both run alike."""
+    """Move the first layer to the stage before, and the last to the stage after, if both run alike."""
     return tuple(
         move
         for position, step in ((0, -1), (len(stage.layer_names) - 1, 1))
@@ -142,7 +142,7 @@ def _runs(owners: Sequence[tuple[str, int]]) -> Iterator[Segment]:
 
 
 def _scaled(stage: Stage, share: LayerShare, in_flight: int) -> StagePrediction:
-    """What a part of a stage takes, with so many microbatches in flight."""
+    """Return the prediction for a part of a stage, with so many microbatches in flight."""
     predicted = stage.prediction
     return StagePrediction(
         forward_s=predicted.forward_s * share.forward,

@@ -1,4 +1,4 @@
-"""What a plan predicts for one step, event by event."""
+"""Predicted events of one step of a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulat
 def predict(plan: Plan) -> Timeline:
     """Simulate one step of a plan in which every microbatch passes through every stage, shard by shard.
 
-    Replicas are alike, so one of each chain stands for all, under the names it has in programs.
+    Replicas are equal, so one of each chain stands for all, under its name in programs.
     """
     first = [stage for stage in Placement.of(plan).stages if stage.replica == 0]
     placed = [replace(stage, name=stage.program_name) for stage in first]
@@ -50,7 +50,7 @@ def predict(plan: Plan) -> Timeline:
 
 
 def _ends(plan: Plan, link: Link) -> Iterable[tuple[str, str]]:
-    """Pairs of shards that a link joins: shard by shard, or a whole stage with every shard."""
+    """Yield pairs of shards that a link joins: shard by shard, or a whole stage with every shard."""
     replicas = {stage.name: chain.dp for chain in plan.chains for stage in chain.stages}
     sources, targets = (shard_names(plan.stage(name), replicas[name]) for name in (link.source, link.target))
     return zip(sources, targets, strict=True) if len(sources) == len(targets) else product(sources, targets)

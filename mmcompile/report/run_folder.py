@@ -1,9 +1,9 @@
-"""What a training run leaves in its folder, and how to read it back.
+"""Folder of a training run: its files, and how to read them.
 
 plan.json         the plan
 stages/*.py       the program of each stage
 events.json       measured actions of the last traced step
-timeline.png, trace.json   the same as pictures (`mmcompile trace` makes them)
+timeline.png, trace.json   the same events as pictures (`mmcompile trace` makes them)
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def write_events(folder: Path, events: Sequence[Event]) -> Path:
 
 
 def read_run(folder: Path) -> tuple[Plan, tuple[Event, ...]]:
-    """The plan of a run and its measured events.
+    """Read the plan of a run and its measured events.
 
     Raises:
-        ConfigError: the folder is none that a run wrote.
+        ConfigError: the folder is not one of a run.
         PlanError: its plan cannot be read.
     """
     path = folder / EVENTS

@@ -17,7 +17,7 @@ from mmcompile.report.study import Study
 
 
 def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) -> dict[str, list[float]]:
-    """Chain -> for each microbatch of its first replica, its seconds relative to those that the plan predicts.
+    """Return chain -> seconds of each microbatch of its first replica, relative to the plan's prediction.
 
     At each slot, the samples of all replicas of the last chain are shared evenly by the replicas of the others.
     """
@@ -34,17 +34,17 @@ def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) 
 
 
 def _microbatch_samples(plan: Plan, study: Study) -> float:
-    """Samples of a microbatch of one replica of the last chain."""
+    """Return the samples of a microbatch of one replica of the last chain."""
     return plan.microbatch_samples or float(study.graph.num_samples)
 
 
 def slot_samples(plan: Plan, study: Study, chain: Chain) -> float:
-    """Samples that one replica of a chain gets at a microbatch's slot."""
+    """Return the samples that one replica of a chain gets at a microbatch's slot."""
     return _microbatch_samples(plan, study) * plan.chains[-1].dp / chain.dp
 
 
 def _expected(plan: Plan, study: Study, chain: Chain) -> Mapping[str, Load]:
-    """What the plan's predictions are for: the mean over its data, or the captured batch."""
+    """Return the loads of the plan's predictions: the mean over its data, or the captured batch."""
     samples = slot_samples(plan, study, chain)
     if not plan.data:
         return {name: load * (samples / study.graph.num_samples) for name, load in study.table.loads.items()}
@@ -54,7 +54,7 @@ def _expected(plan: Plan, study: Study, chain: Chain) -> Mapping[str, Load]:
 
 
 _Arrays = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Tokens and squares."""
+"""Arrays of tokens and of squared lengths."""
 
 
 def _arrays(loads: list[Load]) -> _Arrays:
@@ -62,7 +62,7 @@ def _arrays(loads: list[Load]) -> _Arrays:
 
 
 def _served(drawn: MicrobatchLoads, chain: Chain, count: int, replicas: int) -> dict[str, _Arrays]:
-    """Component -> loads of the chain's first replica."""
+    """Return component -> loads of the chain's first replica."""
     served = np.clip(replicas / chain.dp - np.arange(replicas), 0.0, 1.0)  # part of each replica's microbatch
 
     def own(rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -72,7 +72,7 @@ def _served(drawn: MicrobatchLoads, chain: Chain, count: int, replicas: int) -> 
 
 
 def _seconds(pricing: Pricing, chain: Chain, loads: Mapping[str, _Arrays]) -> NDArray[np.float64]:
-    """Forward and backward of all layers of a chain, for each microbatch."""
+    """Return the seconds of forward and backward of all layers of a chain, for each microbatch."""
     layers: dict[tuple[str, Recompute], list[int]] = {}
     for stage in chain.stages:
         for part in stage.segments:

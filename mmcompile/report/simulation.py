@@ -1,4 +1,4 @@
-"""What the simulator says of a plan: iteration, idle time by cause, memory; one schedule beside another."""
+"""Results of a simulated step: iteration time, idle time by cause, memory; and a table of several schedules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_GROUPS = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFigures:
-    """Ranks that do the same, over a step."""
+    """Figures of ranks that do the same, over a step."""
 
     stages: str
     ranks: tuple[int, ...]
@@ -29,7 +29,7 @@ class GroupFigures:
     idle: float
     """Share of the step, 0..1."""
     fixed_bytes: int
-    """Parameters, gradients, optimizer state."""
+    """Bytes of parameters, gradients and optimizer state."""
     peak_bytes: int
 
 
@@ -41,7 +41,7 @@ class Simulation:
     num_microbatches: int
     iteration_s: float
     planned_s: float
-    """What the plan predicts, for its own schedule, microbatches and data."""
+    """Seconds predicted by the plan, for its own schedule, microbatches and data."""
     bubble: float
     bubbles: tuple[BubbleShare, ...]
     groups: tuple[GroupFigures, ...]
@@ -50,13 +50,16 @@ class Simulation:
 
     @property
     def peak_bytes(self) -> int:
+        """Peak bytes of the fullest group."""
         return max(group.peak_bytes for group in self.groups)
 
     @property
     def fits(self) -> bool:
+        """True if the peak is within the memory of a rank."""
         return self.peak_bytes <= self.limit_bytes
 
     def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
         return msgspec.to_builtins(self) | {"peak_bytes": self.peak_bytes, "fits": self.fits}
 
     def __str__(self) -> str:
@@ -78,7 +81,7 @@ def _microbatches(count: int) -> str:
 
 
 def summarize(step: Replay) -> Simulation:
-    """The figures of a simulated step."""
+    """Summarize a simulated step."""
     curves = step.memory()
     return Simulation(
         schedule=step.kind,
@@ -103,7 +106,7 @@ def summarize(step: Replay) -> Simulation:
 
 
 def timeline_text(step: Replay) -> str:
-    """The simulated step drawn in characters; the first groups where there are many."""
+    """Draw the simulated step in characters; only the first groups if there are many."""
     names = [group.name for group in step.groups]
     left = len(names) - _MAX_GROUPS
     text = text_timeline(step.timeline.events, names[:_MAX_GROUPS])
@@ -111,7 +114,7 @@ def timeline_text(step: Replay) -> str:
 
 
 def compare(steps: Sequence[Simulation]) -> str:
-    """Schedules side by side, fastest first."""
+    """Return a table of schedules, fastest first."""
     ordered = sorted(steps, key=lambda step: step.iteration_s)
     best_s = ordered[0].iteration_s
     header = ("schedule", "iteration", "", "bubble", *CAUSE_WORDS.values(), "fullest rank", "")
@@ -135,7 +138,7 @@ def _compared(step: Simulation, best_s: float) -> tuple[str, ...]:
 
 
 def _mean_causes(step: Simulation) -> Mapping[str, float]:
-    """Cause -> idle share over all ranks."""
+    """Return cause -> idle share over all ranks."""
     weights = {share.chain: 0 for share in step.bubbles}
     for group in step.groups:
         for name in group.stages.split(" + "):

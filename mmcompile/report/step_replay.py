@@ -1,7 +1,7 @@
-"""A step of a plan, simulated again: as planned, in another order, or with more microbatches.
+"""Simulation of a step of a plan: as planned, in another order, or with more microbatches.
 
-Ranks that do the same at the same time (the shards of a stage, its replicas, and stages that share them) are one *group*; one
-replica of the last chain and its share of the encoders stand for all.
+Ranks that do the same at the same time (the shards of a stage, its replicas, and stages that share them) are one
+*group*; one replica of the last chain and its share of the encoders stand for all.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ class Group:
 
     @property
     def name(self) -> str:
+        """Names of the stages."""
         return " + ".join(stage.name for stage in self.stages)
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """Ranks of the stages."""
         return tuple(sorted({rank for stage in self.stages for rank in stage.ranks}))
 
 
@@ -42,40 +44,41 @@ class Replay:
     plan: Plan = field(repr=False)
     kind: ScheduleKind
     schedule: Schedule = field(repr=False)
-    """With one rank a group."""
+    """Schedule with one rank for each group."""
     groups: tuple[Group, ...]
     timeline: Timeline
     flows: tuple[Flow, ...] = field(repr=False)
     loads: Mapping[str, Sequence[float]] = field(repr=False)
-    """Chain -> work of each microbatch relative to what the plan predicts."""
+    """Chain -> work of each microbatch relative to the plan's prediction."""
     durations: Mapping[str, Sequence[StageDuration]] = field(repr=False)
     """Stage -> seconds of each microbatch."""
     link_s: Mapping[tuple[str, str], float] = field(repr=False)
 
     @property
     def num_microbatches(self) -> int:
+        """Number of microbatches."""
         return len(self.flows)
 
     @property
     def iteration_s(self) -> float:
-        """With the reduction of gradients and the optimizer's step, as planned."""
+        """Seconds of the step with gradient reduction and the optimizer's step, as planned."""
         return self.timeline.makespan_s + self.plan.predicted.reduce_s
 
     @property
     def bubble(self) -> float:
-        """Idle share of the devices' time, 0..1; groups count with their ranks."""
+        """Idle share of the devices' time, 0..1; each group counts with its number of ranks."""
         weights = [len(group.ranks) for group in self.groups]
         available = sum(weights) * self.timeline.makespan_s
         busy = sum(weight * busy_s for weight, busy_s in zip(weights, self.timeline.busy_s, strict=True))
         return 1.0 - busy / available if available else 0.0
 
     def idle(self, group: int) -> float:
-        """Idle share of one group's time, 0..1."""
+        """Return the idle share of one group's time, 0..1."""
         makespan_s = self.timeline.makespan_s
         return 1.0 - self.timeline.busy_s[group] / makespan_s if makespan_s else 0.0
 
     def bubbles(self) -> tuple[BubbleShare, ...]:
-        """Idle share of each chain's ranks, by cause."""
+        """Return the idle share of each chain's ranks, by cause."""
         return attribute(
             _placed(self.plan, self.groups),
             self.flows,
@@ -86,7 +89,7 @@ class Replay:
         )
 
     def memory(self) -> tuple[MemoryCurve, ...]:
-        """What a rank of each group holds over the step."""
+        """Return the memory of a rank of each group over the step."""
         saved = {
             stage.name: [
                 SavedBytes(activation_bytes=round(load * saved_bytes(stage))) for load in self.loads[chain.name]
@@ -109,9 +112,9 @@ def replay(
 
     Args:
         schedule: order of each rank; the plan's by default.
-        num_microbatches: of one replica of the last chain; the plan's by default.
-        loads: chain -> for each microbatch, its work relative to what the plan predicts; durations and what is
-            saved for backward are taken to grow with it.
+        num_microbatches: microbatches of one replica of the last chain; the plan's by default.
+        loads: chain -> work of each microbatch relative to the plan's prediction; durations and bytes saved for
+            backward are taken to grow with it.
 
     Raises:
         PlanError: the plan has several stages and no links.
@@ -150,13 +153,13 @@ def replay(
 
 
 def _placed(plan: Plan, groups: Sequence[Group]) -> list[Stage]:
-    """All stages, each on the number of its group."""
+    """Return all stages, each on the number of its group."""
     number = {stage.name: index for index, group in enumerate(groups) for stage in group.stages}
     return [replace(stage, ranks=(number[stage.name],)) for stage in plan.stages]
 
 
 def stage_groups(plan: Plan) -> tuple[Group, ...]:
-    """Stages joined wherever they share a rank, in order of their first stage."""
+    """Return the stages joined if they share a rank, in order of their first stage."""
     groups: list[list[Stage]] = []
     for stage in plan.stages:
         ranks = set(stage.ranks)
@@ -170,13 +173,13 @@ def stage_groups(plan: Plan) -> tuple[Group, ...]:
 
 
 def saved_bytes(stage: Stage) -> int:
-    """What one microbatch keeps for backward in a stage."""
+    """Return the bytes that one microbatch keeps for backward in a stage."""
     predicted = stage.prediction
     return predicted.activation_bytes // predicted.in_flight if predicted.in_flight else 0
 
 
 def _fixed_bytes(stage: Stage) -> int:
-    """What a stage holds whatever is in flight."""
+    """Return the bytes of a stage that do not depend on the microbatches in flight."""
     predicted = stage.prediction
     rest = 0 if predicted.in_flight else predicted.activation_bytes
     return predicted.parameter_bytes + predicted.gradient_bytes + predicted.optimizer_bytes + rest
@@ -195,7 +198,7 @@ def _durations(stage: Stage, loads: Sequence[float]) -> list[StageDuration]:
 
 
 def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
-    """Of one message either way: a gradient has the size of what it is the gradient of."""
+    """Return the seconds of one message either way: a gradient has the size of its tensor."""
     seconds: dict[tuple[str, str], float] = {}
     for link in plan.links:
         source, target = plan.stage(link.source), plan.stage(link.target)
@@ -206,7 +209,7 @@ def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
 
 
 def _message_bytes(plan: Plan, link: Link) -> int:
-    """What one rank sends: shards of a stage send their parts side by side."""
+    """Return the bytes that one rank sends: shards of a stage send their parts side by side."""
     chains = {stage.name: chain for chain in plan.chains for stage in chain.stages}
     widths = [chains[name].tp * chains[name].cp for name in (link.source, link.target)]
     return link.num_bytes // min(widths)

@@ -1,4 +1,7 @@
-"""A model captured, costed and met with a dataset: what `check`, `simulate` and `explain` know beyond the plan file."""
+"""`Study`.
+
+A captured model with its costs and a dataset, which `check`, `simulate` and `explain` use beside the plan file.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,19 @@ from mmcompile.planner.pricing.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Study:
-    """A captured model."""
+    """A captured model with its costs and the loads of a dataset."""
 
     graph: ModelGraph = field(repr=False)
     gradients: GradientReport = field(repr=False)
     table: CostTable = field(repr=False)
     workload: Workload = field(repr=False)
     dtype: str
-    """Of most parameters."""
+    """Dtype of most parameters."""
     max_positions: int | None
-    """Longest sequence that the text model has positions for; None where its config says nothing."""
+    """Longest sequence that the text model has positions for; None if its config has no such limit."""
 
     def pricing(self, plan: Plan) -> Pricing:
-        """Prices of its layers as the ranks of a plan run them."""
+        """Return the prices of its layers as the ranks of a plan run them."""
         tp = max(chain.tp for chain in plan.chains)
         axes = tensor_axes(self.graph, tp, self.table) if tp > 1 else {}
         return Pricing(
@@ -49,7 +52,7 @@ class Study:
 
 
 def study(model: nn.Module, batch: Mapping[str, Any], stats: DatasetStats | None) -> Study:
-    """Capture a model and read what the samples of a dataset bring to its components.
+    """Capture a model and compute the loads that samples of a dataset give its components.
 
     Raises:
         BatchError, CaptureError: from the capture.

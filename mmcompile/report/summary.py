@@ -1,4 +1,4 @@
-"""A plan as one plain JSON object: what `--json` prints, flat enough for scripts and dashboards."""
+"""A plan as one plain JSON object for `--json`, flat enough for scripts and dashboards."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from mmcompile.planner.resilience.template import Template
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
-    """`components`, `stages`, `links`, `predicted`, `rejected`, and what the plan was made for. Times [s], sizes [bytes].
+    """Return `components`, `stages`, `links`, `predicted`, `rejected`, and the plan's request.
 
-    `recompute` is a mode, or of how many layers: `"full 3 of 8 layers"`; that of a stage has the mode of each of its layers, null
-    for one with nothing to win, and is empty where nothing is known of layers.
+    Times [s], sizes [bytes].
 
-    `templates` has one object for each number of nodes that a pipeline is planned for, fewest nodes first: `nodes`; `stages`,
-    each with `chain`, `first` and `last` (layers of the chain, the last excluded), `devices` (numbered node by node from 0) and
-    `seconds` of a microbatch, forward and backward; `slowest_s` of these; `fill_s`, so that b microbatches take
-    `fill_s + b * slowest_s`; `gap`, the part by which a faster pipeline may exist, 0 for an optimum. It is empty for a plan made
-    without fault tolerance; then `fault_tolerance` (nodes that may fail at once) and `cover` (which numbers of nodes can be used
-    in full, in words) are null.
+    `recompute` is a mode, or of how many layers: `"full 3 of 8 layers"`; that of a stage has the mode of each of its
+    layers, null for one with nothing to win, and is empty if the plan has no layers.
+
+    `templates` has one object for each number of nodes that a pipeline is planned for, fewest nodes first: `nodes`;
+    `stages`, each with `chain`, `first` and `last` (layers of the chain, the last excluded), `devices` (numbered node
+    by node from 0) and `seconds` of a microbatch, forward and backward; `slowest_s` of these; `fill_s`, so that b
+    microbatches take `fill_s + b * slowest_s`; `gap`, the part by which a faster pipeline may exist, 0 for an optimum.
+    It is empty for a plan made without fault tolerance; then `fault_tolerance` (nodes that may fail at once) and
+    `cover` (numbers of nodes that can be used in full, in words) are null.
     """
     chains = [(chain, stage) for chain in plan.chains for stage in chain.stages]
     return {

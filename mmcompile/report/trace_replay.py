@@ -1,4 +1,4 @@
-"""A job over a trace of spot instances: what to say of it, as text, JSON and a picture of throughput over time."""
+"""Replay of a job over a trace of spot instances: text, JSON and a picture of throughput over time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _DPI = 120
 _SPENT = (Spent.REPEATED, Spent.PAUSED, Spent.SAVING, Spent.STOPPED)
 _COLOURS = ("#228833", "#99cc99", "#cc6677", "#aa7700", "#4477aa", "#bbbbbb")
-"""Of useful and redundant time, then of `_SPENT`."""
+"""Colours of useful and redundant time, then of `_SPENT`."""
 
 
 def simulate_trace(
@@ -36,15 +36,15 @@ def simulate_trace(
     seed: int = 0,
     constants: ReplayConstants | None = None,
 ) -> TraceReplay:
-    """Read a trace and play a job over it; `trace_text`, `TraceReplay.to_json` and `draw_trace` show the answer.
+    """Replay a job over a trace file; `trace_text`, `TraceReplay.to_json` and `draw_trace` show the result.
 
     Args:
-        job: templates, batch and promise.
-        path: of the trace.
+        job: templates, batch and fault tolerance.
+        path: trace file.
         microbatch_samples: samples of a microbatch.
-        unit: of the times of a trace that does not say it.
-        seed: of the nodes that go where the trace does not name them.
-        constants: what is assumed.
+        unit: unit of the trace's times, if it has none of its own.
+        seed: seed that chooses the lost nodes where the trace does not name them.
+        constants: assumed times of the systems.
 
     Raises:
         ConfigError: the trace cannot be read.
@@ -56,13 +56,13 @@ def simulate_trace(
 def replay_resilience(
     resilience: Resilience, path: str | os.PathLike[str], *, unit: TimeUnit | None = None, seed: int = 0
 ) -> TraceReplay:
-    """`simulate_trace` of a plan's templates."""
+    """Replay a plan's templates over a trace file; arguments as of `simulate_trace`."""
     samples = resilience.microbatch_samples
     return simulate_trace(resilience.job, path, microbatch_samples=samples, unit=unit, seed=seed)
 
 
 def remarks(found: TraceReplay, resilience: Resilience) -> tuple[str, ...]:
-    """What a reader should know of a trace that has other numbers of nodes than a plan was made for."""
+    """Return remarks on a trace that has other numbers of nodes than a plan was made for."""
     needed, planned = resilience.cover.least_nodes, resilience.num_nodes
     if found.max_nodes < needed:
         return (
@@ -78,7 +78,7 @@ def remarks(found: TraceReplay, resilience: Resilience) -> tuple[str, ...]:
 
 
 def trace_text(found: TraceReplay) -> str:
-    """A table with one line a system, and what was assumed."""
+    """Return a table with one line a system, and the assumptions."""
     rows = [
         ("system", "useful", "samples/s", *(spent.value for spent in _SPENT), "lost samples", "pauses", "saves every")
     ]
@@ -118,7 +118,7 @@ def _assumed(found: TraceReplay) -> str:
 
 
 def draw_trace(path: str | os.PathLike[str], found: TraceReplay) -> Path:
-    """Draw throughput over time as PNG, a line a system, in averages over 1/120 of the trace; and what the time went to.
+    """Draw throughput over time as PNG, a line a system, in averages over 1/120 of the trace; and shares of the time.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -157,7 +157,7 @@ def _draw_rates(axis: Axes, found: TraceReplay) -> None:
 
 
 def _draw_shares(axis: Axes, found: TraceReplay) -> None:
-    """What the time of each system went to, as one bar."""
+    """Draw the shares of each system's time, as one bar."""
     systems = found.systems
     kinds = {"useful": [one.useful for one in systems]}
     kinds["redundant"] = [one.seconds(Spent.USEFUL) / found.duration_s - one.useful for one in systems]

@@ -97,7 +97,6 @@ ALLOWED: dict[str, int] = {
     "cli": 36,
     "codegen": 56,
     "planner": 275,
-    "report": 58,
     "runtime": 412,
 }
 

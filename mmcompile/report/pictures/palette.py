@@ -1,20 +1,20 @@
-"""One colour a component, the same in every picture."""
+"""Colours of components, the same in every picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 _COLOURS = ("#4477aa", "#cc6677", "#228833", "#aa7700", "#7755aa", "#117788", "#bb3388", "#667722")
-"""Distinguishable with the common kinds of colour blindness, dark enough for white text (Paul Tol's qualitative schemes)."""
+"""Colours distinguishable with common colour blindness, dark enough for white text (qualitative schemes of Paul Tol)."""
 
 
 def chain_of(stage: str) -> str:
-    """`"language_model.1"` -> `"language_model"`: the chain of components a stage belongs to."""
+    """Return the chain of components of a stage: `"language_model.1"` -> `"language_model"`."""
     return stage.rpartition(".")[0] or stage
 
 
 def colours(stages: Iterable[str]) -> dict[str, str]:
-    """Chain name -> `#rrggbb`, by order of first appearance; after eight chains colours repeat."""
+    """Return chain name -> `#rrggbb`, by order of first appearance; after eight chains colours repeat."""
     chains = dict.fromkeys(chain_of(stage) for stage in stages)
     return {chain: _COLOURS[index % len(_COLOURS)] for index, chain in enumerate(chains)}
 

@@ -1,7 +1,7 @@
 """A step as a trace that Perfetto and `chrome://tracing` open.
 
-Every rank is a process, every stage of it a thread; predicted ranks stand in processes of their own below the measured ones.
-Messages in flight overlap what their rank computes, so they are asynchronous events.
+Every rank is a process, every stage of it a thread; predicted ranks stand in processes of their own below the measured
+ones. Messages in flight overlap what their rank computes, so they are asynchronous events.
 
 Source: the Trace Event Format of Chromium (times in microseconds).
 """
@@ -18,13 +18,13 @@ from mmcompile.files import write_atomic
 from mmcompile.planner.schedule.simulate import Event
 
 PREDICTED_PID = 100_000
-"""Process ids of predicted ranks start here."""
+"""First process id of predicted ranks."""
 
 TraceRecord = dict[str, object]
 
 
 def chrome_trace(measured: Sequence[Event], predicted: Sequence[Event] = ()) -> dict[str, object]:
-    """Events as the JSON object of the Trace Event Format; msgspec or json can write it.
+    """Return events as the JSON object of the Trace Event Format; msgspec or json can write it.
 
     Args:
         measured: events of a real step; their first start becomes time 0.

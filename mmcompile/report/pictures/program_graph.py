@@ -1,4 +1,4 @@
-"""The graph inside one stage, read back from its source: a node for each layer, and for what stands between layers.
+"""Graph inside one stage, read back from its source: a node for each layer, and for the code between layers.
 
 The source is the truth (it is what runs), so nothing else has to be kept to draw it.
 """
@@ -19,20 +19,20 @@ _INPUT, _OUTPUT = "input", "output"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Statements that follow one another under one comment."""
+    """Consecutive statements under one comment."""
 
     title: str
-    """The comment above them: the path of a layer or module, or what a shared value is."""
+    """Comment above them: the path of a layer or module, or the meaning of a shared value."""
     ops: tuple[str, ...]
-    """What they run; for a call of a layer function, what that runs."""
+    """Operations of the statements; for a call of a layer function, those of the function."""
     reads: tuple[str, ...]
-    """Values made outside of the group."""
+    """Values computed outside of the group."""
     writes: tuple[str, ...]
-    """Values read outside of it."""
+    """Values read outside of the group."""
 
 
 def program_groups(source: str) -> tuple[Group, ...]:
-    """The groups of a stage program's forward, in order; inputs first, outputs last."""
+    """Return the groups of a stage program's forward, in order; inputs first, outputs last."""
     module = ast.parse(source)
     forward, layers = _forward(module), _layers(module)
     titles = _titles(source.splitlines(), forward)
@@ -55,7 +55,7 @@ def program_groups(source: str) -> tuple[Group, ...]:
 
 
 def program_text(source: str) -> str:
-    """One block a group: where it comes from, what it reads, runs and hands on."""
+    """Return one block a group: its path, inputs, operations and outputs."""
     blocks = []
     for index, group in enumerate(program_groups(source)):
         lines = [f"[{index}] {group.title}"]
@@ -67,7 +67,7 @@ def program_text(source: str) -> str:
 
 
 def program_dot(source: str, name: str) -> str:
-    """Graphviz text of the groups, edges named by the values that flow."""
+    """Return Graphviz text of the groups, edges named by the values that flow."""
     groups = program_groups(source)
     lines = [f"digraph {dot_text(name)} {{", '  node [shape=box, fontname="monospace"];']
     for index, group in enumerate(groups):
@@ -78,7 +78,7 @@ def program_dot(source: str, name: str) -> str:
 
 
 def program_svg(source: str) -> str:
-    """The groups as a self-contained SVG, left to right along the longest path."""
+    """Return the groups as a self-contained SVG, left to right along the longest path."""
     groups = program_groups(source)
     edges = _edges(groups)
     columns = [0] * len(groups)
@@ -121,7 +121,7 @@ def _forward(module: ast.Module) -> ast.FunctionDef:
 
 
 def _layers(module: ast.Module) -> dict[str, tuple[str, ...]]:
-    """Layer function -> the ops it runs."""
+    """Return layer function -> the ops it runs."""
     return {
         node.name: tuple(op for statement in node.body for op in _ops(statement))
         for node in module.body
@@ -130,12 +130,12 @@ def _layers(module: ast.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _ops(statement: ast.AST) -> Iterator[str]:
-    """What a statement calls."""
+    """Yield the functions that a statement calls."""
     yield from (ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call))
 
 
 def _titles(lines: Sequence[str], forward: ast.FunctionDef) -> Iterator[str]:
-    """For each statement the comment it stands under."""
+    """Yield for each statement the comment above it."""
     title, line = "", forward.lineno
     for statement in forward.body:
         comments = [text.strip() for text in lines[line : statement.lineno - 1] if text.strip().startswith("#")]
@@ -161,7 +161,7 @@ _MODULES = ("self", "aten", "torch", "mm", "math", "operator")
 
 
 def _names(statement: ast.AST, context: type[ast.expr_context]) -> list[str]:
-    """Names read (or written) by a statement, in order of their place in the source."""
+    """Return names read (or written) by a statement, in order of their place in the source."""
     found = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
     found.sort(key=lambda name: (name.lineno, name.col_offset))
     return list(dict.fromkeys(name.id for name in found if name.id not in _MODULES))

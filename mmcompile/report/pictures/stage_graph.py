@@ -14,13 +14,13 @@ from mmcompile.units import format_bytes, format_seconds
 
 
 def stage_graph_text(plan: Plan) -> str:
-    """Boxes and lines in Unicode, then one line for each link: tensors, bytes, and whether gradient returns."""
+    """Return Unicode boxes and lines, then one line for each link: tensors, bytes, and whether gradient returns."""
     links = (f"{link.source} -> {link.target}: {_describe(link)}" for link in plan.links)
     return "\n".join([line_art(_layout(plan)), "", *links])
 
 
 def stage_graph_dot(plan: Plan) -> str:
-    """Graphviz text; links on which no gradient returns are dashed."""
+    """Return Graphviz text; links on which no gradient returns are dashed."""
     palette = colours(stage.name for stage in plan.stages)
     lines = [
         "digraph plan {",
@@ -38,7 +38,10 @@ def stage_graph_dot(plan: Plan) -> str:
 
 
 def stage_graph_svg(plan: Plan) -> str:
-    """A self-contained SVG; links on which no gradient returns are dashed, hovering tells what a link carries."""
+    """Return a self-contained SVG.
+
+    Links on which no gradient returns are dashed, hovering shows the tensors of a link.
+    """
     svg = Svg(_layout(plan))
     palette = colours(stage.name for stage in plan.stages)
     links = {(link.source, link.target): link for link in plan.links}

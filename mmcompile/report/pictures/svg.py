@@ -1,4 +1,4 @@
-"""A layout as SVG: what every graph picture shares."""
+"""A layout as SVG: common parts of all graph pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Svg:
     layout: Layout
 
     def document(self, body: Iterable[str]) -> str:
-        """The whole file around its parts."""
+        """Return the whole file around its parts."""
         width, height = _x(self.layout.width) + _MARGIN, _y(self.layout.height) + _MARGIN
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
@@ -32,7 +32,7 @@ class Svg:
         return "\n".join([head, _MARKER, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>"]) + "\n"
 
     def path(self, path: Path, title: str, *, dashed: bool) -> str:
-        """An edge; `title`, XML-escaped, shows on hovering."""
+        """Return an edge; `title`, XML-escaped, shows on hovering."""
         points = " ".join(f"{_x(x + 0.5):.1f},{_y(y + 0.5):.1f}" for x, y in path.points)
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         return (
@@ -41,7 +41,7 @@ class Svg:
         )
 
     def box(self, box: Box, colour: str) -> Iterator[str]:
-        """A filled box with its lines, the first in bold."""
+        """Yield a filled box with its lines, the first in bold."""
         x, y = _x(box.x), _y(box.y)
         size = f'width="{box.width * _CELL_WIDTH:.1f}" height="{box.height * _CELL_HEIGHT:.1f}"'
         yield f'<rect x="{x:.1f}" y="{y:.1f}" {size} rx="4" fill="{colour}"/>'
@@ -52,7 +52,7 @@ class Svg:
 
 
 def dot_text(text: str) -> str:
-    """A quoted string of Graphviz; line breaks become `\\n`."""
+    r"""Quote a string for Graphviz; line breaks become `\\n`."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 

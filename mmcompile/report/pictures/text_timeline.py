@@ -18,9 +18,9 @@ def text_timeline(events: Sequence[Event], labels: Sequence[str], width: int = 9
     """Draw the computations of a step.
 
     Args:
-        events: of the simulator; sends are left out.
-        labels: one a rank.
-        width: slices of time; each shows what takes most of it.
+        events: events of the simulator; sends are left out.
+        labels: labels of the ranks.
+        width: slices of time; each shows the action that takes most of it.
     """
     end_s = max((event.end_s for event in events if event.kind.is_compute), default=0.0)
     column = max(map(len, labels), default=0)

@@ -26,7 +26,7 @@ _NAMES = {
     ActionKind.W: "weight gradient",
 }
 _COMPARABLE = 3.0
-"""Two timelines share their time axis while their lengths differ by at most this factor."""
+"""Factor of lengths up to which two timelines share their time axis."""
 _DPI = 120
 
 
@@ -73,17 +73,17 @@ def draw_timeline(path: str | os.PathLike[str], measured: Sequence[Event], predi
 
 
 def computing(events: Sequence[Event]) -> list[Event]:
-    """The forwards and backwards among events, whole or in their two parts."""
+    """Return the forwards and backwards among events, whole or in their two parts."""
     return [event for event in events if event.kind.is_compute]
 
 
 def length_s(events: Sequence[Event]) -> float:
-    """From the first start to the last end."""
+    """Return the seconds from the first start to the last end."""
     return max(event.end_s for event in events) - min(event.start_s for event in events)
 
 
 def idle_share(events: Sequence[Event]) -> float:
-    """Share of the ranks' time, between the first start and the last end, in which they compute nothing; 0..1."""
+    """Return the share of the ranks' time, between first start and last end, in which they compute nothing; 0..1."""
     available = len({event.rank for event in events}) * length_s(events)
     return 1 - sum(event.end_s - event.start_s for event in events) / available if available else 0.0
 

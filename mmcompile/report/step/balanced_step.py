@@ -1,4 +1,4 @@
-"""One step of a plan, balanced: what every microbatch of every replica costs, in arrival order and after."""
+"""One step of a plan, balanced: seconds of every microbatch of every replica, in arrival order and after."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from mmcompile.planner.plan.plan_record import Stage
 Loads = tuple[tuple[float, ...], ...]
 """Seconds, [replicas][microbatches]."""
 Ranks = tuple[int, ...]
-"""One a replica: its first rank in a stage."""
+"""First rank of each replica in a stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One figure in arrival order, and balanced."""
+    """One figure, in arrival order and balanced."""
 
     before: float
     after: float
 
     @property
     def saved(self) -> float:
+        """Reduction by balancing."""
         return self.before - self.after
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What an encoder makes for the language model, in tokens, and how much of it leaves a rank or a node."""
+    """Tokens that an encoder makes for the language model, and the part that leaves a rank or a node."""
 
     tokens: int
     other_rank: Change
@@ -46,23 +47,24 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """A component's microbatches."""
+    """Samples and loads of a component's microbatches."""
 
     name: str
     replicas: int
     samples: int
-    """That take part."""
+    """Number of samples with work for the component."""
     loads_before: Loads
     loads_after: Loads
     deferred: tuple[tuple[int, ...], ...]
     """Samples of every microbatch that the language model computes in a later one, [replicas][microbatches]."""
     deferred_s: Loads
-    """Their part of `loads_after`."""
+    """Seconds of the deferred samples in `loads_after`."""
     traffic: Traffic | None
-    """None for the language model."""
+    """Tokens sent to the language model; None for the language model itself."""
 
     @property
     def slowest_s(self) -> Change:
+        """Seconds of the slowest microbatch."""
         return Change(before=_slowest(self.loads_before), after=_slowest(self.loads_after))
 
     @property
@@ -78,50 +80,50 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """What one balancer makes of the step."""
+    """Result of one balancer for the step."""
 
     name: str
     simulated_s: float | None
-    """None if it cannot balance this step."""
+    """Simulated seconds; None if it cannot balance this step."""
     straggler_s: float | None
     deferred: int
     """Samples that the language model computes in a later microbatch than an encoder does."""
     reason: str
-    """Why it cannot; or, of `auto`, what it chose."""
+    """Reason why it cannot balance; or, for `auto`, its choice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalancedStep:
-    """A step's samples, where they are computed, and what that saves."""
+    """A step's samples, their assignment, and the seconds that it saves."""
 
     plan: str
-    """Where it was read from."""
+    """File from which the plan was read."""
     data: str
     seed: int
     step: int
     num_microbatches: int
-    """Of each replica."""
+    """Number of microbatches of each replica."""
     asked: str
-    """The balancer asked for."""
+    """Name of the requested balancer."""
     balancer: str
-    """The one whose assignment this is: another than asked for if `auto` chose it."""
+    """Name of the balancer of this assignment: another than requested if `auto` chose it."""
     reason: str
     components: tuple[Component, ...]
     simulated_s: Change
     assignment: Assignment
     balancers: tuple[Tried, ...] = ()
-    """All there are, where that was asked."""
+    """Results of all balancers, if requested."""
 
     @property
     def straggler_s(self) -> Change:
-        """Of all components."""
+        """Sum of `straggler_s` of all components."""
         return Change(
             before=sum(component.straggler_s.before for component in self.components),
             after=sum(component.straggler_s.after for component in self.components),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Times [s]; places as `Assignment.to_json` has them."""
+        """Return the step as JSON values: times [s], places as in `Assignment.to_json`."""
         found = {
             "plan": self.plan,
             "data": self.data,
@@ -141,10 +143,10 @@ class BalancedStep:
 
 
 def components_of(plan: Plan, costs: SampleCosts, choice: Assignment) -> tuple[Component, ...]:
-    """The figures of each component of a step.
+    """Return the figures of each component of a step.
 
     Args:
-        costs: of the towers of the plan.
+        costs: sample costs of the towers of the plan.
         choice: the balanced assignment.
     """
     grid = choice.grid
@@ -185,7 +187,7 @@ def _traffic(plan: Plan, costs: SampleCosts, row: int, steps: tuple[Assignment, 
 
 
 def _ends(plan: Plan, encoder: str, language_model: str) -> tuple[Ranks, Ranks]:
-    """First rank of each replica, of the stage that makes what crosses and of the first that reads it."""
+    """Return the first rank of each replica, of the stage that makes the features and of the first that reads them."""
     chains = towers(plan)
     sources, targets = (
         {stage.name: chain.dp for chain in chains[name] for stage in chain.stages} for name in (encoder, language_model)
@@ -217,7 +219,7 @@ def _imbalance(loads: Loads) -> float:
 
 
 def straggler_s(loads: ArrayLike) -> float:
-    """At each microbatch, the slowest replica less the mean of all; summed. Loads are [replicas, microbatches]."""
+    """Return the sum over microbatches of the slowest replica less the mean. Loads are [replicas, microbatches]."""
     array = np.asarray(loads)
     return float((array.max(axis=0) - array.mean(axis=0)).sum())
 

@@ -1,4 +1,4 @@
-"""From a plan and a dataset to a step of it, balanced."""
+"""A step of a plan on a dataset, balanced."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def balanced_step(
     balance: str = Auto.name,
     every: bool = False,
 ) -> BalancedStep:
-    """Draw the samples of a step, balance them, and say what that saves. A function of its arguments alone.
+    """Draw the samples of a step, balance them, and compute the savings. A function of its arguments alone.
 
     Args:
-        source: where the plan was read from, for reports.
-        samples: of the step; the plan's if not given.
-        seed: of all steps.
-        step: which one.
+        source: file from which the plan was read, for reports.
+        samples: number of samples; the plan's by default.
+        seed: seed of all steps.
+        step: number of the step.
         balance: a name of `BALANCERS`.
         every: try all balancers too.
 
     Raises:
         ConfigError: no such balancer, it cannot balance this step, or the dataset has nothing for a tower of the plan.
-        PlanError: the plan does not say what samples cost.
+        PlanError: the plan has no costs of samples.
     """
     shapes = drawn(stats, samples or step_samples(plan), seed=seed, step=step)
     costs, grid = costs_of_shapes(plan, shapes), step_grid(plan)
@@ -71,7 +71,7 @@ def balanced_step(
 
 
 def drawn(stats: DatasetStats, count: int, *, seed: int, step: int) -> tuple[SampleShape, ...]:
-    """Samples of a step: none twice before all have come. A function of its arguments alone.
+    """Draw the samples of a step; none twice before all have come. A function of its arguments alone.
 
     Raises:
         ConfigError: the dataset is empty.
@@ -85,12 +85,12 @@ def drawn(stats: DatasetStats, count: int, *, seed: int, step: int) -> tuple[Sam
 
 
 def step_samples(plan: Plan) -> int:
-    """Samples of a step of a plan; one for each microbatch of each replica if the plan does not know."""
+    """Return the samples of a step of a plan; one for each microbatch of each replica if the plan has no batch size."""
     return plan.global_batch or plan.num_microbatches * plan.chains[-1].dp
 
 
 def step_grid(plan: Plan) -> Grid:
-    """Replicas and microbatches of the towers of a plan. Raises PlanError as `towers`."""
+    """Return replicas and microbatches of the towers of a plan. Raises PlanError as `towers`."""
     replicas = tuple(chains[0].dp for chains in towers(plan).values())
     return Grid(num_replicas=replicas, num_microbatches=plan.num_microbatches)
 
@@ -114,7 +114,7 @@ def balanced(costs: SampleCosts, grid: Grid, one: Balancer, step_time: StepTime)
 
 
 def tried(balancers: Mapping[str, Balancer], costs: SampleCosts, grid: Grid, step_time: StepTime) -> Iterator[Tried]:
-    """Several balancers on the same step."""
+    """Yield the results of several balancers on the same step."""
     for name, one in balancers.items():
         try:
             choice = balanced(costs, grid, one, step_time)
@@ -136,7 +136,7 @@ def _tried(name: str, assignment: Assignment, costs: SampleCosts, step_s: float,
 
 
 def _check_modalities(plan: Plan, stats: DatasetStats, costs: SampleCosts) -> None:
-    """A step may be without a modality; a dataset without one that the plan has devices for is another dataset."""
+    """Raise for a dataset without a modality for which the plan has devices; a single step may lack one."""
     if costs.takes_part.any(axis=1).all():
         return
     whole = costs_of_shapes(plan, stats.samples)

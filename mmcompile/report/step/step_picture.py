@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_BARS = 64
-"""Microbatches of a component; of more the loads are drawn sorted, as two lines."""
+"""Microbatches of a component drawn as bars; loads of more are drawn sorted, as two lines."""
 _BEFORE, _LABELS = "#b8b8b8", 32
-"""Colour of arrival order, and how many microbatches can have their number below their bars."""
+"""Colour of arrival order, and number of microbatches up to which each is labelled below its bars."""
 _LEGEND = ("arrival order", "balanced", "deferred", "mean")
 _DPI = 120
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
@@ -92,7 +92,7 @@ def _panel(axis: Axes, component: Component, colour: str) -> None:
 
 
 def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, colour: str) -> None:
-    """Replicas side by side with a gap between them."""
+    """Draw replicas side by side with a gap between them."""
     replicas, microbatches = before.shape
     places = (np.arange(replicas)[:, None] * (microbatches + 1) + np.arange(microbatches)).ravel()
     axis.bar(places - 0.2, before.ravel(), width=0.4, color=_BEFORE, label="arrival order")
@@ -108,7 +108,7 @@ def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, c
 
 
 def _name_replicas(axis: Axes, places: np.ndarray) -> None:
-    """Below the microbatches of each replica; of many replicas their numbers alone."""
+    """Label the microbatches of each replica; of many replicas their numbers alone."""
     named = len(places) <= 8
     middle = axis.secondary_xaxis(-0.08 if places.size <= _LABELS else 0.0)
     texts = [f"replica {index}" if named else str(index) for index in range(len(places))]
@@ -127,5 +127,5 @@ def _sorted_lines(axis: Axes, sides: Sequence[np.ndarray], colour: str) -> None:
 
 
 def _unit(largest_s: float) -> tuple[float, str]:
-    """Seconds of the unit that reads best, and its name."""
+    """Return the seconds of the unit that reads best, and its name."""
     return next(((scale, name) for scale, name in _UNITS if largest_s >= scale), _UNITS[-1])

@@ -11,7 +11,7 @@ from mmcompile.report.step.balanced_step import BalancedStep, Change, Component,
 from mmcompile.units import format_count, format_seconds
 
 MAX_ROWS = 32
-"""Microbatches shown of a component where nothing else is asked."""
+"""Default number of microbatches shown of a component."""
 MIN_WIDTH, MAX_WIDTH = 72, 140
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _PLACE = "replica.microbatch"
@@ -20,11 +20,11 @@ _SECONDS = 10
 
 
 def step_text(step: BalancedStep, *, width: int = 100, max_rows: int = MAX_ROWS) -> str:
-    """Headline, figures, and the microbatches of each component; or the table of all balancers, where they were tried.
+    """Return headline, figures and the microbatches of each component; or the table of all balancers, if tried.
 
     Args:
-        width: of lines with bars, in characters; kept between `MIN_WIDTH` and `MAX_WIDTH`.
-        max_rows: of a component with more microbatches the heaviest are shown.
+        width: characters of lines with bars, kept between `MIN_WIDTH` and `MAX_WIDTH`.
+        max_rows: microbatches of a component; of more the heaviest are shown.
     """
     blocks = ["\n".join(_headline(step)), "\n".join(_figures(step))]
     if step.balancers:
@@ -37,7 +37,7 @@ def step_text(step: BalancedStep, *, width: int = 100, max_rows: int = MAX_ROWS)
 
 
 def bar(value: float, largest: float, width: int) -> str:
-    """`width` characters of which `value / largest` are filled, to an eighth; anything above 0 shows."""
+    """Return `width` characters of which `value / largest` are filled, to an eighth; anything above 0 shows."""
     eighths = round(value / largest * width * 8) if largest else 0
     eighths = min(max(eighths, int(value > 0)), width * 8)
     full, rest = divmod(eighths, 8)
@@ -91,7 +91,7 @@ def _traffic(traffic: Traffic) -> str:
 
 
 def _bar_length(step: BalancedStep, width: int) -> int:
-    """The same for all components; what is deferred stands behind the bars."""
+    """Return the length of bars of all components; deferred samples are listed behind them."""
     notes = (_note(samples) for each in step.components for replica in each.deferred for samples in replica)
     return (width - len(_PLACE) - 2 * (_SECONDS + 1) - 5 - max(map(len, notes))) // 2
 
@@ -115,7 +115,7 @@ def _bars(component: Component, length: int, max_rows: int) -> Iterator[str]:
 
 
 def _shown(weights: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
-    """Places [replica, microbatch] of the heaviest, in their order."""
+    """Return places [replica, microbatch] of the heaviest, in their order."""
     heaviest = np.sort(np.argsort(-weights, axis=None, kind="stable")[:max_rows])
     return [(index // weights.shape[1], index % weights.shape[1]) for index in heaviest.tolist()]
 
