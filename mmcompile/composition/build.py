@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.composition.callbacks import NONE, Callbacks, check_callbacks
-from mmcompile.composition.encoder import Encoder, Layout, input_names
+from mmcompile.composition.encoder import Encoder, FeatureLayout, input_names
+from mmcompile.composition.joined import LANGUAGE_MODEL, language_inputs, projector_of
 from mmcompile.composition.merge import KINDS, Merge
-from mmcompile.composition.model import LANGUAGE_MODEL, ComposedModel, language_inputs, projector_of
+from mmcompile.composition.model import ComposedModel
 from mmcompile.composition.probe import Probe, probe, shapes_only
 from mmcompile.composition.projectors import DEFAULT_QUERIES, make_projector
 from mmcompile.errors import ConfigError
@@ -63,7 +64,7 @@ def compose(
     probes = {name: probe(name, spec, callbacks.get(name, NONE)) for name, spec in specs.items()}
     made = _projectors(specs, probes, projectors, language_model, hidden, num_queries)
     for name, found in probes.items():
-        if merge == "prepend" and found.layout is Layout.PACKED:
+        if merge == "prepend" and found.layout is FeatureLayout.PACKED:
             raise ConfigError(
                 f'encoder {name!r} returns tokens of all images end to end, which merge="prepend" cannot deal out to samples; '
                 'use merge="placeholder"'
@@ -142,7 +143,7 @@ def _projectors(
     like = next(p for p in language_model.parameters() if p.is_floating_point())
     made: dict[str, nn.Module] = {}
     for name, kind in each.items():
-        if kind == "qformer" and probes[name].layout is Layout.PACKED:
+        if kind == "qformer" and probes[name].layout is FeatureLayout.PACKED:
             raise ConfigError(
                 f'projector "qformer" reads one image at a time, and encoder {name!r} returns tokens of all images end to end; '
                 'use "mlp" or "linear"'

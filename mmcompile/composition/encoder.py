@@ -50,7 +50,7 @@ class Encoder:
             )
 
 
-class Layout(StrEnum):
+class FeatureLayout(StrEnum):
     """Shape of features."""
 
     MEDIA = "media"  # [images, tokens, hidden]
@@ -161,11 +161,11 @@ def select(encoder: Encoder, output: Any, name: str) -> Tensor:
     return found.flatten(2).transpose(1, 2) if found.dim() == 4 else found
 
 
-def arrange(encoder: Encoder, layout: Layout, found: Tensor, inputs: Mapping[str, Tensor]) -> Features:
+def arrange(encoder: Encoder, layout: FeatureLayout, found: Tensor, inputs: Mapping[str, Tensor]) -> Features:
     """Return selected features in their final shape: leading tokens dropped, padding marked."""
-    if layout is Layout.PACKED:
+    if layout is FeatureLayout.PACKED:
         return Features(values=found.reshape(-1, found.shape[-1]))
-    if layout is Layout.POOLED:
+    if layout is FeatureLayout.POOLED:
         return Features(values=found.unsqueeze(1))
     valid = _valid(encoder.module, found, inputs)
     return Features(

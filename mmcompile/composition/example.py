@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from mmcompile.composition.encoder import modality
+from mmcompile.composition.joined import JoinedModel
 from mmcompile.composition.merge import IGNORED_LABEL
 from mmcompile.composition.probe import images as random_images
 from mmcompile.composition.probe import sounds
 from mmcompile.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mmcompile.composition.model import ComposedModel
 
 _LEAD = 2
 """Number of text tokens before the first image, and between two."""
 
 
 def example_batch(
-    model: ComposedModel, *, batch_size: int, text_tokens: int, images: int, image_size: int, audios: int
+    model: JoinedModel, *, batch_size: int, text_tokens: int, images: int, image_size: int, audios: int
 ) -> dict[str, Tensor]:
     """Return a batch of random tokens with labels on the text.
 
@@ -61,7 +57,7 @@ def example_batch(
     return batch
 
 
-def _media(model: ComposedModel, name: str, count: int, image_size: int) -> dict[str, Tensor]:
+def _media(model: JoinedModel, name: str, count: int, image_size: int) -> dict[str, Tensor]:
     """Return random inputs of an encoder, by name in a batch."""
     encoder = model.encoder(name)
     if encoder.example is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from mmcompile.composition.encoder import Layout
+from mmcompile.composition.encoder import FeatureLayout
 from mmcompile.errors import CheckpointError, ConfigError
 
 VERSION = 1
@@ -33,7 +33,7 @@ class SavedEncoder:
     output: str
     layer: int | None
     drop_tokens: int
-    layout: Layout
+    layout: FeatureLayout
     input_names: dict[str, str]
 
 

@@ -21,7 +21,7 @@ KINDS = ("placeholder", "prepend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
+class TextInputs:
     """Arguments of the language model that have a value for every token."""
 
     embeddings: Tensor
@@ -51,8 +51,8 @@ def _is_placeholder(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tenso
 
 
 def at_placeholders(
-    text: Text, features: Mapping[str, Features], input_ids: Tensor, placeholders: Mapping[str, int]
-) -> Text:
+    text: TextInputs, features: Mapping[str, Features], input_ids: Tensor, placeholders: Mapping[str, int]
+) -> TextInputs:
     """Replace the embeddings of placeholder tokens by features, in order. Placeholders carry no loss.
 
     Raises:
@@ -72,7 +72,7 @@ def at_placeholders(
     labels = text.labels
     if labels is not None:
         labels = labels.masked_fill(_is_placeholder(input_ids, placeholders), IGNORED_LABEL)
-    return Text(
+    return TextInputs(
         embeddings=embeddings, attention_mask=text.attention_mask, position_ids=text.position_ids, labels=labels
     )
 
@@ -89,7 +89,7 @@ def _misfit(name: str, token: int, placeholders: int, rows: int) -> str:
     )
 
 
-def prepend(text: Text, features: Mapping[str, Features]) -> Text:
+def prepend(text: TextInputs, features: Mapping[str, Features]) -> TextInputs:
     """Put features of all encoders, in their order, before the text; labels, mask and positions grow with it.
 
     Every sample of a batch has as many images or sounds as the others: shapes alone cannot distinguish other batches.
@@ -129,7 +129,7 @@ def prepend(text: Text, features: Mapping[str, Features]) -> Text:
         positions = torch.cat([own.expand(samples, -1), positions + count], dim=1)
     if labels is not None:
         labels = torch.cat([labels.new_full((samples, count), IGNORED_LABEL), labels], dim=1)
-    return Text(
+    return TextInputs(
         embeddings=torch.cat([*parts, text.embeddings], dim=1),
         attention_mask=mask,
         position_ids=positions,
@@ -137,7 +137,9 @@ def prepend(text: Text, features: Mapping[str, Features]) -> Text:
     )
 
 
-def by_function(merge: MergeFunction, text: Text, features: Mapping[str, Features], input_ids: Tensor) -> Text:
+def by_function(
+    merge: MergeFunction, text: TextInputs, features: Mapping[str, Features], input_ids: Tensor
+) -> TextInputs:
     """Merge by a function. Raises ConfigError if it returns another shape: mask and labels would not fit."""
     merged = merge(text.embeddings, {name: found.values for name, found in features.items()}, input_ids)
     if not isinstance(merged, Tensor) or merged.shape != text.embeddings.shape:
@@ -145,6 +147,6 @@ def by_function(merge: MergeFunction, text: Text, features: Mapping[str, Feature
         raise ConfigError(
             f"the merge function returned {got}; wanted embeddings {list(text.embeddings.shape)}, as given"
         )
-    return Text(
+    return TextInputs(
         embeddings=merged, attention_mask=text.attention_mask, position_ids=text.position_ids, labels=text.labels
     )

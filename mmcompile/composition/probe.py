@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.composition.callbacks import Callbacks
-from mmcompile.composition.encoder import Encoder, Layout, modality, parameters_of, run, select
+from mmcompile.composition.encoder import Encoder, FeatureLayout, modality, parameters_of, run, select
 from mmcompile.errors import ConfigError
 from mmcompile.ir.compat import FakeTensorMode, fake_mode_of, transformers_eager_paths
 from mmcompile.ir.known_values import KnownValues, known_values
@@ -32,7 +32,7 @@ class Probe:
     """Output and inputs of an encoder in a probe."""
 
     hidden_size: int
-    layout: Layout
+    layout: FeatureLayout
     inputs: Mapping[str, Tensor]
     """Parameter of the encoder -> value in the probe."""
 
@@ -65,11 +65,17 @@ def probe(name: str, encoder: Encoder, callbacks: Callbacks) -> Probe:
     )
 
 
-def _layout(name: str, encoder: Encoder, shape: tuple[int, ...]) -> Layout:
+def _layout(name: str, encoder: Encoder, shape: tuple[int, ...]) -> FeatureLayout:
     media = len(shape) == 3 and shape[0] == _PROBED
-    layout = Layout.MEDIA if media else Layout.POOLED if len(shape) == 2 and shape[0] == _PROBED else Layout.PACKED
+    layout = (
+        FeatureLayout.MEDIA
+        if media
+        else FeatureLayout.POOLED
+        if len(shape) == 2 and shape[0] == _PROBED
+        else FeatureLayout.PACKED
+    )
     dropped = encoder.drop_tokens
-    if dropped and (layout is not Layout.MEDIA or dropped >= shape[1]):
+    if dropped and (layout is not FeatureLayout.MEDIA or dropped >= shape[1]):
         raise ConfigError(
             f"drop_tokens={dropped} has no effect on encoder {name!r}, which returns {list(shape)} for {_PROBED} inputs; "
             "wanted [images, tokens, hidden] with more tokens than that"

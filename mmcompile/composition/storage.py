@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePath
+from typing import TypeVar
 
 import msgspec
 from safetensors import SafetensorError
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 
 from mmcompile.composition.callbacks import Callbacks
 from mmcompile.composition.encoder import Encoder
+from mmcompile.composition.joined import LANGUAGE_MODEL, JoinedModel, projector_of
 from mmcompile.composition.manifest import MANIFEST, VERSION, Composed, SavedEncoder, SavedProjector, path_of, read
 from mmcompile.composition.merge import KINDS, MergeFunction
-from mmcompile.composition.model import LANGUAGE_MODEL, ComposedModel, projector_of
 from mmcompile.composition.parts import load_part, save_part, saved_part
 from mmcompile.composition.projectors import MLP, QFormer
 from mmcompile.errors import CheckpointError, ConfigError, OutputError
@@ -31,9 +32,10 @@ from mmcompile.files import write_atomic
 from mmcompile.runtime.checkpoint.checkpoint_folder import place_of, replacing, resolved, swap
 
 _JOINTS = "joints.safetensors"
+ModelT = TypeVar("ModelT", bound=JoinedModel)
 
 
-def save(model: ComposedModel, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
+def save(model: JoinedModel, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
     """Write a composed model. Which parameters are frozen is not saved.
 
     Args:
@@ -69,12 +71,16 @@ def save(model: ComposedModel, folder: str | os.PathLike[str], state_dict: Mappi
 
 
 def load(
+    model_class: type[ModelT],
     folder: str | os.PathLike[str],
     projectors: Mapping[str, nn.Module],
     merge: MergeFunction | None,
     callbacks: Mapping[str, Callbacks],
-) -> ComposedModel:
+) -> ModelT:
     """Read a composed model, with all parameters trainable.
+
+    Args:
+        model_class: class to make; other arguments as of `ComposedModel.from_pretrained`.
 
     Raises:
         CheckpointError: there is none, another version wrote it, or it is damaged.
@@ -93,7 +99,7 @@ def load(
         {f"{part}.{when}": callback for part, own in callbacks.items() for when, callback in own.given()},
     )
     try:
-        model = ComposedModel(
+        model = model_class(
             {name: _encoder(place / name, saved) for name, saved in manifest.encoders.items()},
             {name: projectors.get(name) or _projector(saved) for name, saved in manifest.projectors.items()},
             load_part(place / LANGUAGE_MODEL, manifest.language_model),
@@ -109,7 +115,7 @@ def load(
     return _with_joints(model, joints, folder)
 
 
-def _with_joints(model: ComposedModel, joints: Mapping[str, Tensor], folder: object) -> ComposedModel:
+def _with_joints(model: ModelT, joints: Mapping[str, Tensor], folder: object) -> ModelT:
     parts = {*model.encoder_names, LANGUAGE_MODEL}
     wanted = {key: value for key, value in model.state_dict().items() if key.split(".")[0] not in parts}
     shapes = ({key: tuple(value.shape) for key, value in tensors.items()} for tensors in (joints, wanted))
@@ -128,7 +134,7 @@ def _with_joints(model: ComposedModel, joints: Mapping[str, Tensor], folder: obj
     return model
 
 
-def _manifest(model: ComposedModel) -> Composed:
+def _manifest(model: JoinedModel) -> Composed:
     encoders = {name: model.encoder(name) for name in model.encoder_names}
     joints = {name: model.get_submodule(projector_of(name)) for name in encoders}
     return Composed(

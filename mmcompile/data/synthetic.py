@@ -39,7 +39,7 @@ _NONE = LogNormal(mean=0.0, spread=0.0, least=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class SampleKind:
     """One kind of sample in a mix."""
 
     name: str
@@ -63,7 +63,7 @@ class Synthetic:
     """A dataset made of kinds of samples."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[SampleKind, ...]
     source: str
     """Published figures, and their source."""
     assumed: str
@@ -96,7 +96,7 @@ def synthetic(name: str, count: int | None = None, seed: int = 0) -> Iterator[Sa
         yield _sample(f"{name}/{index}", mix.parts[kind], generator)
 
 
-def _sample(name: str, part: Part, generator: np.random.Generator) -> SampleShape:
+def _sample(name: str, part: SampleKind, generator: np.random.Generator) -> SampleShape:
     count = int(generator.integers(part.images[0], part.images[1] + 1))
     text, first = generator.standard_normal(2)
     media = part.correlation * text + math.sqrt(1 - part.correlation**2) * first
@@ -121,7 +121,7 @@ _ENTRIES = (
     Synthetic(
         name="synthchartnet",
         parts=(
-            Part(
+            SampleKind(
                 name="chart to table",
                 weight=1,
                 text=LogNormal(mean=270, spread=0.85, least=10, most=8192),
@@ -137,7 +137,7 @@ _ENTRIES = (
     Synthetic(
         name="llava-150k",
         parts=(
-            Part(
+            SampleKind(
                 name="conversation, detail or reasoning",
                 weight=1,
                 text=LogNormal(mean=265, spread=0.33, least=40, most=2048),
@@ -153,7 +153,7 @@ _ENTRIES = (
     Synthetic(
         name="chartqa",
         parts=(
-            Part(
+            SampleKind(
                 name="chart questions",
                 weight=1,
                 text=LogNormal(mean=130, spread=0.4, least=10, most=512),
@@ -168,7 +168,7 @@ _ENTRIES = (
     Synthetic(
         name="cocoqa",
         parts=(
-            Part(
+            SampleKind(
                 name="photo questions",
                 weight=1,
                 text=LogNormal(mean=102, spread=0.4, least=10, most=256),
@@ -182,21 +182,21 @@ _ENTRIES = (
     Synthetic(
         name="dflop-mix",
         parts=(
-            Part(
+            SampleKind(
                 name="single image",
                 weight=28 + 18 + 19,
                 text=LogNormal(mean=200, spread=0.6, least=16, most=4096),
                 patches=LogNormal(mean=4 * _TOWER, spread=0.5, least=2 * _TOWER, most=10 * _TOWER, step=_TOWER),
                 images=(1, 1),
             ),
-            Part(
+            SampleKind(
                 name="several images",
                 weight=60,
                 text=LogNormal(mean=200, spread=0.4, least=16, most=4096),
                 patches=LogNormal(mean=_TOWER, spread=0),
                 images=(2, 6),
             ),
-            Part(
+            SampleKind(
                 name="video",
                 weight=60,
                 text=LogNormal(mean=250, spread=0.5, least=16, most=4096),
@@ -213,22 +213,22 @@ _ENTRIES = (
     Synthetic(
         name="orchmllm-mix",
         parts=(
-            Part(
+            SampleKind(
                 name="images and talk",
                 weight=624,
                 text=LogNormal(mean=300, spread=0.9, least=16, most=4096),
                 patches=LogNormal(mean=1400, spread=0.45, least=64, most=4096),
                 images=(1, 1),
             ),
-            Part(name="talk", weight=41, text=LogNormal(mean=900, spread=0.8, least=16, most=8192)),
-            Part(
+            SampleKind(name="talk", weight=41, text=LogNormal(mean=900, spread=0.8, least=16, most=8192)),
+            SampleKind(
                 name="speech to text",
                 weight=281,
                 text=LogNormal(mean=45, spread=0.5, least=4, most=512),
                 frames=LogNormal(mean=12.3 * _FRAMES_PER_S, spread=0.5, least=_FRAMES_PER_S, most=30 * _FRAMES_PER_S),
                 correlation=0.9,
             ),
-            Part(
+            SampleKind(
                 name="questions about sounds",
                 weight=21,
                 text=LogNormal(mean=60, spread=0.9, least=4, most=1024),

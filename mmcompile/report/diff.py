@@ -21,7 +21,7 @@ _MAX_ROWS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class ChangedSetting:
     """A choice that differs; "-" where a plan lacks it."""
 
     name: str
@@ -84,15 +84,15 @@ class Moved:
 class PlanDiff:
     """The differences between two plans; empty if no figure or choice differs."""
 
-    settings: tuple[Setting, ...]
-    layout: tuple[Setting, ...]
+    settings: tuple[ChangedSetting, ...]
+    layout: tuple[ChangedSetting, ...]
     """Degrees and stage counts of chains."""
     figures: tuple[Figure, ...]
     """Figures of the whole plan."""
     moved: tuple[Moved, ...]
     stages: tuple[StageChange, ...]
     """Figures of stages that both plans have."""
-    templates: tuple[Setting, ...] = ()
+    templates: tuple[ChangedSetting, ...] = ()
     """Fault tolerance, nodes that can be used, and the templates by node count."""
 
     @property
@@ -160,11 +160,11 @@ def _degrees(chain: Chain) -> str:
     return f"tp {chain.tp} cp {chain.cp} pp {len(chain.stages)} dp {chain.dp} on {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Setting]:
+def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[ChangedSetting]:
     for name in dict.fromkeys((*before, *after)):
         one, two = before.get(name, "-"), after.get(name, "-")
         if one != two:
-            yield Setting(name=name, before=one, after=two)
+            yield ChangedSetting(name=name, before=one, after=two)
 
 
 def _figures(plan: Plan) -> dict[str, tuple[float, Unit]]:
@@ -207,7 +207,7 @@ def _stage_figures(stage: Stage) -> dict[str, tuple[float, Unit]]:
     }
 
 
-def _templates(before: Plan, after: Plan) -> Iterator[Setting]:
+def _templates(before: Plan, after: Plan) -> Iterator[ChangedSetting]:
     yield from _changed(_promise(before), _promise(after))
     one, two = _by_size(before), _by_size(after)
     for size in sorted(one.keys() | two.keys()):

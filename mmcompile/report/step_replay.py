@@ -21,7 +21,7 @@ from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class RankGroup:
     """Stages that share ranks."""
 
     stages: tuple[Stage, ...]
@@ -45,7 +45,7 @@ class Replay:
     kind: ScheduleKind
     schedule: Schedule = field(repr=False)
     """Schedule with one rank for each group."""
-    groups: tuple[Group, ...]
+    groups: tuple[RankGroup, ...]
     timeline: Timeline
     flows: tuple[Flow, ...] = field(repr=False)
     loads: Mapping[str, Sequence[float]] = field(repr=False)
@@ -152,13 +152,13 @@ def replay(
     )
 
 
-def _placed(plan: Plan, groups: Sequence[Group]) -> list[Stage]:
+def _placed(plan: Plan, groups: Sequence[RankGroup]) -> list[Stage]:
     """Return all stages, each on the number of its group."""
     number = {stage.name: index for index, group in enumerate(groups) for stage in group.stages}
     return [replace(stage, ranks=(number[stage.name],)) for stage in plan.stages]
 
 
-def stage_groups(plan: Plan) -> tuple[Group, ...]:
+def stage_groups(plan: Plan) -> tuple[RankGroup, ...]:
     """Return the stages joined if they share a rank, in order of their first stage."""
     groups: list[list[Stage]] = []
     for stage in plan.stages:
@@ -169,7 +169,7 @@ def stage_groups(plan: Plan) -> tuple[Group, ...]:
         groups.append(joined)
     order = {stage.name: index for index, stage in enumerate(plan.stages)}
     groups.sort(key=lambda group: order[group[0].name])
-    return tuple(Group(stages=tuple(group)) for group in groups)
+    return tuple(RankGroup(stages=tuple(group)) for group in groups)
 
 
 def saved_bytes(stage: Stage) -> int:

@@ -18,7 +18,7 @@ _INPUT, _OUTPUT = "input", "output"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class StatementGroup:
     """Consecutive statements under one comment."""
 
     title: str
@@ -31,7 +31,7 @@ class Group:
     """Values read outside of the group."""
 
 
-def program_groups(source: str) -> tuple[Group, ...]:
+def program_groups(source: str) -> tuple[StatementGroup, ...]:
     """Return the groups of a stage program's forward, in order; inputs first, outputs last."""
     module = ast.parse(source)
     forward, layers = _forward(module), _layers(module)
@@ -47,11 +47,11 @@ def program_groups(source: str) -> tuple[Group, ...]:
     groups = [_group(title, statements, layers) for title, statements in drafts]
     read_later = {name for group in groups for name in group.reads} | set(results)
     kept = (
-        Group(title=g.title, ops=g.ops, reads=g.reads, writes=tuple(w for w in g.writes if w in read_later))
+        StatementGroup(title=g.title, ops=g.ops, reads=g.reads, writes=tuple(w for w in g.writes if w in read_later))
         for g in groups
     )
-    first = Group(title=_INPUT, ops=(), reads=(), writes=inputs)
-    return (first, *kept, Group(title=_OUTPUT, ops=(), reads=tuple(dict.fromkeys(results)), writes=()))
+    first = StatementGroup(title=_INPUT, ops=(), reads=(), writes=inputs)
+    return (first, *kept, StatementGroup(title=_OUTPUT, ops=(), reads=tuple(dict.fromkeys(results)), writes=()))
 
 
 def program_text(source: str) -> str:
@@ -95,13 +95,13 @@ def program_svg(source: str) -> str:
     return svg.document([*paths, *(part for box in svg.layout.boxes for part in svg.box(box, "#445566"))])
 
 
-def _label(group: Group) -> str:
+def _label(group: StatementGroup) -> str:
     shared = re.fullmatch(r"shared value, .*\(from (.*)\)", group.title)
     title = f"shared: {shared[1]}" if shared else group.title.partition(",")[0]
     return f"{title}\n{len(group.ops)} ops" if group.ops else title
 
 
-def _edges(groups: Sequence[Group]) -> list[tuple[int, int, list[str]]]:
+def _edges(groups: Sequence[StatementGroup]) -> list[tuple[int, int, list[str]]]:
     made: dict[str, int] = {}
     edges: dict[tuple[int, int], list[str]] = {}
     for index, group in enumerate(groups):
@@ -144,7 +144,7 @@ def _titles(lines: Sequence[str], forward: ast.FunctionDef) -> Iterator[str]:
         yield title
 
 
-def _group(title: str, statements: Sequence[ast.stmt], layers: Mapping[str, tuple[str, ...]]) -> Group:
+def _group(title: str, statements: Sequence[ast.stmt], layers: Mapping[str, tuple[str, ...]]) -> StatementGroup:
     written: dict[str, None] = {}
     read: dict[str, None] = {}
     ops = []
@@ -154,7 +154,7 @@ def _group(title: str, statements: Sequence[ast.stmt], layers: Mapping[str, tupl
         read |= dict.fromkeys(name for name in names if name not in written and name not in layers)
         written |= dict.fromkeys(_names(statement, ast.Store))
         ops += layers[called[0]] if called else _ops(statement)
-    return Group(title=title, ops=tuple(ops), reads=tuple(read), writes=tuple(written))
+    return StatementGroup(title=title, ops=tuple(ops), reads=tuple(read), writes=tuple(written))
 
 
 _MODULES = ("self", "aten", "torch", "mm", "math", "operator")

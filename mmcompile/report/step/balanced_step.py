@@ -24,7 +24,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class BeforeAfter:
     """One figure, in arrival order and balanced."""
 
     before: float
@@ -41,12 +41,12 @@ class Traffic:
     """Tokens that an encoder makes for the language model, and the part that leaves a rank or a node."""
 
     tokens: int
-    other_rank: Change
-    other_node: Change
+    other_rank: BeforeAfter
+    other_node: BeforeAfter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Component:
+class ComponentLoads:
     """Samples and loads of a component's microbatches."""
 
     name: str
@@ -63,19 +63,19 @@ class Component:
     """Tokens sent to the language model; None for the language model itself."""
 
     @property
-    def slowest_s(self) -> Change:
+    def slowest_s(self) -> BeforeAfter:
         """Seconds of the slowest microbatch."""
-        return Change(before=_slowest(self.loads_before), after=_slowest(self.loads_after))
+        return BeforeAfter(before=_slowest(self.loads_before), after=_slowest(self.loads_after))
 
     @property
-    def imbalance(self) -> Change:
+    def imbalance(self) -> BeforeAfter:
         """The slowest microbatch over the mean; 1 is even."""
-        return Change(before=_imbalance(self.loads_before), after=_imbalance(self.loads_after))
+        return BeforeAfter(before=_imbalance(self.loads_before), after=_imbalance(self.loads_after))
 
     @property
-    def straggler_s(self) -> Change:
+    def straggler_s(self) -> BeforeAfter:
         """At each microbatch, the slowest replica less the mean of all; summed."""
-        return Change(before=straggler_s(self.loads_before), after=straggler_s(self.loads_after))
+        return BeforeAfter(before=straggler_s(self.loads_before), after=straggler_s(self.loads_after))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,16 +108,16 @@ class BalancedStep:
     balancer: str
     """Name of the balancer of this assignment: another than requested if `auto` chose it."""
     reason: str
-    components: tuple[Component, ...]
-    simulated_s: Change
+    components: tuple[ComponentLoads, ...]
+    simulated_s: BeforeAfter
     assignment: Assignment
     balancers: tuple[Tried, ...] = ()
     """Results of all balancers, if requested."""
 
     @property
-    def straggler_s(self) -> Change:
+    def straggler_s(self) -> BeforeAfter:
         """Sum of `straggler_s` of all components."""
-        return Change(
+        return BeforeAfter(
             before=sum(component.straggler_s.before for component in self.components),
             after=sum(component.straggler_s.after for component in self.components),
         )
@@ -142,7 +142,7 @@ class BalancedStep:
         return found | ({"balancers": msgspec.to_builtins(self.balancers)} if self.balancers else {})
 
 
-def components_of(plan: Plan, costs: SampleCosts, choice: Assignment) -> tuple[Component, ...]:
+def components_of(plan: Plan, costs: SampleCosts, choice: Assignment) -> tuple[ComponentLoads, ...]:
     """Return the figures of each component of a step.
 
     Args:
@@ -153,11 +153,11 @@ def components_of(plan: Plan, costs: SampleCosts, choice: Assignment) -> tuple[C
     arrival = Arrival().assign(costs, grid)
     before, after = arrival.loads(costs), choice.loads(costs)
     last = len(costs.components) - 1
-    found: list[Component] = []
+    found: list[ComponentLoads] = []
     for row, name in enumerate(costs.components):
         late = choice.deferred(row).astype(np.float64)
         found.append(
-            Component(
+            ComponentLoads(
                 name=name,
                 replicas=grid.num_replicas[row],
                 samples=int(costs.takes_part[row].sum()),
@@ -181,8 +181,8 @@ def _traffic(plan: Plan, costs: SampleCosts, row: int, steps: tuple[Assignment, 
     before, after = (exchange(step, row, last).volume(tokens, len(source), len(target)) for step in steps)
     return Traffic(
         tokens=int(before.sum()),
-        other_rank=Change(before=int(before[other_rank].sum()), after=int(after[other_rank].sum())),
-        other_node=Change(before=int(before[other_node].sum()), after=int(after[other_node].sum())),
+        other_rank=BeforeAfter(before=int(before[other_rank].sum()), after=int(after[other_rank].sum())),
+        other_node=BeforeAfter(before=int(before[other_node].sum()), after=int(after[other_node].sum())),
     )
 
 
@@ -224,11 +224,11 @@ def straggler_s(loads: ArrayLike) -> float:
     return float((array.max(axis=0) - array.mean(axis=0)).sum())
 
 
-def _change_json(change: Change) -> dict[str, float]:
+def _change_json(change: BeforeAfter) -> dict[str, float]:
     return {"before": change.before, "after": change.after, "saved": change.saved}
 
 
-def _component_json(component: Component) -> dict[str, Any]:
+def _component_json(component: ComponentLoads) -> dict[str, Any]:
     return msgspec.to_builtins(component) | {
         "slowest_s": _change_json(component.slowest_s),
         "imbalance": {"before": component.imbalance.before, "after": component.imbalance.after},

@@ -19,7 +19,7 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.planner.plan.balance_groups import towers
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.report.step.balanced_step import BalancedStep, Change, Tried, components_of, straggler_s
+from mmcompile.report.step.balanced_step import BalancedStep, BeforeAfter, Tried, components_of, straggler_s
 
 
 def balanced_step(
@@ -62,7 +62,7 @@ def balanced_step(
         balancer=choice.name,
         reason=choice.reason,
         components=components_of(plan, costs, choice.assignment),
-        simulated_s=Change(before=choice.arrival_s, after=choice.step_s),
+        simulated_s=BeforeAfter(before=choice.arrival_s, after=choice.step_s),
         assignment=choice.assignment,
         balancers=tuple(tried({name: plan_balancer(plan, name) for name in BALANCERS}, costs, grid, clock))
         if every

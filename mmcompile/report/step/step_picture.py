@@ -13,7 +13,7 @@ import numpy as np
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.report.pictures.palette import colours, lighter
-from mmcompile.report.step.balanced_step import BalancedStep, Component
+from mmcompile.report.step.balanced_step import BalancedStep, ComponentLoads
 from mmcompile.units import format_seconds
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _title(step: BalancedStep) -> str:
     )
 
 
-def _panel(axis: Axes, component: Component, colour: str) -> None:
+def _panel(axis: Axes, component: ComponentLoads, colour: str) -> None:
     before, after, late = (
         np.array(loads) for loads in (component.loads_before, component.loads_after, component.deferred_s)
     )

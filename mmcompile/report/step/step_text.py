@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mmcompile.planner.plan.stage_rows import columns, counted
-from mmcompile.report.step.balanced_step import BalancedStep, Change, Component, Traffic, Tried
+from mmcompile.report.step.balanced_step import BalancedStep, BeforeAfter, ComponentLoads, Traffic, Tried
 from mmcompile.units import format_count, format_seconds
 
 MAX_ROWS = 32
@@ -68,7 +68,7 @@ def _figures(step: BalancedStep) -> Iterator[str]:
         yield "straggler seconds: what replicas wait for the slowest of them; every component has one"
 
 
-def _component(component: Component, step: BalancedStep, length: int, max_rows: int) -> Iterator[str]:
+def _component(component: ComponentLoads, step: BalancedStep, length: int, max_rows: int) -> Iterator[str]:
     slowest, imbalance = component.slowest_s, component.imbalance
     yield f"{component.name}: {component.samples} of {counted(step.assignment.num_samples, 'sample')}"
     if component.traffic is not None:
@@ -96,7 +96,7 @@ def _bar_length(step: BalancedStep, width: int) -> int:
     return (width - len(_PLACE) - 2 * (_SECONDS + 1) - 5 - max(map(len, notes))) // 2
 
 
-def _bars(component: Component, length: int, max_rows: int) -> Iterator[str]:
+def _bars(component: ComponentLoads, length: int, max_rows: int) -> Iterator[str]:
     before, after = np.array(component.loads_before), np.array(component.loads_after)
     largest = float(max(before.max(), after.max()))
     places = _shown(np.maximum(before, after), max_rows)
@@ -149,7 +149,7 @@ def _table_row(each: Tried, arrival_s: float) -> tuple[str, ...]:
     )
 
 
-def _seconds(change: Change) -> tuple[str, str]:
+def _seconds(change: BeforeAfter) -> tuple[str, str]:
     return _time(change.before).strip(), _time(change.after).strip()
 
 
@@ -157,7 +157,7 @@ def _time(seconds: float) -> str:
     return (format_seconds(seconds) if seconds > 0 else "0").rjust(_SECONDS)
 
 
-def _relative(change: Change) -> str:
+def _relative(change: BeforeAfter) -> str:
     return _percent(change.after, change.before)
 
 
@@ -165,7 +165,7 @@ def _percent(after: float, before: float) -> str:
     return f"{after / before - 1:+.1%}" if before and after != before else "="
 
 
-def _saved(change: Change) -> str:
+def _saved(change: BeforeAfter) -> str:
     if change.saved == 0:
         return "="
     return f"{format_seconds(abs(change.saved))} {'saved' if change.saved > 0 else 'lost'}"

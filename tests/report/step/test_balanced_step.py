@@ -21,7 +21,7 @@ from mmcompile.data.synthetic import synthetic
 from mmcompile.errors import ConfigError, OutputError
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.report.pictures.palette import colours
-from mmcompile.report.step.balanced_step import BalancedStep, Change, Tried, components_of, straggler_s
+from mmcompile.report.step.balanced_step import BalancedStep, BeforeAfter, Tried, components_of, straggler_s
 from mmcompile.report.step.step_balance import balanced, drawn, step_grid, step_samples, tried
 from mmcompile.report.step.step_picture import MAX_BARS, draw_step
 from mmcompile.report.step.step_text import bar, step_text
@@ -74,7 +74,7 @@ def step_of(
         balancer=choice.name,
         reason=choice.reason,
         components=components_of(plan, costs, choice.assignment),
-        simulated_s=Change(before=choice.arrival_s, after=choice.step_s),
+        simulated_s=BeforeAfter(before=choice.arrival_s, after=choice.step_s),
         assignment=choice.assignment,
         balancers=tuple(tried(BALANCERS, costs, step_grid(plan), pipelined)) if every else (),
     )
