@@ -26,7 +26,7 @@ _NOT_DIFFERENTIABLE = aten_ops(
     "new_empty_strided empty_strided zeros ones full empty arange linspace scalar_tensor nextafter heaviside histc"
 )
 _SET_GRAD_REGION = "wrap_with_set_grad_enabled"
-SET_GRAD_SWITCH = torch._C._set_grad_enabled
+SET_GRAD_SWITCH = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,21 +69,21 @@ class ModalityDag(Analysis[ModalityReport]):
         )
 
 
-def _depths(dag: nx.DiGraph, order: list[str]) -> dict[str, int]:
+def _depths(dag: nx.DiGraph[str], order: list[str]) -> dict[str, int]:
     depth: dict[str, int] = {}
     for name in reversed(order):
         depth[name] = max((1 + depth[consumer] for consumer in dag.successors(name)), default=0)
     return depth
 
 
-def _independent(dag: nx.DiGraph, position: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+def _independent(dag: nx.DiGraph[str], position: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     """Maximal antichains: the maximal cliques of "neither reaches the other"."""
     incomparable = nx.complement(nx.transitive_closure_dag(dag).to_undirected())
     groups = [tuple(sorted(clique, key=position.__getitem__)) for clique in nx.find_cliques(incomparable)]
     return tuple(sorted(groups, key=lambda group: [position[name] for name in group]))
 
 
-def _branches(dag: nx.DiGraph, order: list[str]) -> tuple[tuple[str, ...], ...]:
+def _branches(dag: nx.DiGraph[str], order: list[str]) -> tuple[tuple[str, ...], ...]:
     branches: list[list[str]] = []
     for name in order:
         parents = list(dag.predecessors(name))

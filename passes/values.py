@@ -10,14 +10,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
+from mmcompile.ir.compat import HigherOrderOperator, OpOverload, op_schema
 
 
 def op_name(node: fx.Node) -> str:
     """`aten.linear`, `mmcompile.packed_attention`, or a Python function's own name (`getitem`, `token_loss`)."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}.{target._opname}"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, OpOverload):
+        return f"{target.namespace}.{target.overloadpacket.__name__}"
+    if isinstance(target, HigherOrderOperator):
         return target.name()
     return target if isinstance(target, str) else target.__name__
 
@@ -66,11 +67,6 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return count
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a recorded value: views share it."""
-    return tensor.untyped_storage()._cdata
-
-
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the memory behind a recorded value, at the captured batch."""
     return _concrete_int(tensor.untyped_storage().nbytes())
@@ -78,9 +74,9 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 def arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, object]]:
     """(schema argument, what the node passes for it), for an ATen or custom op; nothing for other targets."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(op_schema(node.target).arguments):
         if position < len(node.args):
             yield argument, node.args[position]
         elif argument.name in node.kwargs:

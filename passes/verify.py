@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mmcompile.errors import VerifyError
+from mmcompile.ir.compat import HigherOrderOperator, OpOverload
 from mmcompile.ir.graph import META_KEY, ModelGraph, Road, dtype_name, info
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.gradient_flow import is_no_grad_region, trainable_names
@@ -243,7 +244,7 @@ def _data_dependent(node: fx.Node) -> bool:
     if op_name(node) == "aten.index":  # tagged dynamic for the sake of boolean indices only
         indices = [index for index in node.args[1] if isinstance(index, fx.Node)]  # type: ignore[union-attr]
         return any(tensors(index)[0].dtype in (torch.bool, torch.uint8) for index in indices)
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.dynamic_output_shape in node.target.tags
 
 
 def _functional(graph: ModelGraph) -> Iterator[Violation]:
@@ -259,7 +260,7 @@ def _functional(graph: ModelGraph) -> Iterator[Violation]:
 
 def _regions(graph: ModelGraph) -> Iterator[Violation]:
     for node in _calls(graph):
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and not is_no_grad_region(node):
+        if isinstance(node.target, HigherOrderOperator) and not is_no_grad_region(node):
             yield Violation(
                 message=f"{node.name} is a {op_name(node)}; of the ops that hold a graph only no_grad is known",
                 node=node,

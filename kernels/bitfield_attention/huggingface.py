@@ -64,7 +64,7 @@ def use_bitfield_attention(model: PreTrainedModel, components: Iterable[str] | N
         owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
         for owner in owners:
             owner.set_attn_implementation(NAME)
-        if not owners or config._attn_implementation != NAME:
+        if not owners or config._attn_implementation != NAME:  # pyright: ignore[reportPrivateUsage]
             raise ConfigError(
                 f"{type(model).__name__} has no part of its own for {name} whose attention can be set by name; "
                 f"sub-configs are {', '.join(model.config.sub_configs) or 'none'}"
@@ -223,7 +223,7 @@ def _is_causal(mask_function: Callable[..., torch.Tensor] | None) -> bool:
     causal = masking_utils.causal_mask_function
     intersection = masking_utils.and_masks(causal).__code__
     window = masking_utils.sliding_window_overlay(1).__code__
-    parts: tuple = (mask_function,)
+    parts: tuple[Any, ...] = (mask_function,)
     if mask_function.__code__ is intersection:
         cells = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
         parts = cells["mask_functions"].cell_contents

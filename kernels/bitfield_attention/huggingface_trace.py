@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ def note_own_mask() -> None:
 
 
 @contextmanager
-def expect_words(model: PreTrainedModel) -> Iterator[Counter[str]]:
+def expect_words(model: PreTrainedModel) -> Generator[Counter[str]]:
     """Raise on exit unless each self-attention layer of the language model got the caller's words at least once.
 
     Yields:

@@ -143,13 +143,13 @@ def _natural(tokens: int, device: torch.device) -> torch.Tensor:
     return torch.arange(tokens, dtype=torch.int32, device=device)
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     *tensors, ctx.scale, ctx.window, ctx.impl = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(saved[3])
@@ -185,7 +185,7 @@ def bitfield_attention_backward_flops(
     return 2 * (3 * q.shape[-1] + 2 * v.shape[-1]) * q.shape[1] * _pairs(q, k, call)
 
 
-def _pairs(q: torch.Tensor, k: torch.Tensor, call: tuple) -> int:
+def _pairs(q: torch.Tensor, k: torch.Tensor, call: tuple[Any, ...]) -> int:
     """Visible pairs of a batch; all pairs where words have no values to count."""
     words, positions, kv_words, kv_positions, _, window, *_ = call
     if isinstance(words, FakeTensor) or words.device.type == "meta":

@@ -93,13 +93,13 @@ def _(
     return q, k, v
 
 
-def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     query, key, value, cu_seqlens, scale = inputs
     ctx.save_for_backward(query, key, value, cu_seqlens)
     ctx.scale = scale
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     query, key, value, cu_seqlens = ctx.saved_tensors
     grads = torch.ops.mmcompile.packed_attention_backward(grad, query, key, value, cu_seqlens, ctx.scale)
     return (*grads, None, None)

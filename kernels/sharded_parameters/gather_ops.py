@@ -88,11 +88,11 @@ def _in_place(dim: int, blocks: Sequence[int]) -> bool:
     return dim == 0 and len(blocks) == 1
 
 
-def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, *ctx.layout = inputs
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return torch.ops.mmcompile.scatter_gradient(grad, *ctx.layout), None, None, None, None
 
 

@@ -11,7 +11,7 @@ Source: `reshard_after_forward` of FSDP2 (Zhao et al., PyTorch FSDP, section 3.3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ _PRESENT: ContextVar[dict[int, _Gathered] | None] = ContextVar("gathered", defau
 
 
 @contextmanager
-def regathering() -> Iterator[None]:
+def regathering() -> Generator[None]:
     """Keep no whole parameters of a forward in this context for its backward."""
     token = _PRESENT.set({})
     try:
@@ -62,11 +62,11 @@ def note_gathered(whole: torch.Tensor, again: Callable[[], torch.Tensor]) -> Non
     present = _PRESENT.get()
     if present is not None:
         storage = whole.untyped_storage()
-        present[storage._cdata] = _Gathered(StorageWeakRef(storage), again)
+        present[storage._cdata] = _Gathered(StorageWeakRef(storage), again)  # pyright: ignore[reportPrivateUsage]
 
 
 def _pack(tensor: torch.Tensor) -> torch.Tensor | _Handle:
-    found = (_PRESENT.get() or {}).get(tensor.untyped_storage()._cdata)
+    found = (_PRESENT.get() or {}).get(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
     if found is None or found.storage.expired():
         return tensor
     return _Handle(found.again, tensor.size(), tensor.stride(), int(tensor.storage_offset()))

@@ -158,19 +158,19 @@ def _(grad: torch.Tensor, dim: int, heads: list[int], size: int, group_name: str
     return grad.new_empty(_resized(grad, dim, size))
 
 
-def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, ctx.group_name, ctx.count = inputs
 
 
-def _summed(ctx: Any, grad: torch.Tensor) -> tuple:
+def _summed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return torch.ops.mmcompile.tp_sum(grad, ctx.group_name, ctx.count), None, None
 
 
-def _kept(ctx: Any, grad: torch.Tensor) -> tuple:
+def _kept(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad, None, None
 
 
-def _first(ctx: Any, grad: torch.Tensor) -> tuple:
+def _first(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return torch.ops.mmcompile.tp_first(grad, ctx.group_name, ctx.count), None, None
 
 
@@ -180,17 +180,17 @@ tp_sum.register_autograd(_kept, setup_context=_save)
 tp_enter.register_autograd(_first, setup_context=_save)
 
 
-def _save_part(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save_part(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, ctx.dim, ctx.layout, ctx.group_name, ctx.count = inputs
     ctx.size = x.shape[ctx.dim]
 
 
-def _slice_backward(ctx: Any, grad: torch.Tensor) -> tuple:
+def _slice_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     backward = torch.ops.mmcompile.tp_slice_backward
     return backward(grad, ctx.dim, ctx.layout, ctx.group_name, ctx.count), None, None, None, None
 
 
-def _heads_backward(ctx: Any, grad: torch.Tensor) -> tuple:
+def _heads_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     backward = torch.ops.mmcompile.tp_heads_backward
     return backward(grad, ctx.dim, ctx.layout, ctx.size, ctx.group_name, ctx.count), None, None, None, None
 

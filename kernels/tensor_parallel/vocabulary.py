@@ -56,13 +56,13 @@ def _(grad: torch.Tensor, ids: torch.Tensor, rows: int, padding_idx: int, group_
     return grad.new_empty(rows, grad.shape[-1])
 
 
-def _save_embedding(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save_embedding(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     weight, ids, ctx.padding_idx, ctx.group_name, ctx.count = inputs
     ctx.rows = weight.shape[0]
     ctx.save_for_backward(ids)
 
 
-def _embedding_backward(ctx: Any, grad: torch.Tensor) -> tuple:
+def _embedding_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (ids,) = ctx.saved_tensors
     backward = torch.ops.mmcompile.tp_embedding_backward
     return backward(grad, ids, ctx.rows, ctx.padding_idx, ctx.group_name, ctx.count), None, None, None, None
@@ -140,13 +140,13 @@ def _(
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _save_loss(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+def _save_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     logits, labels, ctx.ignore_index, ctx.group_name, ctx.count = inputs
     ctx.save_for_backward(logits, labels, output[2])
     ctx.mark_non_differentiable(output[1], output[2])
 
 
-def _loss_backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple:
+def _loss_backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple[Any, ...]:
     backward = torch.ops.mmcompile.tp_token_loss_backward
     return backward(grad, *ctx.saved_tensors, ctx.ignore_index, ctx.group_name, ctx.count), None, None, None, None
 

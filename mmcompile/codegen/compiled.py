@@ -87,7 +87,7 @@ class CompiledLayers:
         elif isinstance(value, Tensor) and not argument.is_tap and not _is_plain(value):
             value = value.clone(memory_format=torch.contiguous_format)
         if dims := argument.varying:
-            torch._dynamo.maybe_mark_dynamic(value, dims)
+            torch._dynamo.maybe_mark_dynamic(value, dims)  # pyright: ignore[reportPrivateUsage]
         return value
 
 

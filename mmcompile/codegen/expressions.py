@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from mmcompile.ir.compat import OpOverload
 from mmcompile.ir.graph import info
 from mmcompile.ir.nodes import attention_words, merge_features, token_loss, token_positions
 
@@ -122,7 +123,7 @@ def registering_imports(nodes: Iterable[fx.Node]) -> str:
 
 
 def _target(target: object) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         text = str(target)
         return text if text.startswith("aten.") else f"torch.ops.{text}"
     if target in _OWN_NODES:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from mmcompile.ir.compat import OpOverload
 from mmcompile.passes.cost.op_memory import EXCHANGES
 
 aten = torch.ops.aten
@@ -40,6 +41,6 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
     return create_selective_checkpoint_contexts(_policy)
 
 
-def _policy(context: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
-    kept = op in _KEPT or (op.namespace == "mmcompile" and op._opname.startswith(_OWN_KEPT))
+def _policy(context: object, op: OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
+    kept = op in _KEPT or (op.namespace == "mmcompile" and op.overloadpacket.__name__.startswith(_OWN_KEPT))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

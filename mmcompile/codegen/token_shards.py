@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def shard_inputs(words: Mapping[str, Tensor], inputs: Mapping[str, str], num_ran
     return values
 
 
-def first_shard(graph: ModelGraph, values: Mapping[str, Tensor], num_ranks: int) -> dict[str, Tensor]:
+def first_shard(graph: ModelGraph, values: Mapping[str, Any], num_ranks: int) -> dict[str, Tensor]:
     """Values of the context-parallel inputs of a graph for its first shard, by the names in the graph."""
     nodes = [node for node in graph.module.graph.nodes if node.op == "placeholder" and "words" in node.meta]
     inputs = {str(node.target): node.meta["words"] for node in nodes if "shard" in node.meta}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ def _projectors(
 
 
 @contextlib.contextmanager
-def _like(parameter: nn.Parameter) -> Iterator[None]:
+def _like(parameter: nn.Parameter) -> Generator[None]:
     """Make tensors inside with the dtype and device of a parameter, and without storage if it has none."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(parameter.dtype)

@@ -141,7 +141,7 @@ def by_function(
     merge: MergeFunction, text: TextInputs, features: Mapping[str, Features], input_ids: Tensor
 ) -> TextInputs:
     """Merge by a function. Raises ConfigError if it returns another shape: mask and labels would not fit."""
-    merged = merge(text.embeddings, {name: found.values for name, found in features.items()}, input_ids)
+    merged: object = merge(text.embeddings, {name: found.values for name, found in features.items()}, input_ids)
     if not isinstance(merged, Tensor) or merged.shape != text.embeddings.shape:
         got = list(merged.shape) if isinstance(merged, Tensor) else type(merged).__name__
         raise ConfigError(

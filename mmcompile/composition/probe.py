@@ -7,7 +7,7 @@ values during the run, so encoders can compute sizes from them in Python.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ def _layout(name: str, encoder: Encoder, shape: tuple[int, ...]) -> FeatureLayou
 
 
 @contextlib.contextmanager
-def shapes_only(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+def shapes_only(module: nn.Module) -> Generator[Callable[[Tensor], Tensor]]:
     """Run the block on tensors without storage; yields the function that makes such a tensor.
 
     Integers keep their values.

@@ -11,7 +11,7 @@ Functions and modules of the user are not stored: their import path is, and the 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import TypeVar
 
@@ -178,7 +178,7 @@ def _saved_projector(name: str, module: nn.Module) -> SavedProjector:
     return SavedProjector(kind=path_of(f"projector of {name!r}", type(module)))
 
 
-_PROJECTORS = {"linear": nn.Linear, "mlp": MLP, "qformer": QFormer}
+_PROJECTORS: Mapping[str, Callable[..., nn.Module]] = {"mlp": MLP, "qformer": QFormer}
 
 
 def _projector(saved: SavedProjector) -> nn.Module:

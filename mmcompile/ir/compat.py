@@ -3,15 +3,19 @@
 Written against torch 2.11-2.13 and transformers 5.9-5.24.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import ModuleType
+from typing import Any
 
 import sympy
 import torch
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,8 +28,12 @@ __all__ = [
     "VALUES_NEEDED",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
     "fake_copy",
     "fake_mode_of",
+    "is_mutating_op",
+    "op_schema",
     "patched_tolist",
     "positions_of_text",
     "real_execution",
@@ -33,6 +41,7 @@ __all__ = [
     "shape_hint",
     "size_expression",
     "size_hint",
+    "storage_of",
     "transformers_eager_paths",
 ]
 
@@ -44,7 +53,7 @@ _TRACING_PREDICATES = ("is_tracing", "is_torchdynamo_exporting", "is_torchdynamo
 
 
 @contextlib.contextmanager
-def real_execution() -> Iterator[None]:
+def real_execution() -> Generator[None]:
     """Leave every tracing mode (dispatch, pre-dispatch, torch-function), autocast and autograd: ops inside are run."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
         yield
@@ -79,6 +88,21 @@ def size_expression(size: torch.SymInt) -> sympy.Expr:
     return size.node.shape_env.replace(size.node._expr)
 
 
+def op_schema(op: OpOverload) -> Any:
+    """Return the schema of an op: its `name`, `arguments` and `is_mutable`."""
+    return op._schema
+
+
+def is_mutating_op(target: object) -> bool:
+    """Return whether a call target is an op that changes an argument in place."""
+    return isinstance(target, OpOverload) and op_schema(target).is_mutable
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, equal for all views of one memory while it lives."""
+    return tensor.untyped_storage()._cdata
+
+
 def shape_guards(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
     """Return all that a symbolic capture assumed of its size symbols."""
     env = value.fake_mode.shape_env  # type: ignore[attr-defined]
@@ -86,7 +110,7 @@ def shape_guards(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
 
 
 @contextlib.contextmanager
-def patched_tolist(answer: Callable[[FakeTensor], list[object] | None]) -> Iterator[None]:
+def patched_tolist(answer: Callable[[FakeTensor], list[object] | None]) -> Generator[None]:
     """Replace `FakeTensor.tolist`, plain Python that reads element by element, by one that calls `answer` first."""
     original = FakeTensor.tolist
 
@@ -102,7 +126,7 @@ def patched_tolist(answer: Callable[[FakeTensor], list[object] | None]) -> Itera
 
 
 @contextlib.contextmanager
-def transformers_eager_paths() -> Iterator[None]:
+def transformers_eager_paths() -> Generator[None]:
     """Make transformers take the path it takes in eager mode while we trace.
 
     Its tracing predicates return False, so that value tests (is the mask all true?) are made: known values decide them.
@@ -117,7 +141,8 @@ def transformers_eager_paths() -> Iterator[None]:
         patches.append((module, name, module.__dict__[name]))
         setattr(module, name, value)
 
-    for name, module in list(sys.modules.items()):
+    loaded: list[tuple[str, object]] = list(sys.modules.items())
+    for name, module in loaded:
         if name.startswith("transformers.") and isinstance(module, ModuleType):
             for predicate in _TRACING_PREDICATES:
                 if callable(module.__dict__.get(predicate)):

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mmcompile.errors import CaptureError
+from mmcompile.ir.compat import OpOverload, is_mutating_op
 
 aten = torch.ops.aten
 
@@ -51,8 +52,8 @@ def functionalize(graph: fx.Graph) -> None:
 def _is_in_place(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.is_mutable
+        and isinstance(node.target, OpOverload)
+        and is_mutating_op(node.target)
         and node.target.namespace == "aten"
     )
 
@@ -68,8 +69,8 @@ def _functional_call(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Return the same update as a functional op, inserted at the current position."""
     operands: tuple[Any, ...] = node.args
     target, *rest = operands
-    assert isinstance(node.target, torch._ops.OpOverload)
-    name, overload = node.target._schema.name.removeprefix("aten::"), node.target._overloadname
+    assert isinstance(node.target, OpOverload)
+    name, overload = node.target.__name__.split(".")
     if name == "copy_":
         cast = graph.call_function(aten.to.dtype, (rest[0], target.meta["val"].dtype))
         call = graph.call_function(aten.expand_as.default, (cast, target))

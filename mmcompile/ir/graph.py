@@ -209,9 +209,9 @@ class ModelGraph:
                 return component
         raise KeyError(f"no component {name!r}; components are {', '.join(c.name for c in self.components)}")
 
-    def dag(self) -> nx.DiGraph:
+    def dag(self) -> nx.DiGraph[str]:
         """Return the component DAG; each edge has `tensors`."""
-        graph: nx.DiGraph = nx.DiGraph()
+        graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(component.name for component in self.components)
         for producer, consumer, tensors in self.edges:
             graph.add_edge(producer, consumer, tensors=tensors)

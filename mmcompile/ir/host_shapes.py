@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import VerifyError
-from mmcompile.ir.compat import FakeTensor
+from mmcompile.ir.compat import FakeTensor, OpOverload, is_mutating_op
 from mmcompile.ir.known_values import MAX_KNOWN_FLOATS, MAX_KNOWN_INTEGERS, is_boolean
 from mmcompile.ir.nodes import VALUE_READ, token_loss
 
@@ -132,15 +132,10 @@ def drop_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     waiting, erased = list(nodes), set()
     while waiting:
         node = waiting.pop()
-        if not node.users and node not in erased and not _is_mutating(node):
+        if not node.users and node not in erased and not is_mutating_op(node.target):
             waiting += node.all_input_nodes
             graph.erase_node(node)
             erased.add(node)
-
-
-def _is_mutating(node: fx.Node) -> bool:
-    """Return whether a call changes an argument in place (a buffer of the model)."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx.Node]) -> HostProgram:
@@ -248,17 +243,15 @@ def _computable(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
 
 
 def _is_factory(node: fx.Node) -> bool:
-    return (
-        not node.all_input_nodes
-        and isinstance(node.target, torch._ops.OpOverload)
-        and "empty" not in node.target.name()
-    )
+    return not node.all_input_nodes and isinstance(node.target, OpOverload) and "empty" not in node.target.name()
 
 
 def _deterministic(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return (
-        torch.Tag.nondeterministic_seeded not in tags and not _is_mutating(node) and "dropout" not in str(node.target)
+        torch.Tag.nondeterministic_seeded not in tags
+        and not is_mutating_op(node.target)
+        and "dropout" not in str(node.target)
     )
 
 
@@ -312,7 +305,8 @@ def _extract(
     module: fx.GraphModule, reads: list[fx.Node], dynamic: list[fx.Node], labels: list[fx.Node]
 ) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """Return a graph module that computes reads, dynamic values and the token count from the inputs."""
-    wanted = [*(node.args[0] if node.target is VALUE_READ else node for node in reads), *dynamic, *labels]
+    read: list[Any] = [node.args[0] if node.target is VALUE_READ else node for node in reads]
+    wanted: list[fx.Node] = [*read, *dynamic, *labels]
     needed: set[fx.Node] = set()
     stack = list(wanted)
     while stack:

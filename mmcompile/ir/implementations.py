@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _IMPLEMENTATION = "flash_mmcompile_packed"
 
 
 @contextlib.contextmanager
-def packed_towers(model: nn.Module) -> Iterator[None]:
+def packed_towers(model: nn.Module) -> Generator[None]:
     """Let attention modules of `model` that take `cu_seqlens` use `packed_attention` inside the block."""
     configs: dict[int, Any] = {
         id(module.config): module.config
@@ -46,7 +46,7 @@ def packed_towers(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def traceable_experts(model: nn.Module) -> Iterator[None]:
+def traceable_experts(model: nn.Module) -> Generator[None]:
     """Let mixture-of-experts layers that could not be traced use `batched_mm` inside the block."""
     configs: dict[int, Any] = {
         id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None

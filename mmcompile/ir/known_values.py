@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from mmcompile.ir.compat import (
     FakeTensor,
     FakeTensorMode,
     fake_copy,
+    is_mutating_op,
     patched_tolist,
     real_execution,
     shape_hint,
@@ -141,7 +142,7 @@ class _KnownDispatch(TorchDispatchMode):
         elif func is aten.lt.Scalar and args[1] <= 0 and drawn:
             with real_execution():
                 self.known.learn(output, torch.zeros(shape_hint(output), dtype=torch.bool))
-        elif func._schema.is_mutable and tensors:
+        elif is_mutating_op(func) and tensors:
             self._after_mutation(func, args, kwargs, all_known)
         elif all_known:
             self._learn_outputs(func, args, kwargs, tensors, output)
@@ -254,7 +255,7 @@ class _KnownFunctions(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def known_values(known: KnownValues) -> Iterator[None]:
+def known_values(known: KnownValues) -> Generator[None]:
     """Answer reads of known tensors with their values while the block is traced."""
     functions = _KnownFunctions(known)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def _model_class(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _no_init() -> Iterator[None]:
+def _no_init() -> Generator[None]:
     from transformers.initialization import no_init_weights
 
     with no_init_weights():

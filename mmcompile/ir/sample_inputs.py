@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,7 +206,7 @@ def _num_features(
 
 
 @contextlib.contextmanager
-def _fake_or_real(mode: Any) -> Iterator[None]:
+def _fake_or_real(mode: Any) -> Generator[None]:
     with mode or contextlib.nullcontext():
         yield
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from mmcompile.errors import CaptureError
-from mmcompile.ir.compat import shape_guards, shape_hint, size_expression, size_hint
+from mmcompile.ir.compat import shape_guards, shape_hint, size_expression, size_hint, storage_of
 
 Shape = tuple[int | sympy.Expr, ...]
 SIZE_PREFIX = "size_"
@@ -93,9 +93,8 @@ def take_sizes(graph: fx.Graph) -> Sizes:
 
 
 def _symbolic_shape(value: torch.Tensor) -> Shape:
-    return tuple(
-        size if isinstance(size, int) else _number_or_expression(size_expression(size)) for size in value.shape
-    )
+    sizes: Sequence[int | torch.SymInt] = value.shape
+    return tuple(size if isinstance(size, int) else _number_or_expression(size_expression(size)) for size in sizes)
 
 
 def _number_or_expression(expression: sympy.Expr) -> int | sympy.Expr:
@@ -154,13 +153,13 @@ def _concrete(tensor: torch.Tensor, memory: dict[int, tuple[torch.Tensor, torch.
         memory: identity of a symbolic storage -> a tensor that keeps it alive, so that no other gets its identity, and
             its counterpart.
     """
-    storage = tensor.untyped_storage()
-    if storage._cdata not in memory:
-        num_bytes = size_hint(storage.nbytes())
-        memory[storage._cdata] = tensor, torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
+    storage = storage_of(tensor)
+    if storage not in memory:
+        num_bytes = size_hint(tensor.untyped_storage().nbytes())
+        memory[storage] = tensor, torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
     stride = tuple(map(size_hint, tensor.stride()))
     made = torch.empty(0, dtype=tensor.dtype, device="meta")
-    return made.set_(memory[storage._cdata][1], size_hint(tensor.storage_offset()), shape_hint(tensor), stride)  # type: ignore[call-overload]
+    return made.set_(memory[storage][1], size_hint(tensor.storage_offset()), shape_hint(tensor), stride)  # type: ignore[call-overload]
 
 
 def shape_of(node: fx.Node) -> tuple[int | str, ...]:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import operator
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.export import Dim
 from torch.fx.graph import CodeGen
 
 from mmcompile.errors import BatchError, CaptureError
-from mmcompile.ir.compat import FakeTensor, fake_mode_of, transformers_eager_paths
+from mmcompile.ir.compat import FakeTensor, fake_mode_of, is_mutating_op, transformers_eager_paths
 from mmcompile.ir.functional import functionalize
 from mmcompile.ir.graph import LossInfo, results_of
 from mmcompile.ir.host_shapes import HostProgram, attribute, split_host_program
@@ -112,7 +112,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _without_cache(model: nn.Module) -> Iterator[dict[str, Any]]:
+def _without_cache(model: nn.Module) -> Generator[dict[str, Any]]:
     """Switch `use_cache` off in every sub-config (a cache adds two cats per layer), and yield options for the call."""
     configs = {
         id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None
@@ -175,7 +175,7 @@ def export_step(
 
 
 @contextlib.contextmanager
-def _quiet_export() -> Iterator[None]:
+def _quiet_export() -> Generator[None]:
     """Silence export's warnings about dims that the model fixes (we report those), and about attributes left by forward."""
     logger = logging.getLogger("torch._export.non_strict_utils")
     level = logger.level
@@ -204,7 +204,7 @@ def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModu
             node.target = first_name[id(own[name])]
             tensors[node.target] = own[name]
         else:
-            value = attribute(exported, str(node.target))
+            value: object = attribute(exported, str(node.target))
             node.target = f"constant_{len(tensors)}"
             tensors[node.target] = value.detach() if isinstance(value, torch.Tensor) else value
     exported.graph.set_codegen(CodeGen())
@@ -241,6 +241,7 @@ def _inline_regions(exported: fx.GraphModule) -> None:
 
 def _copy_body(graph: fx.Graph, region: fx.GraphModule, inputs: list[fx.Node], *, detach: bool) -> list[fx.Node]:
     copies: dict[fx.Node, fx.Node] = {}
+    outputs: list[fx.Node] = []
     arguments = iter(inputs)
     for node in region.graph.nodes:
         if node.op == "placeholder":
@@ -343,8 +344,7 @@ def _drop_dead(graph: fx.Graph, *, keep_reads: bool) -> None:
 
 
 def _updates_buffer(node: fx.Node) -> bool:
-    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-    return mutable and isinstance(node.args[0], fx.Node)
+    return is_mutating_op(node.target) and isinstance(node.args[0], fx.Node)
 
 
 def _reads_value(node: fx.Node) -> bool:

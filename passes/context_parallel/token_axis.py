@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from mmcompile.errors import PlanError
+from mmcompile.ir.compat import OpOverload, op_schema
 from mmcompile.ir.graph import ModelGraph, component_of, info
 from mmcompile.passes.values import op_name, tensors
 
@@ -159,8 +160,8 @@ def sizes(node: fx.Node) -> tuple[Size, ...]:
 
 def argument(node: fx.Node, name: str) -> Any:
     """What an op is given for the argument of its schema called `name`, or the default."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, entry in enumerate(node.target._schema.arguments):
+    assert isinstance(node.target, OpOverload)
+    for position, entry in enumerate(op_schema(node.target).arguments):
         if entry.name == name:
             given = node.args[position] if position < len(node.args) else entry.default_value
             return node.kwargs.get(name, given)
@@ -169,14 +170,14 @@ def argument(node: fx.Node, name: str) -> Any:
 
 def has_argument(node: fx.Node, name: str) -> bool:
     """Whether the op takes an argument of that name."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return any(entry.name == name for entry in node.target._schema.arguments)
+    assert isinstance(node.target, OpOverload)
+    return any(entry.name == name for entry in op_schema(node.target).arguments)
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
     """Give an op another value for the argument of its schema called `name`."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [entry.name for entry in node.target._schema.arguments]
+    assert isinstance(node.target, OpOverload)
+    names = [entry.name for entry in op_schema(node.target).arguments]
     position = names.index(name)
     if position < len(node.args):
         node.update_arg(position, value)

@@ -15,6 +15,7 @@ from typing import ClassVar
 from torch import fx
 
 from mmcompile.costmodel.compute import LayerCost
+from mmcompile.ir.compat import storage_of
 from mmcompile.ir.graph import Component, ModelGraph, annotate, info
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.cost.cost_table import SIZED, CostTable, GrowingCost
@@ -24,7 +25,7 @@ from mmcompile.passes.cost.op_load import Growth, Growths, captured_sequences
 from mmcompile.passes.cost.op_memory import EXCHANGES, Saved, is_view, saved_for_backward
 from mmcompile.passes.gradient_flow import makes_gradient, trainable_names
 from mmcompile.passes.shared_values import Place, needing_layers
-from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, storage_of, tensors, written
+from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, tensors, written
 
 Work = Counter[tuple[str, Growth]]
 """Amounts by field of `LayerCost` and by what they grow with."""

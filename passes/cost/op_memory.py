@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from mmcompile.ir.compat import storage_of
 from mmcompile.passes.cost.op_flops import op_flops
 from mmcompile.passes.values import (
     aliased,
@@ -21,7 +22,6 @@ from mmcompile.passes.values import (
     num_bytes,
     op_name,
     storage_bytes,
-    storage_of,
     tensors,
     written,
 )

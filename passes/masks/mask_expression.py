@@ -75,9 +75,14 @@ def dtype_of(expression: Expression) -> torch.dtype:
         case Apply():
             return expression.dtype
         case Number(value):
-            return {bool: torch.bool, int: torch.int64}.get(type(value), torch.float64)
+            return number_dtype(value)
         case _:
             return torch.int64
+
+
+def number_dtype(value: int | float | bool) -> torch.dtype:
+    """Return the dtype of a Python number as a tensor."""
+    return torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
 
 
 def applied(op: str, args: tuple[Expression, ...], node: fx.Node, dtype: torch.dtype | None = None) -> Apply:

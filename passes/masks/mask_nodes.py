@@ -14,7 +14,7 @@ from mmcompile.ir.graph import META_KEY, NodeInfo
 from mmcompile.ir.host_shapes import drop_unread
 from mmcompile.ir.nodes import attention_words, token_positions
 from mmcompile.ir.sizes import SIZE_PREFIX
-from mmcompile.passes.masks.mask_expression import Apply, Expression, Index, Load, Number, Places
+from mmcompile.passes.masks.mask_expression import Apply, Expression, Index, Load, Number, Places, number_dtype
 from mmcompile.passes.masks.mask_formula import MaskFormula, Test
 from mmcompile.passes.masks.mask_reader import Reader, shape
 from mmcompile.passes.masks.predicates import Unrecognised
@@ -152,7 +152,7 @@ class NodeMaker:
     def _compute(self, expression: Expression) -> fx.Node:
         match expression:
             case Number(value):
-                return self._call(aten.full.default, [], value, dtype=_dtype(value))
+                return self._call(aten.full.default, [], value, dtype=number_dtype(value))
             case Index("t"):
                 return self._call(aten.arange.default, self._size(1))
             case Load(node, places):
@@ -227,7 +227,3 @@ def _symbolic(node: fx.Node) -> tuple[int | sympy.Expr, ...]:
 def _on_meta(node: fx.Node) -> Any:
     value = node.meta["val"]
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
-
-
-def _dtype(value: int | float | bool) -> torch.dtype:
-    return {bool: torch.bool, int: torch.int64}.get(type(value), torch.float64)

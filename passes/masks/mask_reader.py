@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mmcompile.ir.compat import op_schema
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.passes.masks.mask_expression import (
     Apply,
@@ -82,7 +83,7 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 def given(node: fx.Node) -> dict[str, Any]:
     """Arguments of an op by name, defaults included."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    schema = op_schema(node.target).arguments  # type: ignore[arg-type]
     return {
         **{a.name: a.default_value for a in schema},
         **{argument.name: value for argument, value in arguments(node)},

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mmcompile.ir.compat import FakeTensor
+from mmcompile.ir.compat import FakeTensor, is_mutating_op
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.passes.context_parallel.token_axis import TokenAxis, TokenFlow
@@ -97,13 +97,8 @@ def _value(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: M
             torch.linspace(0.1, 1.0, value.numel()).reshape(size).to(value.dtype) if value.is_floating_point() else None
         )
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if random or _is_mutating(node):
+    if random or is_mutating_op(node.target):
         return None
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
     with torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _is_mutating(node: fx.Node) -> bool:
-    """Whether a node changes a buffer in place."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -43,10 +43,6 @@ def _pointwise(flow: ShardFlow, node: fx.Node) -> TensorShard:
     return flow.shard(len(flow.facts.shape(node)) + from_right, wanted.blocks)
 
 
-def _like_first(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    return flow.shard_of(first(flow, node))
-
-
 def _complex(flow: ShardFlow, node: fx.Node) -> TensorShard:
     """view_as_complex, view_as_real: pairs in the last dim become numbers, and back."""
     value = first(flow, node)

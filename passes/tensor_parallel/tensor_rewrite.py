@@ -150,11 +150,11 @@ class ShardRewriter:
         of_tokens = torch.empty(tensors(labels)[0].shape, dtype=loss.dtype, device="meta")
         node.meta["val"] = (loss, num_tokens, of_tokens)
 
-    def _call(self, before: fx.Node, target: Any, arguments: tuple, *, like: fx.Node) -> fx.Node:
+    def _call(self, before: fx.Node, target: Any, arguments: tuple[Any, ...], *, like: fx.Node) -> fx.Node:
         with before.graph.inserting_before(before):
             return _annotated(before.graph.call_function(target, arguments), like)
 
-    def _after(self, node: fx.Node, target: Any, arguments: tuple) -> fx.Node:
+    def _after(self, node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
         with node.graph.inserting_after(node):
             return _annotated(node.graph.call_function(target, arguments), node)
 

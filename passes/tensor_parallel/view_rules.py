@@ -51,7 +51,7 @@ def view(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 def view_as(flow: ShardFlow, node: fx.Node) -> TensorShard:
     value, other = node.args
-    if value not in flow.shards or not isinstance(value, fx.Node) or not isinstance(other, fx.Node):
+    if not isinstance(value, fx.Node) or value not in flow.shards or not isinstance(other, fx.Node):
         raise Refusal(node, "its first argument is whole and the other is sharded")
     found = reshaped(flow, node, value)
     flow.meet(node, other, found)

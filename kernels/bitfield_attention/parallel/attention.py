@@ -167,13 +167,13 @@ def _(
     return (dq, k.new_empty(k.shape), v.new_empty(v.shape)) if need_keys else (dq, k.new_empty(0), v.new_empty(0))
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     *tensors, ctx.scale, ctx.window, ctx.head_stride, ctx.group_name, ctx.num_ranks = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(saved[3])
@@ -244,7 +244,7 @@ def context_parallel_attention_backward_flops(
     return 2 * (3 * q.shape[-1] + 2 * v.shape[-1]) * q.shape[1] * _pairs(call)
 
 
-def _pairs(call: tuple) -> int:
+def _pairs(call: tuple[Any, ...]) -> int:
     """Count the visible pairs of a rank's queries; all pairs where words have no values to count."""
     words, positions, kv_words, kv_positions, _, window, *_ = call
     if isinstance(words, FakeTensor) or words.device.type == "meta":

@@ -54,23 +54,23 @@ def _(x: torch.Tensor, index: torch.Tensor, dim: int, tokens: int) -> torch.Tens
     return x.new_empty(_resized(x, dim, tokens))
 
 
-def _save_shard(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save_shard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, index, ctx.dim, _ = inputs
     ctx.tokens = x.shape[ctx.dim]
     ctx.save_for_backward(index)
 
 
-def _shard_backward(ctx: Any, grad: torch.Tensor) -> tuple:
+def _shard_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (index,) = ctx.saved_tensors
     return torch.ops.mmcompile.unshard_tokens(grad, index, ctx.dim, ctx.tokens), None, None, None
 
 
-def _save_unshard(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, index, ctx.dim, _ = inputs
     ctx.save_for_backward(index)
 
 
-def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple:
+def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (index,) = ctx.saved_tensors
     return torch.ops.mmcompile.shard_tokens(grad, index, ctx.dim, 0), None, None, None
 

@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -87,7 +87,7 @@ def _panel(axis: Axes, component: ComponentLoads, colour: str) -> None:
     handles, labels = axis.get_legend_handles_labels()
     named = dict(zip(labels, handles, strict=True))
     shown = [label for label in _LEGEND if label in named]
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     axis.legend([named[label] for label in shown], shown, ncols=4, frameon=False, fontsize=8, **place)
 
 
@@ -98,7 +98,12 @@ def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, c
     axis.bar(places - 0.2, before.ravel(), width=0.4, color=_BEFORE, label="arrival order")
     axis.bar(places + 0.2, after.ravel(), width=0.4, color=colour, label="balanced")
     if late.any():
-        style = {"color": lighter(colour, 0.35), "edgecolor": "white", "hatch": "////", "linewidth": 0.0}
+        style: dict[str, Any] = {
+            "color": lighter(colour, 0.35),
+            "edgecolor": "white",
+            "hatch": "////",
+            "linewidth": 0.0,
+        }
         axis.bar(places + 0.2, late.ravel(), width=0.4, bottom=(after - late).ravel(), label="deferred", **style)
     numbered = replicas * microbatches <= _LABELS
     labels = [str(place % (microbatches + 1)) for place in places] if numbered else []

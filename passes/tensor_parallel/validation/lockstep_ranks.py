@@ -97,7 +97,7 @@ class Lockstep:
         count = 1 if component is None else self.degrees[component]
         worlds = {source: self._world(source, component, count) for source in node.all_input_nodes}
 
-        def rank(index: int) -> tuple[tuple, dict]:
+        def rank(index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
             given = fx.map_arg((node.args, dict(node.kwargs)), lambda source: worlds[source][index])
             return given if self._dtype is None else self._converted(node, given)
 
@@ -146,7 +146,9 @@ class Lockstep:
             return value
         return value.to(_CPU, self._dtype if value.is_floating_point() else value.dtype)
 
-    def _converted(self, node: fx.Node, given: tuple[tuple, dict]) -> tuple[tuple, dict]:
+    def _converted(
+        self, node: fx.Node, given: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with other float types and devices, and without dropout."""
         args, kwargs = pytree.tree_map(self._literal, given)
         if op_name(node) in _DROPOUTS:
