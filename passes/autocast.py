@@ -1,9 +1,11 @@
-"""`Autocast`: the casts of `torch.autocast`, written into the graph, for the components that are to compute in bfloat16.
+"""`Autocast`.
 
-Parameters stay as they are. Products (linear, matmul, convolutions, attention) take their inputs in the half type; what loses
-most by it (exponentials, norms, sums, losses) takes them in float32; where tensors must agree, they take the wider type; all else
-computes in what it is given. Components that are not named get what they got before: a value that came out narrower is cast
-back where they read it.
+The casts of `torch.autocast`, written into the graph, for the components that are to compute in bfloat16.
+
+Parameters stay as they are. Products (linear, matmul, convolutions, attention) take their inputs in the half type; what
+loses most by it (exponentials, norms, sums, losses) takes them in float32; where tensors must agree, they take the
+wider type; all else computes in what it is given. Components that are not named get what they got before: a value that
+came out narrower is cast back where they read it.
 
 Source: the op lists of torch.amp for CUDA, which are used on every device (torch/aten/src/ATen/autocast_mode.h).
 """
@@ -59,6 +61,7 @@ class Autocast(Rewrite):
     components: tuple[str, ...]
 
     def run(self, graph: ModelGraph) -> ModelGraph:
+        """Return the graph with casts where autocast would insert them."""
         names = [component.name for component in graph.components]
         for name in self.components:
             if name not in names:
@@ -159,7 +162,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _result(node: fx.Node) -> Any:
-    """What a node computes, without data."""
+    """Return the result of a node on tensors without data."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, fx.Node):

@@ -1,4 +1,4 @@
-"""What a pass is: a frozen dataclass whose fields are its options, with one method `run`.
+"""Base classes of passes: frozen dataclasses whose fields are their options, with one method `run`.
 
 An analysis annotates nodes or returns a value; a rewrite returns another `ModelGraph`. Neither measures time, prints,
 reads the environment or verifies: `Pipeline` does that between passes.

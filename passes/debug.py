@@ -1,4 +1,4 @@
-"""`MMCOMPILE_DEBUG`: how much the pipeline tells between passes. The only place that reads it."""
+"""`MMCOMPILE_DEBUG`: amount of output of the pipeline between passes. The only place that reads it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class DebugLevel(IntEnum):
     TIME = 1
     """Each pass and its time."""
     DIFF = 2
-    """What a pass changed in the number of each op."""
+    """Changes of a pass in the number of each op."""
     VERIFY = 3
     """The verifier's summary."""
     GRAPH = 4
     """The graph as text after each pass."""
     PROVENANCE = 5
-    """For each node, the module it comes from and the pass that made it."""
+    """Module of origin of each node, and the pass that made it."""
 
 
 def debug_level(environment: Mapping[str, str] = os.environ) -> DebugLevel:

@@ -45,7 +45,7 @@ class ComponentGradient:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientReport:
-    """Who receives a gradient."""
+    """Parameters and components that receive a gradient."""
 
     parameters_with_gradient: frozenset[str]
     """Original names; a tied parameter appears once, under its first name."""
@@ -78,6 +78,7 @@ class GradientFlow(Analysis[GradientReport]):
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.GRADIENT_FLOW,)
 
     def run(self, graph: ModelGraph) -> GradientReport:
+        """Annotate the nodes that carry gradient, and return the report."""
         fx_graph = graph.module.graph
         trainable = trainable_names(graph)
         requiring = _requires_grad(fx_graph, trainable.keys())
@@ -95,7 +96,7 @@ def trainable_names(graph: ModelGraph) -> dict[str, str]:
 
 
 def makes_gradient(node: fx.Node, source: fx.Node, trainable: Container[str]) -> bool:
-    """Whether the backward of `node` makes a gradient for its input `source`.
+    """Return whether the backward of `node` makes a gradient for its input `source`.
 
     Args:
         node: annotated by `GradientFlow`.

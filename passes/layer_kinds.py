@@ -19,8 +19,8 @@ def layer_kinds(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
     """Component -> kind of each of its layers, for example `language_model.layers-3fa2b1c4`.
 
     Equal text: the same operations on parameters of the same shapes, the same ones training, the same values carrying
-    gradient, masks and sequence lengths made the same way (a windowed block differs from a full one). Sizes of data (tokens,
-    samples, images) are left out, so captures of one model on other batches give the same kinds.
+    gradient, masks and sequence lengths made the same way (a windowed block differs from a full one). Sizes of data
+    (tokens, samples, images) are left out, so captures of one model on other batches give the same kinds.
     """
     specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
     nodes: dict[tuple[str, int], list[fx.Node]] = {}
@@ -74,7 +74,7 @@ def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str
 
 
 def _types(node: fx.Node) -> str:
-    """Of the results; each once, since a list may have one for each image."""
+    """Return the dtypes of the results, each once: a list may have one for each image."""
     return ",".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors(node)))
 
 
@@ -92,8 +92,7 @@ def _literals(value: object) -> Iterable[str]:
 
 
 def _attention(node: fx.Node) -> Iterable[str]:
-    """Of an attention op: heads and width of queries and keys [..., heads, tokens, width], which no parameter's shape tells;
-    plain numbers (a window); and how its mask or its list of sequence ends was made."""
+    """Yield facts of an attention op that no parameter's shape shows."""
     if not any(name in op_name(node) for name in _ATTENTION):
         return
     shapes = [tensors(source)[0].shape for source in node.all_input_nodes[:2]]

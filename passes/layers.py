@@ -60,6 +60,7 @@ class Layers(Analysis[LayerTable]):
     ensures: ClassVar[tuple[Fact, ...]] = ()
 
     def run(self, graph: ModelGraph) -> LayerTable:
+        """Return the table of layers."""
         annotations = [info(node) for node in graph.module.graph.nodes if node.op == "call_function"]
         nodes = Counter((note.component, note.layer) for note in annotations)
         specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}

@@ -30,7 +30,7 @@ class PipelineResult:
     """(pass, time taken [s])."""
 
     def of(self, analysis: Analysis[ResultT]) -> ResultT:
-        """What `analysis` returned; KeyError if it was not in the pipeline."""
+        """Return the result of `analysis`; KeyError if it was not in the pipeline."""
         return cast(ResultT, self.results[analysis])
 
 
@@ -44,7 +44,7 @@ class Pipeline:
 
     passes: tuple[Analysis[object] | Rewrite, ...]
     given: tuple[Fact, ...] = (Fact.ANNOTATED,)
-    """What holds of the graph before the first pass."""
+    """Facts that hold of the graph before the first pass."""
     verify: bool = True
     """Verify the graph before the first pass and after each rewrite."""
     debug: DebugLevel = field(default_factory=debug_level)
@@ -84,7 +84,7 @@ class Pipeline:
 
 
 class _Hook:
-    """What happens between passes: verification, and the printing that `MMCOMPILE_DEBUG` asks for, on stderr."""
+    """Work between passes: verification, and the output of `MMCOMPILE_DEBUG` on stderr."""
 
     def __init__(self, *, debug: DebugLevel, verify: bool) -> None:
         self._debug = debug

@@ -1,4 +1,4 @@
-"""Which layers need a shared value: one that is no layer's own (a mask, a rotary table), computed where it is read."""
+"""Layers that need a shared value: one of no single layer (a mask, a rotary table), computed where it is read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Place = tuple[str, int]
 def needing_layers(graph: fx.Graph) -> Mapping[fx.Node, frozenset[Place]]:
     """The layers of the whole model that need each call: its own, or of a shared value all that read it in the end.
 
-    A shared value that a single layer needs is computed in that layer, and computed again with it; others stand before the
-    layers of a stage, which keep them.
+    A shared value that a single layer needs is computed in that layer, and computed again with it; others stand before
+    the layers of a stage, which keep them.
     """
     needing: dict[fx.Node, frozenset[Place]] = {}
     for node in reversed(graph.nodes):

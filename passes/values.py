@@ -1,4 +1,4 @@
-"""What a node computes, read from the graph: op name, recorded tensors, sizes, views and writes."""
+"""Results of a node, read from the graph: op name, recorded tensors, sizes, views and writes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifySummary:
-    """What was checked."""
+    """Rules checked, and number of nodes."""
 
     rules: tuple[str, ...]
     nodes: int

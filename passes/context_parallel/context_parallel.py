@@ -1,10 +1,11 @@
 """`ContextParallel`: lets several ranks run a language model together, each on its own tokens of every sequence.
 
-All ranks run the same nodes. Layer 0 of the component (embedding and merge of features) and shared values (rotary tables,
-shifted labels) stay whole; where they enter the *region*, the component's layers from 1 on, `shard_tokens` takes the rank's
-rows of them. In the region every op must treat tokens alike, attention excepted: it gathers keys and values from all ranks.
-The loss node returns the sum over the rank's own tokens and their number. So gradients of parameters, and those that leave the
-region for layer 0 and other components, are a rank's share: the sum over ranks is the gradient of the whole.
+All ranks run the same nodes. Layer 0 of the component (embedding and merge of features) and shared values (rotary
+tables, shifted labels) stay whole; where they enter the *region*, the component's layers from 1 on, `shard_tokens`
+takes the rank's rows of them. In the region every op must treat tokens alike, attention excepted: it gathers keys and
+values from all ranks. The loss node returns the sum over the rank's own tokens and their number. So gradients of
+parameters, and those that leave the region for layer 0 and other components, are a rank's share: the sum over ranks is
+the gradient of the whole.
 
 New inputs of the graph, for P ranks of L rows each (`mmcompile.codegen.token_shards.shard_values` computes them):
 
@@ -74,7 +75,7 @@ class ContextParallel(Rewrite):
     local_tokens: int
     """Rows of one rank in the captured batch; only recorded shapes depend on it."""
     head_stride: int = 0
-    """Key/value heads gathered at a time, so that gathering the next overlaps with computing these; 0 gathers all at once."""
+    """Key/value heads gathered at a time, so that gathering overlaps with computation; 0 gathers all at once."""
     group: str = "cp"
     """Name of the process group whose ranks share a sequence."""
 
@@ -87,6 +88,7 @@ class ContextParallel(Rewrite):
             raise ConfigError(f"local_tokens must be at least 1, got {self.local_tokens}")
 
     def run(self, graph: ModelGraph) -> ModelGraph:
+        """Return the graph for one rank's tokens."""
         self._check(graph)
         made = copied(graph)
         nodes = _region(made, self.component)
@@ -130,7 +132,7 @@ class ContextParallel(Rewrite):
 
 
 def _call(node: fx.Node) -> Any:
-    """What made an item of a tuple."""
+    """Return the target of a call; of an item of a tuple, the target that made the tuple."""
     source = node.args[0] if node.target is operator.getitem else node
     return source.target if isinstance(source, fx.Node) else None
 
@@ -225,7 +227,7 @@ def _spread_entries(flow: TokenFlow, nodes: Iterable[fx.Node], component: str, b
 
 
 def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
-    """What the region computes on every rank from whole values must be the same on all."""
+    """Refuse values that ranks would compute differently from whole values."""
     for node in nodes:
         if node in flow.axes or flow.spread_inputs(node):
             continue

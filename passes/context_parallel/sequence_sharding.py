@@ -1,8 +1,8 @@
 """`Spreader`: makes the nodes that take a rank's rows of a whole value.
 
-A `shard_tokens` node stands where it sends least: one of a shared value is shared (each stage computes it again, as it does the
-value); one of a whole value from layer 0 or another component is in layer 0, so that links carry a rank's rows and not the
-sequence.
+A `shard_tokens` node stands where it sends least: one of a shared value is shared (each stage computes it again, as it
+does the value); one of a whole value from layer 0 or another component is in layer 0, so that links carry a rank's rows
+and not the sequence.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _of_dtype(filler: float, dtype: torch.dtype) -> float:
 
 
 def _first_equal(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For every shared node the first one that computes the same: each layer reshapes the rotary table for itself."""
+    """Map every shared node to the first equal one: each layer reshapes the rotary table for itself."""
     first: dict[fx.Node, fx.Node] = {}
     by_key: dict[object, fx.Node] = {}
 

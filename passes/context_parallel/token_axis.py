@@ -1,8 +1,8 @@
 """`TokenAxis`: the dim of a value that runs over tokens, and `TokenFlow`, which follows it from op to op.
 
-A graph that is to run on a part of the tokens may only hold ops that treat every token alike. `TokenFlow` knows for every
-value whether it is *spread* (each rank holds its own tokens) or *whole* (each rank holds the same full value), asks
-`mmcompile.passes.context_parallel.token_rules` what an op does to the token dim, and refuses ops that mix tokens.
+A graph that is to run on a part of the tokens may only hold ops that treat every token alike. `TokenFlow` holds for
+every value whether it is *spread* (each rank holds its own tokens) or *whole* (each rank holds the same full value),
+asks `mmcompile.passes.context_parallel.token_rules` what an op does to the token dim, and refuses ops that mix tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LOCAL_TOKENS = sympy.Symbol("local_tokens", integer=True, positive=True)
 class TokenAxis:
     """A dim of size outer * tokens * inner: batch and tokens merged into rows, or tokens repeated once per expert.
 
-    Where the model left tokens out at the ends (logits without the last), ranks keep their rows of them: nothing in the region
-    looks at other tokens, and the loss gets an ignored label for them.
+    Where the model left tokens out at the ends (logits without the last), ranks keep their rows of them: nothing in the
+    region looks at other tokens, and the loss gets an ignored label for them.
     """
 
     dim: int
@@ -41,7 +41,7 @@ class TokenAxis:
     front: int = 0
     """Tokens that the model left out at the front."""
     back: int = 0
-    """And at the back."""
+    """Tokens left out at the back."""
 
     def at(self, dim: int) -> TokenAxis:
         """The same rows in another dim."""
@@ -59,7 +59,7 @@ class TokenAxis:
 
 @dataclass(kw_only=True, slots=True)
 class TokenFlow:
-    """Spread values of a graph under rewriting. Recorded values (`node.meta["val"]`) keep their full shapes until the end."""
+    """Spread values of a graph under rewriting. Recorded values (`node.meta["val"]`) keep full shapes until the end."""
 
     graph: ModelGraph
     tokens: int
@@ -69,7 +69,7 @@ class TokenFlow:
     axes: dict[fx.Node, TokenAxis] = field(default_factory=dict)
     """Token dim of every spread value; of a tuple, that of its items."""
     task: str = "context parallelism cannot spread the tokens of"
-    """What is refused where tokens cannot be followed, and what to do then, for messages."""
+    """Task that is refused where tokens cannot be followed, as the beginning of messages."""
     consequence: str = "plan this model without context parallelism"
 
     def number(self, size: Size) -> int:
@@ -109,7 +109,7 @@ class TokenFlow:
         return replace(one, outer=self.number(one.outer)) == replace(other, outer=self.number(other.outer))
 
     def size_argument(self, size: Size) -> int | fx.Node | None:
-        """A size as an op takes it: a number, or the size input of the graph that has this value; None if there is none."""
+        """Return a size as an op takes it: a number, or the graph's size input of this value; None if there is none."""
         if isinstance(size, int):
             return size
         placeholders = (node for node in self.graph.module.graph.nodes if node.op == "placeholder")
@@ -127,7 +127,7 @@ class TokenFlow:
 
 
 Rule = Callable[[TokenFlow, fx.Node], TokenAxis | None]
-"""Token dim of the result of an op that has spread inputs (None: it has none any more); may rewrite the node's arguments."""
+"""Rule that returns the token dim of an op with spread inputs (None: it has none left); may rewrite its arguments."""
 
 
 def follow(flow: TokenFlow, nodes: Iterable[fx.Node], rule_of: Callable[[fx.Node], Rule | None]) -> None:
@@ -159,7 +159,7 @@ def sizes(node: fx.Node) -> tuple[Size, ...]:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """What an op is given for the argument of its schema called `name`, or the default."""
+    """Return the value of the schema's argument `name` in a call, or its default."""
     assert isinstance(node.target, OpOverload)
     for position, entry in enumerate(op_schema(node.target).arguments):
         if entry.name == name:
@@ -169,7 +169,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def has_argument(node: fx.Node, name: str) -> bool:
-    """Whether the op takes an argument of that name."""
+    """Return whether the op takes an argument of that name."""
     assert isinstance(node.target, OpOverload)
     return any(entry.name == name for entry in op_schema(node.target).arguments)
 
@@ -186,10 +186,11 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def reshaped(flow: TokenFlow, node: fx.Node, value: fx.Node) -> TokenAxis:
-    """Where the token dim of `value` is in `node`, a view of the same elements in the same order.
+    """Return the token dim of `node`, a view of the elements of `value` in the same order.
 
-    Token t of outer index o and inner index i stands at row (o * tokens + t) * inner + i; the dims before tokens multiply to
-    `before`. The dim of the result that holds tokens is the one at which the product of dims passes `before`.
+    Token t of outer index o and inner index i stands at row (o * tokens + t) * inner + i; the dims before tokens
+    multiply to `before`. The dim of the result that holds tokens is the one at which the product of dims passes
+    `before`.
     """
     axis, old, new = flow.axes[value], shape(value), shape(node)
     if prod(old) != prod(new):
@@ -244,7 +245,7 @@ def _local(value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, local_tokens: 
 
 
 def _refuse_token_counts(flow: TokenFlow, node: fx.Node) -> None:
-    """Refuse arithmetic with the number of tokens, which would be that of the whole row; shapes are looked at by the rules."""
+    """Refuse arithmetic with the number of tokens, which would be that of the whole row; rules handle shapes."""
     scalars: Mapping[str, Any] = {**dict(enumerate(node.args)), **node.kwargs}  # type: ignore[dict-item]
     for value in scalars.values():
         counts_tokens = isinstance(value, fx.Node) and "size" in value.meta and value.meta["val"] == flow.tokens

@@ -1,8 +1,9 @@
-"""What each op does to a token dim: a table from op name to rule, and the rules.
+"""Effect of each op on a token dim: a table from op name to rule, and the rules.
 
-A rule is asked only if some input is spread. It returns where tokens are in the result, spreads whole inputs that meet them
-(a rotary table that is multiplied), rewrites sizes that count tokens, and refuses what mixes tokens. Rules hold for merged
-rows, [batch * tokens], and for rows repeated once per expert, [batch * tokens * experts], as for plain tokens.
+A rule is asked only if some input is spread. It returns where tokens are in the result, spreads whole inputs that meet
+them (a rotary table that is multiplied), rewrites sizes that count tokens, and refuses what mixes tokens. Rules hold
+for merged rows, [batch * tokens], and for rows repeated once per expert, [batch * tokens * experts], as for plain
+tokens.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _removed_dim(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _slice(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Tokens left out at the ends stay on their ranks, and are told to `TokenAxis`."""
+    """Keep tokens left out at the ends on their ranks, and record their number in `TokenAxis`."""
     axis = flow.axes[_first(flow, node)]
     if _dims(node) != (axis.dim,):
         return axis
@@ -273,7 +274,7 @@ def _embedding(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _index(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """One index tensor: entries of a whole table per token (experts' weights), or entries of a dim that holds no tokens."""
+    """Index by one tensor: entries of a whole table per token (experts' weights), or of a dim without tokens."""
     value: Any = node.args[0]
     indices: Any = node.args[1]
     used = [dim for dim, index in enumerate(indices) if index is not None]
@@ -302,7 +303,7 @@ def _index_select(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _gather(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """gather and scatter along another dim: index and source run over the same tokens."""
+    """Gather and scatter along another dim: index and source run over the same tokens."""
     axis = flow.axes[flow.spread_inputs(node)[0]]
     if _dims(node) == (axis.dim,):
         flow.refuse(node, "it picks tokens by number")

@@ -43,6 +43,7 @@ class Cost(Analysis[CostTable]):
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.COST,)
 
     def run(self, graph: ModelGraph) -> CostTable:
+        """Return the cost of every layer."""
         places = _places(graph)
         fixed = _made_of_attributes(graph.module.graph)
         members: dict[str, list[fx.Node]] = {component.name: [] for component in graph.components}
@@ -84,7 +85,8 @@ class _Meter:
     """Measures single nodes of one graph."""
 
     def __init__(self, graph: ModelGraph, fixed: set[fx.Node]) -> None:
-        """
+        """Prepare to measure the nodes of a graph.
+
         Args:
             graph: annotated by gradient-flow.
             fixed: nodes made of parameters, buffers and constants only.
@@ -95,11 +97,11 @@ class _Meter:
         self._permanent = {storage_of(tensor) for node in attributes for tensor in tensors(node)}
 
     def carries(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether `node`'s backward makes a gradient for its input `source`."""
+        """Return whether `node`'s backward makes a gradient for its input `source`."""
         return makes_gradient(node, source, self._trainable)
 
     def saved(self, node: fx.Node) -> dict[int, Saved]:
-        """What `node` keeps for backward by storage, parameters and constants excluded."""
+        """Return the tensors `node` keeps for backward by storage, parameters and constants excluded."""
         if not info(node).carries_gradient:
             return {}
         kept = saved_for_backward(node, lambda source: self.carries(node, source))
@@ -167,12 +169,12 @@ def _add_forward_bytes(node: fx.Node, growths: Growths, work: Work) -> None:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Whether selective recomputation keeps the node's result: a product, a convolution, attention, an exchange."""
+    """Return whether selective recomputation keeps a result: of a product, a convolution, attention, an exchange."""
     return bool(op_flops(node).forward) or op_name(node) in _EXCHANGES
 
 
 def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
-    """What is attention, and what selective recomputation does not run again; `work` is that of the node alone."""
+    """Add the shares of attention and of ops that selective recomputation keeps; `work` is that of the node alone."""
     growth = growths.work(node)
     if op_name(node) in ATTENTION or growth == Growth.SQUARES:
         work["attention_flops", growth] = work["forward_flops", growth]
@@ -197,7 +199,10 @@ class _Read:
 def _add_kept(
     meter: _Meter, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
 ) -> None:
-    """Memory until the backward of each layer without, with selective and with full recomputation; each storage once."""
+    """Add memory until the backward of each layer without, with selective, with full recomputation.
+
+    Each storage once.
+    """
     repeated = {
         place for place, work in sums.items() if _total(work, "input_grad_flops") + _total(work, "weight_grad_flops")
     }
@@ -289,7 +294,10 @@ def _places(graph: ModelGraph) -> dict[fx.Node, Place]:
 def _add_crossing(
     graph: ModelGraph, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
 ) -> None:
-    """`output_bytes` of (component, i): made in layers <= i and read in its layers > i; for its last layer, read outside."""
+    """Add `output_bytes` of (component, i): made in layers <= i, read in its layers > i.
+
+    Of the last layer, read outside.
+    """
     last = {component.name: len(component.layers) - 1 for component in graph.components}
     for node, (component, layer) in places.items():
         if info(node).shared:

@@ -62,12 +62,12 @@ def _times(cost: LayerCost, factor: Fraction) -> LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostTable:
-    """What each layer of each component costs for one microbatch."""
+    """Cost of each layer of each component for one microbatch."""
 
     layers: Mapping[str, tuple[LayerCost, ...]]
     """Component -> one cost per layer. A shared node is counted in the first layer that needs it."""
     loads: Mapping[str, Load] = field(default_factory=dict)
-    """Component -> what the microbatch of `layers` brings to it. A projector has the load of the encoder that feeds it."""
+    """Component -> load of the microbatch of `layers`. A projector has the load of the encoder that feeds it."""
     growing: Mapping[str, tuple[GrowingCost, ...]] = field(default_factory=dict, repr=False)
     """Component -> the captured cost of each layer by how it grows; `captured_loads` is the load of all of it."""
     captured_loads: Mapping[str, Load] = field(default_factory=dict, repr=False)

@@ -1,4 +1,4 @@
-"""`DeferredWeights`: products whose weight gradient may be computed after the backward, on its own (W of schedule zb-h1)."""
+"""`DeferredWeights`: products whose weight gradient may be computed after the backward, as W of schedule zb-h1."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ class DeferredWeight:
 class DeferredWeights(Analysis[Mapping[fx.Node, DeferredWeight]]):
     """Finds `linear` nodes whose weight is a parameter that trains.
 
-    Everything else that trains (norms, embeddings, convolutions, weights that are computed from others) keeps its gradient in the
-    first part of the backward: there is little of it, or nothing to be gained. A frozen weight has no gradient to defer.
+    Everything else that trains (norms, embeddings, convolutions, weights that are computed from others) keeps its
+    gradient in the first part of the backward: there is little of it, or nothing to be gained. A frozen weight has no
+    gradient to defer.
     """
 
     name: ClassVar[str] = "deferred-weights"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 
     def run(self, graph: ModelGraph) -> Mapping[fx.Node, DeferredWeight]:
+        """Return the products whose weight gradient can be deferred."""
         trainable = trainable_names(graph)
 
         def trains(node: object) -> bool:

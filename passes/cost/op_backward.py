@@ -1,4 +1,4 @@
-"""Which kernels a node's backward launches, and what each reads and writes. [Approximation, by class of op]
+"""Kernels of a node's backward, and their reads and writes (approximation, by class of op).
 
 Counted as eager autograd runs: no fusion, a sum where an operand was broadcast, an addition for every further reader of
 a value. Checked against the backward that torch traces for whole models.
@@ -40,7 +40,7 @@ def backward_kernels(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool])
 
 
 def is_joint(node: fx.Node) -> bool:
-    """Whether one kernel computes all gradients of a node from what it kept (norms, activations, attention)."""
+    """Return whether one kernel computes all gradients of a node from the tensors it kept (norms, attention)."""
     name = op_name(node).removesuffix("_")
     known = (*_PASSES_GRADIENT, *_SCALES, *_PARTS, *LOSSES)
     return not (is_view(node) or op_flops(node).operands or name in known)

@@ -49,7 +49,7 @@ def op_flops(node: fx.Node) -> OpFlops:
 
 
 def passed(node: fx.Node) -> Mapping[str, object]:
-    """What an ATen or custom op is called with, by the names of its schema; defaults left out."""
+    """Return the arguments of an ATen or custom op by the names of its schema, defaults left out."""
     return {argument.name: value for argument, value in arguments(node)}
 
 
@@ -126,7 +126,7 @@ def _convolution(dims: int, *, transposed: bool) -> Callable[[fx.Node], OpFlops]
 
 
 def _solve_triangular(node: fx.Node) -> OpFlops:
-    """torch counts a triangular solve as nothing; the gradient of the matrix is a product of gradient and solution."""
+    """Count a triangular solve as nothing, as torch does; the matrix gets a product of gradient and solution."""
     given = passed(node)
     matrix, solution = _node(given["self"]), _shape_of(node)
     (*batch, rows, columns) = solution
@@ -149,7 +149,7 @@ def _attention(node: fx.Node) -> OpFlops:
 
 
 def _bitfield_attention(node: fx.Node) -> OpFlops:
-    """By the pairs that the words show, where their values are known; else by all pairs, as for a dense mask."""
+    """Count by the visible pairs of the words if their values are known; else by all pairs, as for a dense mask."""
     given = passed(node)
     operands = tuple(_node(given[name]) for name in ("q", "k", "v"))
     q, k, v = (tensors(operand)[0] for operand in operands)
@@ -163,7 +163,7 @@ def _bitfield_attention(node: fx.Node) -> OpFlops:
 
 
 def _mask(given: Mapping[str, object]) -> tuple[torch.Tensor | None, ...]:
-    """Words, positions, and those of keys. Positions without values, of tokens in their own order, are None: 0, 1, 2, ..."""
+    """Return words and positions of queries, then of keys. Positions in natural order (0, 1, 2, ...) are None."""
     nodes = [_node(given[name]) for name in ("words", "positions", "kv_words", "kv_positions")]
     return tuple(None if node.target is token_positions else tensors(node)[0] for node in nodes)
 
@@ -182,7 +182,9 @@ def _packed_attention(node: fx.Node) -> OpFlops:
 
 
 def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
-    """Segment lengths: real ones if `cu_seqlens` is made of constants of the graph, else as equal as can be. [Approximation]
+    """Segment lengths: real ones if `cu_seqlens` is made of constants of the graph, else as equal as can be.
+
+    [Approximation]
 
     Equal lengths give the least work for that many segments; windows of one size, the usual case, are close to it.
     """
@@ -276,7 +278,7 @@ def attention_lengths(node: fx.Node) -> tuple[Shape, Shape] | None:
 
 
 def keys_and_values(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What an attention op attends to; nothing for other ops."""
+    """Return the keys and values of an attention op; nothing for other ops."""
     if op_name(node) not in ATTENTION:
         return ()
     given = passed(node)

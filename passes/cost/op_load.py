@@ -1,4 +1,4 @@
-"""How the work of a node grows with the load of its component, and what load a component had when it was captured.
+"""Growth of a node's work with the load of its component, and the load of a component in the capture.
 
 One capture has one size. Which part of a node's work is fixed, grows with the rows of a microbatch, or with the pairs
 of rows that see each other, is decided from its op, its operands and its shapes; where the graph has size symbols,
@@ -30,7 +30,7 @@ _JOINS = aten_ops("cat stack")
 
 
 class Growth(IntEnum):
-    """What an amount is proportional to."""
+    """Load term that an amount is proportional to."""
 
     FIXED = 0
     TOKENS = 1
@@ -39,7 +39,7 @@ class Growth(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """What attends within a component: images, sounds, samples."""
+    """Sequences that attend within a component: images, sounds, samples."""
 
     lengths: tuple[int, ...]
 
@@ -52,8 +52,9 @@ class Sequences:
 def captured_sequences(graph: ModelGraph, components: Mapping[str, list[fx.Node]]) -> dict[str, Sequences]:
     """The sequences of every component in the captured batch.
 
-    Those of its widest self-attention (so a tower with windows and full attention has images, not windows). A projector,
-    and a component without attention, has those of what feeds it; one that nothing feeds has the rows it hands on.
+    Those of its widest self-attention (so a tower with windows and full attention has images, not windows). A
+    projector, and a component without attention, has those of what feeds it; one that nothing feeds has the rows it
+    hands on.
 
     Args:
         graph: the captured graph.
@@ -98,7 +99,10 @@ def _pairs(lengths: tuple[int, ...]) -> int:
 
 
 def _self_lengths(node: fx.Node) -> tuple[int, ...] | None:
-    """Lengths of the sequences that attend to themselves in a node: an attention op, or the softmax of written-out scores."""
+    """Return lengths of the sequences that attend to themselves in a node.
+
+    Attention, or softmax of written-out scores.
+    """
     lengths = attention_lengths(node)
     if lengths is not None:
         queries, keys = lengths
@@ -125,9 +129,10 @@ class Growths:
     """Decides growth for nodes read or made in one component."""
 
     def __init__(self, sequences: Sequences, fixed: set[fx.Node]) -> None:
-        """
+        """Prepare to find the growth of nodes.
+
         Args:
-            sequences: of the component.
+            sequences: sequences of the component.
             fixed: nodes made of parameters, buffers and constants only.
         """
         self._count = len(sequences.lengths)
@@ -136,7 +141,7 @@ class Growths:
         self._known: dict[fx.Node, Growth] = {}
 
     def size(self, node: fx.Node) -> Growth:
-        """How the tensors of a node grow."""
+        """Return the growth of a node's tensors."""
         pending = [node]
         while pending:  # not recursive: graphs are deep
             current = pending[-1]
@@ -153,7 +158,7 @@ class Growths:
         return node.all_input_nodes if node.op == "call_function" and node not in self._fixed else ()
 
     def work(self, node: fx.Node) -> Growth:
-        """How the FLOPs of a node grow."""
+        """Return the growth of a node's FLOPs."""
         if node in self._fixed:
             return self.size(node)
         lengths = attention_lengths(node)
@@ -196,7 +201,7 @@ class Growths:
         return Growth.TOKENS if has_rows else Growth.FIXED
 
     def _may_be_pairs(self, node: fx.Node) -> bool:
-        """Whether two dims of a node have the length of a sequence."""
+        """Return whether two dims of a node have the length of a sequence."""
         if node.meta.get("val") is None:
             return False
         shapes = [concrete_shape(tensor) for tensor in tensors(node)]
@@ -205,7 +210,7 @@ class Growths:
 
 @cache
 def _by_symbols(shape: Shape) -> Growth | None:
-    """By the number of elements when a size symbol doubles; None without symbols."""
+    """Return the growth of the number of elements when a size symbol doubles; None without symbols."""
     count = sympy.sympify(prod(shape))
     symbols = sorted(count.free_symbols, key=str)
     if not symbols:

@@ -1,4 +1,4 @@
-"""Which tensors a node keeps for its backward, and whether it launches a kernel. [Approximation, by class of op]
+"""Tensors that a node keeps for its backward, and whether it launches a kernel (approximation, by class of op).
 
 Autograd decides what is saved inside C++ formulas that cannot be asked without running them. The classes below restate
 `derivatives.yaml` of torch 2.13 for the ops that models consist of; an op in no class is taken to save its float
@@ -155,7 +155,7 @@ def _memory_owner(node: fx.Node) -> fx.Node:
 
 
 def _extra_bytes(node: fx.Node) -> Iterable[tuple[fx.Node, int]]:
-    """What an op computes and keeps beside its inputs and result, each with a node that grows as it does."""
+    """Return tensors that an op computes and keeps beside inputs and result, each with a node of the same growth."""
     name = op_name(node)
     values = tensors(node)
     if name in _ROW_STATISTICS:

@@ -17,20 +17,21 @@ from mmcompile.passes.values import written
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputed(Analysis[Mapping[Place, Recompute]]):
-    """What each layer computes again; layers that compute nothing again are absent.
+    """Recomputation of each layer; layers that recompute nothing are absent.
 
-    Of the layers asked to, only those whose backward has a product, a convolution or attention do: in others (an embedding, a
-    slice) there is next to nothing to win, and one without gradient keeps nothing anyway. That is what the memory model counts
-    on (`mmcompile.costmodel.memory`). Layers that change a buffer (running statistics) must not run twice.
+    Only layers whose backward has a product, a convolution or attention recompute: others (an embedding, a slice) have
+    next to nothing to win, and one without gradient keeps nothing anyway. The memory model assumes the same
+    (`mmcompile.costmodel.memory`). Layers that change a buffer (running statistics) must not run twice.
     """
 
     name: ClassVar[str] = "recomputed"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 
     modes: Mapping[Place, Recompute] = field(default_factory=dict)
-    """What is asked of each layer; nothing of those absent."""
+    """Requested mode of each layer; absent layers recompute nothing."""
 
     def run(self, graph: ModelGraph) -> Mapping[Place, Recompute]:
+        """Return the mode of each layer that recomputes."""
         if all(mode == "none" for mode in self.modes.values()):
             return {}
         trainable = trainable_names(graph)

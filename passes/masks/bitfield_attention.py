@@ -9,7 +9,8 @@ becomes
     call = mmcompile.bitfield_attention(q, k, v, words, positions, words, positions, scale, window, impl)
     out = call[0]
 
-and what made the mask leaves the graph. A mask that words cannot say is left alone, and `ModelGraph.rewrites` says why.
+and the computation of the mask leaves the graph. A mask that words cannot express is left alone, with the reason in
+`ModelGraph.rewrites`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _LEVELS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BitfieldAttention(Rewrite):
-    """Rewrites the self-attention of language models whose masks words can say.
+    """Rewrites the self-attention of language models whose masks words can express.
 
     Raises (in `run`):
         ConfigError: a component is not there.
@@ -66,6 +67,7 @@ class BitfieldAttention(Rewrite):
             )
 
     def run(self, graph: ModelGraph) -> ModelGraph:
+        """Return the graph with bitfield attention."""
         components = self._components(graph)
         made = copied(graph)
         calls = [node for node in made.module.graph.nodes if _called(node) == _ATTENTION]
@@ -96,7 +98,7 @@ class BitfieldAttention(Rewrite):
 
 
 def _called(node: fx.Node) -> str | None:
-    """What a call node calls; None for inputs, tensors and the output."""
+    """Return the target of a call node by name; None for inputs, tensors and the output."""
     return op_name(node) if node.op == "call_function" else None
 
 
@@ -110,7 +112,7 @@ class _Words:
 
 @final
 class _Work:
-    """What one run of the pass has made, and what it left."""
+    """State of one run of the pass: words made, and calls left alone."""
 
     def __init__(self, impl: str) -> None:
         self._impl = impl
@@ -134,7 +136,10 @@ class _Work:
         self._done.setdefault((component_of(call), words.words, formula.window), []).append(info(call).layer)
 
     def _words(self, call: fx.Node) -> tuple[MaskFormula, _Words]:
-        """What a call sees, and words that say it; a window that bounds islands is noted there for the check of them."""
+        """Return the mask formula of a call and words for it.
+
+        A window that bounds islands is noted there for their check.
+        """
         mask, causal, extent = given(call)["attn_mask"], given(call)["is_causal"], extent_of(given(call)["query"])
         if (mask, causal) not in self._masks:
             reader = Reader()
@@ -181,7 +186,7 @@ def _layers(layers: list[int]) -> str:
 
 
 def _check(call: fx.Node) -> None:
-    """Unrecognised says what the op cannot do, or why words of tokens cannot be a mask here."""
+    """Raise Unrecognised if the op has an unsupported option, or if words of tokens cannot be its mask."""
     arguments = given(call)
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if any(len(shape(x)) != 4 for x in (query, key, value)):
@@ -265,7 +270,7 @@ def _record_views(node: fx.Node) -> None:
 
 
 def _unexpanded(call: fx.Node, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Keys and values before their heads were repeated for every query head, if only this call reads the repeated ones."""
+    """Return keys and values before their heads were repeated, if no other call reads the repeated ones."""
     found = [_before_repeat(x, call) for x in (key, value)]
     if None in found or shape(found[0])[1] != shape(found[1])[1]:  # type: ignore[arg-type]
         return key, value

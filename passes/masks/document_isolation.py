@@ -1,9 +1,10 @@
 """`documents_meet`: whether tokens of one packed document reach another, and where.
 
-Between the token embeddings and the loss every op must treat tokens alike (`mmcompile.passes.context_parallel.token_rules`),
-attention excepted: its mask is computed and must show no pair of two documents. What the model computes from integers for
-each token (masks, rotary tables, position ids, shifted labels) is computed again with the documents in another order, and
-with other tokens in one of them: a document must take its values along, or they depend on what else is in the row.
+Between the token embeddings and the loss every op must treat tokens alike
+(`mmcompile.passes.context_parallel.token_rules`), attention excepted: its mask is computed and must show no pair of two
+documents. What the model computes from integers for each token (masks, rotary tables, position ids, shifted labels) is
+computed again with the documents in another order, and with other tokens in one of them: a document must take its
+values along, or they depend on what else is in the row.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class _Work:
         self.picked[node] = places
 
     def _rows_stay(self, node: fx.Node, places: Sequence[fx.Node]) -> bool:
-        """Whether rows picked at `places` are still the same rows in what is made of them."""
+        """Return whether rows picked at `places` are still the same rows in the values computed from them."""
         if node in self.picked:
             pairs = list(zip(self.picked[node], places, strict=False))
             return len(pairs) == len(places) and all(self._equal(mine, its) for mine, its in pairs)
@@ -146,7 +147,7 @@ class _Work:
         return alike and all(self._rows_stay(source, places) for source in node.all_input_nodes)
 
     def _equal(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether two values computed from integers are the same in every batch."""
+        """Return whether two values computed from integers are the same in every batch."""
         ours, theirs = self._values(one), self._values(other)
         return ours is not None and theirs is not None and all(map(torch.equal, ours, theirs))
 
@@ -169,7 +170,7 @@ class _Work:
         return axis
 
     def _check_blocks(self, flow: TokenFlow, node: fx.Node, mask: fx.Node) -> None:
-        """The mask shows pairs of one document alone, and the same ones whatever else is in the row."""
+        """Check that the mask shows pairs of one document alone, independently of the rest of the row."""
         values = self._values(mask)
         if values is None:
             flow.refuse(node, f"its mask {mask.name} is made of activations")
@@ -184,7 +185,7 @@ class _Work:
                     )
 
     def _check_taken_along(self, value: fx.Node, axis: TokenAxis) -> None:
-        """The values of a document's tokens are the same wherever it stands, and whatever stands beside it."""
+        """Check that the values of a document's tokens do not depend on its place or on other documents."""
         values = self._values(value)
         where = info(value).module_path if value.op == "call_function" else ""
         name = f"{value.name} ({where or 'in the model itself'})"

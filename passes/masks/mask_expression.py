@@ -1,4 +1,4 @@
-"""What one element of a mask is: an expression over its place, batch row b, head h, query q and key k."""
+"""Expressions for one element of a mask over its place: batch row b, head h, query q and key k."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An elementwise operation: one of `add sub mul floor_divide remainder neg eq ne lt le gt ge and or not xor where to`."""
+    """An elementwise op: `add sub mul floor_divide remainder neg eq ne lt le gt ge and or not xor where to`."""
 
     op: str
     args: tuple[Expression, ...]
     dtype: torch.dtype
-    """Of the result."""
+    """Dtype of the result."""
     node: fx.Node = field(compare=False)
     """The node that applies it."""
     axes: frozenset[Axis] = field(compare=False)

@@ -1,4 +1,4 @@
-"""What a mask says, in the one form that words can: recognised by what it computes, whatever the model's spelling.
+"""Meaning of a mask in the one form that words can express, recognised from its computation in any spelling.
 
 visible(q, k) = valid(k) and documents(q) = documents(k) and (k <= q and q - k < window or islands(q) = islands(k))
 """
@@ -30,7 +30,7 @@ Test = tuple[Expression, bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskFormula:
-    """A mask that words can say. Expressions are per token."""
+    """A mask that words can express. Expressions are per token."""
 
     causal: bool
     valid: tuple[Test, ...] = ()
@@ -44,10 +44,10 @@ class MaskFormula:
 
 
 def recognise(mask: fx.Node | None, reader: Reader, *, causal: bool) -> MaskFormula:
-    """The formula of a mask [..., q, k], bool or added to scores; without a mask, of causal or full attention.
+    """Return the formula of a mask [..., q, k], bool or added to scores; without a mask, of causal or full attention.
 
     Raises:
-        Unrecognised: no words say it.
+        Unrecognised: no words can express it.
     """
     if mask is None:
         return MaskFormula(causal=causal)
@@ -65,7 +65,7 @@ def recognise(mask: fx.Node | None, reader: Reader, *, causal: bool) -> MaskForm
 
 
 def _of_keys(claims: frozenset[Claim]) -> frozenset[Claim]:
-    """What holds of an id that query and key have in common is said of the key."""
+    """Turn claims about an id that query and key share into claims about the key."""
     ids = [claim.of for claim in claims if claim.kind == "same" and claim.positive]
     return frozenset(
         Claim("holds", f.positive, of=f.of, axis="k")
@@ -126,7 +126,7 @@ def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -
 
 
 def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ...], int | None]:
-    """What holds of every visible pair: documents, tests of valid keys, and a window that bounds islands too."""
+    """Return conditions of every visible pair: documents, tests of valid keys, and a window that bounds islands too."""
     same = [claim for claim in claims if claim.kind == "same"]
     reach = [claim for claim in claims if claim.kind == "reach"]
     keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
@@ -142,7 +142,7 @@ def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ..
 
 
 def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
-    """Ids of islands, and the tests that say which tokens are in one."""
+    """Return ids of islands, and the tests of the tokens that are in one."""
     same = [claim for claim in claims if claim.kind == "same"]
     keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
     queries = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "q"}

@@ -59,7 +59,7 @@ class Extent:
 
 
 def extent_of(query: fx.Node) -> Extent:
-    """Of queries [batch, heads, tokens, dim]."""
+    """Return the extent of queries [batch, heads, tokens, dim]."""
     sizes, symbolic = shape(query), _symbolic(query)
     return Extent(sizes=(sizes[0], sizes[2]), symbolic=(symbolic[0], symbolic[2]))
 
@@ -191,7 +191,7 @@ class NodeMaker:
         return self._call(aten.unsqueeze.default, found, -1) if kept == [_TOKENS[0]] else found
 
     def _first(self, node: fx.Node, dim: int, axis: int, size: int | sympy.Expr) -> fx.Node:
-        """As many of a dim as there are rows or tokens: only those are read of an input that may hold more."""
+        """Slice a dim to the number of rows or tokens: an input may hold more than are read."""
         if str(size) == str(self._extent.symbolic[axis]):
             return node
         return self._call(aten.slice.Tensor, node, dim, 0, self._size(axis))

@@ -33,11 +33,11 @@ _COMPARISONS = ("lt", "le", "gt", "ge")
 
 
 def with_places(expression: Expression, reader: Reader) -> tuple[Expression, Expression | None]:
-    """A mask whose comparisons of positions are comparisons of places.
+    """Return a mask whose comparisons of positions are comparisons of places.
 
     Returns:
-        The mask, and what tells documents apart, per token: for pairs of equal documents alone the mask is as it was. None if
-        the mask is returned as it came.
+        The mask, and document ids per token: only for pairs of equal documents the mask is as it was. None if the mask
+        is returned unchanged.
     """
     for documents, positions in _documents(expression, reader):
         found = _replaced(expression, positions)
@@ -63,7 +63,10 @@ def _sides(left: Expression, right: Expression) -> bool:
 
 
 def _counted(node: fx.Node, reader: Reader) -> Expression | None:
-    """`p`, per token, of a node cumsum(diff(p) != 1) along the last dim; what stands before the first token does not matter."""
+    """Return `p`, per token, of a node cumsum(diff(p) != 1) along the last dim.
+
+    The value before token 0 does not matter.
+    """
     if _name(node) != "aten.cumsum" or not _last(node):
         return None
     unequal = node.all_input_nodes[0]

@@ -1,7 +1,7 @@
 """`Reader`: from a mask's node to the expression of one of its elements.
 
-A node's dims are indexed from the mask down to what it is made of: views, expansions, slices, casts and look-ups by `arange`
-disappear, and what stays are comparisons of positions and of values per token, however the model spelled them.
+A node's dims are indexed from the mask down to what it is made of: views, expansions, slices, casts and look-ups by
+`arange` disappear, and what stays are comparisons of positions and of values per token, however the model spelled them.
 
     expand(unsqueeze(arange)) <= unsqueeze(arange)   ->   le(k, q)
     mask[arange(B)[:, None], arange(T)]              ->   mask[b, k]
@@ -52,7 +52,7 @@ class Reader:
         return self._known[key]
 
     def per_token(self) -> Iterator[tuple[Expression, fx.Node, Places]]:
-        """What was read of nodes at plain places [b, t] and the like."""
+        """Yield expressions of nodes read at plain places, as [b, t]."""
         for (node, index), expression in self._known.items():
             places = tuple(map(per_token, index))
             if Index("t") in places and not isinstance(expression, (Index, Number)):
@@ -203,7 +203,7 @@ def _plain(place: Expression) -> Expression:
 
 
 def _triangle(reader: Reader, node: fx.Node, index: Places) -> Expression:
-    """tril keeps column <= row + diagonal, triu column >= row + diagonal."""
+    """Read tril, which keeps column <= row + diagonal, or triu: column >= row + diagonal."""
     limit = applied("add", (index[-2], Number(given(node)["diagonal"])), node, torch.int64)
     inside = applied("le" if "tril" in op_name(node) else "ge", (index[-1], limit), node, torch.bool)
     return applied("where", (inside, reader.at(_source(node), index), Number(0)), node)
@@ -218,7 +218,7 @@ def _arange(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
 
 
 def _filled(value: bool | int | float | None) -> Rule:
-    """A factory: all elements are `value`, or the argument that says what to fill with."""
+    """Make the rule of a factory: all elements are `value`, or its fill argument."""
 
     def rule(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)

@@ -33,12 +33,12 @@ class PackedBatch:
         return torch.cat([torch.full((self.lengths[number],), number) for number in self.order])
 
     def rows_of(self, number: int) -> torch.Tensor:
-        """Where the tokens of a document stand in the row."""
+        """Return the positions of a document's tokens in the row."""
         return (self.document_of() == number).nonzero()[:, 0]
 
 
 def block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
-    """What the tokens of a document see of each other."""
+    """Return the part of a mask between the tokens of one document."""
     rows = batch.rows_of(number)
     return mask.index_select(-1, rows).index_select(-2, rows)
 
@@ -62,8 +62,8 @@ def by_token(
 def evaluated(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: dict[fx.Node, Any]) -> Any:
     """A value computed from integer inputs and the model's constants; None if it needs more.
 
-    A constant without values (of a model that is only a configuration) gets arbitrary ones: what is asked is whether a document
-    takes its values along, and not which they are.
+    A constant without values (of a model that is only a configuration) gets arbitrary ones: what is asked is whether a
+    document takes its values along, and not which they are.
     """
     needed: set[fx.Node] = set()
     waiting = [node]

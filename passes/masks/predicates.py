@@ -1,4 +1,4 @@
-"""When an expression is true, as alternatives of claims about a query and a key (a disjunctive normal form)."""
+"""Conditions of an expression, in disjunctive normal form: alternatives of claims about a query and a key."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mmcompile.passes.masks.mask_expression import (
 from mmcompile.passes.values import op_name
 
 HIDDEN = -1e4
-"""A bias of this or less hides a key: its weight is below what any float format holds beside a visible one. [Empirical]"""
+"""Bias at or below which a key is hidden: its weight vanishes in any float format beside a visible one. [Empirical]"""
 _MAX_ALTERNATIVES = 64
 
 
 class Unrecognised(Exception):
-    """A mask is not of the form; the text says which part is not."""
+    """A mask is not of the form; the text names the part that is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,10 @@ CAUSAL = Claim("reach", True, 0)
 
 
 def holds(expression: Expression, positive: bool = True) -> Alternatives:
-    """When an expression is true (or not 0); with `positive` off, when it is not."""
+    """Return the conditions under which an expression is true (or not 0).
+
+    With `positive` off, under which it is not.
+    """
     match expression:
         case Number(value):
             return _TRUE if bool(value) == positive else _FALSE
@@ -150,7 +153,7 @@ def _compared(op: str, left: Expression, right: Expression, whole: Apply, positi
 
 
 def _non_negative(form: Form, whole: Apply, positive: bool) -> Alternatives:
-    """When a linear form of places is 0 or more, which `whole` says too."""
+    """Return the conditions under which a linear form of places is 0 or more; `whole` is the same as an expression."""
     factors, constant = form
     if all(factor > 0 for factor in factors.values()) and constant >= 0:
         return _TRUE if positive else _FALSE
@@ -178,7 +181,7 @@ def _compared_numbers(op: str, values: tuple[Expression, ...], whole: Apply, pos
 
 
 def unbiased(expression: Expression) -> Alternatives:
-    """Where a bias on the scores is 0; elsewhere it must hide."""
+    """Return the conditions under which a bias on the scores is 0; elsewhere it must hide."""
     visible = _FALSE
     for condition, (value,) in _cases((expression,)):
         if not isinstance(value, Number) or not (value.value == 0 or value.value <= HIDDEN):

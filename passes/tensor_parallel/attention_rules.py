@@ -24,6 +24,7 @@ def attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def packed_attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Shard packed attention by heads."""
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
     return _by_heads(flow, node, query, (key, value), grouped=True)
 
@@ -75,8 +76,8 @@ def _by_heads(
 def heads_read(num_queries: int, num_heads: int, count: int) -> tuple[int, ...]:
     """Key/value heads that the query heads of rank 0 read, of rank 1, and so on, equally many for each rank.
 
-    Query head h reads head h * num_heads // num_queries. Where all of a rank read one head, that one is listed; else one for
-    each query head.
+    Query head h reads head h * num_heads // num_queries. Where all of a rank read one head, that one is listed; else
+    one for each query head.
     """
     each = num_queries // count
     read = [head * num_heads // num_queries for head in range(num_queries)]

@@ -17,8 +17,8 @@ from mmcompile.passes.values import tensors
 def add_borders(graph: ModelGraph, degrees: Mapping[str, int], group: str) -> ModelGraph:
     """Keep gradients whole where components of degree above 1 meet others.
 
-    Ranks of the consumer each send back a gradient, all the whole one: `tp_enter` makes that of all but one zero, so that their
-    sum is right whatever their number. The sum reaches one rank of the producer: `tp_exit` gives it to all.
+    Each rank of the consumer sends back the whole gradient: `tp_enter` zeroes it on all but one, so that their sum is
+    right for any number of ranks. The sum reaches one rank of the producer: `tp_exit` gives it to all.
     """
     exits: dict[fx.Node, fx.Node] = {}
     enters: dict[tuple[fx.Node, str, int], fx.Node] = {}

@@ -1,4 +1,4 @@
-"""What sharding needs to know of a graph: projections (products with a weight) and what carries gradient."""
+"""Facts of a graph that sharding needs: projections (products with a weight) and values that carry gradient."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def _projection(source: object, weight: object, bias: object, output_dim: int) -
 
 
 def num_outputs(node: fx.Node) -> int:
-    """Of a projection."""
+    """Return the number of outputs of a projection."""
     return int(tensors(node)[0].shape[-1])
 
 
 @dataclass(kw_only=True, slots=True)
 class GraphFacts:
-    """Of a whole graph whose `carries_gradient` is set; computed once, for every degree."""
+    """Facts of a whole graph whose `carries_gradient` is set; computed once, for every degree."""
 
     graph: ModelGraph
     layers: Mapping[tuple[str, int], Sequence[fx.Node]] = field(init=False)
@@ -89,7 +89,7 @@ class GraphFacts:
         self.losses = tuple(node for node in self.graph.module.graph.nodes if node.target is token_loss)
 
     def carries(self, node: fx.Node) -> bool:
-        """Whether gradient is asked of a value."""
+        """Return whether a value carries gradient."""
         if node.op == "get_attr":
             return node.target in self._trainable
         return node.op == "call_function" and info(node).carries_gradient
@@ -97,7 +97,7 @@ class GraphFacts:
 
 @dataclass(kw_only=True, slots=True)
 class LayerFacts:
-    """Of one layer."""
+    """Facts of one layer."""
 
     whole: GraphFacts
     nodes: Sequence[fx.Node]
@@ -120,13 +120,15 @@ class LayerFacts:
         }
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Of a tensor in the captured batch."""
+        """Return the shape of a tensor in the captured batch."""
         return tuple(int(size) for size in tensors(node)[0].shape)
 
     def is_parameter(self, node: fx.Node) -> bool:
+        """Return whether a node is a parameter."""
         return node.op == "get_attr" and node.target in self.whole.parameters
 
     def carries(self, node: fx.Node) -> bool:
+        """Return whether a value carries gradient."""
         return self.whole.carries(node)
 
     def projections_of(self, value: fx.Node, count: int) -> list[fx.Node]:
@@ -145,7 +147,7 @@ class LayerFacts:
         return list(found)
 
     def place(self, node: fx.Node) -> str:
-        """Where a node is, for messages."""
+        """Return the layer of a node, for messages."""
         note = info(node)
         return f"layer {note.layer} of {note.component}"
 

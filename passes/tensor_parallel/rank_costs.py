@@ -1,7 +1,9 @@
-"""`rank_parts`: what one of the ranks that share a component's tensors has of each layer's cost, measured on the sharded graph.
+"""`rank_parts`.
 
-Values between products (residuals, norms) stay whole on every rank, products and what is between a pair of them do not, and
-exchanges copy: nothing of that is assumed, but counted by the cost pass on the graph that the ranks run.
+What one of the ranks that share a component's tensors has of each layer's cost, measured on the sharded graph.
+
+Values between products (residuals, norms) stay whole on every rank, products and what is between a pair of them do not,
+and exchanges copy: nothing of that is assumed, but counted by the cost pass on the graph that the ranks run.
 """
 
 from __future__ import annotations

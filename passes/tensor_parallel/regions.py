@@ -1,8 +1,8 @@
-"""`sharding`: which parts of a component's layers can be sharded at a degree, and why the others stay whole.
+"""`sharding`: parts of a component's layers that can be sharded at a degree, with reasons for the others.
 
-A region starts at one projection. Where its sharded result meets a whole value that another projection of the layer made, that
-one joins (keys join queries, up joins gate); where a projection that joined cannot go on, it leaves again and its result is cut
-into parts instead (key/value heads fewer than ranks).
+A region starts at one projection. Where its sharded result meets a whole value that another projection of the layer
+made, that one joins (keys join queries, up joins gate); where a projection that joined cannot be followed, it leaves
+again and its result is cut into parts instead (key/value heads fewer than ranks).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Kept:
 
 @dataclass(kw_only=True, slots=True)
 class Sharding:
-    """Of one component at one degree."""
+    """Sharding of one component at one degree."""
 
     component: str
     count: int
@@ -152,7 +152,7 @@ def _origins(flow: ShardFlow, node: fx.Node) -> set[fx.Node]:
 
 
 def _telling(refusals: list[Refusal]) -> Refusal:
-    """The refusal that tells a user most: a number that does not divide, if that is what it is; else the last."""
+    """Return the most informative refusal: a number that does not divide, if there is one; else the last."""
     uneven = [refusal for refusal in refusals if refusal.indivisible]
     return uneven[-1] if uneven else refusals[-1]
 

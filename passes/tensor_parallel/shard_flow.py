@@ -1,6 +1,6 @@
-"""`ShardFlow`: follows sharded dims through one layer, from the projections that make them to those that take them in.
+"""`ShardFlow`: follows sharded dims through one layer, from column projections to row projections.
 
-It is an attempt over a graph that stays as it is: what would have to change is written down, and a rule that cannot go on raises
+It is an attempt over a graph that stays as it is: the changes to make are recorded, and a rule that fails raises
 `Refusal`. Values of a sharded region are parts (`TensorShard`); all others are whole, the same on every rank.
 """
 
@@ -17,7 +17,7 @@ from mmcompile.passes.tensor_parallel.graph_facts import LayerFacts, projection
 from mmcompile.passes.values import op_name
 
 Shards = TensorShard | tuple[TensorShard | None, ...]
-"""Of a tensor, or of the items of a tuple (None: whole)."""
+"""Sharding of a tensor, or of the items of a tuple (None: whole)."""
 
 
 class Refusal(Exception):
@@ -135,7 +135,7 @@ class ShardFlow:
         self.weights[reader, parameter] = shard
 
     def shard_of(self, node: fx.Node) -> TensorShard:
-        """Of a sharded tensor that is no tuple."""
+        """Return the sharding of a sharded tensor that is no tuple."""
         found = self.shards[node]
         assert isinstance(found, TensorShard)
         return found

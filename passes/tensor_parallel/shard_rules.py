@@ -1,7 +1,7 @@
-"""What each op does to a sharded dim: a table from op name to rule, and the rules that are not about views.
+"""Effect of each op on a sharded dim: a table from op name to rule, and the rules that are not about views.
 
-A rule is asked only if some input is sharded. It returns which dim of the result is sharded, asks that other inputs be sharded
-alike where they meet it, and refuses what works across the parts.
+A rule is asked only if some input is sharded. It returns which dim of the result is sharded, asks that other inputs be
+sharded alike where they meet it, and refuses what works across the parts.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
-    """Rows of the left factor, columns of the right one, a batch dim of both; or a projection that takes the sharded dim in."""
+    """Shard rows of the left factor, columns of the right one, or a batch dim of both; or contract the sharded dim."""
     found = projection(node)
     if found is not None and found.source in flow.shards:
         shard = flow.shard_of(found.source)

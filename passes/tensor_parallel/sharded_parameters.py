@@ -1,11 +1,12 @@
 """`ShardedParameters`: lets the replicas of a component share its parameters, of which each then holds a part (FSDP).
 
-Every rank keeps rows 1/n of each large parameter, with gradient and optimizer state of these rows only. In front of the first
-reader in each layer a node `gather_parameter` makes the whole parameter; its backward adds up the gradients of all replicas and
-leaves each its rows. Where the ranks of a replica share the tensor already (tensor parallelism), "whole" is what one of them
-computes with, which its replicas share along the same dim. The nodes belong to the layer that reads, so they are in its function:
-where a layer is computed again in the backward, it gathers again; where it is not, its backward does, as it reads the parameter
-(`mmcompile.kernels.sharded_parameters.regather`). Either way no whole parameter outlives the layer.
+Every rank keeps rows 1/n of each large parameter, with gradient and optimizer state of these rows only. In front of the
+first reader in each layer a node `gather_parameter` makes the whole parameter; its backward adds up the gradients of
+all replicas and leaves each its rows. Where the ranks of a replica share the tensor already (tensor parallelism),
+"whole" is what one of them computes with, which its replicas share along the same dim. The nodes belong to the layer
+that reads, so they are in its function: where a layer is computed again in the backward, it gathers again; where it is
+not, its backward does, as it reads the parameter (`mmcompile.kernels.sharded_parameters.regather`). Either way no whole
+parameter outlives the layer.
 
 Frozen parameters are shared as well; they are gathered, and have no gradients to add up.
 
@@ -35,10 +36,10 @@ from mmcompile.passes.values import tensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedParameters(Rewrite):
-    """Spreads the parameters of components over their replicas, by rows (dim 0), or along the dim that ranks share already.
+    """Shards parameters of components over their replicas, by rows (dim 0), or along the dim that ranks shard already.
 
-    These stay whole on every replica: vectors (norms, biases), of which there is next to nothing and which would cost a message
-    each; parameters that do not divide; and what a component of another number of replicas has too.
+    These stay whole on every replica: vectors (norms, biases), of which there is next to nothing and which would cost a
+    message each; parameters that do not divide; and what a component of another number of replicas has too.
 
     Raises (in `run`):
         ConfigError: no such component.
@@ -63,6 +64,7 @@ class ShardedParameters(Rewrite):
                 raise ConfigError(f"{name} has {degree} replicas, and parameters are shared by 2 or more: leave it out")
 
     def run(self, graph: ModelGraph) -> ModelGraph:
+        """Return the graph with parameters sharded over replicas."""
         names = [component.name for component in graph.components]
         for name, _ in self.degrees:
             if name not in names:
@@ -113,7 +115,7 @@ class ShardedParameters(Rewrite):
 
 
 def _before(graph: ModelGraph, spec: ParameterSpec) -> TensorShard:
-    """How ranks of a replica share a parameter."""
+    """Return the tensor-parallel sharding of a parameter."""
     return graph.shards.get(spec.name) or TensorShard(dim=0, blocks=(spec.shape[0],), count=1)
 
 
@@ -124,11 +126,11 @@ def _shared(shape: Sequence[int], shard: TensorShard) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parameters:
-    """Those that a component reads."""
+    """Parameters that a component reads."""
 
     shared: Sequence[ParameterSpec]
     whole: Sequence[tuple[ParameterSpec, str]] = field(default=())
-    """And why."""
+    """Parameters that stay whole, with the reason."""
 
     @classmethod
     def of(cls, facts: GraphFacts, component: str, degrees: Mapping[str, int]) -> _Parameters:

@@ -23,10 +23,10 @@ from mmcompile.passes.tensor_parallel.tensor_shares import tensor_shares
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorAxes:
-    """Of one component."""
+    """Tensor-parallel degrees of one component."""
 
     degrees: tuple[int, ...]
-    """Legal ones, 1 first: those at which all its attention heads are sharded, and all projections that any degree shards."""
+    """Legal degrees, 1 first: they shard all attention heads, and all projections that any degree shards."""
     reasons: Mapping[int, str]
     """Degree -> why it is not legal."""
     shares: Mapping[int, float]
@@ -34,16 +34,16 @@ class TensorAxes:
     kept: Mapping[int, tuple[str, ...]]
     """Legal degree -> what stays whole and why, one line each."""
     layers: Mapping[int, tuple[TensorShare, ...]] = field(default_factory=dict)
-    """Degree above 1, legal or not -> what each layer's ranks exchange for the captured batch, compute and hold in parts."""
+    """Degree above 1, legal or not -> each layer's exchanges, and a rank's shares of it, for the captured batch."""
 
 
 def tensor_axes(graph: ModelGraph, max_degree: int = 16, costs: CostTable | None = None) -> Mapping[str, TensorAxes]:
-    """Component -> its degrees among 1, 2, 4, ... up to `max_degree`.
+    """Return component -> its degrees among 1, 2, 4, ... up to `max_degree`.
 
     Args:
         graph: with `carries_gradient` set (pass gradient-flow); not changed. Tensors may be fake.
         max_degree: most ranks that can share a component's weights.
-        costs: of the graph; with them `layers` say what a rank has of each.
+        costs: costs of the graph; with them `layers` have a rank's share of each.
     """
     facts = GraphFacts(graph=graph)
     names = [component.name for component in graph.components]
@@ -104,12 +104,12 @@ def _illegal(facts: GraphFacts, sharding: Sharding, found: Mapping[int, Sharding
 
 
 def _projections(sharding: Sharding) -> set[fx.Node]:
-    """Those that a degree shards, without the head over the vocabulary."""
+    """Return the projections that a degree shards, without the head over the vocabulary."""
     return {node for region in sharding.regions if not region.losses for node in (*region.columns, *region.sums)}
 
 
 def _shares_heads(node: fx.Node, sharding: Sharding) -> bool:
-    """Whether it makes keys or values of fewer heads than ranks, of which every rank takes those it needs."""
+    """Return whether a projection makes fewer key or value heads than ranks, so that ranks share heads."""
     taken = {value for region in sharding.regions for _, value in (*region.heads, *region.parts)}
     waiting, seen = [node], set[fx.Node]()
     while waiting:

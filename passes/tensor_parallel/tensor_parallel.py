@@ -1,12 +1,13 @@
 """`TensorParallel`: lets several ranks run a component together, each with a part of its large weights.
 
-Column projections (queries, keys, values, gate, up) are sharded in their outputs, row projections (attention output, down) in
-their inputs; between them every rank computes its own heads and its own hidden units, and the sum over ranks behind each row
-projection is whole again. Token embedding and head are sharded over the vocabulary, where the loss is ours. Whatever else the
-component computes, norms, routers, experts, is computed by all ranks alike, so that a stage may end between any two layers.
+Column projections (queries, keys, values, gate, up) are sharded in their outputs, row projections (attention output,
+down) in their inputs; between them every rank computes its own heads and its own hidden units, and the sum over ranks
+behind each row projection is whole again. Token embedding and head are sharded over the vocabulary, where the loss is
+ours. All else (norms, routers, experts) is computed by all ranks alike, so that a stage may end between any two layers.
 
-All ranks run the same graph: nodes `tp_*` (`mmcompile.kernels.tensor_parallel`) ask the group for the rank. Gradients of whole
-parameters are whole, and equal, on every rank; those of sharded ones are of the rank's part (`ModelGraph.shards`).
+All ranks run the same graph: nodes `tp_*` (`mmcompile.kernels.tensor_parallel`) ask the group for the rank. Gradients
+of whole parameters are whole, and equal, on every rank; those of sharded ones are of the rank's part
+(`ModelGraph.shards`).
 
 Source: Megatron-LM (arXiv 1909.08053, section 3), without its sequence parallelism.
 """
@@ -66,6 +67,7 @@ class TensorParallel(Rewrite):
             )
 
     def run(self, graph: ModelGraph) -> ModelGraph:
+        """Return the graph for the ranks of each component."""
         degrees = self._degrees(graph)
         made = copied(graph)
         facts = GraphFacts(graph=made)
@@ -127,7 +129,7 @@ def _where(node: fx.Node) -> str:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether an op draws random numbers as it is called: a dropout that is off does not."""
+    """Return whether an op draws random numbers as it is called: a dropout that is off does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     if op_name(node) == "aten.scaled_dot_product_attention":

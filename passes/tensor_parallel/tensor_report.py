@@ -15,7 +15,10 @@ _PRODUCTS = ("mm", "matmul", "einsum", "conv", "index")
 
 
 def summary(facts: GraphFacts, sharding: Sharding) -> str:
-    """`language_model over 2 ranks: 21 column and 8 row projections, heads of 4 attention ops, embedding; whole: ...`."""
+    """Summarize: `language_model over 2 ranks: 21 column and 8 row projections, heads of 4 attention ops; whole.
+
+    ...`.
+    """
     columns = sum(len(region.columns) for region in sharding.regions)
     rows = sum(len(region.sums) for region in sharding.regions)
     parts = [f"{columns} column and {rows} row projections"]
@@ -32,7 +35,7 @@ def summary(facts: GraphFacts, sharding: Sharding) -> str:
 
 
 def kept_lines(facts: GraphFacts, sharding: Sharding) -> list[str]:
-    """`model.layers.*.mlp.gate (4): aten.softmax works along the sharded dim`, projections first, then weights that are none."""
+    """List whole parts: `model.layers.*.mlp.gate (4): aten.softmax works along the sharded dim`, projections first."""
     names: Counter[tuple[str, str]] = Counter()
     for kept in sharding.kept:
         names[_pattern(info(kept.node).module_path) or op_name(kept.node), kept.reason] += 1

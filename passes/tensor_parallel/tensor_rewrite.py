@@ -31,7 +31,7 @@ _REARRANGES = aten_ops(
 
 @dataclass(kw_only=True, slots=True)
 class ShardRewriter:
-    """Changes nodes of one graph; what parameters become is told by `shards`."""
+    """Changes nodes of one graph; `shards` holds the sharding of its parameters."""
 
     facts: GraphFacts
     group: str
@@ -229,7 +229,7 @@ def _localize(node: fx.Node, shards: Shards) -> None:
 
 
 def _run(node: fx.Node) -> Any:
-    """What a view makes of recorded values, which hold no data."""
+    """Return the result of a view on recorded values, which hold no data."""
     given = pytree.tree_map_only(torch.device, lambda _: _META, (node.args, dict(node.kwargs)))
     args, kwargs = fx.map_arg(given, lambda source: pytree.tree_map_only(torch.Tensor, _on_meta, source.meta["val"]))
     assert callable(node.target)

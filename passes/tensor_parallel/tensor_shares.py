@@ -1,4 +1,4 @@
-"""`tensor_shares`: what ranks that share tensors exchange in each layer and hold in parts, known before anything is rewritten."""
+"""`tensor_shares`: exchanges of tensor-parallel ranks in each layer, and their shares of it, before any rewrite."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LOSS_NUMBERS = 3
 def tensor_shares(
     facts: GraphFacts, sharding: Sharding, parts: Sequence[Parts] | None = None
 ) -> tuple[TensorShare, ...]:
-    """Of every layer of the component, for the captured batch.
+    """Return the share of every layer of the component, for the captured batch.
 
     Args:
-        parts: what a rank has of each layer's cost; None: nothing is known of it.
+        parts: a rank's share of each layer's cost; None: unknown.
     """
     component = facts.graph.component(sharding.component)
     sizes = {spec.name: spec for spec in facts.graph.parameters}
@@ -79,7 +79,7 @@ def _copies(region: ShardFlow) -> Iterable[fx.Node]:
 
 
 def _is_sent_away(facts: GraphFacts, node: fx.Node) -> bool:
-    """Whether another component sends a gradient back, which one rank gets and all need."""
+    """Return whether another component sends a gradient back, which one rank gets and all need."""
     own = info(node).component
     readers = [user for user in node.users if user.op == "call_function" and not info(user).shared]
     return facts.carries(node) and any(info(user).component != own and facts.carries(user) for user in readers)

@@ -50,6 +50,7 @@ def view(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def view_as(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Shard `view_as` like the value it reshapes."""
     value, other = node.args
     if not isinstance(value, fx.Node) or value not in flow.shards or not isinstance(other, fx.Node):
         raise Refusal(node, "its first argument is whole and the other is sharded")
@@ -74,9 +75,9 @@ def _local_sizes(flow: ShardFlow, node: fx.Node, wanted: Sequence[Any], dim: int
 
 
 def reshaped(flow: ShardFlow, node: fx.Node, value: fx.Node) -> TensorShard:
-    """Which dim of `node`, a view of `value`, is sharded, and in which blocks.
+    """Return the sharding of `node`, a view of `value`.
 
-    Of the dims that the view splits or merges together with the sharded one, flattened, elements of a block follow each other:
+    Flatten the dims that the view splits or merges with the sharded one: elements of a block are then consecutive,
     blocks * inner, once for each index of the outer dims. The same runs must be blocks of a dim of the result.
     """
     shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
@@ -112,7 +113,10 @@ def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int, 
 
 
 def _blocks(runs: tuple[int, ...], *, repeats: int, inner: int) -> tuple[int, ...]:
-    """Blocks of a dim with `repeats` outer and `inner` inner elements that flatten to `runs`; () if there are none such."""
+    """Return blocks of a dim with `repeats` outer and `inner` inner elements that flatten to `runs`.
+
+    () if none exist.
+    """
     period, rest = divmod(len(runs), repeats)
     one = runs[:period]
     if rest or one * repeats != runs or any(run % inner for run in one):
@@ -156,6 +160,7 @@ def piece(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int) 
 
 
 def slice_(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Keep the sharded dim of a slice of other dims; refuse a partial slice of it."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
@@ -167,6 +172,7 @@ def slice_(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def narrow(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Keep the sharded dim of a narrowing of other dims; refuse a partial narrowing of it."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
@@ -218,6 +224,7 @@ def glu(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def expand(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Expand with the local size of the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     dim = shard.dim + len(flow.facts.shape(node)) - len(flow.facts.shape(value))
@@ -228,6 +235,7 @@ def expand(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Follow the sharded dim through a transposition."""
     value = first(flow, node)
     shard, rank = flow.shard_of(value), len(flow.facts.shape(value))
     one, other = argument(node, "dim0") % rank, argument(node, "dim1") % rank
@@ -243,12 +251,14 @@ def matrix_transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def permute(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Follow the sharded dim through a permutation."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     return flow.shard(dims(node, len(flow.facts.shape(value))).index(shard.dim), shard.blocks)
 
 
 def repeat(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Repeat the blocks of the sharded dim."""
     value = first(flow, node)
     shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
     dim = shard.dim + len(new) - len(old)
@@ -256,6 +266,7 @@ def repeat(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def repeat_interleave(flow: ShardFlow, node: fx.Node) -> TensorShard:
+    """Repeat elements within the blocks of the sharded dim."""
     value = first(flow, node)
     shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
     if not isinstance(argument(node, "repeats"), int):

@@ -1,4 +1,4 @@
-"""Which look-ups are token embeddings, whose table can be sharded over the vocabulary."""
+"""Token embeddings among look-ups, whose table can be sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEEP_IDS = aten_ops(
 
 
 def embedding_shard(node: fx.Node, layer: LayerFacts, count: int) -> TensorShard | Refusal:
-    """How the table of an `aten.embedding` is sharded, or why not."""
+    """Return the sharding of an `aten.embedding`'s table, or the reason against it."""
     table, ids = argument(node, "weight"), argument(node, "indices")
     if not layer.is_parameter(table):
         return Refusal(node, "its table is computed, not a parameter")

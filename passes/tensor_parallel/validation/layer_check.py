@@ -1,12 +1,14 @@
-"""`check_shards`: before a sharded graph trains, whether the ranks of each of its layers compute what the whole layer computes.
+"""`check_shards`.
 
-One layer of every kind is cut out of both graphs and run forward and backward, all ranks in this process, with random weights,
-random values where other layers' floats come in, and random gradients where its values go out. What is computed from integers
-alone (masks, positions, rotary tables) must be legal, so it is computed, from the batch; and so are integers that come from other
-layers, from the random floats there.
+Before a sharded graph trains, whether the ranks of each of its layers compute what the whole layer computes.
 
-Layers run in float32; where that differs, again in float64, so that rounding alone raises no alarm (a router may pick another
-expert). Dropout is off. Nothing is drawn from torch's own random numbers.
+One layer of every kind is cut out of both graphs and run forward and backward, all ranks in this process, with random
+weights, random values where other layers' floats come in, and random gradients where its values go out. What is
+computed from integers alone (masks, positions, rotary tables) must be legal, so it is computed, from the batch; and so
+are integers that come from other layers, from the random floats there.
+
+Layers run in float32; where that differs, again in float64, so that rounding alone raises no alarm (a router may pick
+another expert). Dropout is off. Nothing is drawn from torch's own random numbers.
 """
 
 from __future__ import annotations
@@ -30,17 +32,19 @@ from mmcompile.passes.tensor_parallel.validation.random_values import RandomValu
 from mmcompile.passes.values import op_name, tensors
 
 _MOST_ELEMENTS = 1_000_000_000
-"""Of a layer's parameters: a check holds about four times their float32 bytes."""
+"""Most elements of a layer's parameters: a check holds about four times their float32 bytes."""
 _MOST_FLOPS = 2e12
-"""Of a layer's forward in the captured batch; a check computes about six times as much."""
+"""Most FLOPs of a layer's forward in the captured batch; a check computes about six times as much."""
 _DTYPES = {torch.float32: 1e-2, torch.float64: 1e-6}
-"""To compute in -> part of the largest gradient on whose scale smaller ones are compared: that of a bias of keys is 0 but for
-rounding."""
+"""Dtype of the computation -> part of the largest gradient that scales the comparison of smaller ones.
+
+That of a bias of keys is 0 but for rounding.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardCheck:
-    """What `check_shards` did."""
+    """Result of `check_shards`."""
 
     right: Set[str]
     """Kinds of layers found right."""
@@ -54,7 +58,8 @@ def check_shards(
     """Compare a layer of every kind that is sharded.
 
     Args:
-        whole: before the pass tensor-parallel, with `carries_gradient` set. Parameters' values are not read; buffers' are.
+        whole: before the pass tensor-parallel, with `carries_gradient` set. Parameters' values are not read; buffers'
+            are.
         sharded: after it.
         inputs: values of the graph's inputs in the captured batch, sizes and host values included.
         known: kinds that need no check, `ShardCheck.right` of an earlier graph of the same model.
@@ -95,7 +100,7 @@ def _is_sharded(graph: ModelGraph, nodes: Iterable[fx.Node]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Given:
-    """What both runs of a layer are given, by names of the whole graph."""
+    """Inputs of both runs of a layer, by names of the whole graph."""
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[fx.Node, Any]
@@ -112,7 +117,7 @@ class _Layer:
     matches: LayerMatches
     inputs: Mapping[str, Any]
     nodes: Sequence[fx.Node] = field(init=False)
-    """Of the whole graph."""
+    """Nodes of the layer in the whole graph."""
 
     def __post_init__(self) -> None:
         self.nodes = self.matches.whole.get(self.place, ())
@@ -227,7 +232,10 @@ class _Layer:
         )
 
     def _enter(self, lockstep: Lockstep, nodes: Sequence[fx.Node], given: _Given) -> dict[fx.Node, World]:
-        """Give the run its inputs; those that want gradient are leaves, one for each rank if the component made them."""
+        """Give the run its inputs.
+
+        Values that carry gradient are leaves, one for each rank if the component made them.
+        """
         leaves: dict[fx.Node, World] = {}
         for value, sources in self.matches.sources(nodes).items():
             if value not in given.values:
@@ -243,7 +251,7 @@ class _Layer:
 
 
 class _NotRun(Exception):
-    """A layer could not be run: which node, and what torch said."""
+    """A layer could not be run; the text has the node and torch's error."""
 
 
 def _run(lockstep: Lockstep, nodes: Iterable[fx.Node]) -> None:
@@ -286,7 +294,7 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _is_float(node: fx.Node) -> bool:
-    """Whether a call of some layer makes one tensor of floats."""
+    """Return whether a node is a call of some layer that makes one float tensor."""
     if node.op != "call_function" or info(node).shared or not isinstance(node.meta["val"], torch.Tensor):
         return False
     return node.meta["val"].is_floating_point()

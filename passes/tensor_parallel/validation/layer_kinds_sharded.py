@@ -1,4 +1,4 @@
-"""`ShardKinds`: which layers are sharded alike, whatever the batch."""
+"""`ShardKinds`: layers that are sharded alike in every batch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mmcompile.passes.values import op_name
 class ShardKinds:
     """Kinds of layers of a graph and its sharded form.
 
-    Layers of one kind are of one kind of the whole graph (`layer_kinds`), and sharding did the same to them: the same ops read
-    the same parts of the same values. Integers may be sizes of a batch, so what counts is what sharding made of them (a
-    quarter), except in nodes `tp_*`, whose integers are blocks and heads of the model.
+    Layers of one kind are of one kind of the whole graph (`layer_kinds`), and sharding did the same to them: the same
+    ops read the same parts of the same values. Integers may be sizes of a batch, so what counts is what sharding made
+    of them (a quarter), except in nodes `tp_*`, whose integers are blocks and heads of the model.
     """
 
     whole: ModelGraph

@@ -1,6 +1,7 @@
 """`LayerMatches`: which values that enter and leave a layer of a sharded graph stand for which of the whole graph.
 
-The pass tensor-parallel keeps the order of values: the n-th one that leaves a layer stands for the n-th that left it before.
+The pass tensor-parallel keeps the order of values: the n-th one that leaves a layer stands for the n-th that left it
+before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _EXIT = "mmcompile.tp_exit"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMatches:
-    """Of two graphs. A method that takes nodes takes those of a layer of either; values are always nodes of the whole graph."""
+    """Matching nodes of two graphs; methods take nodes of a layer of either, values are nodes of the whole graph."""
 
     whole: Mapping[Place, Sequence[fx.Node]]
     """Calls of every layer in graph order."""
@@ -50,7 +51,7 @@ class LayerMatches:
         return cls(whole=before, sharded=after, _value_of=value_of)
 
     def sources(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Value that another layer or nobody's node makes -> the nodes that stand for it."""
+        """Map each value from outside the layer to the nodes that stand for it."""
         members, found = set(nodes), dict[fx.Node, list[fx.Node]]()
         for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):
             if source.op == "call_function" and source not in members:
@@ -86,7 +87,7 @@ def _layers(graph: ModelGraph) -> dict[Place, list[fx.Node]]:
 
 
 def _leaving(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those that others read, `tp_exit` of them or the node itself."""
+    """Return the nodes that others read, directly or through `tp_exit`."""
     members = set(nodes)
     own = [node for node in nodes if op_name(node) != _EXIT]
     return [node for node in own if any(user not in members or _is_exit(user) for user in node.users)]

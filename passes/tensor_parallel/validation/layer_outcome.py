@@ -14,7 +14,7 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOutcome:
-    """Of one run of a layer: name -> tensor on each rank, or one that stands for all."""
+    """Results of one run of a layer: name -> tensor on each rank, or one that stands for all."""
 
     values: Mapping[str, list[torch.Tensor]]
     input_gradients: Mapping[str, list[torch.Tensor]]
@@ -27,12 +27,12 @@ class LayerOutcome:
         yield "gradient of parameter", self.weight_gradients
 
     def has_nan(self) -> bool:
-        """Whether the first rank made a NaN anywhere."""
+        """True if the first rank made a NaN anywhere."""
         return any(isnan(_largest(tensor)) for _, group in self.groups() for (tensor, *_) in group.values())
 
 
 def difference(found: LayerOutcome, wanted: LayerOutcome, least: float) -> str:
-    """What differs first, in words; "" if nothing does."""
+    """Describe the first difference; "" if there is none."""
     gradients = [*wanted.input_gradients.values(), *wanted.weight_gradients.values()]
     largest = max((_largest(grads[0]) for grads in gradients), default=0.0)
     for (label, ours), (_, theirs) in zip(found.groups(), wanted.groups(), strict=True):
@@ -48,7 +48,7 @@ def difference(found: LayerOutcome, wanted: LayerOutcome, least: float) -> str:
 
 
 def _worst(found: torch.Tensor, wanted: torch.Tensor, least: float) -> str:
-    """How a tensor differs too much, if it does."""
+    """Describe a difference above the tolerance; "" if there is none."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"is {found.dtype} {list(found.shape)}, and {wanted.dtype} {list(wanted.shape)} of the whole layer"
     if not wanted.is_floating_point():

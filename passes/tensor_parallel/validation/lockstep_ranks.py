@@ -1,8 +1,8 @@
 """`Lockstep`: all ranks of a graph in one process, and what nodes `tp_*` mean, written here from their definition.
 
-A value is a list with one tensor for each rank of its component, and nodes `tp_*` act across the list. What a rank of one
-component reads from another is what its first rank made; so, as over real links, gradients of all readers are added up there,
-and other ranks get none.
+A value is a list with one tensor for each rank of its component, and nodes `tp_*` act across the list. What a rank of
+one component reads from another is what its first rank made; so, as over real links, gradients of all readers are added
+up there, and other ranks get none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Lockstep:
         graph: before or after the pass tensor-parallel.
         tensors: parameters and buffers by name, on CPU; those that the graph's own module holds may be left out.
         inputs: values of the graph's inputs by name, sizes and host values included.
-        dtype: to compute in, whatever floats the graph asks for, without dropout; None: as the graph says.
+        dtype: dtype of all floats, without dropout; None: the graph's own dtypes and dropout.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Lockstep:
         self.degrees = _degrees(graph)
         self._leaves: dict[tuple[str, str | None], _Leaf] = {}
         self.values: dict[fx.Node, World] = {}
-        """Of nodes run so far, and of nodes that were given one."""
+        """Values of nodes run so far, and of nodes whose value was given."""
 
     def run(self, nodes: Iterable[fx.Node]) -> None:
         """Run nodes in graph order; inputs of the graph need not be among them."""
@@ -169,7 +169,7 @@ class Lockstep:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers even where dropout is off."""
+    """Return whether a node draws random numbers even if dropout is off."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return op_name(node) not in _DROPOUTS | {"aten.scaled_dot_product_attention"}
@@ -266,7 +266,7 @@ ACROSS: Mapping[str, Callable[..., World]] = {
     "mmcompile.tp_embedding": _embedding,
     "mmcompile.tp_token_loss": _loss,
 }
-"""By op: from its arguments on every rank, without group and count, what it makes on every rank."""
+"""Op -> function from its arguments on every rank, without group and count, to its results on every rank."""
 
 
 def _own_tokens(q: Any, k: Any, v: Any, *given: Any) -> Any:
@@ -277,4 +277,4 @@ def _own_tokens(q: Any, k: Any, v: Any, *given: Any) -> Any:
 
 
 _STAND_INS: Mapping[str, Callable[..., Any]] = {"mmcompile.context_parallel_attention": _own_tokens}
-"""What computes a node that would talk to ranks which hold other tokens."""
+"""Op that needs other ranks' tokens -> function that replaces it."""

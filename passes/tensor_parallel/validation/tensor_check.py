@@ -1,6 +1,9 @@
-"""`tensor_parity`: whether the ranks of a sharded graph together compute what the whole graph computes, gradients included.
+"""`tensor_parity`.
 
-All ranks run in one process (`tensor_lockstep`). For whole graphs of small models; `tensor_layer_check` does it layer by layer.
+Whether the ranks of a sharded graph together compute what the whole graph computes, gradients included.
+
+All ranks run in one process (`tensor_lockstep`). For whole graphs of small models; `tensor_layer_check` does it layer
+by layer.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class TensorParity:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """What differs most, and by how much."""
+        """Name and size of the largest difference."""
         return max({"loss": self.loss, **self.gradients}.items(), key=lambda pair: pair[1])
 
 
