@@ -22,7 +22,7 @@ from mmcompile.planner.plan.plan import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionChoice:
-    """How a plan's language model attends."""
+    """Attention options of a plan's language model."""
 
     attention: Attention
     context_parallel: int = 1
@@ -32,6 +32,7 @@ class AttentionChoice:
 
     @classmethod
     def of(cls, plan: Plan) -> AttentionChoice:
+        """Return the attention options of a plan."""
         return cls(attention=plan.attention, context_parallel=plan.context_parallel, head_stride=plan.head_stride)
 
 
@@ -41,13 +42,15 @@ def with_attention(capture: Capture, choice: AttentionChoice) -> Capture:
 
 
 def with_words(capture: Capture, choice: AttentionChoice, batch: Mapping[str, Any] | None = None) -> Capture:
-    """The capture with words for masks where asked, annotated by gradient-flow; the one given is left as it is.
+    """Return the capture with words for masks where chosen, annotated by gradient-flow.
+
+    The given one is left unchanged.
 
     Args:
         batch: the captured batch, if costs are to count the pairs of tokens that see each other in it.
 
     Raises:
-        MaskError: words cannot say the mask of `batch`.
+        MaskError: words cannot express the mask of `batch`.
     """
     if choice.attention == "model":
         return capture

@@ -1,7 +1,7 @@
-"""`CanonicalLayer`: the one function that all layer functions which differ in names only have in common.
+"""`CanonicalLayer`: the common function of all layer functions that differ in names only.
 
-Layer functions name parameters and values as the model does, which is what a person wants to read and what a compiler must not
-see: it would compile the same layer again for every stage that has it.
+Layer functions name parameters and values as the model does, for people to read. A compiler must not see these names:
+it would compile the same layer again for every stage that has it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ _KNOWN = NAMES | {"float", "slice", "tapped", "handed"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerArgument:
-    """What a layer function says of one of its arguments, in an annotation: "device", "size s0", or "float32 [s0, 64]", which
-    may go on with ", trained" (a parameter with gradient), ", gradient" (a value with gradient) or ", tap"."""
+    """Annotation of an argument of a layer function.
+
+    "device", "size s0", or "float32 [s0, 64]", which may be followed by ", trained" (a parameter with gradient), ",
+    gradient" (a value with gradient) or ", tap".
+    """
 
     description: str
     sizes: tuple[str, ...]
-    """Of a tensor by dim, of a size itself; as text."""
+    """Sizes of a tensor by dim, or of a size itself; as text."""
 
     @classmethod
     def parse(cls, text: str) -> LayerArgument | None:
@@ -42,10 +45,12 @@ class LayerArgument:
 
     @property
     def is_size(self) -> bool:
+        """True if the argument is a size."""
         return self.description.startswith("size ")
 
     @property
     def is_tap(self) -> bool:
+        """True if the argument is a tap."""
         return self.description.endswith(", tap")
 
     @property
@@ -59,9 +64,11 @@ class CanonicalLayer:
     """A layer function without its names."""
 
     text: str
-    """Source of `layer(a0, a1, ...)`: arguments, values and size symbols are numbered by first use. Annotations stay, so that
-    equal texts compile to equal code. An argument that is a size is a tensor of that many empty rows: a compiler takes a size
-    for a variable in a shape only."""
+    """Source of `layer(a0, a1, ...)`. Arguments, values and size symbols are numbered by first use.
+
+    Annotations stay, so that equal texts compile to equal code. An argument that is a size is a tensor of that many
+    empty rows: a compiler takes a size for a variable in a shape only.
+    """
     arguments: tuple[LayerArgument, ...]
 
 
@@ -122,7 +129,7 @@ class _Renamed(ast.NodeTransformer):
 
     where: str
     names: dict[str, str]
-    """Those met so far -> their new names."""
+    """Old names -> new names, so far."""
     local: frozenset[str]
     """All names that the function gives a value."""
 
@@ -160,7 +167,10 @@ class _Symbols:
 
 
 def _sizes(arguments: tuple[LayerArgument, ...]) -> Iterator[str]:
-    """Statements that read sizes, and that say which are equal: a compiler would find out one by one, or not at all."""
+    """Yield statements that read sizes, and that assert which are equal.
+
+    A compiler would find out one by one, or never.
+    """
     first: dict[str, str] = {}
     for at, argument in enumerate(arguments):
         if argument.is_size:

@@ -1,7 +1,7 @@
 """Stage programs whose layer functions run as compiled code, shared by all layers that differ in names only.
 
-A function is compiled once a process, whatever layers, stages, patterns, ranks or generations it serves. Processes forked later
-have it too. What is left of a stage's `forward` only calls these functions, and runs as it is.
+A function is compiled once a process, for all layers, stages, patterns, ranks and generations that it serves. Processes
+forked later have it too. What is left of a stage's `forward` only calls these functions, and runs as it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mmcompile.codegen.weight_grad_split import handed, tapped
 from mmcompile.config import Recompute
 
 Backend = str | Callable[..., Any]
-"""Of `torch.compile`: a name, or a function that compiles a graph."""
+"""Backend of `torch.compile`: a name, or a function that compiles a graph."""
 
 
 def load_compiled_stage(
@@ -63,7 +63,7 @@ class CompiledLayers:
 
     stage: str
     layers: Mapping[str, CanonicalLayer]
-    """By name of the stage's function."""
+    """Name of the stage's function -> canonical layer."""
     device: torch.device
     backend: Backend
 
@@ -81,7 +81,7 @@ class CompiledLayers:
         return compiled_layer(self.layers[name].text, recompute, self.backend)
 
     def _settled(self, value: Any, argument: LayerArgument) -> Any:
-        """An argument as compiled code wants it wherever it comes from: it is made for one layout, and for sizes that vary."""
+        """Return an argument in the form that compiled code requires: of one layout, with sizes that vary marked."""
         if argument.is_size:
             value = torch.empty((value, 0), device=self.device)
         elif isinstance(value, Tensor) and not argument.is_tap and not _is_plain(value):

@@ -1,4 +1,4 @@
-"""Cut a captured graph into stages: which nodes run where, what crosses, and which values are computed twice instead of sent."""
+"""Cut of a captured graph into stages: nodes of each stage, values sent, and values computed twice instead of sent."""
 
 from __future__ import annotations
 
@@ -113,8 +113,10 @@ def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[
 def _shared_readers(
     calls: Iterable[fx.Node], owner: Mapping[fx.Node, str], order: list[str]
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Shared values at which the ways of several stages part (a mask that all read, a rotary table that each reshapes for
-    itself), with all the stages that need them."""
+    """Return shared values at which the paths to several stages part, with all the stages that need them.
+
+    A mask that all read, a rotary table that each reshapes for itself.
+    """
     calls = list(calls)
     needing: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(calls):
@@ -135,8 +137,8 @@ def _decide(
 ) -> tuple[tuple[SharedValue, ...], dict[fx.Node, str]]:
     """Per shared value read by several stages: compute it in each, or once and send it, whichever takes less time.
 
-    Computing costs the bytes that its whole computation moves, over memory bandwidth; sending costs its bytes over the link.
-    Stages of several chains always compute it: their microbatches need not hold the same samples.
+    Computing costs the bytes that its whole computation moves, over memory bandwidth; sending costs its bytes over the
+    link. Stages of several chains always compute it: their microbatches need not hold the same samples.
     """
     decisions, sent = [], {}
     device, link = plan.cluster.device, plan.cluster.intra

@@ -32,7 +32,7 @@ _OP_MODULES = {
 }
 """Op of ours -> the module that registers it."""
 NAMES = frozenset(("aten", "math", "mm", "operator", "torch"))
-"""What expressions read beside values, and `device`."""
+"""Names that expressions read beside values, and `device`."""
 TAKEN = frozenset((*NAMES, "StageModule", "Stage", "device", "float", "mmcompile", "self", "slice", "tapped", "handed"))
 """Names a source gives a meaning; `torch.mm` makes a node called "mm", and a model may call an input "aten"."""
 
@@ -50,7 +50,7 @@ class Expressions:
     device: str
 
     def call(self, node: fx.Node) -> str:
-        """What a call node computes. Raises TypeError for what has no text."""
+        """Return a call node as an expression. Raises TypeError for a target or argument that has no text."""
         if node.target is operator.getitem:
             return f"{self.value(node.args[0])}[{self.value(node.args[1])}]"
         arguments = [self.value(argument) for argument in node.args]
@@ -91,7 +91,7 @@ def identifier(text: str) -> str:
 
 
 def comment(node: fx.Node) -> str:
-    """Where a node of a stage comes from."""
+    """Return the origin of a node of a stage, as a comment."""
     path = info(node).module_path
     if info(node).shared:
         return f"shared value, computed in every stage that reads it (from {path or 'forward'})"
@@ -99,7 +99,7 @@ def comment(node: fx.Node) -> str:
 
 
 def comment_in_layer(node: fx.Node, layer: str) -> str:
-    """Where a node of a layer function comes from.
+    """Return the origin of a node of a layer function, as a comment.
 
     Args:
         layer: path of the layer that the function is written after.

@@ -1,4 +1,4 @@
-"""One layer alone as a stage program, to measure it: the same source a stage runs, with everything before it as inputs."""
+"""One layer alone as a stage program, to measure it: the source a stage runs, with everything before it as inputs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class LayerProgram:
 
     program: StageProgram
     arguments: tuple[fx.Node, ...] = field(repr=False)
-    """What `forward` takes, in order: batch inputs, shared values, results of other layers."""
+    """Arguments of `forward`, in order: batch inputs, shared values, results of other layers."""
 
 
 def layer_programs(graph: ModelGraph, places: Iterable[Place]) -> dict[Place, LayerProgram]:
     """Programs of some layers of a graph annotated by gradient-flow. Layers without nodes are left out.
 
-    A shared value that one layer alone needs is computed in its program; one that several need is an argument, as a stage
-    computes it once for all its layers.
+    A shared value that one layer alone needs is computed in its program; one that several need is an argument, as a
+    stage computes it once for all its layers.
     """
     needing = _needing(graph.module.graph)
     nodes: dict[Place, list[fx.Node]] = {place: [] for place in places}
@@ -150,7 +150,7 @@ def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or for one without values (of a model built without weights) another of its shape, with plain values."""
+    """Return the tensor; for one without values (of a model built without weights), another of its shape."""
     if not isinstance(tensor, FakeTensor):
         return tensor.detach()
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)

@@ -1,8 +1,9 @@
-"""Cut the nodes of a stage into runs, one a layer, and find which runs do the same: those become one function.
+"""Runs of a stage's nodes, one a layer; equal runs become one function.
 
-A run is what one layer does in one go. Shared values that several layers of the model read (masks, rotary tables) are a run of
-their own, before all others; one that a single layer reads belongs to that layer, whatever else the stage holds. So what the
-function of a layer contains does not depend on the plan, and stages of any plan have it in common.
+A run is an uninterrupted sequence of one layer's nodes. Shared values that several layers of the model read (masks,
+rotary tables) are a run of their own, before all others; one that a single layer reads belongs to that layer,
+regardless of the rest of the stage. So the function of a layer does not depend on the plan, and stages of all plans
+share it.
 """
 
 from __future__ import annotations
@@ -104,10 +105,12 @@ def _groups(nodes: list[fx.Node]) -> list[tuple[Place | None, list[fx.Node]]]:
 def _whole_layers(
     nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, Place]
 ) -> list[tuple[Place | None, list[fx.Node]]]:
-    """One run a layer, each after those it reads from, else by its first node; [] if layers read from each other both ways.
+    """One run a layer, each after those it reads from, else by its first node.
 
-    A layer that waits in the middle (an embedding, for the images that go in) or that reads what was made ready long before (deep
-    features) stays in one piece.
+    [] if layers read from each other both ways.
+
+    A layer that waits in the middle (an embedding, for the images that go in) or that reads what was made ready long
+    before (deep features) stays in one piece.
     """
     members: dict[Place, list[fx.Node]] = {}
     waits_for: dict[Place, set[Place]] = {}

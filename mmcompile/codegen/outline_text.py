@@ -16,7 +16,7 @@ from mmcompile.ir.graph import dtype_name, info
 from mmcompile.ir.sizes import shape_of
 
 _WIDTH = 108
-"""Of a line inside of a method."""
+"""Characters of a line inside of a method."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,14 +31,15 @@ class StageTensors:
     """Names of parameters that train."""
 
     def expression(self, node: fx.Node) -> str:
-        """How the stage reads a tensor."""
+        """Return the expression by which the stage reads a tensor."""
         return f'self.t["{self.names[node]}"]' if node in self.names else f'self.c["{self.constants[node]}"]'
 
     def name(self, node: fx.Node) -> str:
+        """Return the name of a parameter, buffer or constant."""
         return self.names[node] if node in self.names else self.constants[node]
 
     def described(self, node: fx.Node) -> str:
-        """What a layer function says of it."""
+        """Return the annotation of a tensor in a layer function."""
         trains = node in self.names and self.names[node] in self.trained
         return f"{_described(node)}{', trained' if trains else ''}"
 
@@ -50,11 +51,11 @@ class LayerText:
     run: Run
     tensors: StageTensors
     products: tuple[Product, ...]
-    """Those whose weight gradient is computed later."""
+    """Products whose weight gradient is computed later."""
 
     @property
     def returned(self) -> tuple[fx.Node, ...]:
-        """What the function returns: also what later weight gradients read."""
+        """Values returned by the function, with those that deferred weight gradients read."""
         kept = (product.x for product in self.products if product.x_tap is None)
         return (
             *self.run.outputs,
@@ -118,7 +119,7 @@ class LayerText:
         return tuple({self.tensors.expression(node): node for node in reversed(self.run.tensors)}.values())[::-1]
 
     def _arguments(self, prefix: str) -> tuple[dict[str, str], list[str]]:
-        """Names of tensors in the function by how the stage reads them, and all arguments with what is said of them."""
+        """Return names of tensors in the function by the stage's expression, and all annotated arguments."""
         taken = {*TAKEN, *map(variable, self.run.nodes), *map(variable, self.run.inputs)}
         arguments = ['device: "device"'] if self.run.needs_device else []
         own: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """`StageProgram`: one stage as Python source, with everything needed to run it and nothing else.
 
-A program belongs to one *pattern*: the capture it was cut from. A stage that has no work in a pattern (an image encoder,
-in a microbatch without images) has no program there.
+A program belongs to one *pattern*: the capture it was cut from. A stage that has no work in a pattern (an image
+encoder, in a microbatch without images) has no program there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mmcompile.ir.sizes import evaluate
 class Port:
     """One argument or result of a stage program.
 
-    kind "root": an input of the batch, by its own name. "host": computed from the batch by the planner on CPU and handed
-    to the stage like a root input. "link": a tensor from (or to) other stages. "size": a Python int.
+    kind "root": an input of the batch, by its own name. "host": computed from the batch by the planner on CPU and
+    handed to the stage like a root input. "link": a tensor from (or to) other stages. "size": a Python int.
     """
 
     name: str
@@ -33,8 +33,11 @@ class Port:
     gradient: bool = False
     """A link whose gradient flows back."""
     peers: tuple[str, ...] = ()
-    """Link input: the one producing stage. Link output: every consuming stage, in plan order; () where another shard sends the
-    same value, and this one is made for its gradient only."""
+    """Stages on the other side. Link input: the one producing stage.
+
+    Link output: every consuming stage, in plan order; () where another shard sends the same value, and this one is made
+    for its gradient only.
+    """
     expression: str = ""
     """kind "size": the value as text over size symbols."""
 
@@ -49,8 +52,10 @@ class StageProgram:
     inputs: tuple[Port, ...]
     """In the order of `forward`'s arguments."""
     outputs: tuple[Port, ...]
-    """In the order of `forward`'s results. The loss stage returns `loss_sum` last, or `loss_sum` and `num_tokens`, without
-    peers."""
+    """Results of `forward`, in order.
+
+    The loss stage returns `loss_sum` last, or `loss_sum` and `num_tokens`, without peers.
+    """
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[str, ...]
     """Model buffers read, by original name."""
@@ -92,8 +97,8 @@ class PatternPrograms:
 class RowCount:
     """Rows (the size of dim 0) of a link value, as a function of the rows of batch inputs.
 
-    Collating joins inputs on dim 0, so what a sample brings there is what it brings to the value, as long as the counts of all
-    samples add up.
+    Collating joins inputs on dim 0, so what a sample brings there is what it brings to the value, as long as the counts
+    of all samples add up.
     """
 
     expression: sympy.Expr
@@ -122,4 +127,4 @@ class PreparedMicrobatch:
     num_tokens: int | None = None
     """Valid tokens, as the loss stage will count them. Needed when `programs.per_token`."""
     row_counts: Mapping[str, RowCount] = field(default_factory=dict)
-    """Of "link" values whose number of rows varies with the rows of inputs, by port name."""
+    """Port name -> rows of a "link" value whose number varies with the rows of inputs."""

@@ -1,8 +1,8 @@
 """`Patterns`: finds, for every batch, the stage programs that hold for it, and captures new ones when none does.
 
-A pattern holds for a batch with the same inputs if its shapes fit (sizes may vary where the capture is symbolic) and the host
-program reads the same values from it (image grids, whether the mask is all true). Everything else of the batch is free: token
-ids, pixels, where placeholders stand.
+A pattern holds for a batch with the same inputs if its shapes fit (sizes may vary where the capture is symbolic) and
+the host program reads the same values from it (image grids, whether the mask is all true). Everything else of the batch
+is free: token ids, pixels, where placeholders stand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Pattern:
     capture: Capture = field(repr=False)
     programs: PatternPrograms
     host_shapes: Mapping[str, tuple[int, ...]]
-    """Of host values whose shape the pattern fixes."""
+    """Host value whose shape the pattern fixes -> shape."""
     link_shapes: Mapping[str, Shape]
     context_parallel: int
     words: Mapping[str, str]
@@ -193,7 +193,10 @@ class Patterns:
 
 
 def _key(batch: Mapping[str, Any]) -> Key:
-    """What must be equal before sizes and values are compared: inputs, ranks, dtypes, plain values."""
+    """Return the part of a batch that must be equal before sizes and values are compared.
+
+    Inputs, ranks, dtypes, plain values.
+    """
     return tuple(
         (name, value.dim(), dtype_name(value.dtype)) if isinstance(value, torch.Tensor) else (name, repr(value))
         for name, value in sorted(batch.items())

@@ -27,14 +27,15 @@ WORDS = "attention_words"
 def with_bitfield_attention(
     capture: Capture, rewrite: BitfieldAttention, batch: Mapping[str, Any] | None = None
 ) -> Capture:
-    """The capture with attention under words that the host makes of each batch; the one given is left as it is.
+    """Return the capture with attention under words that the host makes of each batch; the given one is left unchanged.
 
     Args:
         rewrite: the pass to run.
-        batch: the captured batch. Given, the graph knows its words, and costs count the pairs they show; else all pairs.
+        batch: the captured batch. Given, the graph holds its words, and costs count the pairs they show; else all
+            pairs.
 
     Raises:
-        MaskError: words cannot say the mask of `batch`.
+        MaskError: words cannot express the mask of `batch`.
     """
     graph = copied(Pipeline(passes=(rewrite,)).run(capture.graph).graph)
     made = [node for node in graph.module.graph.nodes if node.target is attention_words]

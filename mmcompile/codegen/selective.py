@@ -1,6 +1,9 @@
-"""What selective recomputation keeps, as torch's checkpointing asks for it: results of products, convolutions and attention.
+"""Policy of selective recomputation for torch's checkpointing.
 
-Collectives of tensor-parallel layers are kept too, so that they do not run again in the backward, as the cost model counts on.
+Results of products, convolutions and attention are kept.
+
+Collectives of tensor-parallel layers are kept too, so that they do not run again in the backward, as the cost model
+assumes.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _KEPT = frozenset(
     )
 )
 _OWN_KEPT = ("packed_attention", "bitfield_attention", "context_parallel_attention", *EXCHANGES)
-"""Of our own ops, by how their names begin."""
+"""Beginnings of the names of our own ops whose results are kept."""
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

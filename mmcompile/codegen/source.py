@@ -1,5 +1,8 @@
-"""Write a stage as Python that a person can read: a function for each kind of layer, called once a layer with tensors by their
-original names, a comment per module, our own loss and merge."""
+"""Source of a stage as readable Python.
+
+It has a function for each kind of layer, called once a layer with tensors by their original names, a comment per
+module, and our own loss and merge.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _SHARED = "shared values, computed in every stage that reads them"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerChoices:
-    """How layers are written, beside what they compute."""
+    """Options of writing layers."""
 
     names: Mapping[Place, str] = field(default_factory=dict)
     """Module path of each layer."""
@@ -117,7 +120,7 @@ class _Writer:
     variables: frozenset[str]
     """Names of all values of the stage."""
     found: dict[str, _Function] = field(default_factory=dict)
-    """By canonical text."""
+    """Canonical text -> function."""
     deferring: set[str] = field(default_factory=set)
     """Functions of `mmcompile.codegen.weight_grad_split` that are called."""
 
@@ -178,7 +181,10 @@ class _Writer:
         return known.name
 
     def _free_name(self, run: Run) -> str:
-        """`language_model_layer` for a numbered layer, `language_model_embed_tokens` for another; numbered where taken."""
+        """Return `language_model_layer` for a numbered layer, `language_model_embed_tokens` for another.
+
+        Numbered if taken.
+        """
         if run.place is None:
             base = "shared_values"
         else:

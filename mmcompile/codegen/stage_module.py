@@ -1,4 +1,4 @@
-"""`StageModule`: what every generated stage class derives from. It holds tensors under the model's own names, and runs layers."""
+"""`StageModule`: base of every generated stage class; it holds tensors under the model's own names and runs layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmcompile.kernels.sharded_parameters.regather import regathering
 
 Layer = Callable[..., tuple[Tensor, ...]]
 LayerRunner = Callable[[Layer, Recompute, tuple[Any, ...]], tuple[Tensor, ...]]
-"""Runs a layer function on arguments, and has its backward compute again what it says."""
+"""Function that runs a layer function on arguments, with a mode of recomputation for its backward."""
 
 
 def run_eagerly(layer: Layer, recompute: Recompute, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ class StageModule(nn.Module):
     t: dict[str, Tensor]
     c: dict[str, Tensor]
     device: torch.device
-    """Where its tensors live; sources make new tensors there."""
+    """Device of its tensors; generated code makes new tensors there."""
     runner: LayerRunner
 
     def __init__(
@@ -99,14 +99,17 @@ class StageModule(nn.Module):
         return self.runner(layer, recompute, arguments)
 
     def tap(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What takes up the gradient of a product whose weight gradient is deferred, or what was multiplied."""
+        """Return a tap.
+
+        A tensor that receives the gradient of a product whose weight gradient is deferred, or its input.
+        """
         return new_tap(shape, dtype, self.device)
 
     def defer(self, tap: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, recomputed: bool = False) -> None:
-        """Leave the gradient of a product's weight for later (arguments as of `DeferredGradient`).
+        """Defer the gradient of a product's weight (arguments as of `DeferredGradient`).
 
         Raises:
-            VerifyError: nobody would compute it.
+            VerifyError: it would never be computed.
         """
         if not torch.is_grad_enabled():
             return

@@ -1,4 +1,4 @@
-"""A captured graph as the stages of a plan run it: half precision, attention by words, shared tokens, tensors and parameters."""
+"""A captured graph in the form in which the stages of a plan run it."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from mmcompile.planner.plan.plan import Plan
 
 @dataclass(kw_only=True, slots=True)
 class ShardsRight:
-    """What was found right of the sharded graphs of one model, so that graphs for other batches need no second check."""
+    """Layers verified in the sharded graphs of one model, so that graphs for other batches need no second check."""
 
     kinds: set[str] = field(default_factory=set)
-    """Of layers."""
+    """Verified kinds of layers."""
 
 
 def with_axes(
     capture: Capture, plan: Plan, batch: Mapping[str, Any] | None = None, right: ShardsRight | None = None
 ) -> Capture:
-    """The capture with everything that a plan says of how to compute it, annotated by gradient-flow.
+    """Return the capture with all rewrites of a plan, annotated by gradient-flow.
 
     Args:
-        batch: the captured batch, for a graph that will train: then ranks that share tensors are checked against whole layers
-            (`mmcompile.passes.tensor_parallel.validation.layer_check`), and a warning tells which layers are too large for that.
-        right: layers that need no check; those found right are added.
+        batch: the captured batch, for a graph that will train: then ranks that share tensors are checked against whole
+            layers (`mmcompile.passes.tensor_parallel.validation.layer_check`), and a warning names the layers that are
+            too large for that.
+        right: layers that need no check; verified ones are added.
 
     Raises:
         ConfigError: autocast has no effect.
-        PlanError: tokens cannot be shared; or no tensor of a chain can, by as many ranks as the plan says; or no parameter by its
-            replicas.
+        PlanError: tokens cannot be shared; or no tensor of a chain can, by as many ranks as the plan has; or no
+            parameter by its replicas.
         VerifyError: ranks that share tensors compute something else than the whole layer.
     """
     capture = with_attention(with_autocast(capture, plan.autocast), AttentionChoice.of(plan))

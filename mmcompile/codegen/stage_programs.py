@@ -123,18 +123,18 @@ def _program(
 
 
 def _part(spec: ParameterSpec, shard: TensorShard, index: int) -> ParameterSpec:
-    """What a rank's replica 0 holds."""
+    """Return the part that replica 0 of a rank holds."""
     return spec.part(shard, shard.index(index))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shards:
-    """Which shards of stages talk to which.
+    """Connections between the shards of stages.
 
-    Ranks that share tensors follow each other, for each part of the tokens. Stages of a chain are shared by equally many ranks:
-    each shard talks to the one of the same number. What crosses between chains is whole: the first shard of the stage that makes
-    it sends it to all shards that read it, and gets all their gradients. The other shards of tensors make it too, for nobody, and
-    run its backward with the first (`tp_exit`).
+    Ranks that share tensors follow each other, for each part of the tokens. Stages of a chain have equally many shards:
+    each shard communicates with the one of the same number. Values between chains are whole: the first shard of the
+    stage that makes it sends it to all shards that read it, and gets all their gradients. The other tensor-parallel
+    shards compute it too, unread, and run its backward with the first (`tp_exit`).
     """
 
     names: Mapping[str, tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""What each context-parallel rank needs to know of a sequence: the values of the inputs that the pass `context-parallel` adds."""
+"""Inputs of each context-parallel rank: the values of the inputs that the pass `context-parallel` adds."""
 
 from __future__ import annotations
 
@@ -56,13 +56,12 @@ def first_shard(graph: ModelGraph, values: Mapping[str, Any], num_ranks: int) ->
 def shard_values(
     words: Mapping[str, Tensor], index: Tensor, inputs: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], ...]:
-    """Values of the context-parallel inputs, per rank, of a graph whose layers may use several kinds of words.
+    """Return values of the context-parallel inputs, per rank, of a graph whose layers may use several kinds of words.
 
     Args:
         words: name of an input that holds mask words -> [B, T] int64.
         index: [P, L] int64: tokens of every rank in order, -1 for free rows (`TokenBlocks.rearrange`).
-        inputs: words input of a rank's tokens (`cp_words`) -> name in `words`; the pass says so in each input's
-            `meta["words"]`.
+        inputs: words input of a rank's tokens (`cp_words`) -> name in `words`, from each input's `meta["words"]`.
 
     Returns:
         For each of P ranks, input name -> value. Values that do not differ by rank are the same tensor.

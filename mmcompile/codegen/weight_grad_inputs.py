@@ -1,4 +1,4 @@
-"""Taps: what a layer function is called with so that the backward leaves behind what weight gradients are computed from later."""
+"""Taps: arguments of a layer function in which its backward leaves the tensors of deferred weight gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tap:
     node: fx.Node
     """The value."""
     sizes: tuple[str, ...]
-    """As expressions over what the run is called with."""
+    """Sizes as expressions over the arguments of the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,16 +43,19 @@ class Product:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """Of `mmcompile.codegen.weight_grad_split`, that its text calls."""
+        """Functions of `mmcompile.codegen.weight_grad_split` that its text calls."""
         return ("tapped",) if self.x_tap is None else ("tapped", "handed")
 
 
 def products_of(run: Run, deferred: Mapping[fx.Node, DeferredWeight], *, recomputed: bool) -> tuple[Product, ...]:
-    """The products of a run whose weight gradient can wait: those of a result whose sizes follow from the run's inputs.
+    """Return the products of a run whose weight gradient can be deferred.
+
+    The sizes of their results follow from its inputs.
 
     Args:
-        recomputed: the run computes again in its backward what it does not return. Only x that carry gradient can be had from
-            there (else no backward comes by), and only of sizes that follow from the inputs; others are kept.
+        recomputed: the run recomputes in its backward the values that it does not return. Only an x that carries
+            gradient can be taken from there (else no backward reaches it), and only if its sizes follow from the
+            inputs; others are kept.
     """
     tap_of = partial(_tap, known=_known_sizes(run))
     found = []
@@ -89,7 +92,7 @@ def _known_sizes(run: Run) -> dict[str, str]:
 
 
 def _size(size: int | sympy.Expr, known: Mapping[str, str]) -> str | None:
-    """A size as an expression; None if the known ones do not tell it."""
+    """Return a size as an expression; None if it does not follow from the known ones."""
     if isinstance(size, int) or str(size) in known:
         return known.get(str(size), str(size))
     symbols = {str(symbol) for symbol in size.free_symbols}

@@ -1,12 +1,13 @@
 """Weight gradients computed after the backward: where the backward runs in two parts, I and W (schedule zb-h1).
 
-A product y = x w^T + b runs on w and b cut from autograd, and its result is joined with a *tap*, an input of zeros: autograd then
-makes dL/dx, and dL/dy as the gradient of the tap, which is I. From x and dL/dy follow, whenever there is time, in W:
+A product y = x w^T + b runs on w and b cut from autograd, and its result is joined with a *tap*, an input of zeros:
+autograd then makes dL/dx, and dL/dy as the gradient of the tap, which is I. From x and dL/dy follow, whenever there is
+time, in W:
 
     dL/dw = (dL/dy)^T x        dL/db = sum over rows of dL/dy
 
-A layer that computes its activations again must not keep x until then. There, a second tap takes up x itself in the place of a
-gradient, while the backward has it (`handed`): x is kept from I to W only, as dL/dy is.
+A layer that computes its activations again must not keep x until then. There, a second tap takes up x itself in the
+place of a gradient, while the backward has it (`handed`): x is kept from I to W only, as dL/dy is.
 
 All of this is plain functional code, which a compiler takes as it takes any other.
 
@@ -56,11 +57,12 @@ class _Handed(torch.autograd.Function):
 
 
 def handed(x: Tensor, tap: Tensor) -> Tensor:
-    """`x`, which becomes the "gradient" of `tap` in the backward: under checkpointing, as it was computed again.
+    """Return `x`, which becomes the "gradient" of `tap` in the backward: under checkpointing, the recomputed one.
 
     Args:
-        x: any shape; it must carry gradient, or the backward would not come by.
-        tap: of the same shape and dtype; its values are not read. Good for one backward: a second one would add x once more.
+        x: any shape; it must carry gradient, or the backward would not reach it.
+        tap: of the same shape and dtype; its values are not read. Good for one backward: a second one would add x once
+            more.
     """
     return _Handed.apply(x, tap)
 
@@ -86,7 +88,7 @@ class DeferredGradient:
     """x is a tap."""
 
     def add(self) -> None:
-        """Add the gradients to `.grad` of weight and bias; nothing if the backward did not come by."""
+        """Add the gradients to `.grad` of weight and bias; nothing if the backward did not reach the product."""
         given, x = self.tap.grad, self.x.grad if self.recomputed else self.x.detach()
         if given is None:
             return

@@ -94,7 +94,6 @@ ALLOWED: dict[str, int] = {
     "mmcompile": 39,
     "batching": 100,
     "cli": 36,
-    "codegen": 56,
     "planner": 275,
     "runtime": 412,
 }
