@@ -40,8 +40,7 @@ class Measurement:
 class KindCosts:
     """Seconds of the layers of one kind as polynomials in the load (Entrain, section 4.4: a x^2 + b x + c).
 
-    The x^2 of the paper is the sum of squared sequence lengths here, so that packed and padded microbatches are told
-    apart.
+    The x^2 of the paper is the sum of squared sequence lengths here, so that packed and padded microbatches are told apart.
     """
 
     kind: str
@@ -90,10 +89,7 @@ class KindCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCosts:
-    """Seconds in which rank 0 prepares one microbatch of a model.
-
-    Collation, and values computed from integer inputs.
-    """
+    """Seconds in which rank 0 prepares one microbatch of a model: collation, and values computed from integer inputs."""
 
     model: str
     """Class name of the model."""

@@ -5,10 +5,9 @@ layer without (in a frozen tower with nothing trainable below) keeps nothing and
 has no product (an embedding, a slice) are left as they are: there is next to nothing to win. What is computed again
 counts with the input gradient, which waits for it.
 
-Where weight gradients are computed after the backward (schedule zb-h1), a stage holds in between, of one microbatch,
-the inputs of its products and the gradients of their results: 0.7 to 1.2 times what it would keep without recomputation
-(measured on stages of LLaVA, Qwen2-Audio and BLIP-2). Not modelled: there, `working_bytes` are of one layer too, not of
-the stage.
+Where weight gradients are computed after the backward (schedule zb-h1), a stage holds in between, of one microbatch, the inputs
+of its products and the gradients of their results: 0.7 to 1.2 times what it would keep without recomputation (measured on stages
+of LLaVA, Qwen2-Audio and BLIP-2). Not modelled: there, `working_bytes` are of one layer too, not of the stage.
 """
 
 from __future__ import annotations

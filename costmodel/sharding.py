@@ -1,8 +1,7 @@
 """A layer's cost on one of several ranks that shard its tensors (TP), its tokens (CP), or its parameters (FSDP).
 
-Each is a function LayerCost -> LayerCost; the seconds of collectives that no computation hides go to
-`forward_exchange_s` and `backward_exchange_s`. Applied in the order tensors, recompute, tokens. With degree 1 the cost
-is returned as it is.
+Each is a function LayerCost -> LayerCost; the seconds of collectives that no computation hides go to `forward_exchange_s` and
+`backward_exchange_s`. Applied in the order tensors, recompute, tokens. With degree 1 the cost is returned as it is.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ def tensor_parallel(
         recompute: recomputation in the backward (`mmcompile.costmodel.memory.recomputed` counts the rest of it).
         share: sharded work and all-reduces; by default `TensorShare.assumed`.
 
-    Source: the conjugate operators f and g of Megatron-LM (arXiv 1909.08053, section 3), as `passes.tensor_parallel`
-    puts them.
+    Source: the conjugate operators f and g of Megatron-LM (arXiv 1909.08053, section 3), as `passes.tensor_parallel` puts them.
     """
     if degree == 1:
         return cost
@@ -188,8 +186,7 @@ def fully_sharded(cost: LayerCost, degree: int, cluster: Cluster, *, dtype: str)
     scattered after it. The exchange of one layer hides behind the computation of the layer before, taken to be as long
     as its own; what does not fit is exposed. A layer without backward is gathered once. Two layers are whole at a time.
 
-    Assumed: the parameters that every replica holds whole, vectors and matrices whose rows do not divide, are
-    negligible.
+    Assumed: the parameters that every replica holds whole, vectors and matrices whose rows do not divide, are negligible.
 
     Source: Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, §3.3.
     """

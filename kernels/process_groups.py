@@ -70,20 +70,14 @@ class _Waitable(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """A collective under way.
-
-    It holds the tensors that it reads and writes, which must not be freed before it is waited for.
-    """
+    """A collective under way. It holds the tensors that it reads and writes, which must not be freed before it is waited for."""
 
     target: torch.Tensor
     message: torch.Tensor
     done: _Waitable
 
     def wait(self) -> torch.Tensor:
-        """Wait, and return the target: on CUDA, work queued later on the current stream may read it.
-
-        Raises ExchangeLost.
-        """
+        """Wait, and return the target: on CUDA, work queued later on the current stream may read it. Raises ExchangeLost."""
         try:
             self.done.wait()
         except RuntimeError as error:

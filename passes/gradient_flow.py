@@ -1,9 +1,8 @@
 """`GradientFlow`: through which nodes does gradient pass, and which parameters receive one?
 
-A node carries gradient if an input carries gradient or a parameter it reads is trainable (thesis section 3.3.1,
-Eq. 3.1-3.3: p(L) = trainable(L) or p(any input of L)), *and* the loss depends on it through differentiable nodes. The
-second half makes the answer exact: a trainable parameter that the loss does not see gets no gradient, and no stage
-waits for one.
+A node carries gradient if an input carries gradient or a parameter it reads is trainable (thesis section 3.3.1, Eq. 3.1-3.3: p(L)
+= trainable(L) or p(any input of L)), *and* the loss depends on it through differentiable nodes. The second half makes the answer
+exact: a trainable parameter that the loss does not see gets no gradient, and no stage waits for one.
 """
 
 from __future__ import annotations

@@ -238,10 +238,7 @@ def _is_not_ours(
     attention_mask: torch.Tensor | None,
     words: torch.Tensor | None,
 ) -> bool:
-    """Return whether words do not apply to a call.
-
-    Cross-attention, an encoder, or a cached step with the model's own mask.
-    """
+    """Return whether words do not apply to a call: cross-attention, an encoder, or a cached step with the model's own mask."""
     # Layers of transformers say whether they are causal self-attention; cross-attention may not say anything.
     is_causal = getattr(module, "is_causal", None)
     if is_causal:

@@ -65,8 +65,7 @@ def _segment_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of softmax attention, in float32 or wider.
 
-    P = softmax(scale q k^T); dv = P^T do; dP = do v^T; dS = P * (dP - rowsum(dP * P)); dq = scale dS k; dk = scale dS^T
-    q.
+    P = softmax(scale q k^T); dv = P^T do; dP = do v^T; dS = P * (dP - rowsum(dP * P)); dq = scale dS k; dk = scale dS^T q.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     grad, query, key, value = (x.to(wide) for x in (grad, query, key, value))

@@ -1,8 +1,7 @@
 """`regathering`: whole parameters are released after the forward, and gathered again by the backward that reads them.
 
-Autograd would keep a gathered weight from a layer's forward to its backward, of every layer and every microbatch in
-flight, and sharing parameters would save nothing. Here it saves a handle: the rank's own part, and the view of the
-whole to restore.
+Autograd would keep a gathered weight from a layer's forward to its backward, of every layer and every microbatch in flight, and
+sharing parameters would save nothing. Here it saves a handle: the rank's own part, and the view of the whole to restore.
 
 All ranks of the group must run the same backward, as they must run the same forward.
 

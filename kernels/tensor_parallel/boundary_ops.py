@@ -1,8 +1,7 @@
 """Ops at the borders between whole and sharded values: `torch.ops.mmcompile.tp_*`.
 
-A *whole* value is the same on every rank of the group, and so is its gradient. A *sharded* value is a rank's part of a
-dim. A rank that computes with its part of a value gets a partial gradient of the whole values it reads; `tp_copy` sums
-these over ranks.
+A *whole* value is the same on every rank of the group, and so is its gradient. A *sharded* value is a rank's part of a dim. A
+rank that computes with its part of a value gets a partial gradient of the whole values it reads; `tp_copy` sums these over ranks.
 
     op                       forward            backward
     tp_copy, tp_exit         identity           sum over ranks

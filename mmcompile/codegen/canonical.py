@@ -167,10 +167,7 @@ class _Symbols:
 
 
 def _sizes(arguments: tuple[LayerArgument, ...]) -> Iterator[str]:
-    """Yield statements that read sizes, and that assert which are equal.
-
-    A compiler would find out one by one, or never.
-    """
+    """Yield statements that read sizes, and that assert which are equal: a compiler would find out one by one, or never."""
     first: dict[str, str] = {}
     for at, argument in enumerate(arguments):
         if argument.is_size:

@@ -1,9 +1,8 @@
 """Runs of a stage's nodes, one a layer; equal runs become one function.
 
-A run is an uninterrupted sequence of one layer's nodes. Shared values that several layers of the model read (masks,
-rotary tables) are a run of their own, before all others; one that a single layer reads belongs to that layer,
-regardless of the rest of the stage. So the function of a layer does not depend on the plan, and stages of all plans
-share it.
+A run is an uninterrupted sequence of one layer's nodes. Shared values that several layers of the model read (masks, rotary
+tables) are a run of their own, before all others; one that a single layer reads belongs to that layer, regardless of the rest of
+the stage. So the function of a layer does not depend on the plan, and stages of all plans share it.
 """
 
 from __future__ import annotations

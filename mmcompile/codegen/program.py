@@ -52,10 +52,7 @@ class StageProgram:
     inputs: tuple[Port, ...]
     """In the order of `forward`'s arguments."""
     outputs: tuple[Port, ...]
-    """Results of `forward`, in order.
-
-    The loss stage returns `loss_sum` last, or `loss_sum` and `num_tokens`, without peers.
-    """
+    """Results of `forward`, in order. The loss stage returns `loss_sum` last, or `loss_sum` and `num_tokens`, without peers."""
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[str, ...]
     """Model buffers read, by original name."""

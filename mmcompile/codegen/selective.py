@@ -2,8 +2,7 @@
 
 Results of products, convolutions and attention are kept.
 
-Collectives of tensor-parallel layers are kept too, so that they do not run again in the backward, as the cost model
-assumes.
+Collectives of tensor-parallel layers are kept too, so that they do not run again in the backward, as the cost model assumes.
 """
 
 from __future__ import annotations

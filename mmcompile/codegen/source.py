@@ -181,10 +181,7 @@ class _Writer:
         return known.name
 
     def _free_name(self, run: Run) -> str:
-        """Return `language_model_layer` for a numbered layer, `language_model_embed_tokens` for another.
-
-        Numbered if taken.
-        """
+        """Return `language_model_layer` for a numbered layer, `language_model_embed_tokens` for another; numbered if taken."""
         if run.place is None:
             base = "shared_values"
         else:

@@ -99,10 +99,7 @@ class StageModule(nn.Module):
         return self.runner(layer, recompute, arguments)
 
     def tap(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tap.
-
-        A tensor that receives the gradient of a product whose weight gradient is deferred, or its input.
-        """
+        """Return a tap: a tensor that receives the gradient of a product whose weight gradient is deferred, or its input."""
         return new_tap(shape, dtype, self.device)
 
     def defer(self, tap: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, recomputed: bool = False) -> None:

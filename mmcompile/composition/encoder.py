@@ -35,8 +35,7 @@ class Encoder:
     inputs: Mapping[str, str] | None = None
     """Parameter of the encoder's forward -> name of that input in a batch.
 
-    By default the parameter's own name, prefixed with the encoder's name if another part takes an input of that name
-    too.
+    By default the parameter's own name, prefixed with the encoder's name if another part takes an input of that name too.
     """
     example: Mapping[str, Tensor] | None = field(default=None, repr=False)
     """Parameter -> value for two images or sounds, to run the encoder on. By default made from its config."""
@@ -175,10 +174,7 @@ def arrange(encoder: Encoder, layout: FeatureLayout, found: Tensor, inputs: Mapp
 
 
 def _valid(module: nn.Module, found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return a mask of real features from a mask among the inputs.
-
-    As long as the features, or shortened by the encoder.
-    """
+    """Return a mask of real features from a mask among the inputs: as long as the features, or shortened by the encoder."""
     mask = next((value for name, value in inputs.items() if name.endswith("attention_mask")), None)
     if mask is None:
         return None

@@ -194,10 +194,7 @@ class JoinedModel(nn.Module):
         self._set_trainable(parts, except_, trainable=False)
 
     def unfreeze(self, *parts: str, except_: Sequence[str] = ()) -> None:
-        """Train parts, even parameters that their own code froze (fixed positions of Whisper).
-
-        `except_` as for `freeze`.
-        """
+        """Train parts, even parameters that their own code froze (fixed positions of Whisper); `except_` as for `freeze`."""
         self._set_trainable(parts, except_, trainable=True)
 
     def _set_trainable(self, parts: Iterable[str], except_: Sequence[str], *, trainable: bool) -> None:

@@ -35,10 +35,7 @@ class TextInputs:
 
 
 def text_ids(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
-    """Return token ids to look up.
-
-    0 at placeholders, which may lie beyond the table and whose embeddings are not read.
-    """
+    """Return token ids to look up: 0 at placeholders, which may lie beyond the table and whose embeddings are not read."""
     return input_ids.masked_fill(_is_placeholder(input_ids, placeholders), 0)
 
 

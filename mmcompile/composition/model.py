@@ -39,8 +39,5 @@ class ComposedModel(JoinedModel):
         merge: MergeFunction | None = None,
         callbacks: Mapping[str, Callbacks] | None = None,
     ) -> ComposedModel:
-        """Read the files of `save_pretrained`.
-
-        The user's own modules and functions are given again, never imported by name.
-        """
+        """Read the files of `save_pretrained`; the user's own modules and functions are given again, never imported by name."""
         return storage.load(cls, folder, projectors or {}, merge, callbacks or {})

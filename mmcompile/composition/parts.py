@@ -18,10 +18,7 @@ _ADAPTER = "adapter"
 
 
 def saved_part(name: str, module: nn.Module) -> SavedPart:
-    """Describe a part for the manifest.
-
-    Raises ConfigError unless it is a model of transformers that can be loaded again.
-    """
+    """Describe a part for the manifest. Raises ConfigError unless it is a model of transformers that can be loaded again."""
     base, adapter = _without_adapter(module)
     owner = type(base).__module__
     transformers: Any = sys.modules.get("transformers")

@@ -85,10 +85,7 @@ def _layout(name: str, encoder: Encoder, shape: tuple[int, ...]) -> FeatureLayou
 
 @contextlib.contextmanager
 def shapes_only(module: nn.Module) -> Generator[Callable[[Tensor], Tensor]]:
-    """Run the block on tensors without storage; yields the function that makes such a tensor.
-
-    Integers keep their values.
-    """
+    """Run the block on tensors without storage; yields the function that makes such a tensor. Integers keep their values."""
     mode = fake_mode_of(module) or FakeTensorMode(allow_non_fake_inputs=True)
     known = KnownValues()
 
@@ -147,10 +144,7 @@ def images(module: nn.Module, count: int, side: int = _DEFAULT_SIDE) -> dict[str
 
 
 def sounds(module: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield random sounds for an audio encoder, by parameter.
-
-    Spectrograms if its config has bins, else a second of samples.
-    """
+    """Yield random sounds for an audio encoder, by parameter: spectrograms if its config has bins, else a second of samples."""
     config, main = getattr(module, "config", None), next(iter(parameters_of(module)))
     dtype = dtype_of(module)
     bins = _field(config, "num_mel_bins", default=None)

@@ -86,10 +86,7 @@ class QFormerBlock(nn.Module):
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, hidden: Tensor, features: Tensor, valid: Tensor | None) -> Tensor:
-        """Apply self-attention, cross-attention and feed-forward.
-
-        [N, Q, hidden], [N, T, features] -> [N, Q, hidden].
-        """
+        """Apply self-attention, cross-attention and feed-forward: [N, Q, hidden], [N, T, features] -> [N, Q, hidden]."""
         normed = self.self_norm(hidden)
         hidden = hidden + self.self_attention(normed, normed, None)
         hidden = hidden + self.cross_attention(self.cross_norm(hidden), features, valid)

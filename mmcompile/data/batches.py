@@ -4,8 +4,7 @@ A cursor is JSON text and complete: a worker that never read resumes from it wit
 Epochs follow one another without a gap: the last batch of an epoch is filled from the next one. So every step has
 `batch_size` samples, and each epoch uses every sample exactly once; one step may hold a sample twice, of two epochs.
 
-Nothing is opened and no thread is started before the first `read`: workers are forked from the process that makes
-these.
+Nothing is opened and no thread is started before the first `read`: workers are forked from the process that makes these.
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ class IterableBatches:
     Otherwise the first `read` after `seek` skips the samples already taken in the epoch, by reading them. So does a
     shuffle buffer of Hugging Face datasets: their state leaves out the buffered samples, which would be lost.
 
-    `set_epoch` is called for each epoch where the dataset has it. One that shuffles must draw its order from that
-    alone.
+    `set_epoch` is called for each epoch where the dataset has it. One that shuffles must draw its order from that alone.
 
     Raises:
         DataError: it can be read only once, or holds no samples.

@@ -148,10 +148,7 @@ class DatasetStats:
         return sum(map(has, self.samples)) / max(1, len(self.samples))
 
     def heaviest(self) -> tuple[SampleShape, ...]:
-        """Shapes that contain the worst ones.
-
-        Those kept, then the worst of the whole dataset that are not among them.
-        """
+        """Shapes that contain the worst ones: those kept, then the worst of the whole dataset that are not among them."""
         if not self.is_sampled:
             return self.samples
         kept = set(self.samples)

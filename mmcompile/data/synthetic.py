@@ -1,7 +1,4 @@
-"""Seeded stand-ins for the datasets of the papers.
-
-Published figures where there are any, stated assumptions elsewhere.
-"""
+"""Seeded stand-ins for the datasets of the papers. Published figures where there are any, stated assumptions elsewhere."""
 
 from __future__ import annotations
 

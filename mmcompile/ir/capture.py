@@ -1,7 +1,4 @@
-"""`capture`.
-
-From a model and a batch to a `ModelGraph`, in the best mode that works, with reasons against better ones.
-"""
+"""`capture`: from a model and a batch to a `ModelGraph`, in the best mode that works, with reasons against better ones."""
 
 from __future__ import annotations
 

@@ -67,10 +67,7 @@ def find_structure(module: fx.GraphModule, reference: Sequence[Component] | None
 
 
 def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
-    """Return the sources of each node.
-
-    None for a shared one, which no parameter, float input or random number reaches.
-    """
+    """Return the sources of each node. None for a shared one, which no parameter, float input or random number reaches."""
     result: dict[fx.Node, Sources | None] = {}
     roots: dict[fx.Node, Sources] = {}
     for node in module.graph.nodes:
@@ -186,10 +183,7 @@ def _wrappers(branches: Sequence[_Branch]) -> set[str]:
 def _assign_until_pure(
     graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]
 ) -> tuple[dict[fx.Node, str], list[_Branch]]:
-    """Assign nodes.
-
-    Branches that use parameters after the merge (encoder of an encoder-decoder text model) are dropped.
-    """
+    """Assign nodes. Branches that use parameters after the merge (encoder of an encoder-decoder text model) are dropped."""
     kept = list(branches)
     while True:
         owner = _assign(graph, sources, kept, _wrappers(kept))
@@ -302,8 +296,7 @@ def _layers(
 def _blocks(graph: fx.Graph, owner: Mapping[fx.Node, str]) -> dict[str, dict[fx.Node, str]]:
     """Return component -> node -> path of the block it is in: "model.layers.3.mlp" -> "model.layers.3".
 
-    Blocks are numbered modules with modules inside; where a component has none, numbered leaves (`nn.Sequential` of
-    linears).
+    Blocks are numbered modules with modules inside; where a component has none, numbered leaves (`nn.Sequential` of linears).
     """
     composite: dict[str, dict[fx.Node, str]] = defaultdict(dict)
     leaves: dict[str, dict[fx.Node, str]] = defaultdict(dict)

@@ -1,7 +1,6 @@
 """Rewrite in-place ops into functional ones, so that a node's value never changes after it is computed.
 
-Only then can a graph be cut anywhere. In-place updates of the model's own buffers (batch-norm counters) are state, and
-stay.
+Only then can a graph be cut anywhere. In-place updates of the model's own buffers (batch-norm counters) are state, and stay.
 """
 
 from __future__ import annotations

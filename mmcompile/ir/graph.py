@@ -113,10 +113,7 @@ class ParameterSpec:
         return self.name if self.shard is None else self.name.rpartition("@")[0]
 
     def part(self, shard: TensorShard, index: int) -> ParameterSpec:
-        """Return the part of this parameter that a rank holds, as `<name>@<index>`.
-
-        Its aliases stay those of the whole.
-        """
+        """Return the part of this parameter that a rank holds, as `<name>@<index>`; its aliases stay those of the whole."""
         return replace(self, name=f"{self.name}@{index}", shape=shard.local_shape(self.shape), shard=shard, index=index)
 
     def of_replica(self, replica: int) -> ParameterSpec:

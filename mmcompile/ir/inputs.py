@@ -1,7 +1,4 @@
-"""Checks and values of a batch before the graph.
-
-Missing media, and positions that the model would compute in Python.
-"""
+"""Checks and values of a batch before the graph. Missing media, and positions that the model would compute in Python."""
 
 from __future__ import annotations
 

@@ -58,9 +58,8 @@ def attention_words(
 
     visible(q, k) = valid(k) and documents(q) = documents(k) and (k <= q or islands(q) = islands(k) >= 0)
 
-    A token that is not valid gets the padding word 0: nothing sees it, and it sees nothing either, so its own row is 0.
-    That is a difference from a mask that only hides keys, and it is not seen in the loss as long as such a token has
-    none.
+    A token that is not valid gets the padding word 0: nothing sees it, and it sees nothing either, so its own row is 0. That is a
+    difference from a mask that only hides keys, and it is not seen in the loss as long as such a token has none.
 
     Args:
         valid: bool or integer, 0 for padding; None where all tokens are real. Tensors are [B, T], or broadcast to it.
@@ -112,10 +111,7 @@ def _check_islands_fit(document: torch.Tensor, island: torch.Tensor, window: int
 
 
 def token_positions(words: torch.Tensor) -> torch.Tensor:
-    """Return positions of tokens in their own order, 0, 1, 2, ... in each row.
-
-    Int32 [B, T] on the device of `words`.
-    """
+    """Return positions of tokens in their own order, 0, 1, 2, ... in each row. Int32 [B, T] on the device of `words`."""
     return torch.arange(words.shape[1], dtype=torch.int32, device=words.device).expand_as(words)
 
 

@@ -15,8 +15,7 @@ from mmcompile.kernels.tensor_parallel.blocks import block_part, join_blocks
 class TensorShard:
     """A dim split over ranks, block by block.
 
-    Along `dim` the tensor consists of blocks that follow each other, and of each block a rank holds one of `count`
-    equal parts:
+    Along `dim` the tensor consists of blocks that follow each other, and of each block a rank holds one of `count` equal parts:
 
         blocks (4, 2), count 2:   a a a a b b   ->   rank 0: a a b   rank 1: a a b
 
@@ -40,10 +39,7 @@ class TensorShard:
             )
 
     def spread(self, replicas: int) -> TensorShard:
-        """Return this sharding with each part split into `replicas` parts.
-
-        Raises ValueError if a block does not divide.
-        """
+        """Return this sharding with each part split into `replicas` parts. Raises ValueError if a block does not divide."""
         return replace(self, count=self.count * replicas, replicas=self.replicas * replicas)
 
     def index(self, rank: int, replica: int = 0) -> int:

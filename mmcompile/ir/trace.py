@@ -49,10 +49,7 @@ class Trace:
     """A captured training step, functional and free of value reads."""
 
     module: fx.GraphModule = field(repr=False)
-    """Placeholders in `input_names` order -> (loss_sum, num_tokens) or (loss,).
-
-    Parameters are the model's own tensors.
-    """
+    """Placeholders in `input_names` order -> (loss_sum, num_tokens) or (loss,). Parameters are the model's own tensors."""
     input_names: tuple[str, ...]
     """Names of the batch tensors read, then of host values."""
     host: HostProgram
@@ -213,10 +210,7 @@ def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModu
 
 
 def _inline_regions(exported: fx.GraphModule) -> None:
-    """Inline the bodies of `torch.no_grad` and autocast-off regions.
-
-    Values that leave a no_grad region are detached.
-    """
+    """Inline the bodies of `torch.no_grad` and autocast-off regions. Values that leave a no_grad region are detached."""
     graph = exported.graph
     for node in list(graph.nodes):
         if node.op != "call_function" or not str(node.target).startswith("wrap_with_"):

@@ -79,10 +79,7 @@ def layer_work(graph: ModelGraph, table: CostTable, cluster: Cluster, dtype: str
 
 
 def layer_shares(plan: Plan, table: CostTable, dtype: str) -> Shares:
-    """Return the share of each layer in its stage, by the roofline at the captured sizes.
-
-    Stages keep the plan's totals.
-    """
+    """Return the share of each layer in its stage, by the roofline at the captured sizes; stages keep the plan's totals."""
     return {stage.name: _shares(plan, stage, table, dtype) for stage in plan.stages}
 
 

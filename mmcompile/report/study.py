@@ -1,7 +1,4 @@
-"""`Study`.
-
-A captured model with its costs and a dataset, which `check`, `simulate` and `explain` use beside the plan file.
-"""
+"""`Study`: a captured model with its costs and a dataset, which `check`, `simulate` and `explain` use beside the plan file."""
 
 from __future__ import annotations
 

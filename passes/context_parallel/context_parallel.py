@@ -1,11 +1,10 @@
 """`ContextParallel`: lets several ranks run a language model together, each on its own tokens of every sequence.
 
-All ranks run the same nodes. Layer 0 of the component (embedding and merge of features) and shared values (rotary
-tables, shifted labels) stay whole; where they enter the *region*, the component's layers from 1 on, `shard_tokens`
-takes the rank's rows of them. In the region every op must treat tokens alike, attention excepted: it gathers keys and
-values from all ranks. The loss node returns the sum over the rank's own tokens and their number. So gradients of
-parameters, and those that leave the region for layer 0 and other components, are a rank's share: the sum over ranks is
-the gradient of the whole.
+All ranks run the same nodes. Layer 0 of the component (embedding and merge of features) and shared values (rotary tables, shifted
+labels) stay whole; where they enter the *region*, the component's layers from 1 on, `shard_tokens` takes the rank's rows of them.
+In the region every op must treat tokens alike, attention excepted: it gathers keys and values from all ranks. The loss node
+returns the sum over the rank's own tokens and their number. So gradients of parameters, and those that leave the region for layer
+0 and other components, are a rank's share: the sum over ranks is the gradient of the whole.
 
 New inputs of the graph, for P ranks of L rows each (`mmcompile.codegen.token_shards.shard_values` computes them):
 

@@ -188,9 +188,8 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 def reshaped(flow: TokenFlow, node: fx.Node, value: fx.Node) -> TokenAxis:
     """Return the token dim of `node`, a view of the elements of `value` in the same order.
 
-    Token t of outer index o and inner index i stands at row (o * tokens + t) * inner + i; the dims before tokens
-    multiply to `before`. The dim of the result that holds tokens is the one at which the product of dims passes
-    `before`.
+    Token t of outer index o and inner index i stands at row (o * tokens + t) * inner + i; the dims before tokens multiply to
+    `before`. The dim of the result that holds tokens is the one at which the product of dims passes `before`.
     """
     axis, old, new = flow.axes[value], shape(value), shape(node)
     if prod(old) != prod(new):

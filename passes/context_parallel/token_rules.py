@@ -1,9 +1,8 @@
 """Effect of each op on a token dim: a table from op name to rule, and the rules.
 
-A rule is asked only if some input is spread. It returns where tokens are in the result, spreads whole inputs that meet
-them (a rotary table that is multiplied), rewrites sizes that count tokens, and refuses what mixes tokens. Rules hold
-for merged rows, [batch * tokens], and for rows repeated once per expert, [batch * tokens * experts], as for plain
-tokens.
+A rule is asked only if some input is spread. It returns where tokens are in the result, spreads whole inputs that meet them (a
+rotary table that is multiplied), rewrites sizes that count tokens, and refuses what mixes tokens. Rules hold for merged rows,
+[batch * tokens], and for rows repeated once per expert, [batch * tokens * experts], as for plain tokens.
 """
 
 from __future__ import annotations

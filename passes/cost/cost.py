@@ -199,10 +199,7 @@ class _Read:
 def _add_kept(
     meter: _Meter, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
 ) -> None:
-    """Add memory until the backward of each layer without, with selective, with full recomputation.
-
-    Each storage once.
-    """
+    """Add memory until the backward of each layer without, with selective, with full recomputation; each storage once."""
     repeated = {
         place for place, work in sums.items() if _total(work, "input_grad_flops") + _total(work, "weight_grad_flops")
     }
@@ -294,10 +291,7 @@ def _places(graph: ModelGraph) -> dict[fx.Node, Place]:
 def _add_crossing(
     graph: ModelGraph, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
 ) -> None:
-    """Add `output_bytes` of (component, i): made in layers <= i, read in its layers > i.
-
-    Of the last layer, read outside.
-    """
+    """Add `output_bytes` of (component, i): made in layers <= i, read in its layers > i; of the last layer, read outside."""
     last = {component.name: len(component.layers) - 1 for component in graph.components}
     for node, (component, layer) in places.items():
         if info(node).shared:

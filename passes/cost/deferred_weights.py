@@ -30,9 +30,8 @@ class DeferredWeight:
 class DeferredWeights(Analysis[Mapping[fx.Node, DeferredWeight]]):
     """Finds `linear` nodes whose weight is a parameter that trains.
 
-    Everything else that trains (norms, embeddings, convolutions, weights that are computed from others) keeps its
-    gradient in the first part of the backward: there is little of it, or nothing to be gained. A frozen weight has no
-    gradient to defer.
+    Everything else that trains (norms, embeddings, convolutions, weights that are computed from others) keeps its gradient in the
+    first part of the backward: there is little of it, or nothing to be gained. A frozen weight has no gradient to defer.
     """
 
     name: ClassVar[str] = "deferred-weights"

@@ -1,9 +1,8 @@
 """FLOPs of a node and of the gradient of each of its operands, from torch's own formulas.
 
-Composite ops (linear, matmul, conv2d, attention, einsum) are mapped onto the ops that
-`torch.utils.flop_counter.flop_registry` has formulas for, so that our totals equal what `FlopCounterMode` counts on a
-real forward and backward. As there, a multiply-add is two FLOPs, causal masks are not discounted, and everything but
-matrix products and convolutions counts zero.
+Composite ops (linear, matmul, conv2d, attention, einsum) are mapped onto the ops that `torch.utils.flop_counter.flop_registry`
+has formulas for, so that our totals equal what `FlopCounterMode` counts on a real forward and backward. As there, a multiply-add
+is two FLOPs, causal masks are not discounted, and everything but matrix products and convolutions counts zero.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Growth of a node's work with the load of its component, and the load of a component in the capture.
 
-One capture has one size. Which part of a node's work is fixed, grows with the rows of a microbatch, or with the pairs
-of rows that see each other, is decided from its op, its operands and its shapes; where the graph has size symbols,
-from them.
+One capture has one size. Which part of a node's work is fixed, grows with the rows of a microbatch, or with the pairs of rows
+that see each other, is decided from its op, its operands and its shapes; where the graph has size symbols, from them.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ class Sequences:
 def captured_sequences(graph: ModelGraph, components: Mapping[str, list[fx.Node]]) -> dict[str, Sequences]:
     """The sequences of every component in the captured batch.
 
-    Those of its widest self-attention (so a tower with windows and full attention has images, not windows). A
-    projector, and a component without attention, has those of what feeds it; one that nothing feeds has the rows it
-    hands on.
+    Those of its widest self-attention (so a tower with windows and full attention has images, not windows). A projector, and a
+    component without attention, has those of what feeds it; one that nothing feeds has the rows it hands on.
 
     Args:
         graph: the captured graph.
@@ -99,10 +97,7 @@ def _pairs(lengths: tuple[int, ...]) -> int:
 
 
 def _self_lengths(node: fx.Node) -> tuple[int, ...] | None:
-    """Return lengths of the sequences that attend to themselves in a node.
-
-    Attention, or softmax of written-out scores.
-    """
+    """Return lengths of the sequences that attend to themselves in a node: attention, or softmax of written-out scores."""
     lengths = attention_lengths(node)
     if lengths is not None:
         queries, keys = lengths

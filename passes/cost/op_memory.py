@@ -1,8 +1,7 @@
 """Tensors that a node keeps for its backward, and whether it launches a kernel (approximation, by class of op).
 
 Autograd decides what is saved inside C++ formulas that cannot be asked without running them. The classes below restate
-`derivatives.yaml` of torch 2.13 for the ops that models consist of; an op in no class is taken to save its float
-inputs.
+`derivatives.yaml` of torch 2.13 for the ops that models consist of; an op in no class is taken to save its float inputs.
 """
 
 from __future__ import annotations

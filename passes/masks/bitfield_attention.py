@@ -136,10 +136,7 @@ class _Work:
         self._done.setdefault((component_of(call), words.words, formula.window), []).append(info(call).layer)
 
     def _words(self, call: fx.Node) -> tuple[MaskFormula, _Words]:
-        """Return the mask formula of a call and words for it.
-
-        A window that bounds islands is noted there for their check.
-        """
+        """Return the mask formula of a call and words for it; a window that bounds islands is noted there for their check."""
         mask, causal, extent = given(call)["attn_mask"], given(call)["is_causal"], extent_of(given(call)["query"])
         if (mask, causal) not in self._masks:
             reader = Reader()

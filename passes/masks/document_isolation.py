@@ -1,10 +1,9 @@
 """`documents_meet`: whether tokens of one packed document reach another, and where.
 
-Between the token embeddings and the loss every op must treat tokens alike
-(`mmcompile.passes.context_parallel.token_rules`), attention excepted: its mask is computed and must show no pair of two
-documents. What the model computes from integers for each token (masks, rotary tables, position ids, shifted labels) is
-computed again with the documents in another order, and with other tokens in one of them: a document must take its
-values along, or they depend on what else is in the row.
+Between the token embeddings and the loss every op must treat tokens alike (`mmcompile.passes.context_parallel.token_rules`),
+attention excepted: its mask is computed and must show no pair of two documents. What the model computes from integers for each
+token (masks, rotary tables, position ids, shifted labels) is computed again with the documents in another order, and with other
+tokens in one of them: a document must take its values along, or they depend on what else is in the row.
 """
 
 from __future__ import annotations

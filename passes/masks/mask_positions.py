@@ -63,10 +63,7 @@ def _sides(left: Expression, right: Expression) -> bool:
 
 
 def _counted(node: fx.Node, reader: Reader) -> Expression | None:
-    """Return `p`, per token, of a node cumsum(diff(p) != 1) along the last dim.
-
-    The value before token 0 does not matter.
-    """
+    """Return `p`, per token, of a node cumsum(diff(p) != 1) along the last dim; the value before token 0 does not matter."""
     if _name(node) != "aten.cumsum" or not _last(node):
         return None
     unequal = node.all_input_nodes[0]

@@ -58,10 +58,7 @@ CAUSAL = Claim("reach", True, 0)
 
 
 def holds(expression: Expression, positive: bool = True) -> Alternatives:
-    """Return the conditions under which an expression is true (or not 0).
-
-    With `positive` off, under which it is not.
-    """
+    """Return the conditions under which an expression is true (or not 0); with `positive` off, under which it is not."""
     match expression:
         case Number(value):
             return _TRUE if bool(value) == positive else _FALSE

@@ -1,12 +1,11 @@
 """`ShardedParameters`: lets the replicas of a component share its parameters, of which each then holds a part (FSDP).
 
-Every rank keeps rows 1/n of each large parameter, with gradient and optimizer state of these rows only. In front of the
-first reader in each layer a node `gather_parameter` makes the whole parameter; its backward adds up the gradients of
-all replicas and leaves each its rows. Where the ranks of a replica share the tensor already (tensor parallelism),
-"whole" is what one of them computes with, which its replicas share along the same dim. The nodes belong to the layer
-that reads, so they are in its function: where a layer is computed again in the backward, it gathers again; where it is
-not, its backward does, as it reads the parameter (`mmcompile.kernels.sharded_parameters.regather`). Either way no whole
-parameter outlives the layer.
+Every rank keeps rows 1/n of each large parameter, with gradient and optimizer state of these rows only. In front of the first
+reader in each layer a node `gather_parameter` makes the whole parameter; its backward adds up the gradients of all replicas and
+leaves each its rows. Where the ranks of a replica share the tensor already (tensor parallelism), "whole" is what one of them
+computes with, which its replicas share along the same dim. The nodes belong to the layer that reads, so they are in its function:
+where a layer is computed again in the backward, it gathers again; where it is not, its backward does, as it reads the parameter
+(`mmcompile.kernels.sharded_parameters.regather`). Either way no whole parameter outlives the layer.
 
 Frozen parameters are shared as well; they are gathered, and have no gradients to add up.
 

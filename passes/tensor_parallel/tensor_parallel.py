@@ -5,9 +5,8 @@ down) in their inputs; between them every rank computes its own heads and its ow
 behind each row projection is whole again. Token embedding and head are sharded over the vocabulary, where the loss is
 ours. All else (norms, routers, experts) is computed by all ranks alike, so that a stage may end between any two layers.
 
-All ranks run the same graph: nodes `tp_*` (`mmcompile.kernels.tensor_parallel`) ask the group for the rank. Gradients
-of whole parameters are whole, and equal, on every rank; those of sharded ones are of the rank's part
-(`ModelGraph.shards`).
+All ranks run the same graph: nodes `tp_*` (`mmcompile.kernels.tensor_parallel`) ask the group for the rank. Gradients of whole
+parameters are whole, and equal, on every rank; those of sharded ones are of the rank's part (`ModelGraph.shards`).
 
 Source: Megatron-LM (arXiv 1909.08053, section 3), without its sequence parallelism.
 """

@@ -15,10 +15,7 @@ _PRODUCTS = ("mm", "matmul", "einsum", "conv", "index")
 
 
 def summary(facts: GraphFacts, sharding: Sharding) -> str:
-    """Summarize: `language_model over 2 ranks: 21 column and 8 row projections, heads of 4 attention ops; whole.
-
-    ...`.
-    """
+    """Summarize: `language_model over 2 ranks: 21 column and 8 row projections, heads of 4 attention ops; whole: ...`."""
     columns = sum(len(region.columns) for region in sharding.regions)
     rows = sum(len(region.sums) for region in sharding.regions)
     parts = [f"{columns} column and {rows} row projections"]

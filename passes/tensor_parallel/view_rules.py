@@ -113,10 +113,7 @@ def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int, 
 
 
 def _blocks(runs: tuple[int, ...], *, repeats: int, inner: int) -> tuple[int, ...]:
-    """Return blocks of a dim with `repeats` outer and `inner` inner elements that flatten to `runs`.
-
-    () if none exist.
-    """
+    """Return blocks of a dim with `repeats` outer and `inner` inner elements that flatten to `runs`; () if none exist."""
     period, rest = divmod(len(runs), repeats)
     one = runs[:period]
     if rest or one * repeats != runs or any(run % inner for run in one):

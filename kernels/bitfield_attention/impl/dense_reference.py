@@ -57,10 +57,7 @@ def reference_mask(
     kv_positions: torch.Tensor | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return the mask by the definition of `words`, field by field.
-
-    Bool [B, Tq, Tk], True where the query sees the key.
-    """
+    """Return the mask by the definition of `words`, field by field: bool [B, Tq, Tk], True where the query sees the key."""
     query, key = _fields(words, positions), _fields(kv_words, kv_positions)
     shape = (*words.shape, kv_words.shape[1])
     ask, give = ([x[:, :, None].expand(shape) for x in query], [x[:, None, :].expand(shape) for x in key])

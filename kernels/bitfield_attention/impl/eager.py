@@ -2,15 +2,13 @@
 
     O_i = sum over visible j of exp(scale q_i . k_j - L_i) v_j    L_i = log(sum over visible j of exp(scale q_i . k_j))
 
-Query heads that share a key head are laid into the rows of one product, [G Tq, D] x [D, Tk]. Work follows the plan's
-non-empty tiles chunk by chunk; nothing of size [Tq, Tk] exists, and every sum has a fixed order, so results repeat bit
-by bit.
+Query heads that share a key head are laid into the rows of one product, [G Tq, D] x [D, Tk]. Work follows the plan's non-empty
+tiles chunk by chunk; nothing of size [Tq, Tk] exists, and every sum has a fixed order, so results repeat bit by bit.
 
 Backward recomputes P = exp(scale Q K^T - L) of each chunk:
     dV += P^T dO     dS = P * (dO V^T - delta)     dQ = scale dS K     dK += scale dS^T Q    delta_i = O_i . dO_i - dL_i
 
-A row that sees nothing has O = 0, L = -inf and zero gradients. Values a row does not see never reach it, infinite or
-not.
+A row that sees nothing has O = 0, L = -inf and zero gradients. Values a row does not see never reach it, infinite or not.
 """
 
 from __future__ import annotations

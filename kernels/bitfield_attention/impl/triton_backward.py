@@ -8,8 +8,7 @@ Two kernels compute the scores again: `query_gradients` sums over the keys of a 
 the queries of a block of keys, looping over the query heads that share its key head. Nothing is added atomically, so
 results repeat bit by bit. Tile classes, words and their facts are those of `triton_forward`.
 
-`prepare` writes L in base 2, +inf for rows that see nothing: every weight of such a row is exp(-inf) = 0 without a
-test.
+`prepare` writes L in base 2, +inf for rows that see nothing: every weight of such a row is exp(-inf) = 0 without a test.
 """
 
 # Kernels are written in Triton's language, whose tensors have no types that Python knows.
@@ -176,10 +175,7 @@ def _visit_queries(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS^T Q and P^T dO over tiles `begin` to `end` of a list, all of one class.
-
-    Scores here are [keys, queries].
-    """
+    """Add dS^T Q and P^T dO over tiles `begin` to `end` of a list, all of one class. Scores here are [keys, queries]."""
     PARTS: tl.constexpr = BLOCK_Q // BLOCK_M
     if KIND == ROW:
         key_bits, key_document, key_scope, key_position = key_facts(kv_words, kv_positions, tl.min(key_rows, 0), kv_len)

@@ -1,7 +1,6 @@
 """Tile sizes of the Triton kernels, one row per kernel, head dim and width of the elements.
 
-Chosen so that a compiled kernel spills nothing (in float32, next to nothing) and fits 227 KiB of shared memory on an
-H100.
+Chosen so that a compiled kernel spills nothing (in float32, next to nothing) and fits 227 KiB of shared memory on an H100.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ def config(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> Config:
 
 
 def precision() -> str:
-    """Return Triton's precision for products of float32.
-
-    Three TF32 products where torch is set to "highest", else one.
-    """
+    """Return Triton's precision for products of float32. Three TF32 products where torch is set to "highest", else one."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 

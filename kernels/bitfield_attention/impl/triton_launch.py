@@ -273,10 +273,7 @@ def _check(
 
 
 def _tiles(kernel: Kernel, call: _Call) -> Config:
-    """Return the shipped configuration.
-
-    Interpreted, 16-bit inputs keep theirs although they are computed in float32.
-    """
+    """Return the shipped configuration. Interpreted, 16-bit inputs keep theirs although they are computed in float32."""
     dtype = torch.bfloat16 if _interpreted() else call.q.dtype
     return config(kernel, call.q.shape[-1], dtype)
 
@@ -297,10 +294,7 @@ def _fit(tiles: Config, plan: BlockPlan) -> Config:
 
 
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `x` itself if tensor memory access can read its rows, which begin at multiples of 16 bytes.
-
-    Else a copy.
-    """
+    """Return `x` itself if tensor memory access can read its rows, which begin at multiples of 16 bytes. Else a copy."""
     x = x.to(dtype)
     aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 and stride for stride in _strides(x))
     return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)

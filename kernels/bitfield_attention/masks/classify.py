@@ -2,10 +2,9 @@
 
 No [Tq, Tk] mask, and a quarter of a byte per tile.
 
-A class is safe, not exact: an EMPTY tile hides everything, a FULL tile shows everything and a ROW tile is uniform along
-each row, but a GENERAL tile may turn out to be any of them. Pairs of superblocks of 8 blocks are classed first; only
-those neither EMPTY nor FULL are refined, by query block and then by key block. All of it runs in NumPy on the CPU,
-wherever the words live.
+A class is safe, not exact: an EMPTY tile hides everything, a FULL tile shows everything and a ROW tile is uniform along each row,
+but a GENERAL tile may turn out to be any of them. Pairs of superblocks of 8 blocks are classed first; only those neither EMPTY
+nor FULL are refined, by query block and then by key block. All of it runs in NumPy on the CPU, wherever the words live.
 """
 
 from __future__ import annotations

@@ -20,10 +20,9 @@ Source = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class PlanCache:
     """Least recently used plans. Threads may share it: autograd runs backward on threads of its own.
 
-    On a CPU masks are compared by content: hashing costs far less than planning, and recomputed or reallocated words
-    still hit. On an accelerator reading the content would wait for the device once a layer, so tensors are compared by
-    identity and version; the entry holds them, so that no other tensor can come to lie at the same address while it
-    lives.
+    On a CPU masks are compared by content: hashing costs far less than planning, and recomputed or reallocated words still hit.
+    On an accelerator reading the content would wait for the device once a layer, so tensors are compared by identity and version;
+    the entry holds them, so that no other tensor can come to lie at the same address while it lives.
     """
 
     def __init__(self, size: int = 16) -> None:

@@ -21,9 +21,8 @@ def visible_pairs(
 ) -> int:
     """Count pairs (query, key) in which the query sees the key, over the batch.
 
-    pairs = causal pairs inside documents + pairs inside islands - causal pairs inside islands; keys before a query are
-    counted by binary search among the sorted positions of each distinct set of modality bits, O(tokens log tokens) for
-    each set.
+    pairs = causal pairs inside documents + pairs inside islands - causal pairs inside islands; keys before a query are counted by
+    binary search among the sorted positions of each distinct set of modality bits, O(tokens log tokens) for each set.
 
     Args:
         words: [batch, Tq] int64. positions: [batch, Tq] integer, or None for 0, 1, 2, ...

@@ -1,8 +1,7 @@
 """Attention over a sequence that several ranks share: `torch.ops.mmcompile.context_parallel_attention`.
 
-Every rank has the queries, keys and values of its own tokens, equally many on each rank, any tokens in any order. Keys
-and values of all ranks are gathered, a few heads at a time; while they are computed with, those of the next heads are
-under way:
+Every rank has the queries, keys and values of its own tokens, equally many on each rank, any tokens in any order. Keys and values
+of all ranks are gathered, a few heads at a time; while they are computed with, those of the next heads are under way:
 
     forward     gather(i + 1)  ||  attention(i)
     backward    gather(i + 1)  ||  gradients(i)  ||  scatter_sum(i - 1)

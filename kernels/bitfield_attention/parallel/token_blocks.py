@@ -105,10 +105,7 @@ class TokenBlocks:
         return self._tokens_of(self.blocks)
 
     def restore(self) -> Tensor:
-        """Return int64 [tokens].
-
-        Index of each token in `rearrange().flatten()`, so that `gathered[restore]` is in order.
-        """
+        """Return int64 [tokens]. Index of each token in `rearrange().flatten()`, so that `gathered[restore]` is in order."""
         order = self.rearrange().flatten()
         rows = (order >= 0).nonzero().squeeze(1)
         return torch.empty(self.tokens, dtype=torch.int64).scatter_(0, order[rows], rows)
@@ -269,10 +266,7 @@ def _evened(work: np.ndarray, owned: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _split(work: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the most even split with the same counts of a few blocks of either rank.
-
-    None if it is no better than before.
-    """
+    """Return the most even split with the same counts of a few blocks of either rank. None if it is no better than before."""
     few = min(len(heavy), _PAIRED_BLOCKS)
     give, take = (_spaced(blocks, work, few) for blocks in (heavy, light))
     both = np.concatenate([heavy[give], light[take]])

@@ -38,10 +38,7 @@ def stage_graph_dot(plan: Plan) -> str:
 
 
 def stage_graph_svg(plan: Plan) -> str:
-    """Return a self-contained SVG.
-
-    Links on which no gradient returns are dashed, hovering shows the tensors of a link.
-    """
+    """Return a self-contained SVG; links on which no gradient returns are dashed, hovering shows the tensors of a link."""
     svg = Svg(_layout(plan))
     palette = colours(stage.name for stage in plan.stages)
     links = {(link.source, link.target): link for link in plan.links}

@@ -232,10 +232,7 @@ class _Layer:
         )
 
     def _enter(self, lockstep: Lockstep, nodes: Sequence[fx.Node], given: _Given) -> dict[fx.Node, World]:
-        """Give the run its inputs.
-
-        Values that carry gradient are leaves, one for each rank if the component made them.
-        """
+        """Give the run its inputs; values that carry gradient are leaves, one for each rank if the component made them."""
         leaves: dict[fx.Node, World] = {}
         for value, sources in self.matches.sources(nodes).items():
             if value not in given.values:

@@ -1,7 +1,6 @@
 """`LayerMatches`: which values that enter and leave a layer of a sharded graph stand for which of the whole graph.
 
-The pass tensor-parallel keeps the order of values: the n-th one that leaves a layer stands for the n-th that left it
-before.
+The pass tensor-parallel keeps the order of values: the n-th one that leaves a layer stands for the n-th that left it before.
 """
 
 from __future__ import annotations

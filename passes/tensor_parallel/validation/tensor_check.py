@@ -2,8 +2,7 @@
 
 Whether the ranks of a sharded graph together compute what the whole graph computes, gradients included.
 
-All ranks run in one process (`tensor_lockstep`). For whole graphs of small models; `tensor_layer_check` does it layer
-by layer.
+All ranks run in one process (`tensor_lockstep`). For whole graphs of small models; `tensor_layer_check` does it layer by layer.
 """
 
 from __future__ import annotations
