@@ -47,9 +47,9 @@ from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts 
 from mmcompile.batching.balance.auto import Auto, Choice  # noqa: E402
 from mmcompile.batching.balance.hierarchical import Hierarchical  # noqa: E402
 from mmcompile.batching.balance.simulated_step import StageShare, StepShape, simulate_step, step_time  # noqa: E402
+from mmcompile.config import ScheduleKind  # noqa: E402
 from mmcompile.costmodel.comm import p2p_seconds  # noqa: E402
 from mmcompile.costmodel.hardware import find_device  # noqa: E402
-from mmcompile.planner.plan.plan import ScheduleKind  # noqa: E402
 from mmcompile.planner.schedule.schedule import Action, ActionKind, Schedule  # noqa: E402
 from mmcompile.planner.schedule.simulate import StageDuration, simulate  # noqa: E402
 from mmcompile.planner.search.partition import PartitionLayer, partition  # noqa: E402
