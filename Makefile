@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo test test-all lint type format bench bench-planner bench-templates bench-sim bench-frozen bench-axes bench-entrain \
+.PHONY: help venv demo test test-all lint type format docs bench bench-planner bench-templates bench-sim bench-frozen bench-axes bench-entrain \
 	bench-balance bench-step bench-ahead bench-chain bench-recovery bench-commit bench-attention bench-compile bench-cp bench-gpu coverage clean
 .DEFAULT_GOAL := help
 
@@ -45,6 +45,10 @@ format: $(STAMP)  ## ruff: rewrite
 
 type: $(STAMP)  ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(STAMP)  ## build the documentation into site/, without network; rewrites docs/cli.md; warnings and broken links fail
+	$(BIN)/python -P docs/tools/cli_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(STAMP)  ## capture and plan real-size models (7B to 84B) from their configs: seconds and memory
 	$(BIN)/python -P benchmarks/real_size.py
@@ -104,4 +108,4 @@ coverage: $(STAMP)  ## capture every family and rewrite docs/coverage.md
 	$(BIN)/python -P benchmarks/coverage.py --out docs/coverage.md
 
 clean:  ## remove .venv and everything written by the targets
-	rm -rf .venv demo_out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv demo_out site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
