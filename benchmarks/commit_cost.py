@@ -45,19 +45,19 @@ from mmcompile.batching.balance.arrival_order import Arrival  # noqa: E402
 from mmcompile.data.batches import MapBatches  # noqa: E402
 from mmcompile.data.collate import collate  # noqa: E402
 from mmcompile.elastic_run import elastic_job  # noqa: E402
+from mmcompile.planner.resilience.job import WorkerId  # noqa: E402
+from mmcompile.planner.resilience.membership import MembershipChange, Planned  # noqa: E402
 from mmcompile.runtime.comm.groups import Groups  # noqa: E402
-from mmcompile.runtime.control.effects import EventKind  # noqa: E402
-from mmcompile.runtime.control.membership_planner import Change, Planned  # noqa: E402
+from mmcompile.runtime.control.events import EventKind  # noqa: E402
 from mmcompile.runtime.control.processes import fork_process  # noqa: E402
+from mmcompile.runtime.elastic.elastic_controller import ElasticController  # noqa: E402
 from mmcompile.runtime.elastic.elastic_engine import ElasticEngine  # noqa: E402
 from mmcompile.runtime.elastic.elastic_job import ElasticJob  # noqa: E402
-from mmcompile.runtime.elastic.generation_layout import Layout  # noqa: E402
-from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan  # noqa: E402
+from mmcompile.runtime.elastic.generation_layout import GenerationLayout  # noqa: E402
+from mmcompile.runtime.elastic.generation_plan import GenerationPlan  # noqa: E402
+from mmcompile.runtime.elastic.generation_worker import GenerationWorker  # noqa: E402
 from mmcompile.runtime.elastic.layer_store import LayerStore  # noqa: E402
-from mmcompile.runtime.elastic.lead import Lead  # noqa: E402
 from mmcompile.runtime.elastic.programs import Programs  # noqa: E402
-from mmcompile.runtime.elastic.reader import Reader  # noqa: E402
-from mmcompile.runtime.elastic.team import Team  # noqa: E402
 from mmcompile.runtime.elastic.template_planner import TemplatePlanner  # noqa: E402
 from mmcompile.runtime.optim.rates import Rates  # noqa: E402
 
@@ -119,7 +119,7 @@ def run_plain(num_steps: int) -> None:
 def first_plan(job: ElasticJob) -> GenerationPlan:
     """What the coordinator's planner decides when all nodes start."""
     planner = TemplatePlanner(resilience=job.resilience, start_nodes=NUM_NODES, checkpoints=job.checkpoints)
-    change = Change(
+    change = MembershipChange(
         members=NODES,
         num_workers=(1,) * NUM_NODES,
         lost=(),
@@ -136,38 +136,40 @@ def first_plan(job: ElasticJob) -> GenerationPlan:
 
 
 def work(job: ElasticJob, plan: GenerationPlan, rank: int) -> int:
-    """A worker without coordinator: what `Part` does in one generation, but for commits."""
+    """A worker without coordinator: what `GenerationRun` does in one generation, but for commits."""
     torch.set_num_threads(1)
     store = FileStore(str(job.folder / "store"), NUM_NODES)
     groups = Groups.connect(store, rank, NUM_NODES, torch.device("cpu"), local=True)
     programs = Programs(job.patterns.captured())
     held = LayerStore.of(programs.parameters(), job.patterns.parameters(), job.optimizer)
-    layout = Layout(plan=plan, resilience=job.resilience, layers=job.layers, nodes=NODES)
-    layers = layout.layers_of(Device(node=NODES[rank], index=0))
+    layout = GenerationLayout(plan=plan, resilience=job.resilience, layers=job.layers, nodes=NODES)
+    layers = layout.layers_of(WorkerId(node=NODES[rank], index=0))
     held.hold(layers)
-    team = Team(job, groups, plan, layout.placement(), programs, held, layers, lambda: None)
-    times = [time.monotonic() for _ in steps(job, plan, layout, team, rank)]
+    worker = GenerationWorker(job, groups, plan, layout.placement(), programs, held, layers, lambda: None)
+    times = [time.monotonic() for _ in steps(job, plan, layout, worker, rank)]
     if rank == 0:
         (job.folder / "times").write_text("".join(f"{at_s}\n" for at_s in times))
     return 0
 
 
-def steps(job: ElasticJob, plan: GenerationPlan, layout: Layout, team: Team, rank: int) -> Iterator[None]:
+def steps(
+    job: ElasticJob, plan: GenerationPlan, layout: GenerationLayout, worker: GenerationWorker, rank: int
+) -> Iterator[None]:
     """Yields where a commit would be."""
-    rates, reader = Rates(job.optimizer, job.scheduler), Reader(job.data)
+    rates, controller = Rates(job.optimizer, job.scheduler), ElasticController(job)
     if rank:
         for _ in range(job.num_steps):
-            totals = team.follow()
+            totals = worker.follow()
             yield
-            team.rank.apply(totals)
+            worker.rank.apply(totals)
         return
-    reader.start(0, None)
-    lead = Lead(job, plan, layout.placement(), reader)
+    controller.start(plan, layout.placement(), 0, None)
     for step in range(1, job.num_steps + 1):
-        totals = team.lead(lead.step(step, lambda: None).planned, rates.of(step), trace=False)
+        planned, _ = controller.step(step, lambda: None)
+        totals = worker.lead(planned, rates.of(step), trace=False)
         yield
-        team.rank.apply(totals)
-    lead.close()
+        worker.rank.apply(totals)
+    controller.close()
 
 
 def between(times_s: Sequence[float]) -> list[float]:
@@ -243,8 +245,8 @@ def main() -> None:
 def describe(job: ElasticJob) -> str:
     """Which layers are where."""
     plan = first_plan(job)
-    layout = Layout(plan=plan, resilience=job.resilience, layers=job.layers, nodes=NODES)
-    lines = [f"{node}: {', '.join(map(str, sorted(layout.layers_of(Device(node=node, index=0)))))}" for node in NODES]
+    layout = GenerationLayout(plan=plan, resilience=job.resilience, layers=job.layers, nodes=NODES)
+    lines = [f"{node}: {', '.join(map(str, sorted(layout.layers_of(WorkerId(node=node, index=0)))))}" for node in NODES]
     return "\n".join(lines)
 
 

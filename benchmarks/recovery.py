@@ -52,8 +52,12 @@ import mmcompile as mm  # noqa: E402
 from mmcompile.data.batches import MapBatches  # noqa: E402
 from mmcompile.data.collate import collate  # noqa: E402
 from mmcompile.elastic_run import elastic  # noqa: E402
-from mmcompile.runtime.control.effects import EventKind  # noqa: E402
-from mmcompile.runtime.control.events import Event, Recovery, recoveries  # noqa: E402
+from mmcompile.runtime.control.events import (  # noqa: E402
+    EventKind,  # noqa: E402
+    Recovery,
+    RunEvent,
+    recoveries,
+)
 from mmcompile.runtime.elastic.elastic_engine import ElasticEngine  # noqa: E402
 
 NUM_NODES, NUM_MICROBATCHES = 5, 8
@@ -120,7 +124,7 @@ class Killer:
         self.killed_s = time.monotonic()
         self.engine.kill(self.node)
 
-    def _recovery(self, since: Sequence[Event]) -> Survived | None:
+    def _recovery(self, since: Sequence[RunEvent]) -> Survived | None:
         first = next((i for i, e in enumerate(since) if e.kind is EventKind.DETECTED and e.node == self.node), None)
         if first is None or not (found := recoveries(since[first:])):
             return None
@@ -238,7 +242,7 @@ def report(survived: Sequence[Survived], restarts_s: Sequence[float], num_compil
     return median_s > MEDIAN_S or worst_s > WORST_S or restart_s / median_s < RATIO or num_compiled > 0
 
 
-def _is_settled(since: Sequence[Event], node: str) -> bool:
+def _is_settled(since: Sequence[RunEvent], node: str) -> bool:
     """Whether a node has come back and a few steps were done with it.
 
     Args:
@@ -255,7 +259,7 @@ def _is_settled(since: Sequence[Event], node: str) -> bool:
     return not wanted
 
 
-def _step_seconds(events: Sequence[Event]) -> list[float]:
+def _step_seconds(events: Sequence[RunEvent]) -> list[float]:
     """Times between commits with nothing in between."""
     return [
         after.monotonic_s - before.monotonic_s
@@ -264,7 +268,7 @@ def _step_seconds(events: Sequence[Event]) -> list[float]:
     ]
 
 
-def _check(events: Sequence[Event]) -> None:
+def _check(events: Sequence[RunEvent]) -> None:
     """Every step was committed once, with all of its microbatches."""
     committed = [event for event in events if event.kind is EventKind.COMMITTED]
     for step, event in enumerate(committed, 1):

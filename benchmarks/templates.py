@@ -26,8 +26,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from mmcompile.planner.templates.generate import fastest_templates
 from mmcompile.planner.templates.layer_table import ChainLayers, LayerTable, SharedLayers
-from mmcompile.planner.templates.mapping import fastest_templates
 
 LAYERS = (24, 32, 64, 96)
 PUBLISHED_S = {

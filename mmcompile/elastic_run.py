@@ -27,11 +27,12 @@ from mmcompile.planner.plan.by_layers import by_layers
 from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.planner.resilience.resilience import Resilience
-from mmcompile.runtime.control.events import Event
+from mmcompile.runtime.control.events import RunEvent
+from mmcompile.runtime.control.secret import Endpoint
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.elastic_engine import ElasticEngine
 from mmcompile.runtime.elastic.elastic_job import ElasticJob
-from mmcompile.runtime.elastic.node import RunAt, run_node
+from mmcompile.runtime.elastic.node import run_node
 from mmcompile.runtime.elastic.programs import Programs
 from mmcompile.runtime.elastic.warm_up import warm_up
 from mmcompile.runtime.engine import DEFAULT_OPTIMIZER
@@ -49,7 +50,7 @@ def elastic(
     nodes: Sequence[str] | None = None,
     recovery_deadline_s: float = Times().recovery_deadline_s,
     max_restarts: int = 3,
-    on_event: Callable[[Event], None] | None = None,
+    on_event: Callable[[RunEvent], None] | None = None,
     **settings: Any,
 ) -> ElasticEngine:
     """Train on several nodes, and go on when some of them die: nothing is lost, and no sample is trained twice or left out.
@@ -80,7 +81,7 @@ def join(
     plan: Plan,
     *,
     node: str,
-    at: RunAt,
+    at: Endpoint,
     max_restarts: int = 3,
     **settings: Any,
 ) -> None:

@@ -11,8 +11,7 @@ from mmcompile.cli.console import print_text
 from mmcompile.cli.run_display import RunDisplay
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.runtime.control.secret import read_secret
-from mmcompile.runtime.elastic.node import Address, RunAt
+from mmcompile.runtime.control.secret import Endpoint, read_secret
 from mmcompile.runtime.elastic.node import coordinate as serve
 
 
@@ -41,7 +40,7 @@ def coordinate(
     loaded = Plan.load(plan)
     if loaded.resilience is None:
         raise PlanError(f"{plan} has no templates for the day nodes die: plan with --fault-tolerance")
-    at = RunAt(address=Address.parse(listen), key=read_secret(secret))
+    at = Endpoint.parse(listen, read_secret(secret))
     display = RunDisplay(None)
     with display.progress:
         serve(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mmcompile.cli.console import ERRORS
-from mmcompile.runtime.control.effects import EventKind
-from mmcompile.runtime.control.events import Event, recoveries
-from mmcompile.runtime.elastic.record import StepRecord
+from mmcompile.runtime.control.events import EventKind, RunEvent, recoveries
+from mmcompile.runtime.elastic.generation_plan import StepRecord
 from mmcompile.units import format_seconds
 
 
@@ -30,11 +29,11 @@ class RunDisplay:
         self._task = self.progress.add_task("step", total=steps, loss=float("nan"), members="starting nodes")
         self._nodes: set[str] = set()
         self._generation = 0
-        self._pending: list[Event] = []
+        self._pending: list[RunEvent] = []
         self._last = ""
         self._waiting = ""
 
-    def note(self, event: Event) -> None:
+    def note(self, event: RunEvent) -> None:
         """Follow the members by the event log."""
         match event.kind:
             case EventKind.JOINED if event.node is not None:

@@ -22,8 +22,7 @@ from mmcompile.data.collate import Sample
 from mmcompile.elastic_run import elastic, join
 from mmcompile.errors import ConfigError
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.runtime.control.secret import read_secret
-from mmcompile.runtime.elastic.node import Address, RunAt
+from mmcompile.runtime.control.secret import Endpoint, read_secret
 from mmcompile.runtime.monitoring.metrics import StepMetrics
 
 RUN = "run"
@@ -35,7 +34,7 @@ class NodeAt:
     """The node that this machine is, and the coordinator of the run."""
 
     node: str
-    at: RunAt
+    at: Endpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +103,7 @@ def node_at(coordinator: str | None, node: str | None, secret: Path | None) -> N
         return None
     if coordinator is None or node is None or secret is None:
         raise ConfigError(f"{', '.join(given)} go together, and {', '.join(missing)} is missing")
-    return NodeAt(node=node, at=RunAt(address=Address.parse(coordinator), key=read_secret(secret)))
+    return NodeAt(node=node, at=Endpoint.parse(coordinator, read_secret(secret)))
 
 
 def _take_part(

@@ -10,7 +10,7 @@ from support.paths import ROOT
 from support.processes.cli_run import Run
 from transformers import LlavaForConditionalGeneration
 
-from mmcompile.runtime.control.events import read_events
+from mmcompile.runtime.control.events import EventReader
 
 MODEL, DATA = "examples.digits_llava:build_model", "examples.digits_llava:build_samples"
 
@@ -29,7 +29,14 @@ def test_nodes_train_and_the_model_is_saved(run: Run, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert done.json["steps"] == 6 and done.json["samples"] == 96
     assert {path.name for path in out.iterdir()} >= {"plan.json", "stages", "run"}
-    assert [event.step for event in read_events(out / "run" / "events.jsonl") if event.cursor] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in EventReader(out / "run" / "events.jsonl").read() if event.cursor] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     LlavaForConditionalGeneration.from_pretrained(saved)
 
 

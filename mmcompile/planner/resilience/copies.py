@@ -1,40 +1,41 @@
-"""Which node sends which layer to whom, and when: balanced over sources, in rounds in which a node sends and receives once."""
+"""Copies of layers between nodes or workers: balanced over sources, in rounds in which each sends and receives once."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
-from mmcompile.planner.resilience.job import Job, LayerId
+from mmcompile.planner.resilience.job import Holder, Job, LayerId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copy:
-    """A layer, parameters and optimizer state together, from one node to another."""
+class LayerCopy(Generic[Holder]):
+    """A copy of a layer, parameters and optimizer state together, from one holder to another."""
 
     layer: LayerId
-    candidates: tuple[int, ...]
-    """All nodes that hold it: where to turn if the source is lost too."""
-    source: int
-    destination: int
+    source: Holder
+    destination: Holder
     num_bytes: int
     round: int
     """Copies of a round run at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Need:
+class _Need(Generic[Holder]):
     layer: int
-    destination: int
+    destination: Holder
     num_bytes: int
-    candidates: tuple[int, ...]
+    candidates: tuple[Holder, ...]
 
 
-def plan_copies(job: Job, needed: Mapping[int, np.ndarray], holdings: Mapping[int, np.ndarray]) -> tuple[Copy, ...]:
-    """What must be sent so that every node holds the layers it runs.
+def plan_copies(
+    job: Job, needed: Mapping[Holder, np.ndarray], holdings: Mapping[Holder, np.ndarray]
+) -> tuple[LayerCopy[Holder], ...]:
+    """Plan the copies after which every node, or worker, holds the layers it runs.
 
     Largest first, each layer comes from the holder that has least to send; then layers are moved to other holders as long as
     that lightens the busiest. With equal layers the busiest source is the lightest possible. The rounds are as few as the
@@ -55,9 +56,8 @@ def plan_copies(job: Job, needed: Mapping[int, np.ndarray], holdings: Mapping[in
     sources = _sources(needs)
     rounds = _rounds([(source, need.destination) for source, need in zip(sources, needs, strict=True)])
     copies = [
-        Copy(
+        LayerCopy(
             layer=job.layers[need.layer],
-            candidates=need.candidates,
             source=source,
             destination=need.destination,
             num_bytes=need.num_bytes,
@@ -68,20 +68,20 @@ def plan_copies(job: Job, needed: Mapping[int, np.ndarray], holdings: Mapping[in
     return tuple(sorted(copies, key=lambda copy: (copy.round, copy.source)))
 
 
-def busiest_bytes(copies: Sequence[Copy]) -> int:
-    """The most that one node sends or receives."""
-    sent: dict[tuple[str, int], int] = defaultdict(int)
+def busiest_bytes(copies: Sequence[LayerCopy[Holder]]) -> int:
+    """Return the most bytes that one holder sends or receives."""
+    sent: dict[tuple[str, Holder], int] = defaultdict(int)
     for copy in copies:
         sent["from", copy.source] += copy.num_bytes
         sent["to", copy.destination] += copy.num_bytes
     return max(sent.values(), default=0)
 
 
-def _needs(job: Job, needed: Mapping[int, np.ndarray], holdings: Mapping[int, np.ndarray]) -> list[_Need]:
+def _needs(job: Job, needed: Mapping[Holder, np.ndarray], holdings: Mapping[Holder, np.ndarray]) -> list[_Need[Holder]]:
     """Missing layers, largest first."""
     nothing = np.zeros(len(job.layers), dtype=bool)
-    found: list[_Need] = []
-    holders: dict[int, tuple[int, ...]] = {}
+    found: list[_Need[Holder]] = []
+    holders: dict[int, tuple[Holder, ...]] = {}
     for node in sorted(needed):
         for layer in map(int, np.flatnonzero(needed[node] & ~holdings.get(node, nothing) & (job.bytes_of > 0))):
             if layer not in holders:
@@ -93,9 +93,9 @@ def _needs(job: Job, needed: Mapping[int, np.ndarray], holdings: Mapping[int, np
     return sorted(found, key=lambda need: (-need.num_bytes, need.layer, need.destination))
 
 
-def _sources(needs: Sequence[_Need]) -> list[int]:
-    loads: dict[int, int] = {node: 0 for need in needs for node in need.candidates}
-    chosen: list[int] = []
+def _sources(needs: Sequence[_Need[Holder]]) -> list[Holder]:
+    loads: dict[Holder, int] = {node: 0 for need in needs for node in need.candidates}
+    chosen: list[Holder] = []
     for need in needs:
         source = min(need.candidates, key=lambda node: (loads[node], node))
         loads[source] += need.num_bytes
@@ -108,18 +108,20 @@ def _sources(needs: Sequence[_Need]) -> list[int]:
     return chosen
 
 
-def _lighten(needs: Sequence[_Need], chosen: Sequence[int], loads: Mapping[int, int]) -> list[tuple[int, int]] | None:
+def _lighten(
+    needs: Sequence[_Need[Holder]], chosen: Sequence[Holder], loads: Mapping[Holder, int]
+) -> list[tuple[int, Holder]] | None:
     """Moves (need, new source) after which the busiest source is lighter and none is as busy as it was; None for none.
 
     A breadth-first search over "could send this layer instead".
     """
-    busiest = max(loads, key=lambda node: (loads[node], -node), default=None)
+    busiest = min(loads, key=lambda node: (-loads[node], node), default=None)
     if busiest is None:
         return None
-    sends: dict[int, list[int]] = defaultdict(list)
+    sends: dict[Holder, list[int]] = defaultdict(list)
     for index, source in enumerate(chosen):
         sends[source].append(index)
-    reached: dict[int, tuple[int, int]] = {}
+    reached: dict[Holder, tuple[int, Holder]] = {}
     queue = deque([(busiest, 0)])
     while queue:
         node, taken = queue.popleft()
@@ -138,8 +140,8 @@ def _lighten(needs: Sequence[_Need], chosen: Sequence[int], loads: Mapping[int, 
     return None
 
 
-def _path(reached: Mapping[int, tuple[int, int]], target: int, busiest: int) -> list[tuple[int, int]]:
-    moves: list[tuple[int, int]] = []
+def _path(reached: Mapping[Holder, tuple[int, Holder]], target: Holder, busiest: Holder) -> list[tuple[int, Holder]]:
+    moves: list[tuple[int, Holder]] = []
     while target != busiest:
         index, node = reached[target]
         moves.append((index, target))
@@ -147,9 +149,9 @@ def _path(reached: Mapping[int, tuple[int, int]], target: int, busiest: int) -> 
     return moves
 
 
-def _rounds(edges: Sequence[tuple[int, int]]) -> list[int]:
+def _rounds(edges: Sequence[tuple[Holder, Holder]]) -> list[int]:
     """A colour for each (source, destination), no two at one end alike; as many colours as the busiest end has edges."""
-    at: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # end -> colour -> edge
+    at: dict[tuple[str, Holder], dict[int, int]] = defaultdict(dict)  # end -> colour -> edge
     colour: list[int] = []
     for edge, (source, destination) in enumerate(edges):
         ends = (("from", source), ("to", destination))
@@ -167,10 +169,10 @@ def _free(used: Mapping[int, int]) -> int:
 
 
 def _swap(
-    edges: Sequence[tuple[int, int]],
-    at: Mapping[tuple[str, int], dict[int, int]],
+    edges: Sequence[tuple[Holder, Holder]],
+    at: Mapping[tuple[str, Holder], dict[int, int]],
     colour: list[int],
-    end: tuple[str, int],
+    end: tuple[str, Holder],
     first: int,
     second: int,
 ) -> None:

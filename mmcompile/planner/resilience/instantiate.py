@@ -1,37 +1,39 @@
-"""Templates bound to nodes: the fastest combination, then the most state in place."""
+"""Templates bound to nodes: the combination with the shortest step, then the assignment with most state in place.
+
+The microbatches of a step are dealt to pipelines that are not equally fast.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 
-from mmcompile.planner.resilience.binding import Holdings, bind
+from mmcompile.errors import PlanError
 from mmcompile.planner.resilience.composition import fastest
-from mmcompile.planner.resilience.job import Job
-from mmcompile.planner.resilience.microbatches import split
-from mmcompile.planner.resilience.pipelines import Membership, Pipeline, Spare, Stop
-from mmcompile.planner.resilience.regroup import Rule
+from mmcompile.planner.resilience.job import Job, Node
+from mmcompile.planner.resilience.membership import MembershipPlan, NodePipeline, Spare, Stop
+from mmcompile.planner.resilience.regroup import RegroupRule
+from mmcompile.planner.resilience.template import Template
 from mmcompile.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bound:
-    """Pipelines with nodes and microbatches, before anything is copied."""
+class Binding(Generic[Node]):
+    """Nodes of each pipeline, in the order of its template's nodes."""
 
-    pipelines: tuple[Pipeline, ...]
-    spares: tuple[Spare, ...]
+    pipelines: tuple[tuple[Node, ...], ...]
+    spares: tuple[Node, ...]
     kept_bytes: int
-    """Of layers that their node holds already."""
-
-    @property
-    def iteration_s(self) -> float:
-        return max(pipeline.iteration_s for pipeline in self.pipelines)
+    """Bytes of layers that their new node holds already."""
 
 
-def instantiate(job: Job, nodes: Sequence[int]) -> Membership | Stop:
+def instantiate(job: Job, nodes: Sequence[Node]) -> MembershipPlan[Node] | Stop:
     """Start a run: pipelines on nodes that hold nothing yet (Oobleck, §2.4.2).
 
     All combinations of templates that use every node are considered, with at least as many pipelines as the promise needs; the
@@ -39,64 +41,138 @@ def instantiate(job: Job, nodes: Sequence[int]) -> Membership | Stop:
 
     Args:
         job: templates, batch and promise.
-        nodes: that are there.
+        nodes: all nodes of the run.
     """
     if len(nodes) < job.min_nodes:
         return too_few(job, len(nodes))
-    bound = recompose(job, nodes, {})
-    reason = f"no combination of templates has a shorter step than {format_seconds(bound.iteration_s)}"
-    return Membership(
-        pipelines=bound.pipelines, spares=bound.spares, copies=(), rule=Rule.START, reason=reason, kept_bytes=0
-    )
+    found = recompose(job, nodes, {})
+    reason = f"no combination of templates has a shorter step than {format_seconds(found.iteration_s)}"
+    return planned(job, found.pipelines, found.spares, RegroupRule.START, reason=reason)
 
 
-def recompose(job: Job, nodes: Sequence[int], holdings: Holdings, running: Mapping[int, int] | None = None) -> Bound:
-    """Any templates on any nodes: the shortest step, and among those the most bytes kept in place.
+def recompose(
+    job: Job, nodes: Sequence[Node], holdings: Mapping[Node, np.ndarray], running: Mapping[int, int] | None = None
+) -> MembershipPlan[Node]:
+    """Bind any templates to any nodes: the shortest step, and among those the most bytes kept in place. Plans no copies.
 
     Args:
         job: templates, batch and promise.
-        nodes: that can be used, at least `job.min_nodes`.
-        holdings: what they hold.
-        running: pipelines that run now, by size; tried first among combinations that are equally fast.
+        nodes: candidates, at least `job.min_nodes`.
+        holdings: node -> layers that it holds, bool [layers].
+        running: node count -> pipelines that run now; tried first among combinations that are equally fast.
     """
     found = fastest(job, len(nodes), running)
-    bindings = ((sizes, bind(job, sizes, nodes, holdings)) for sizes in found.sizes)
-    sizes, best = max(bindings, key=lambda one: one[1].kept_bytes)
-    return Bound(
-        pipelines=with_microbatches(job, sizes, best.pipelines),
-        spares=tuple(Spare(node=node, reason=found.spare_reason) for node in best.spares),
+    best = max((bind(job, sizes, nodes, holdings) for sizes in found.sizes), key=lambda one: one.kept_bytes)
+    return planned(
+        job,
+        with_microbatches(job, best.pipelines),
+        tuple(Spare(node=node, reason=found.spare_reason) for node in best.spares),
+        RegroupRule.RECOMPOSE,
         kept_bytes=best.kept_bytes,
     )
 
 
-def with_microbatches(job: Job, sizes: Sequence[int], groups: Sequence[Sequence[int]]) -> tuple[Pipeline, ...]:
-    """Pipelines of these sizes on these nodes, with their shares of a step."""
-    templates = [job.by_size[size] for size in sizes]
-    counts = split(templates, job.num_microbatches, job.objective)
-    return tuple(
-        Pipeline(template=template, nodes=tuple(group), num_microbatches=count)
-        for template, group, count in zip(templates, groups, counts, strict=True)
+def bind(job: Job, sizes: Sequence[int], nodes: Sequence[Node], holdings: Mapping[Node, np.ndarray]) -> Binding[Node]:
+    """Give every place of every pipeline a node, keeping most bytes where they are: an exact assignment.
+
+    Args:
+        job: the templates and sizes of layers.
+        sizes: nodes of each pipeline; their sum is at most the number of nodes.
+        nodes: candidates.
+        holdings: node -> layers that it holds with their optimizer state, bool [layers]; an absent node holds none.
+    """
+    held = np.array([holdings.get(node, np.zeros(len(job.layers), dtype=bool)) for node in nodes], dtype=np.float64)
+    needed = np.concatenate([job.needs(size) for size in sizes])
+    kept = held @ (needed * job.bytes_of).T
+    rows, places = linear_sum_assignment(kept, maximize=True)
+    chosen = {int(place): nodes[row] for row, place in zip(rows, places, strict=True)}
+    ends = np.cumsum(sizes).tolist()
+    used = set(chosen.values())
+    return Binding(
+        pipelines=tuple(
+            tuple(chosen[place] for place in range(end - size, end)) for size, end in zip(sizes, ends, strict=True)
+        ),
+        spares=tuple(node for node in nodes if node not in used),
+        kept_bytes=round(float(kept[rows, places].sum())),
     )
 
 
-def held_by(job: Job, pipelines: Sequence[Pipeline]) -> dict[int, np.ndarray]:
-    """Node -> layers it runs, bool [layers]; what it holds if nothing else is known."""
+def planned(
+    job: Job,
+    pipelines: tuple[NodePipeline[Node], ...],
+    spares: tuple[Spare[Node], ...],
+    rule: RegroupRule,
+    *,
+    reason: str = "",
+    kept_bytes: int = 0,
+) -> MembershipPlan[Node]:
+    """Return a plan of these pipelines with the time of a step, and without copies."""
+    return MembershipPlan(
+        pipelines=pipelines,
+        spares=spares,
+        rule=rule,
+        reason=reason,
+        iteration_s=max(job.by_size[len(one.nodes)].iteration_s(one.num_microbatches) for one in pipelines),
+        kept_bytes=kept_bytes,
+    )
+
+
+def with_microbatches(job: Job, groups: Sequence[Sequence[Node]]) -> tuple[NodePipeline[Node], ...]:
+    """Return pipelines on these groups of nodes, with their shares of a step."""
+    counts = split([job.by_size[len(group)] for group in groups], job.num_microbatches)
+    return tuple(
+        NodePipeline(nodes=tuple(group), num_microbatches=count) for group, count in zip(groups, counts, strict=True)
+    )
+
+
+def split(templates: Sequence[Template], num_microbatches: int) -> tuple[int, ...]:
+    """Deal a step's microbatches to pipelines, at least one to each, so that the slowest pipeline ends as early as possible.
+
+    Minimises `max_i fill_i + b_i * w_i` exactly: the next microbatch goes to the pipeline that would finish first with it
+    (ties to the first). Oobleck's Eq. 2.6 minimises the spread of the pipelines' times instead, which is no shorter.
+
+    Args:
+        templates: one for each pipeline.
+        num_microbatches: to deal.
+
+    Returns:
+        Microbatches of each pipeline; their sum is `num_microbatches`.
+
+    Raises:
+        PlanError: fewer microbatches than pipelines.
+    """
+    if not templates or num_microbatches < len(templates):
+        raise PlanError(
+            f"{num_microbatches} microbatches cannot be dealt to {len(templates)} pipelines, at least one to each; "
+            f"the nearest number that can is {max(1, len(templates))}"
+        )
+    counts = [1] * len(templates)
+    heap = [(template.iteration_s(2), index) for index, template in enumerate(templates)]
+    heapq.heapify(heap)
+    for _ in range(num_microbatches - len(templates)):
+        _, index = heap[0]
+        counts[index] += 1
+        heapq.heapreplace(heap, (templates[index].iteration_s(counts[index] + 1), index))
+    return tuple(counts)
+
+
+def held_by(job: Job, pipelines: Sequence[NodePipeline[Node]]) -> dict[Node, np.ndarray]:
+    """Node -> layers it runs, bool [layers]: what it holds if nothing else is known."""
     return {
         node: mask
         for pipeline in pipelines
-        for node, mask in zip(pipeline.nodes, job.needs(pipeline.template), strict=True)
+        for node, mask in zip(pipeline.nodes, job.needs(len(pipeline.nodes)), strict=True)
     }
 
 
-def sizes_of(pipelines: Sequence[Pipeline]) -> Counter[int]:
-    """Pipelines by node count."""
+def sizes_of(pipelines: Sequence[NodePipeline[Node]]) -> Counter[int]:
+    """Count pipelines by their number of nodes."""
     return Counter(len(pipeline.nodes) for pipeline in pipelines)
 
 
 def too_few(job: Job, num_nodes: int) -> Stop:
-    """Training stops: the promise cannot be kept."""
+    """Return the decision to stop since the promise cannot be kept."""
     return Stop(
-        num_nodes=num_nodes,
         needed_nodes=job.min_nodes,
         reason=(
             f"{num_nodes} nodes are left and {job.min_nodes} are needed: {job.min_pipelines} pipelines (fault tolerance "

@@ -1,15 +1,15 @@
-"""`Job`: what stays the same through a training run while nodes come and go."""
+"""`Job`: the templates, batch and promise of a run, which stay the same while nodes come and go; layers and workers by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from mmcompile.errors import PlanError
-from mmcompile.planner.resilience.microbatches import Objective
 from mmcompile.planner.resilience.template import Template
 
 
@@ -24,6 +24,38 @@ class LayerId:
         return f"{self.chain}[{self.index}]"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class WorkerId:
+    """A worker process by node and device, which stay the same while ranks change."""
+
+    node: str
+    index: int
+    """Number of the worker within its node."""
+
+    def __str__(self) -> str:
+        return f"{self.node}/{self.index}"
+
+
+Node = TypeVar("Node", int, str)
+"""A node: its number in a simulation, its name in a run."""
+Holder = TypeVar("Holder", int, str, WorkerId)
+"""What holds layers: a node or a worker."""
+LayerRuns = Mapping[str, tuple[tuple[int, int], ...]]
+"""Chain -> runs of layers, each `first` (included) to `last` (excluded)."""
+
+
+def layer_runs(layers: Iterable[LayerId]) -> LayerRuns:
+    """Join neighbouring layers to runs. Layers of a chain come in rising order."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for layer in layers:
+        runs = found.setdefault(layer.chain, [])
+        if runs and runs[-1][1] == layer.index:
+            runs[-1] = (runs[-1][0], layer.index + 1)
+        else:
+            runs.append((layer.index, layer.index + 1))
+    return {chain: tuple(runs) for chain, runs in found.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Templates, batch and promise of a run."""
@@ -34,10 +66,9 @@ class Job:
     fault_tolerance: int
     """Nodes that may be lost at once without losing a layer."""
     num_microbatches: int
-    """Of a step, over all pipelines."""
+    """Microbatches of a step, over all pipelines."""
     layer_bytes: Mapping[str, tuple[int, ...]]
     """Chain -> parameters and optimizer state of each of its layers; a layer of 0 bytes is never copied and cannot be lost."""
-    objective: Objective = "makespan"
 
     def __post_init__(self) -> None:
         sizes = [template.num_nodes for template in self.templates]
@@ -84,9 +115,9 @@ class Job:
     def by_size(self) -> dict[int, Template]:
         return {template.num_nodes: template for template in self.templates}
 
-    def needs(self, template: Template) -> np.ndarray:
-        """Which layers each node of a pipeline runs: bool [nodes of the template, layers]."""
-        return self._needs[template.num_nodes]
+    def needs(self, num_nodes: int) -> np.ndarray:
+        """Return which layers each node of a pipeline of so many nodes runs: bool [num_nodes, layers]."""
+        return self._needs[num_nodes]
 
     @cached_property
     def _needs(self) -> dict[int, np.ndarray]:

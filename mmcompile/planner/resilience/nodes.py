@@ -10,7 +10,7 @@ Source: Oobleck / Cornstarch / Entrain dissertation §2.4.1.1 and App. A.1. (The
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmcompile.errors import ConfigError, PlanError
@@ -60,15 +60,28 @@ class Cover:
     """Node counts from `least_nodes` to `num_nodes` that no f + 1 or more pipelines add up to."""
 
     @classmethod
-    def of(cls, sizes: Iterable[int], num_nodes: int, fault_tolerance: int) -> Cover:
-        """Check every node count. Raises PlanError: there is no size, or f + 1 of the smallest do not fit the cluster."""
+    def of(
+        cls, sizes: Iterable[int], num_nodes: int, fault_tolerance: int, *, max_pipelines: int | None = None
+    ) -> Cover:
+        """Check every node count.
+
+        Args:
+            sizes: node counts of the templates.
+            num_nodes: nodes of the whole cluster.
+            fault_tolerance: f, nodes that may fail at once.
+            max_pipelines: most pipelines that a step has microbatches for; None for no limit.
+
+        Raises:
+            PlanError: there is no size, or f + 1 of the smallest do not fit the cluster.
+        """
         rising = tuple(sorted(set(sizes)))
         if not rising or rising[0] < 1:
             raise PlanError(f"templates of {_listed(rising) or 'no'} nodes cover nothing; give sizes of 1 or more")
         node_counts(num_nodes, rising[0], fault_tolerance)
-        most = most_pipelines(rising, num_nodes)
         replicas = fault_tolerance + 1
-        uncovered = [count for count in range(replicas * rising[0], num_nodes + 1) if most[count] < replicas]
+        fewest = fewest_pipelines(rising, num_nodes, replicas)
+        most = num_nodes if max_pipelines is None else max_pipelines
+        uncovered = [n for n in range(replicas * rising[0], num_nodes + 1) if not 0 < fewest.get(n, 0) <= most]
         return cls(num_nodes=num_nodes, fault_tolerance=fault_tolerance, sizes=rising, uncovered=tuple(uncovered))
 
     @property
@@ -96,14 +109,27 @@ class Cover:
         return f"{words}; below {low} training stops"
 
 
-def most_pipelines(sizes: Sequence[int], num_nodes: int) -> list[int]:
-    """Node count -> the most pipelines of these sizes that use all of it; -1 if none do. [num_nodes + 1]"""
-    most = [0] + [-1] * num_nodes
-    for count in range(1, num_nodes + 1):
-        most[count] = max(
-            (most[count - size] + 1 for size in sizes if size <= count and most[count - size] >= 0), default=-1
-        )
-    return most
+def fewest_pipelines(sizes: Sequence[int], num_nodes: int, replicas: int) -> dict[int, int]:
+    """Node count -> the fewest pipelines of these sizes, at least `replicas`, that use all of it; only counts that some use."""
+    fewest: dict[int, int] = {}
+    for pipelines, counts in _sums(sizes, num_nodes):
+        if pipelines >= replicas:
+            fewest |= {
+                count: pipelines for count in range(num_nodes + 1) if counts >> count & 1 and count not in fewest
+            }
+    return fewest
+
+
+def _sums(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, int]]:
+    """Number of pipelines, and as bits the node counts up to `num_nodes` that so many add up to."""
+    within, counts, pipelines = (1 << num_nodes + 1) - 1, 1, 0
+    while counts:
+        longer = 0
+        for size in sizes:
+            longer |= counts << size
+        counts, pipelines = longer & within, pipelines + 1
+        if counts:
+            yield pipelines, counts
 
 
 def _listed(counts: Sequence[int]) -> str:

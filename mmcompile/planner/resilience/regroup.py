@@ -1,16 +1,18 @@
-"""The published rules for nodes that are left: use a smaller template, borrow a node, merge pipelines (Oobleck, §2.5.1)."""
+"""Published rules for the nodes that are left: use a smaller template, borrow a node, merge pipelines (Oobleck, §2.5.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic
 
 from mmcompile.planner.resilience.composition import compositions
+from mmcompile.planner.resilience.job import Node
 
 
-class Rule(StrEnum):
-    """How the next pipelines come from those that ran."""
+class RegroupRule(StrEnum):
+    """Rule by which the next pipelines follow from those that ran."""
 
     START = "start"
     REINSTANTIATE = "reinstantiate"
@@ -20,18 +22,18 @@ class Rule(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Regrouped:
+class Regrouped(Generic[Node]):
     """Nodes of each pipeline, fewest first."""
 
-    groups: tuple[tuple[int, ...], ...]
-    spares: tuple[int, ...]
-    rule: Rule
+    groups: tuple[tuple[Node, ...], ...]
+    spares: tuple[Node, ...]
+    rule: RegroupRule
     """The furthest rule that was needed."""
 
 
 def regroup(
-    groups: Sequence[Sequence[int]], lost: Collection[int], sizes: Sequence[int], spares: Sequence[int] = ()
-) -> Regrouped | None:
+    groups: Sequence[Sequence[Node]], lost: Collection[Node], sizes: Sequence[int], spares: Sequence[Node] = ()
+) -> Regrouped[Node] | None:
     """Group the survivors by the rules.
 
     A pipeline that is too small takes spare nodes, then the last node of the largest pipeline that has more than enough (ties to
@@ -51,19 +53,19 @@ def regroup(
     alive = [[node for node in group if node not in lost] for group in groups]
     alive = [group for group in alive if group]
     idle = [node for node in spares if node not in lost]
-    rule = Rule.REINSTANTIATE
+    rule = RegroupRule.REINSTANTIATE
     for group in alive:
         while len(group) < minimum and (giver := _giver(alive, idle, minimum)) is not None:
             group.append(giver.pop(0) if giver is idle else giver.pop())
-            rule = Rule.BORROW
-    joined: list[list[int]] = []
+            rule = RegroupRule.BORROW
+    joined: list[list[Node]] = []
     if any(len(group) < minimum for group in alive):
-        rule = Rule.MERGE
+        rule = RegroupRule.MERGE
         merged = _merge(alive, minimum)
         if merged is None:
             return None
         alive, joined = merged
-    kept: list[list[int]] = []
+    kept: list[list[Node]] = []
     for group in alive:
         parts, left = _divide(group, sizes, whole=group not in joined)
         kept += parts
@@ -72,7 +74,7 @@ def regroup(
     return Regrouped(groups=tuple(map(tuple, kept)), spares=tuple(idle), rule=rule)
 
 
-def _giver(groups: Sequence[list[int]], idle: list[int], minimum: int) -> list[int] | None:
+def _giver(groups: Sequence[list[Node]], idle: list[Node], minimum: int) -> list[Node] | None:
     if idle:
         return idle
     able = [group for group in groups if len(group) > minimum]
@@ -80,11 +82,11 @@ def _giver(groups: Sequence[list[int]], idle: list[int], minimum: int) -> list[i
     return next((group for group in reversed(able) if len(group) == largest), None)
 
 
-def _merge(groups: Sequence[list[int]], minimum: int) -> tuple[list[list[int]], list[list[int]]] | None:
+def _merge(groups: Sequence[list[Node]], minimum: int) -> tuple[list[list[Node]], list[list[Node]]] | None:
     """All groups, and those that were joined; None where all nodes together are too few."""
     whole = [group for group in groups if len(group) >= minimum]
-    joined: list[list[int]] = []
-    open_group: list[int] = []
+    joined: list[list[Node]] = []
+    open_group: list[Node] = []
     for group in groups:
         if len(group) < minimum:
             open_group = open_group + group
@@ -99,7 +101,7 @@ def _merge(groups: Sequence[list[int]], minimum: int) -> tuple[list[list[int]], 
     return whole + joined, joined
 
 
-def _divide(group: list[int], sizes: Sequence[int], *, whole: bool) -> tuple[list[list[int]], list[int]]:
+def _divide(group: list[Node], sizes: Sequence[int], *, whole: bool) -> tuple[list[list[Node]], list[Node]]:
     """Pipelines of a group, and the nodes that are too many: one pipeline where `whole` and a template fits, else the most."""
     if whole and len(group) in sizes:
         return [group], []

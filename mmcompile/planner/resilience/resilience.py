@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mmcompile.errors import PlanError
 from mmcompile.planner.resilience.job import Job
-from mmcompile.planner.resilience.nodes import Cover
+from mmcompile.planner.resilience.nodes import Cover, fewest_pipelines
 from mmcompile.planner.resilience.template import Template, format_templates
 from mmcompile.units import format_seconds
 
@@ -48,11 +48,7 @@ class Resilience:
     @property
     def cover(self) -> Cover:
         """Which node counts can be used in full, by as many pipelines as a step has microbatches for."""
-        found = Cover.of(self.sizes, self.num_nodes, self.fault_tolerance)
-        fewest = fewest_pipelines(self.sizes, self.num_nodes, self.fault_tolerance + 1)
-        counts = range(found.least_nodes, self.num_nodes + 1)
-        unused = [count for count in counts if not 0 < fewest.get(count, 0) <= self.num_microbatches]
-        return replace(found, uncovered=tuple(unused))
+        return Cover.of(self.sizes, self.num_nodes, self.fault_tolerance, max_pipelines=self.num_microbatches)
 
     @property
     def promise(self) -> str:
@@ -91,29 +87,6 @@ class Resilience:
     def __str__(self) -> str:
         templates = format_templates({template.num_nodes: template for template in self.templates})
         return f"{self.promise}\n{templates}"
-
-
-def fewest_pipelines(sizes: Sequence[int], num_nodes: int, replicas: int) -> dict[int, int]:
-    """Node count -> the fewest pipelines of these sizes, at least `replicas`, that use all of it; only counts that some use."""
-    fewest: dict[int, int] = {}
-    for pipelines, counts in _sums(sizes, num_nodes):
-        if pipelines >= replicas:
-            fewest |= {
-                count: pipelines for count in range(num_nodes + 1) if counts >> count & 1 and count not in fewest
-            }
-    return fewest
-
-
-def _sums(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, int]]:
-    """Number of pipelines, and as bits the node counts up to `num_nodes` that so many add up to."""
-    within, counts, pipelines = (1 << num_nodes + 1) - 1, 1, 0
-    while counts:
-        longer = 0
-        for size in sizes:
-            longer |= counts << size
-        counts, pipelines = longer & within, pipelines + 1
-        if counts:
-            yield pipelines, counts
 
 
 def figures(template: Template) -> str:

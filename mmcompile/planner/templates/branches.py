@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmcompile.planner.templates.intervals import Found, Search
-from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Line, Piece
+from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Line, LineStage
 from mmcompile.planner.templates.sweep import Costs, Sweep, steps
 
 _SHARES = 12
@@ -70,7 +70,7 @@ def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
     return list(searches.values())
 
 
-def _counted(line: Line, node_counts: Sequence[int], weights: tuple[int, ...]) -> dict[int, tuple[Piece, ...]]:
+def _counted(line: Line, node_counts: Sequence[int], weights: tuple[int, ...]) -> dict[int, tuple[LineStage, ...]]:
     """Pipelines that fit the memory even if the stages of all later chains are between a stage and the loss."""
     return Search.of(line, _families(line, weights), node_counts, num_stages=line.most_stages(max(node_counts))).found
 
@@ -91,14 +91,14 @@ def _is_whole(line: Line, path: int) -> bool:
     return not any(line.begins[other, path] == line.starts[path] for other in range(path))
 
 
-def _bounding(search: Search, count: int) -> Sequence[Piece]:
+def _bounding(search: Search, count: int) -> Sequence[LineStage]:
     """The pipeline whose weighted time is the bound, feasible or not: the path it is longest on needs more weight."""
     interval = min(search.settled, key=lambda each: int(each.lower[count]))
     sweep = min(search.sweeps([interval], count), key=lambda each: int(each.bounds[0, count]))
     return sweep.pieces(0, count)
 
 
-def _lengths(line: Line, pieces: Sequence[Piece]) -> list[int]:
+def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
     """What each path adds to T."""
     slowest = line.timing(pieces).slowest
     return [
@@ -119,25 +119,20 @@ def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: i
 
 def _listed(search: Search, count: int) -> Found | None:
     """The best pipeline, after all that may be better were listed; or with what is left open as the bound."""
-    visits, bound = _Visits(left=_VISITS), INFINITE
+    visits, bound = [_VISITS], INFINITE
     for interval in sorted(search.settled, key=lambda each: int(each.lower[count])):
         if interval.lower[count] >= search.upper[count]:
             break
         for sweep in search.sweeps([interval], count):
             for pieces in _Listing(sweep=sweep, search=search, count=count, visits=visits).pipelines():
                 search.keep(count, pieces)
-        if not visits.left:
+        if not visits[0]:
             bound = int(interval.lower[count])
             break
     if count not in search.found:
         return None
     total = int(search.upper[count])
     return Found(pieces=search.found[count], total=total, bound=min(total, bound))
-
-
-@dataclass(kw_only=True)
-class _Visits:
-    left: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +142,15 @@ class _Listing:
     sweep: Sweep
     search: Search
     count: int
-    visits: _Visits
+    visits: list[int]
+    """Stages that may still be put down, over all listings of a node count; one number, counted down."""
 
-    def pipelines(self) -> Iterator[tuple[Piece, ...]]:
+    def pipelines(self) -> Iterator[tuple[LineStage, ...]]:
         yield from self._from((), 0, self.count * self.sweep.shape.line.devices_per_node, 0, False)
 
     def _from(
-        self, pieces: tuple[Piece, ...], first: int, devices: int, spent: int, found: bool
-    ) -> Iterator[tuple[Piece, ...]]:
+        self, pieces: tuple[LineStage, ...], first: int, devices: int, spent: int, found: bool
+    ) -> Iterator[tuple[LineStage, ...]]:
         """Pipelines that go on with layer `first` on so many devices.
 
         Args:
@@ -168,16 +164,16 @@ class _Listing:
         for least, piece, cost, then in self._steps(first, devices, found):
             if least + spent >= int(self.search.upper[self.count]) * self.sweep.costs.scale:
                 return
-            if not self.visits.left:
+            if not self.visits[0]:
                 return
-            self.visits.left -= 1
+            self.visits[0] -= 1
             left = devices - line.widths[piece.width]
             yield from self._from((*pieces, piece), piece.last, left, spent + cost, then)
 
-    def _steps(self, first: int, devices: int, found: bool) -> list[tuple[int, Piece, int, bool]]:
+    def _steps(self, first: int, devices: int, found: bool) -> list[tuple[int, LineStage, int, bool]]:
         """(least cost from here on, stage, its cost, whether the slowest is then found), the least first."""
         line, sweep = self.sweep.shape.line, self.sweep
-        ways: list[tuple[int, Piece, int, bool]] = []
+        ways: list[tuple[int, LineStage, int, bool]] = []
         device = devices % line.devices_per_node
         for width, times in steps(line, first, int(sweep.high[0])):
             taken = devices - line.widths[width]
@@ -190,6 +186,6 @@ class _Listing:
                 options = [(itself, sweep.behind[at], True), (before, sweep.whole[at], False)]
             for cost, rest, then in options:
                 for index in np.flatnonzero(cost + rest < INFINITE).tolist():
-                    piece = Piece(first=first, last=first + 1 + index, width=width)
+                    piece = LineStage(first=first, last=first + 1 + index, width=width)
                     ways.append((int(cost[index] + rest[index]), piece, int(cost[index]), then))
         return sorted(ways, key=lambda way: way[0])

@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.planner.templates.line import INFINITE, Line, Piece
-from mmcompile.planner.templates.sweep import Costs, Shape, Slowest, Sweep
+from mmcompile.planner.templates.line import INFINITE, Line, LineStage
+from mmcompile.planner.templates.sweep import Costs, Shape, Sweep, least_slowest
 
 _WAYS = 8
 """Intervals that one is cut into."""
@@ -39,7 +39,7 @@ class Interval:
 class Found:
     """The best pipeline known for a node count."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LineStage, ...]
     total: int
     """T in picoseconds."""
     bound: int
@@ -64,7 +64,7 @@ class Search:
     num_stages: int | None
     """Most stages, if they are counted, so that each has the memory for as many microbatches as stages follow it, and one;
     None looks at each stage as if it were the last."""
-    found: dict[int, tuple[Piece, ...]]
+    found: dict[int, tuple[LineStage, ...]]
     """Node count -> the best pipeline known."""
     upper: NDArray[np.int64]
     """[nodes + 1]: its T."""
@@ -85,7 +85,7 @@ class Search:
     ) -> Search:
         """Prepare a search; for each node count, a pipeline that balances best is found on the way."""
         most = max(node_counts)
-        least = Slowest.of(Shape(line=line, num_nodes=most, num_stages=num_stages)).times
+        least = least_slowest(Shape(line=line, num_nodes=most, num_stages=num_stages))
         counts = np.array(sorted(count for count in node_counts if least[count] < INFINITE), dtype=np.int64)
         guesses = np.unique(line.times[line.times < INFINITE])
         search = cls(
@@ -104,7 +104,7 @@ class Search:
             search._bound([Interval(first=guess, last=guess, lower=search._simple(guess)) for guess in at])
         return search
 
-    def keep(self, count: int, pieces: Sequence[Piece]) -> None:
+    def keep(self, count: int, pieces: Sequence[LineStage]) -> None:
         """Note a pipeline, if it is the best so far."""
         total = self.line.timing(pieces).total
         if total < self.upper[count] and (not self.fitting or self.line.fits(pieces)):

@@ -35,7 +35,7 @@ _NEVER = 2**31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class LineStage:
     """A stage of the line: layers `first` to `last` (excluded) on the devices of one column of widths."""
 
     first: int
@@ -123,14 +123,14 @@ class Line:
         by_memory = int(self.deepest.max()) + 1
         return min(self.num_layers, num_nodes * self.devices_per_node, by_memory)
 
-    def time(self, piece: Piece) -> int:
+    def time(self, piece: LineStage) -> int:
         """Forward and backward of one microbatch, in picoseconds."""
         return int(self.times[piece.width, piece.first, piece.last])
 
-    def on_path(self, path: int, piece: Piece) -> bool:
+    def on_path(self, path: int, piece: LineStage) -> bool:
         return piece.last > int(self.begins[path, self.chain_of[piece.first]])
 
-    def timing(self, pieces: Sequence[Piece]) -> Timing:
+    def timing(self, pieces: Sequence[LineStage]) -> Timing:
         """Of a pipeline, its stages in the order of the line."""
         times = [self.time(piece) for piece in pieces]
         paths = [[self.on_path(path, piece) for piece in pieces] for path in range(len(self.names))]
@@ -143,7 +143,7 @@ class Line:
         fill = filled + slowest + behind - (sum(own) + 2) * slowest
         return Timing(fill=fill, slowest=slowest, longest=longest)
 
-    def fits(self, pieces: Sequence[Piece]) -> bool:
+    def fits(self, pieces: Sequence[LineStage]) -> bool:
         """Whether every stage has the memory for the microbatches in flight: its distance to the loss, and one."""
         for index, piece in enumerate(pieces):
             path = int(self.chain_of[piece.first])
@@ -152,7 +152,7 @@ class Line:
                 return False
         return True
 
-    def template(self, num_nodes: int, pieces: Sequence[Piece], gap: float) -> Template:
+    def template(self, num_nodes: int, pieces: Sequence[LineStage], gap: float) -> Template:
         timing, stages, device = self.timing(pieces), [], 0
         for piece in pieces:
             chain, width = int(self.chain_of[piece.first]), self.widths[piece.width]

@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Line, Piece
+from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Line, LineStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +168,11 @@ class Sweep:
         least = self.whole[0, :, :, :, 0].min(axis=1)
         return np.where(least < INFINITE, -(-least // self.costs.scale), INFINITE)
 
-    def pieces(self, guess: int, num_nodes: int) -> list[Piece]:
+    def pieces(self, guess: int, num_nodes: int) -> list[LineStage]:
         """The pipeline behind a bound."""
         node, device, first, found = num_nodes, 0, 0, False
         left = int(self.whole[0, guess, :, num_nodes, 0].argmin())
-        pieces: list[Piece] = []
+        pieces: list[LineStage] = []
         while first < self.shape.line.num_layers:
             piece, found, left = self._step(guess, first, left, node, device, found)
             taken = node * self.shape.line.devices_per_node + device - self.shape.line.widths[piece.width]
@@ -181,7 +181,9 @@ class Sweep:
             first = piece.last
         return pieces
 
-    def _step(self, guess: int, first: int, left: int, node: int, device: int, found: bool) -> tuple[Piece, bool, int]:
+    def _step(
+        self, guess: int, first: int, left: int, node: int, device: int, found: bool
+    ) -> tuple[LineStage, bool, int]:
         """The next stage, whether the slowest is among those up to it, and the stages left."""
         line, one = self.shape.line, slice(guess, guess + 1)
         table = self.behind if found else self.whole
@@ -200,7 +202,7 @@ class Sweep:
             for cost, source, then in ways:
                 match = np.flatnonzero(source[at] + cost + room == wanted)
                 if len(match):
-                    return Piece(first=first, last=first + 1 + int(match[0]), width=width), then, rest_left
+                    return LineStage(first=first, last=first + 1 + int(match[0]), width=width), then, rest_left
         raise AssertionError("the tables have no stage that explains a bound")
 
 
@@ -210,25 +212,13 @@ def _best(rest: NDArray[np.int64], cost: NDArray[np.int64], depths: NDArray[np.i
     return np.minimum((rest + added[..., None, None]).min(axis=0), INFINITE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slowest:
-    """The least possible slowest stage: of layers from one on, by devices left."""
-
-    shape: Shape
-    table: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, shape: Shape) -> Slowest:
-        line, table = shape.line, shape.table(1)
-        table[line.num_layers, :, 0, 0, 0] = 0
-        for first in reversed(range(line.num_layers)):
-            for width, times in steps(line, first, INFINITE - 1):
-                stage = np.maximum(times[:, None, None], shape.depths(first, len(times), width))
-                rest = shape.rest(table, first, len(times), width)
-                shape.put(table[first], np.maximum(rest, stage[..., None, None]).min(axis=0), width)
-        return cls(shape=shape, table=table)
-
-    @property
-    def times(self) -> NDArray[np.int64]:
-        """[nodes + 1]: `INFINITE` where no pipeline fits."""
-        return self.table[0, 0, :, :, 0].min(axis=0)
+def least_slowest(shape: Shape) -> NDArray[np.int64]:
+    """Return the least possible time of the slowest stage, [nodes + 1] picoseconds; `INFINITE` where no pipeline fits."""
+    line, table = shape.line, shape.table(1)
+    table[line.num_layers, :, 0, 0, 0] = 0
+    for first in reversed(range(line.num_layers)):
+        for width, times in steps(line, first, INFINITE - 1):
+            stage = np.maximum(times[:, None, None], shape.depths(first, len(times), width))
+            rest = shape.rest(table, first, len(times), width)
+            shape.put(table[first], np.maximum(rest, stage[..., None, None]).min(axis=0), width)
+    return table[0, 0, :, :, 0].min(axis=0)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mmcompile.ir.graph import dtype_name, torch_dtype
+from mmcompile.runtime.comm.framing import LENGTH_BYTES, frame, frame_length
 from mmcompile.runtime.comm.groups import Groups, wait
 
-_FRAME = 16384
+_FIRST_BYTES = 16384
 """Bytes of the first broadcast; a longer message needs a second one."""
-_LENGTH_BYTES = 8
 _TAG = 2**31 - 1
 """Tag of control messages between two ranks; messages of links have smaller ones."""
 
@@ -33,21 +33,20 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
 
 def broadcast(groups: Groups, data: bytes | None) -> bytes:
     """Give every rank the bytes of rank 0 (the others pass None)."""
-    frame = torch.zeros(_FRAME, dtype=torch.uint8)
-    room = _FRAME - _LENGTH_BYTES
-    if data is not None:
-        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
-        frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    groups.broadcast(frame)
-    raw = frame.numpy().tobytes()
-    length = int.from_bytes(raw[:_LENGTH_BYTES], "little")
-    if length <= room:
-        return raw[_LENGTH_BYTES : _LENGTH_BYTES + length]
-    rest = torch.empty(length - room, dtype=torch.uint8)
-    if data is not None:
-        rest.copy_(torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8))
+    whole = None if data is None else torch.frombuffer(bytearray(frame(data)), dtype=torch.uint8)
+    first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+    if whole is not None:
+        first[: len(whole)] = whole[:_FIRST_BYTES]
+    groups.broadcast(first)
+    raw = first.numpy().tobytes()
+    end = LENGTH_BYTES + frame_length(raw)
+    if end <= _FIRST_BYTES:
+        return raw[LENGTH_BYTES:end]
+    rest = torch.empty(end - _FIRST_BYTES, dtype=torch.uint8)
+    if whole is not None:
+        rest.copy_(whole[_FIRST_BYTES:])
     groups.broadcast(rest)
-    return raw[_LENGTH_BYTES:] + rest.numpy().tobytes()
+    return raw[LENGTH_BYTES:] + rest.numpy().tobytes()
 
 
 def send_bytes(groups: Groups, rank: int, data: bytes) -> None:

@@ -14,11 +14,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mmcompile.runtime.control.coordinator_link import CoordinatorLink
-from mmcompile.runtime.control.membership import Membership, serve
+from mmcompile.runtime.control.membership_client import MembershipClient, serve
 from mmcompile.runtime.control.messages import (
     Abort,
     Advance,
@@ -28,38 +28,21 @@ from mmcompile.runtime.control.messages import (
     Failed,
     Fault,
     Finished,
+    Generation,
     Heartbeat,
     Hello,
     Idle,
     Lost,
     Message,
     Phase,
-    Prepare,
     Reached,
     Reduced,
     Refused,
     Release,
 )
 from mmcompile.runtime.control.processes import describe_exit, fork_process, kill_group
+from mmcompile.runtime.control.secret import Endpoint
 from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
-from mmcompile.runtime.control.times import Times
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentOrder:
-    """What an agent is started with."""
-
-    node: str
-    """Unique in the job."""
-    num_workers: int
-    host: str
-    """Of the coordinator."""
-    port: int
-    key: bytes
-    """The secret of the job."""
-    times: Times = field(default_factory=Times)
-    max_restarts: int = 3
-    """Times that new workers are started after the node's were lost."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -81,15 +64,28 @@ class Agent:
     """Runs the workers of a node until they are released or given up.
 
     Args:
-        work: what a worker does; it runs in a process of its own, forked from this one.
+        node: its name, unique in the job.
+        endpoint: the coordinator.
+        work: main function of a worker; it runs in a process of its own, forked from this one.
+        max_restarts: times that new workers are started after the node's were lost.
     """
 
-    def __init__(self, order: AgentOrder, work: Callable[[Membership], None]) -> None:
-        self._order = order
-        self._times = order.times
+    def __init__(
+        self,
+        node: str,
+        endpoint: Endpoint,
+        work: Callable[[MembershipClient], None],
+        *,
+        num_workers: int,
+        max_restarts: int,
+    ) -> None:
+        self._node = node
+        self._times = endpoint.times
         self._work = work
+        self._num_workers = num_workers
+        self._max_restarts = max_restarts
         self._selector = selectors.DefaultSelector()
-        self._link = CoordinatorLink(order.host, order.port, order.key, order.times, self._selector)
+        self._link = CoordinatorLink(endpoint, self._selector)
         self._workers: list[_Worker] = []
         self._incarnation = ""
         self._generation = 0
@@ -147,7 +143,7 @@ class Agent:
 
     def _start(self) -> None:
         self._incarnation, self._generation, self._committed = secrets.token_hex(8), 0, 0
-        for index in range(self._order.num_workers):
+        for index in range(self._num_workers):
             ours, theirs = socket.socketpair()
             with theirs:
                 run = partial(serve, theirs.fileno(), index, self._times, self._work)
@@ -194,13 +190,13 @@ class Agent:
             first = min(dead, key=lambda worker: not worker.error)
             assert first.status is not None
             how = f"failed: {first.error}" if first.error else describe_exit(first.status)
-            self._lose(f"worker {first.index} of {self._order.node} {how}")
+            self._lose(f"worker {first.index} of {self._node} {how}")
 
     def _find_silent(self, now_s: float) -> None:
         """A process that is stopped, or keeps the interpreter locked, says nothing."""
         for worker in self._workers:
             if worker.status is None and now_s - worker.heard_s > self._times.lease_s:
-                self._lose(f"worker {worker.index} of {self._order.node} was silent for {self._times.lease_s:.2f} s")
+                self._lose(f"worker {worker.index} of {self._node} was silent for {self._times.lease_s:.2f} s")
                 return
 
     def _lose(self, cause: str) -> None:
@@ -213,7 +209,7 @@ class Agent:
 
     @property
     def _may_restart(self) -> bool:
-        return self._restarts < self._order.max_restarts and not self._draining
+        return self._restarts < self._max_restarts and not self._draining
 
     def _restart(self) -> None:
         if not self._may_restart:
@@ -254,9 +250,9 @@ class Agent:
 
     def _hello(self) -> Hello:
         return Hello(
-            node=self._order.node,
+            node=self._node,
             incarnation=self._incarnation,
-            num_workers=self._order.num_workers,
+            num_workers=self._num_workers,
             generation=self._generation,
             committed=self._committed,
         )
@@ -264,7 +260,7 @@ class Agent:
     def _obey(self, message: Message) -> None:
         match message:
             case Refused(advice=Advice.GIVE_UP):
-                self._give_up(f"the coordinator refused {self._order.node}: {message.reason}")
+                self._give_up(f"the coordinator refused {self._node}: {message.reason}")
             case Refused(advice=Advice.RESTART):
                 print(f"mmcompile: {message.reason}", file=sys.stderr, flush=True)
                 self._kill()
@@ -287,7 +283,7 @@ class Agent:
                 self._generation = message.generation
             case Commit():
                 self._committed = message.step
-            case Prepare():
+            case Generation():
                 self._committed = message.committed
             case _:
                 pass
@@ -295,8 +291,8 @@ class Agent:
     def _pass_on(self, message: Message) -> None:
         for worker in self._workers:
             sent = message
-            if isinstance(message, Prepare):
-                sent = _for_worker(message, worker.index)
+            if isinstance(message, Generation):
+                sent = replace(message, rank=message.rank + worker.index)
             worker.stream.send(sent)
 
     def _ask_to_drain(self) -> None:
@@ -317,7 +313,7 @@ class Agent:
             self._code = 0 if self._released.success else 1
 
     def _give_up(self, reason: str) -> None:
-        print(f"mmcompile: {self._order.node} ends its workers: {reason}", file=sys.stderr, flush=True)
+        print(f"mmcompile: {self._node} ends its workers: {reason}", file=sys.stderr, flush=True)
         self._code = 1
 
 
@@ -326,7 +322,3 @@ def _ended(worker: _Worker) -> bool:
     if pid:
         worker.status = status
     return bool(pid)
-
-
-def _for_worker(prepare: Prepare, index: int) -> Prepare:
-    return replace(prepare, first_rank=prepare.first_rank + index)

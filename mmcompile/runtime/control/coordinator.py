@@ -8,12 +8,11 @@ import time
 from dataclasses import dataclass, field
 
 from mmcompile.runtime.control import secret
-from mmcompile.runtime.control.control_errors import ProtocolError
-from mmcompile.runtime.control.effects import Arm, Close, Effect, Emit, EventKind, Send, Timer, Write
-from mmcompile.runtime.control.events import EventLog
+from mmcompile.runtime.control.effects import Arm, CloseLink, Effect, Send, TimerKind, Write
+from mmcompile.runtime.control.events import EventKind, EventLog, RunEvent
 from mmcompile.runtime.control.generations import Generations
 from mmcompile.runtime.control.log import Committed, Log
-from mmcompile.runtime.control.membership_planner import Planner
+from mmcompile.runtime.control.membership_view import Planner
 from mmcompile.runtime.control.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -29,6 +28,7 @@ from mmcompile.runtime.control.messages import (
     Message,
     Phase,
     Proof,
+    ProtocolError,
     Reached,
     Reduced,
     Refused,
@@ -82,7 +82,7 @@ class Coordinator:
         self._selector = selectors.DefaultSelector()
         self._peers: set[_Peer] = set()
         self._nodes: dict[str, _Peer] = {}
-        self._timers: list[tuple[float, Timer, int]] = []
+        self._timers: list[tuple[float, TimerKind, int]] = []
         self._seen_s = time.monotonic()
         self._linger_s = 0.0
         self._excused_s = 0.0
@@ -238,13 +238,13 @@ class Coordinator:
                     self._write(effect)
                 case Send() if effect.node in self._nodes:
                     self._tell(self._nodes[effect.node], effect.message)
-                case Close() if effect.node in self._nodes:
+                case CloseLink() if effect.node in self._nodes:
                     self._part(self._nodes[effect.node])
                 case Arm():
                     self._timers.append(
                         (time.monotonic() + self._seconds(effect.timer), effect.timer, effect.generation)
                     )
-                case Emit():
+                case RunEvent():
                     self._events.add(effect)
                 case _:
                     pass
@@ -257,13 +257,13 @@ class Coordinator:
         self._log.append(write.record)
         fail_point(f"after-log-{name}", step=step, generation=generation)
 
-    def _seconds(self, timer: Timer) -> float:
+    def _seconds(self, timer: TimerKind) -> float:
         match timer:
-            case Timer.ATTEMPT:
+            case TimerKind.ATTEMPT:
                 return self._times.attempt_s
-            case Timer.FAULT:
+            case TimerKind.FAULT:
                 return self._times.fault_grace_s
-            case Timer.RESUME:
+            case TimerKind.RESUME:
                 return self._times.resume_s
 
     def _check_leases(self, now_s: float) -> None:
@@ -323,4 +323,4 @@ class Coordinator:
 
     def _refused(self, address: str, reason: str) -> None:
         generation = self._generations.history.generation
-        self._events.add(Emit(kind=EventKind.REFUSED, generation=generation, node=address, cause=reason))
+        self._events.add(RunEvent(kind=EventKind.REFUSED, generation=generation, node=address, cause=reason))

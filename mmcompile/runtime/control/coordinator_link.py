@@ -7,7 +7,6 @@ import socket
 import time
 
 from mmcompile.runtime.control import secret
-from mmcompile.runtime.control.control_errors import ProtocolError
 from mmcompile.runtime.control.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -16,10 +15,10 @@ from mmcompile.runtime.control.messages import (
     Heartbeat,
     Message,
     Proof,
+    ProtocolError,
     Refused,
 )
 from mmcompile.runtime.control.stream import FRAME_BYTES, STRANGER_FRAME_BYTES, Stream
-from mmcompile.runtime.control.times import Times
 
 _RETRY_S = 0.05
 
@@ -31,10 +30,10 @@ class CoordinatorLink:
         selector: hears of what arrives; `data` of its key is None.
     """
 
-    def __init__(self, host: str, port: int, key: bytes, times: Times, selector: selectors.BaseSelector) -> None:
-        self._address = (host, port)
-        self._key = key
-        self._times = times
+    def __init__(self, endpoint: secret.Endpoint, selector: selectors.BaseSelector) -> None:
+        self._address = (endpoint.host, endpoint.port)
+        self._key = endpoint.key
+        self._times = endpoint.times
         self._selector = selector
         self._stream: Stream | None = None
         self._trusted = False

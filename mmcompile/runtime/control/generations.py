@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Container
 
 from mmcompile.errors import MMCompileError
-from mmcompile.runtime.control.effects import Effect, Effects, EventKind, Timer
+from mmcompile.planner.resilience.membership import Decision, Planned, StateLost, Stop, Wait
+from mmcompile.runtime.control.effects import Arm, CloseLink, Effect, Send, TimerKind, Write
+from mmcompile.runtime.control.events import EventKind, RunEvent
 from mmcompile.runtime.control.log import Activated, Committed, Ended, History, Member, Prepared, Record, RolledBack
-from mmcompile.runtime.control.membership_planner import Decision, Planned, Planner, StateLost, Stop, Wait
-from mmcompile.runtime.control.membership_view import change_of, holders, in_order, prepares_of, refusal_of
+from mmcompile.runtime.control.membership_view import Planner, change_of, generations_of, holders, in_order, refusal_of
 from mmcompile.runtime.control.messages import (
     Abort,
     Advance,
@@ -26,9 +27,10 @@ from mmcompile.runtime.control.messages import (
     Commit,
     Fault,
     Finished,
+    Generation,
     Hello,
+    Message,
     Phase,
-    Prepare,
     Reached,
     Reduced,
     Refused,
@@ -66,10 +68,10 @@ class Generations:
         self._reached: set[tuple[str, int]] = set()
         self._reduced: dict[tuple[str, int], Reduced] = {}
         self._finished: set[tuple[str, int]] = set()
-        self._prepare: dict[str, Prepare] = {}
+        self._sent: dict[str, Generation] = {}
         self._attempts = 0
         self._interrupted = False
-        self._out = Effects()
+        self._out: list[Effect] = []
 
     @property
     def generation(self) -> int:
@@ -83,9 +85,9 @@ class Generations:
             self.phase = Phase.ENDED
         elif active is not None:
             self.phase, self.members = Phase.RESUMING, active.members
-            self._out.emit(self.generation, EventKind.RESTARTED)
-            self._out.arm(self.generation, Timer.RESUME)
-        return self._out.take()
+            self._emit(EventKind.RESTARTED)
+            self._out.append(Arm(timer=TimerKind.RESUME, generation=self.generation))
+        return self._take()
 
     def refusal(self, hello: Hello) -> Refused | None:
         """Why a node may not join as it is."""
@@ -101,28 +103,28 @@ class Generations:
         elif back and self.phase is not Phase.RESUMING:
             self._resend(member)
         elif not back:
-            self._out.emit(self.generation, EventKind.JOINED, node=hello.node)
+            self._emit(EventKind.JOINED, node=hello.node)
         if self.phase is Phase.RESUMING:
             self._resume(give_up=False)
         elif self.phase is Phase.WAITING:
             self._reconfigure(f"{hello.node} joined", None)
-        return self._out.take()
+        return self._take()
 
     def leave(self, node: str, incarnation: str, cause: str) -> list[Effect]:
         """A node is lost: its connection ended, its lease lapsed, or its agent says that its workers are dead."""
         member = self._connected.get(node)
         if member is not None and member.incarnation == incarnation:
             self._lose(member, cause)
-        return self._out.take()
+        return self._take()
 
     def drain(self, node: str) -> list[Effect]:
         """A node will be taken away: go on without it after this step."""
         if node in self._connected and node not in self._draining and self.phase is not Phase.ENDED:
-            self._out.emit(self.generation, EventKind.DRAINING, node=node)
+            self._emit(EventKind.DRAINING, node=node)
             self._draining.add(node)
             if self._connected[node] not in self.members:
                 self._release(node)
-        return self._out.take()
+        return self._take()
 
     def reached(self, node: str, message: Reached) -> list[Effect]:
         """A worker completed a phase."""
@@ -130,49 +132,49 @@ class Generations:
             self._reached.add((node, message.worker))
             if self._complete(self._reached):
                 self._advance()
-        return self._out.take()
+        return self._take()
 
     def reduced(self, node: str, message: Reduced) -> list[Effect]:
         """A worker has the final gradients of a step."""
         if message.step <= self.history.committed:
-            self._out.send(node, Commit(step=message.step))
+            self._send(node, Commit(step=message.step))
         elif self._counts(message) and message.step == self.history.committed + 1:
             self._reduced[node, message.worker] = message
             self._commit_if_complete()
-        return self._out.take()
+        return self._take()
 
     def finished(self, node: str, message: Finished) -> list[Effect]:
         """A worker has done its last step."""
         if self._counts(message) and message.step == self.history.committed:
             self._finished.add((node, message.worker))
             self._finish_if_complete()
-        return self._out.take()
+        return self._take()
 
     def abort(self, node: str, message: Abort) -> list[Effect]:
         """A worker found out that no membership could go on, bad data for example."""
         if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
-            self._out.emit(self.generation, EventKind.FAULT, node=node, cause=message.reason)
+            self._emit(EventKind.FAULT, node=node, cause=message.reason)
             self._end(message.reason, success=False)
-        return self._out.take()
+        return self._take()
 
     def fault(self, node: str, message: Fault) -> list[Effect]:
         """A worker lost a link to another worker. The loss of a member usually explains it soon."""
         if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
-            self._out.emit(self.generation, EventKind.FAULT, node=node, cause=message.error)
-            self._out.arm(self.generation, Timer.FAULT)
-        return self._out.take()
+            self._emit(EventKind.FAULT, node=node, cause=message.error)
+            self._out.append(Arm(timer=TimerKind.FAULT, generation=self.generation))
+        return self._take()
 
-    def expired(self, timer: Timer, generation: int) -> list[Effect]:
+    def expired(self, timer: TimerKind, generation: int) -> list[Effect]:
         """A time is over."""
         current = generation == self.generation
-        if timer is Timer.RESUME and self.phase is Phase.RESUMING:
+        if timer is TimerKind.RESUME and self.phase is Phase.RESUMING:
             self._resume(give_up=True)
-        elif timer is Timer.FAULT and current and self.phase in (*_NEXT, Phase.ACTIVE):
+        elif timer is TimerKind.FAULT and current and self.phase in (*_NEXT, Phase.ACTIVE):
             self._interrupted |= self.phase is Phase.ACTIVE
             self._reconfigure(f"a link between workers broke in generation {generation} and {_ALIVE}", None)
-        elif timer is Timer.ATTEMPT and current and self.phase in _NEXT:
+        elif timer is TimerKind.ATTEMPT and current and self.phase in _NEXT:
             self._give_up_silent()
-        return self._out.take()
+        return self._take()
 
     def _counts(self, message: Reduced | Finished) -> bool:
         """True for what is said in the active generation, also while its members come back to a restarted coordinator."""
@@ -202,8 +204,8 @@ class Generations:
         for member in silent:
             if self._connected.get(member.node) == member:
                 cause = f"{member.node} did not finish phase {self.phase} of generation {self.generation} in time"
-                self._out.send(member.node, Refused(reason=cause, advice=Advice.RESTART))
-                self._out.close(member.node)
+                self._send(member.node, Refused(reason=cause, advice=Advice.RESTART))
+                self._out.append(CloseLink(node=member.node))
                 del self._connected[member.node]
                 self._draining.discard(member.node)
                 self._dead.add(member.incarnation)
@@ -224,7 +226,7 @@ class Generations:
         assert active is not None
         if len(back) == len(self.members) and active.generation == self.generation:
             self.phase = Phase.ACTIVE
-            self._out.emit(self.generation, EventKind.RESUMED)
+            self._emit(EventKind.RESUMED)
             for member in self.members:
                 self._resend(member)
             self._finish_if_complete()
@@ -239,17 +241,17 @@ class Generations:
         """Repeat what a member may have missed."""
         node, generation = member.node, self.generation
         if self.history.committed:
-            self._out.send(node, Commit(step=self.history.committed))
-        if node in self._prepare:
-            self._out.send(node, self._prepare[node])
+            self._send(node, Commit(step=self.history.committed))
+        if node in self._sent:
+            self._send(node, self._sent[node])
         for phase in (Phase.RENDEZVOUS, Phase.READY, Phase.ACTIVE):
             if self.phase in (*_NEXT, Phase.ACTIVE) and list(Phase).index(phase) <= list(Phase).index(self.phase):
-                self._out.send(node, Advance(generation=generation, phase=phase))
+                self._send(node, Advance(generation=generation, phase=phase))
 
     def _reconfigure(self, cause: str, node: str | None) -> None:
         """Make the next generation of all nodes that are connected and stay."""
         if self.phase is not Phase.WAITING:
-            self._out.emit(self.generation, EventKind.DETECTED, node=node, cause=cause)
+            self._emit(EventKind.DETECTED, node=node, cause=cause)
         if self._attempts >= self._max_attempts:
             self._end(
                 f"{self._attempts} generations in a row without a committed step; the last: {cause}", success=False
@@ -290,9 +292,7 @@ class Generations:
             self._end(reason, success=False)
             return
         self._write(RolledBack(step=lost.checkpoint_step, cursor=lost.cursor))
-        self._out.emit(
-            self.generation, EventKind.ROLLED_BACK, step=lost.checkpoint_step, cause=f"no node holds {names}"
-        )
+        self._emit(EventKind.ROLLED_BACK, step=lost.checkpoint_step, cause=f"no node holds {names}")
         self._begin(members, lost.payload, cause)
 
     def _begin(self, members: tuple[Member, ...], payload: str, cause: str) -> None:
@@ -305,43 +305,43 @@ class Generations:
         self._attempts += 1
         self.phase, self.members = Phase.PREPARE, members
         self._clear()
-        self._prepare = prepares_of(members, payload, history=self.history, store=self._store, cause=cause)
-        self._out.emit(self.generation, EventKind.PREPARE, cause=cause)
-        for node, message in self._prepare.items():
-            self._out.send(node, message)
+        self._sent = generations_of(members, payload, history=self.history, store=self._store, cause=cause)
+        self._emit(EventKind.PREPARE, cause=cause)
+        for node, message in self._sent.items():
+            self._send(node, message)
         for member in left:
-            self._out.send(member.node, Suspend(generation=self.generation, reason="the node must go"))
+            self._send(member.node, Suspend(generation=self.generation, reason="the node must go"))
         if had_state:
             # The first start may take as long as it takes: programs are compiled and weights are read.
-            self._out.arm(self.generation, Timer.ATTEMPT)
+            self._out.append(Arm(timer=TimerKind.ATTEMPT, generation=self.generation))
 
     def _wait(self, reason: str) -> None:
         """Nothing can run: let go of the generation and wait for nodes."""
-        self._out.emit(self.generation, EventKind.WAITING, cause=reason)
+        self._emit(EventKind.WAITING, cause=reason)
         if self.phase is not Phase.WAITING:
             for node in self._connected:
-                self._out.send(node, Suspend(generation=self.generation, reason=reason))
+                self._send(node, Suspend(generation=self.generation, reason=reason))
         self.phase, self.members = Phase.WAITING, ()
         self._clear()
         self._release_drained()
 
     def _advance(self) -> None:
-        self._out.emit(self.generation, _DONE[self.phase])
+        self._emit(_DONE[self.phase])
         self.phase = _NEXT[self.phase]
         self._reached.clear()
         if self.phase is Phase.ACTIVE:
             self._activate()
         for member in self.members:
-            self._out.send(member.node, Advance(generation=self.generation, phase=self.phase))
+            self._send(member.node, Advance(generation=self.generation, phase=self.phase))
         if self.phase is Phase.ACTIVE:
             self._release_drained()
 
     def _activate(self) -> None:
-        payload = next(iter(self._prepare.values())).payload
+        payload = next(iter(self._sent.values())).payload
         self._write(Activated(generation=self.generation, members=self.members, payload=payload))
-        self._out.emit(self.generation, EventKind.ACTIVE)
+        self._emit(EventKind.ACTIVE)
         if self._interrupted:
-            self._out.emit(self.generation, EventKind.REPLAYED, step=self.history.committed + 1)
+            self._emit(EventKind.REPLAYED, step=self.history.committed + 1)
         self._interrupted = False
 
     def _finish_if_complete(self) -> None:
@@ -362,12 +362,13 @@ class Generations:
             return
         step, ids = reports[0].step, tuple(sorted(counts))
         cursor = next((report.cursor for report in reports if report.cursor is not None), None)
-        self._write(Committed(generation=self.generation, step=step, microbatches=ids, cursor=cursor))
-        self._out.emit(self.generation, EventKind.COMMITTED, step=step, microbatches=ids, cursor=cursor)
+        committed = Committed(generation=self.generation, step=step, microbatches=ids, cursor=cursor)
+        self._write(committed)
+        self._emit(EventKind.COMMITTED, committed=committed)
         self._reduced.clear()
         self._attempts = 0
         for member in self.members:
-            self._out.send(member.node, Commit(step=step))
+            self._send(member.node, Commit(step=step))
         self._change_between_steps()
 
     def _change_between_steps(self) -> None:
@@ -382,7 +383,7 @@ class Generations:
 
     def _end(self, reason: str, *, success: bool) -> None:
         self._write(Ended(reason=reason, success=success))
-        self._out.emit(self.generation, EventKind.ENDED, cause=reason)
+        self._emit(EventKind.ENDED, cause=reason)
         self.phase = Phase.ENDED
         for node in list(self._connected):
             self._release(node)
@@ -396,18 +397,48 @@ class Generations:
         """Let a node go for good."""
         ended = self.history.ended
         reason, success = (ended.reason, ended.success) if ended is not None else ("the node was asked to go", True)
-        self._out.emit(self.generation, EventKind.RELEASED, node=node)
-        self._out.send(node, Release(reason=reason, success=success))
-        self._out.close(node)
+        self._emit(EventKind.RELEASED, node=node)
+        self._send(node, Release(reason=reason, success=success))
+        self._out.append(CloseLink(node=node))
         self._dead.add(self._connected.pop(node).incarnation)
         self._draining.discard(node)
 
+    def _take(self) -> list[Effect]:
+        """Return the effects since the last call."""
+        effects, self._out = self._out, []
+        return effects
+
+    def _emit(
+        self,
+        kind: EventKind,
+        *,
+        node: str | None = None,
+        step: int | None = None,
+        cause: str | None = None,
+        committed: Committed | None = None,
+    ) -> None:
+        """Add a line to the event log."""
+        self._out.append(
+            RunEvent(
+                kind=kind,
+                generation=self.generation,
+                node=node,
+                step=committed.step if committed is not None else step,
+                cause=cause,
+                microbatches=committed.microbatches if committed is not None else None,
+                cursor=committed.cursor if committed is not None else None,
+            )
+        )
+
+    def _send(self, node: str, message: Message) -> None:
+        self._out.append(Send(node=node, message=message))
+
     def _write(self, record: Record) -> None:
         self.history = self.history.after(record)
-        self._out.write(record)
+        self._out.append(Write(record=record))
 
     def _clear(self) -> None:
         self._reached.clear()
         self._reduced.clear()
         self._finished.clear()
-        self._prepare = {}
+        self._sent = {}

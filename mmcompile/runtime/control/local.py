@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -10,14 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmcompile.errors import ConfigError
-from mmcompile.runtime.control.agent import Agent, AgentOrder
-from mmcompile.runtime.control.membership import Membership
-from mmcompile.runtime.control.membership_planner import Planner
-from mmcompile.runtime.control.processes import fork_process, kill_group
-from mmcompile.runtime.control.secret import make_secret
-from mmcompile.runtime.control.supervisor import SupervisorOrder, listen, supervise
+from mmcompile.runtime.control.agent import Agent
+from mmcompile.runtime.control.membership_client import MembershipClient
+from mmcompile.runtime.control.membership_view import Planner
+from mmcompile.runtime.control.processes import ChildProcess, fork_process
+from mmcompile.runtime.control.secret import Endpoint, make_secret
+from mmcompile.runtime.control.supervisor import Supervisor, listen
 from mmcompile.runtime.control.times import Times
 
+_HOST = "127.0.0.1"
 _POLL_S = 0.01
 
 
@@ -26,32 +26,33 @@ class LocalCluster:
     """Nodes on one machine. All processes end with the one that made it; use it as a context manager to end them earlier.
 
     Args:
-        folder: of the coordinator's log and event log.
-        work: what each worker does.
-        max_restarts: of the workers of each node.
+        folder: folder of the coordinator's log and event log.
+        planner: chooses what members do.
+        work: main function of each worker.
+        max_restarts: restarts of the workers of each node.
     """
 
     folder: Path
     planner: Planner
-    work: Callable[[Membership], None]
+    work: Callable[[MembershipClient], None]
     times: Times = field(default_factory=Times)
     max_restarts: int = 3
-    supervisor: int = 0
-    """Process id."""
-    agents: dict[str, int] = field(default_factory=dict)
-    """Node -> process id of its agent."""
-    key: bytes = field(default_factory=make_secret)
-    port: int = 0
-    """Of the coordinator, once started."""
-    _codes: dict[int, int] = field(default_factory=dict)
+    agents: dict[str, ChildProcess] = field(default_factory=dict)
+    """Node -> its agent."""
+    supervisor: ChildProcess = field(init=False)
+    """What keeps coordinator and store running."""
+    endpoint: Endpoint = field(init=False)
+    """Address of the coordinator, once started."""
 
     def start(self) -> None:
         """Start coordinator and store."""
-        order = SupervisorOrder(folder=self.folder, key=self.key, times=self.times)
-        with listen(order.host, 0) as listener:
-            self.port = listener.getsockname()[1]
-            file = listener.fileno()
-            self.supervisor = fork_process(lambda: supervise(order, listener, self.planner), keep=(file,))
+        with listen(_HOST, 0) as listener:
+            port = listener.getsockname()[1]
+            self.endpoint = endpoint = Endpoint(host=_HOST, port=port, key=make_secret(), times=self.times)
+            pid = fork_process(
+                lambda: Supervisor(self.folder, endpoint, listener, self.planner).run(), keep=(listener.fileno(),)
+            )
+        self.supervisor = ChildProcess(pid)
 
     def add(self, node: str, *, num_workers: int = 1) -> None:
         """Start the agent of a node. A name may be used again once its agent has ended.
@@ -59,18 +60,13 @@ class LocalCluster:
         Raises:
             ConfigError: it has not.
         """
-        if node in self.agents and not self._ended(self.agents[node]):
+        if node in self.agents and self.agents[node].code is None:
             raise ConfigError(f"{node} runs already; give another name, or wait until its agent has ended")
-        order = AgentOrder(
-            node=node,
-            num_workers=num_workers,
-            host="127.0.0.1",
-            port=self.port,
-            key=self.key,
-            times=self.times,
-            max_restarts=self.max_restarts,
-        )
-        self.agents[node] = fork_process(lambda: Agent(order, self.work).run(), keep=())
+
+        def run() -> int:
+            return Agent(node, self.endpoint, self.work, num_workers=num_workers, max_restarts=self.max_restarts).run()
+
+        self.agents[node] = ChildProcess(fork_process(run, keep=()))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end of training and of all agents; returns whether it ended well.
@@ -81,30 +77,28 @@ class LocalCluster:
             TimeoutError: training did not end in time.
         """
         deadline_s = time.monotonic() + timeout_s
-        pids = [self.supervisor, *self.agents.values()]
-        while not all(self._ended(pid) for pid in pids):
+        processes = [self.supervisor, *self.agents.values()]
+        while any(process.code is None for process in processes):
             if time.monotonic() > deadline_s:
-                if not self._ended(self.supervisor):
+                if self.supervisor.code is None:
                     raise TimeoutError(f"training did not end in {timeout_s} s")
                 self.kill()
             time.sleep(_POLL_S)
-        return self._codes[self.supervisor] == 0
+        return self.supervisor.code == 0
 
     @property
     def ended(self) -> bool:
-        """The coordinator is gone for good."""
-        return self._ended(self.supervisor)
+        """Whether the coordinator is gone for good."""
+        return self.supervisor.code is not None
 
     def drain(self, node: str) -> None:
         """Give a node notice that it will be taken away."""
-        os.kill(self.agents[node], signal.SIGTERM)
+        self.agents[node].signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End everything at once."""
-        for pid in (*self.agents.values(), self.supervisor):
-            if pid and not self._ended(pid):
-                kill_group(pid)
-                self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        for process in (*self.agents.values(), self.supervisor):
+            process.kill()
 
     def __enter__(self) -> LocalCluster:
         self.start()
@@ -112,10 +106,3 @@ class LocalCluster:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-    def _ended(self, pid: int) -> bool:
-        if pid not in self._codes:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                self._codes[pid] = os.waitstatus_to_exitcode(status)
-        return pid in self._codes

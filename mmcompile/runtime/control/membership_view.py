@@ -1,12 +1,25 @@
-"""What a membership is told and what is asked about it."""
+"""Questions about a membership to the planner, and messages about it to nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Protocol
 
+from mmcompile.planner.resilience.membership import Decision, MembershipChange
 from mmcompile.runtime.control.log import History, Member
-from mmcompile.runtime.control.membership_planner import Change
-from mmcompile.runtime.control.messages import Advice, Hello, Prepare, Refused
+from mmcompile.runtime.control.messages import Advice, Generation, Hello, Refused
+
+
+class Planner(Protocol):
+    """Chooses what each member does, in milliseconds, since all members wait for it. The control plane knows no models.
+
+    The answer may depend on the question only, since a coordinator that was restarted asks again. An MMCompileError ends
+    training with its text.
+    """
+
+    def plan(self, change: MembershipChange) -> Decision:
+        """Answer a change of members."""
+        ...
 
 
 def holders(history: History) -> tuple[Member, ...]:
@@ -22,10 +35,10 @@ def in_order(members: Collection[Member], history: History) -> tuple[Member, ...
 
 def change_of(
     members: tuple[Member, ...], connected: Mapping[str, Member], draining: Collection[str], history: History
-) -> Change:
+) -> MembershipChange:
     """The question to the planner."""
     previous = holders(history)
-    return Change(
+    return MembershipChange(
         members=tuple(member.node for member in members),
         num_workers=tuple(member.num_workers for member in members),
         lost=tuple(member.node for member in previous if connected.get(member.node) != member),
@@ -37,15 +50,15 @@ def change_of(
     )
 
 
-def prepares_of(
+def generations_of(
     members: tuple[Member, ...], payload: str, *, history: History, store: str, cause: str
-) -> dict[str, Prepare]:
-    """What each node of a generation is told."""
-    previous, messages, rank = holders(history), dict[str, Prepare](), 0
+) -> dict[str, Generation]:
+    """Return the message to each node of a new generation."""
+    previous, messages, rank = holders(history), dict[str, Generation](), 0
     for member in members:
-        messages[member.node] = Prepare(
-            generation=history.generation,
-            first_rank=rank,
+        messages[member.node] = Generation(
+            number=history.generation,
+            rank=rank,
             world_size=sum(other.num_workers for other in members),
             nodes=tuple(other.node for other in members),
             joined=tuple(other.node for other in members if other not in previous),

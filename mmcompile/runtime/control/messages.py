@@ -1,4 +1,4 @@
-"""What coordinator, agents and workers tell each other. Agents pass messages on between the other two.
+"""Messages between coordinator, agents and workers. Agents pass messages on between the other two.
 
 Each is a frozen dataclass. On the wire it is a JSON object with the class in `kind` and the fields in `body`.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import msgspec
 
-from mmcompile.runtime.control.control_errors import ProtocolError
+PROTOCOL_VERSION = 2
 
-PROTOCOL_VERSION = 1
+
+class ProtocolError(Exception):
+    """The other side of a link sent something it must not send; the link is closed."""
 
 
 class Phase(StrEnum):
@@ -172,28 +174,35 @@ class Lost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prepare:
-    """Coordinator: leave what you do and get ready for a generation."""
+class Generation:
+    """Coordinator: leave the generation before and get ready for this one. A worker's work until further notice."""
 
-    generation: int
-    first_rank: int
-    """Of the node; its workers follow each other."""
+    number: int
+    """Never used before; also not by a coordinator that was restarted."""
+    rank: int
+    """Rank of the worker; sent to an agent, the rank of the node's first worker, whose others follow."""
     world_size: int
     nodes: tuple[str, ...]
     """Members in order of ranks."""
     joined: tuple[str, ...]
-    """Members that hold no state yet."""
+    """Members that hold no state, a worker's own node among them if it holds none that counts."""
     active: int
-    """Last generation that became active, 0 if none: what its members hold is the state of step `committed`."""
+    """Last generation that became active, 0 if none: what its members hold is the state of step `committed`. It can be one
+    that a worker left while it waited in `ready`: the state it had in place then counts, not the one before."""
     committed: int
-    """Steps that are done; the next one is number `committed + 1`."""
+    """Number of the last committed step; the next one is `committed + 1`."""
     cursor: str | None
-    """Of the last committed step."""
+    """Cursor of the last committed step."""
     payload: str
     """JSON text of the planner."""
     store: str
     """host:port of the store."""
     cause: str
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of this generation's keys in the store; no other generation ever uses it."""
+        return f"generation/{self.number}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,26 +252,14 @@ Message: TypeAlias = (
     | Failed
     | Drain
     | Lost
-    | Prepare
+    | Generation
     | Advance
     | Commit
     | Suspend
     | Release
 )
 
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (
-        *(Challenge, Proof, Accepted, Refused, Hello, Heartbeat, Idle, Reached, Reduced, Fault, Finished),
-        *(Abort, Failed, Drain, Lost, Prepare, Advance, Commit, Suspend, Release),
-    )
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Envelope:
-    kind: str
-    body: msgspec.Raw
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
@@ -277,9 +274,10 @@ def decode(data: bytes) -> Message:
         ProtocolError: it is none.
     """
     try:
-        envelope = msgspec.json.decode(data, type=_Envelope)
-        if envelope.kind not in _KINDS:
-            raise ProtocolError(f"unknown message {envelope.kind[:40]!r}; both sides must run one version of mmcompile")
-        return msgspec.json.decode(envelope.body, type=_KINDS[envelope.kind])
-    except (msgspec.DecodeError, RecursionError) as error:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        kind = msgspec.json.decode(fields["kind"], type=str)
+        if kind not in _KINDS:
+            raise ProtocolError(f"unknown message {kind[:40]!r}; both sides must run one version of mmcompile")
+        return msgspec.json.decode(fields["body"], type=_KINDS[kind])
+    except (msgspec.DecodeError, KeyError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from error

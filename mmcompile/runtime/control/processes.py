@@ -45,6 +45,39 @@ def fork_process(function: Callable[[], int], *, keep: Collection[int]) -> int:
         os._exit(code)
 
 
+class ChildProcess:
+    """A process made by `fork_process`, whose exit code is kept."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    @property
+    def code(self) -> int | None:
+        """Exit code; negative: the signal that killed the process; None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self) -> int:
+        """Wait for the end of the process; returns its exit code."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and its children; safe if it has ended."""
+        if self.code is None:
+            kill_group(self.pid)
+            self.wait()
+
+
 def kill_group(pid: int) -> None:
     """Kill a process made by `fork_process` and its children; gone already is fine."""
     with contextlib.suppress(ProcessLookupError):

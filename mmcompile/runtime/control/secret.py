@@ -1,4 +1,6 @@
-"""Both ends of a link prove that they know a secret without sending it (HMAC-SHA256 over fresh random numbers).
+"""`Endpoint` of a coordinator, and proofs of the secret that both ends of a link give without sending it.
+
+A proof is HMAC-SHA256 over fresh random numbers.
 
 What follows on the link is neither encrypted nor signed: the secret keeps out strangers and other jobs, not somebody who
 can change packets on the wire. Use a private network, as for the tensors themselves.
@@ -9,12 +11,41 @@ from __future__ import annotations
 import hmac
 import secrets
 import stat
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmcompile.errors import ConfigError
+from mmcompile.runtime.control.times import Times
 
 _LEAST_BYTES = 16
 _NONCE_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """Address of a coordinator, and what its nodes share with it."""
+
+    host: str
+    port: int
+    key: bytes
+    """The secret of the run."""
+    times: Times = field(default_factory=Times)
+
+    @classmethod
+    def parse(cls, address: str, key: bytes) -> Endpoint:
+        """Return the endpoint at `host:port`.
+
+        Raises:
+            ConfigError: another form, or an address that other machines cannot connect to.
+        """
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+            raise ConfigError(f"address {address!r} is not HOST:PORT, for example 10.0.0.1:29400")
+        if host in ("0.0.0.0", "::"):
+            raise ConfigError(
+                f"{host} is no address that workers can connect to; give the one that they reach this machine by"
+            )
+        return cls(host=host, port=int(port), key=key)
 
 
 def make_secret() -> bytes:

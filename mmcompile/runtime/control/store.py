@@ -13,8 +13,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mmcompile.runtime.control.membership import Generation
-
 _GENERATION = re.compile(r"\bgeneration/(\d+)/")
 """As `Generation.prefix`, in a key."""
 
@@ -33,20 +31,6 @@ def serve_store(listener: socket.socket) -> int:
         signal.pause()
         # Only signals come by here; the store serves from threads of its own.
         assert store.port == port
-
-
-def open_store(generation: Generation, timeout_s: float) -> dist.PrefixStore:
-    """The store as this generation sees it, over a connection of its own.
-
-    A thread left behind in an older generation may hold that one's connection until its wait ends.
-
-    Args:
-        timeout_s: longest wait for a key, and for the store itself.
-
-    Raises:
-        dist.DistError: the store cannot be reached.
-    """
-    return dist.PrefixStore(generation.prefix, open_client(generation.store, timeout_s))
 
 
 def open_client(address: str, timeout_s: float) -> dist.TCPStore:

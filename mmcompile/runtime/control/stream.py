@@ -1,14 +1,13 @@
-"""`Stream`: messages over a non-blocking socket, each as four bytes of length and JSON text."""
+"""`Stream`: control messages over a non-blocking socket, each a frame of JSON text."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 
-from mmcompile.runtime.control.control_errors import ProtocolError
-from mmcompile.runtime.control.messages import Message, decode, encode
+from mmcompile.runtime.comm.framing import LENGTH_BYTES, frame, frame_length, take_frame
+from mmcompile.runtime.control.messages import Message, ProtocolError, decode, encode
 
-_HEAD = 4
 FRAME_BYTES = 16 * 2**20
 """Longest message; a plan for a thousand stages is far below it."""
 STRANGER_FRAME_BYTES = 4096
@@ -53,14 +52,13 @@ class Stream:
         """
         self._fill()
         messages: list[Message] = []
-        while len(self._incoming) >= _HEAD:
-            length = int.from_bytes(self._incoming[:_HEAD], "big")
+        while len(self._incoming) >= LENGTH_BYTES:
+            length = frame_length(self._incoming)
             if length > self.limit_bytes:
                 raise ProtocolError(f"a message of {length} bytes, the limit is {self.limit_bytes}")
-            if len(self._incoming) < _HEAD + length:
+            data = take_frame(self._incoming)
+            if data is None:
                 break
-            data = bytes(self._incoming[_HEAD : _HEAD + length])
-            del self._incoming[: _HEAD + length]
             messages.append(decode(data))
         return messages
 
@@ -68,7 +66,7 @@ class Stream:
         """Send now what the socket takes, the rest by `flush`."""
         data = encode(message)
         assert len(data) <= FRAME_BYTES, f"{type(message).__name__} of {len(data)} bytes"
-        self._outgoing += len(data).to_bytes(_HEAD, "big") + data
+        self._outgoing += frame(data)
         if len(self._outgoing) > _BACKLOG_BYTES:
             self.closed = True
         self.flush()
@@ -91,13 +89,13 @@ class Stream:
             self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the socket. Safe to call twice."""
+        """CloseLink the socket. Safe to call twice."""
         self.closed = True
         self._end.close()
 
     def _fill(self) -> None:
         """Read what is there, but not so much that one peer can fill the memory."""
-        while not self.closed and len(self._incoming) <= _HEAD + self.limit_bytes:
+        while not self.closed and len(self._incoming) <= LENGTH_BYTES + self.limit_bytes:
             try:
                 data = self._end.recv(_READ_BYTES)
             except BlockingIOError:

@@ -1,4 +1,4 @@
-"""`supervise`: keeps a coordinator and a store running on one machine.
+"""`Supervisor`: keeps a coordinator and a store running on one machine.
 
 It holds the listening sockets of both and starts again the one that dies: who connects meanwhile waits in the socket's queue.
 """
@@ -10,44 +10,22 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmcompile.errors import ConfigError
 from mmcompile.runtime.control.coordinator import Coordinator
 from mmcompile.runtime.control.events import EventLog
 from mmcompile.runtime.control.log import Log
-from mmcompile.runtime.control.membership_planner import Planner
+from mmcompile.runtime.control.membership_view import Planner
 from mmcompile.runtime.control.processes import describe_exit, fork_process, kill_group
+from mmcompile.runtime.control.secret import Endpoint
 from mmcompile.runtime.control.store import serve_store
-from mmcompile.runtime.control.times import Times
 
+LOG_FILE = "coordinator.log"
+EVENTS_FILE = "events.jsonl"
 _BACKLOG = 512
 _FAST_RESTARTS = 5
 _FAST_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SupervisorOrder:
-    """What coordinator and store are started with."""
-
-    folder: Path
-    """Of the log and the event log. A folder with a log of an earlier run continues that run."""
-    key: bytes
-    """The secret of the job."""
-    host: str = "127.0.0.1"
-    """Address to listen at. Anything but this machine must be asked for."""
-    port: int = 0
-    store_port: int = 0
-    times: Times = field(default_factory=Times)
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "coordinator.log"
-
-    @property
-    def events(self) -> Path:
-        return self.folder / "events.jsonl"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -62,25 +40,27 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port") from error
 
 
-def supervise(order: SupervisorOrder, listener: socket.socket, planner: Planner) -> int:
-    """Main function of the supervisor's process; returns 0 once training ended well.
+class Supervisor:
+    """Keeps a coordinator and a store running, in processes of their own.
 
     Args:
-        listener: from `listen`.
+        folder: folder of the log and the event log. With the log of an earlier run, that run goes on.
+        endpoint: the address to listen at, and the secret; its port is not used.
+        listener: the listening socket for agents, from `listen`.
+        planner: chooses what members do.
     """
-    return _Supervisor(order, listener, planner).run()
 
-
-class _Supervisor:
-    def __init__(self, order: SupervisorOrder, listener: socket.socket, planner: Planner) -> None:
-        self._order = order
+    def __init__(self, folder: Path, endpoint: Endpoint, listener: socket.socket, planner: Planner) -> None:
+        self._folder = folder
+        self._endpoint = endpoint
         self._listener = listener
         self._planner = planner
-        self._store_listener = listen(order.host, order.store_port)
-        self._store = f"{order.host}:{self._store_listener.getsockname()[1]}"
+        self._store_listener = listen(endpoint.host, 0)
+        self._store = f"{endpoint.host}:{self._store_listener.getsockname()[1]}"
         self._starts_s: dict[str, list[float]] = {"coordinator": [], "store": []}
 
     def run(self) -> int:
+        """Main function of the supervisor's process; returns 0 once training ended well."""
         store = self._start("store", self._serve_store, self._store_listener)
         coordinator = self._start("coordinator", self._coordinate, self._listener)
         try:
@@ -104,15 +84,14 @@ class _Supervisor:
         return serve_store(self._store_listener)
 
     def _coordinate(self) -> int:
-        order = self._order
         coordinator = Coordinator(
             self._listener,
-            Log.open(order.log),
-            EventLog(order.events),
+            Log.open(self._folder / LOG_FILE),
+            EventLog(self._folder / EVENTS_FILE),
             self._planner,
-            key=order.key,
+            key=self._endpoint.key,
             store=self._store,
-            times=order.times,
+            times=self._endpoint.times,
         )
         return 0 if coordinator.run() else _FAILED
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from mmcompile.runtime.comm.fence import Fence, fence_works, of_gloo, of_store
 from mmcompile.runtime.comm.groups import Groups, PeerLost
 from mmcompile.runtime.comm.runner import Runner
-from mmcompile.runtime.control.control_errors import Superseded
-from mmcompile.runtime.control.membership import Generation
+from mmcompile.runtime.control.membership_client import Superseded
+from mmcompile.runtime.control.messages import Generation
 from mmcompile.runtime.control.store import open_client
 from mmcompile.runtime.control.times import Times
 
@@ -43,7 +43,7 @@ had begun to write when the connection ended (seen with torch 2.13)."""
 
 
 class Watch(Protocol):
-    """What a worker hears of its generation (`Membership`)."""
+    """What a worker hears of its generation (`MembershipClient`)."""
 
     superseded: bool
     on_superseded: Callable[[], None] | None
@@ -74,7 +74,7 @@ class Connections:
         """Connect to all members of a generation, and leave them in the end.
 
         Raises:
-            Superseded: the generation ended before all were connected. Also Released; as `Membership.check`.
+            Superseded: the generation ended before all were connected. Also Released; as `MembershipClient.check`.
         """
         connection = Connection(self._watch, self._store, generation, fenced=self._fenced)
         self._current = connection

@@ -15,20 +15,18 @@ from mmcompile.errors import ConfigError, EngineError
 from mmcompile.planner.schedule.simulate import Event as StepEvent
 from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
 from mmcompile.runtime.checkpoint.export import export
-from mmcompile.runtime.control.effects import EventKind
-from mmcompile.runtime.control.events import Event, Recovery, recoveries
+from mmcompile.runtime.control.events import EventKind, EventReader, Recovery, RunEvent, recoveries
 from mmcompile.runtime.control.local import LocalCluster
+from mmcompile.runtime.control.supervisor import EVENTS_FILE, LOG_FILE
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.elastic_job import ElasticJob
 from mmcompile.runtime.elastic.elastic_worker import work
-from mmcompile.runtime.elastic.event_reader import EventReader, follow
-from mmcompile.runtime.elastic.record import StepRecord
+from mmcompile.runtime.elastic.generation_plan import StepRecord
 from mmcompile.runtime.elastic.template_planner import TemplatePlanner
 from mmcompile.runtime.monitoring.metrics import StepMetrics
 from mmcompile.runtime.monitoring.tracing import read_trace
 
 _END_S = 10.0
-_LOG = "coordinator.log"
 
 
 class ElasticEngine:
@@ -55,7 +53,7 @@ class ElasticEngine:
         *,
         times: Times | None = None,
         max_restarts: int = 3,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Callable[[RunEvent], None] | None = None,
     ) -> None:
         least = job.resilience.job.min_nodes
         if len(nodes) < least or len(set(nodes)) < len(nodes):
@@ -63,12 +61,12 @@ class ElasticEngine:
                 f"{len(nodes)} nodes ({', '.join(nodes)}) cannot keep the plan's promise, which needs {least} or more of "
                 "different names"
             )
-        if (job.folder / _LOG).exists():
+        if (job.folder / LOG_FILE).exists():
             raise ConfigError(f"{job.folder} holds a run already; give a new folder, or move it away")
         self._job = job
         self._on_event = on_event
-        self._events: list[Event] = []
-        self._reader = EventReader(job.folder / "events.jsonl")
+        self._events: list[RunEvent] = []
+        self._reader = EventReader(job.folder / EVENTS_FILE)
         self._cluster = LocalCluster(
             folder=job.folder,
             planner=TemplatePlanner(resilience=job.resilience, start_nodes=len(nodes), checkpoints=job.checkpoints),
@@ -88,7 +86,7 @@ class ElasticEngine:
         self._closed = False
 
     @property
-    def events(self) -> Sequence[Event]:
+    def events(self) -> Sequence[RunEvent]:
         """Lines of the event log, as far as `train` has come."""
         return self._events
 
@@ -100,12 +98,12 @@ class ElasticEngine:
     @property
     def processes(self) -> dict[str, int]:
         """Node -> process id of its agent."""
-        return dict(self._cluster.agents)
+        return {node: agent.pid for node, agent in self._cluster.agents.items()}
 
     @property
     def coordinator(self) -> int:
         """Process id of what keeps store and coordinator running."""
-        return self._cluster.supervisor
+        return self._cluster.supervisor.pid
 
     def train(self) -> Iterator[StepMetrics]:
         """Metrics of each step once it is committed, until training ends.
@@ -115,7 +113,7 @@ class ElasticEngine:
         Raises:
             EngineError: training ended before its last step; the message says why, and what was saved.
         """
-        for event in follow(self._reader, lambda: self._cluster.ended):
+        for event in self._reader.follow(lambda: self._cluster.ended):
             self._note(event)
             if event.kind is EventKind.COMMITTED and event.cursor is not None:
                 yield StepRecord.decode(event.cursor).metrics
@@ -133,7 +131,7 @@ class ElasticEngine:
 
     def kill(self, node: str) -> None:
         """Kill the workers of a node at once, to rehearse a failure. Its agent starts new ones, as often as it may."""
-        agent = self._cluster.agents[node]
+        agent = self._cluster.agents[node].pid
         for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
 
@@ -180,7 +178,7 @@ class ElasticEngine:
     ) -> None:
         self.close()
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: RunEvent) -> None:
         self._events.append(event)
         if self._on_event is not None:
             self._on_event(event)

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from torch import Tensor
 
 from mmcompile.errors import VerifyError
 from mmcompile.files import write_atomic
-from mmcompile.planner.resilience.job import LayerId
+from mmcompile.planner.resilience.job import LayerId, WorkerId
 from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
 from mmcompile.runtime.checkpoint.whole_checkpoint import Checkpoint, TrainerState
 from mmcompile.runtime.comm import wire
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.elastic.elastic_job import ElasticJob
-from mmcompile.runtime.elastic.generation_layout import Layout, ranges_held
-from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan
+from mmcompile.runtime.elastic.generation_layout import GenerationLayout, layers_in
+from mmcompile.runtime.elastic.generation_plan import GenerationPlan
 from mmcompile.runtime.elastic.layer_store import LayerStore
 from mmcompile.runtime.monitoring.fail_points import fail_point
-from mmcompile.runtime.optim.optimizer import Hyper
 
 
-def owners(layout: Layout, *, former: bool) -> dict[LayerId, int]:
+def owners(layout: GenerationLayout, *, former: bool) -> dict[LayerId, int]:
     """Layer -> the first rank that holds it.
 
     Args:
+        layout: layout of the generation.
         former: count layers that a worker held before and keeps until the first commit of the generation.
     """
     found: dict[LayerId, int] = {}
@@ -37,20 +37,9 @@ def owners(layout: Layout, *, former: bool) -> dict[LayerId, int]:
     return found
 
 
-def _former(plan: GenerationPlan, device: Device) -> frozenset[LayerId]:
+def _former(plan: GenerationPlan, device: WorkerId) -> frozenset[LayerId]:
     devices = plan.former.get(device.node, ())
-    return ranges_held(devices[device.index]) if device.index < len(devices) else frozenset()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """When a checkpoint is of."""
-
-    step: int
-    cursor: str | None
-    """That was committed with the step."""
-    hyper: Hyper
-    """Of the step that comes next."""
+    return layers_in(devices[device.index]) if device.index < len(devices) else frozenset()
 
 
 def save(
@@ -59,18 +48,22 @@ def save(
     owned: Mapping[LayerId, int],
     store: LayerStore,
     aliases: Mapping[str, str],
-    moment: Moment,
+    trainer: TrainerState,
 ) -> None:
     """Collect all state on rank 0 and write it; the checkpoint before stays whole until this one is.
 
     Args:
+        groups: groups of the generation.
+        job: what is trained.
         owned: layer -> rank that sends it.
+        store: layers held here.
         aliases: other name of a tied parameter -> the name it is held under.
+        trainer: step, cursor, and the optimizer's settings for the next step; the frozen parameters are added here.
 
     Raises:
         CheckpointError: it cannot be written.
     """
-    fail_point("gathering", rank=groups.rank, step=moment.step)
+    fail_point("gathering", rank=groups.rank, step=trainer.step)
     mine: dict[str, Tensor] = {}
     for layer in sorted(owned):
         if owned[layer] == groups.rank and layer in store.held:
@@ -81,18 +74,11 @@ def save(
     tensors = {path: tensor.detach().to("cpu", copy=True) for path, tensor in mine.items()}
     for rank in range(1, groups.world_size):
         tensors |= wire.receive_tensors(groups, rank)
-    fail_point("saving", rank=groups.rank, step=moment.step)
+    fail_point("saving", rank=groups.rank, step=trainer.step)
     weights = wire.under("value/", tensors)
     complete = job.user.complete(weights, aliases)
     content = Checkpoint(
-        trainer=TrainerState(
-            step=moment.step,
-            optimizer=job.optimizer,
-            hyper=moment.hyper,
-            seed=job.seed,
-            cursor=moment.cursor,
-            frozen=job.user.frozen(),
-        ),
+        trainer=replace(trainer, frozen=job.user.frozen()),
         weights=job.user.trainable(complete),
         optimizer=wire.under("state/", tensors),
     )
@@ -101,7 +87,7 @@ def save(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a worker has to say at the end."""
+    """One worker's contribution to the check at the end of training."""
 
     digests: dict[str, str]
     """Layer -> digest of its parameters and optimizer state."""

@@ -15,14 +15,15 @@ from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.planner.plan.by_layers import layer_name
 from mmcompile.planner.plan.placement import PlacedStage, Placement, replica_name
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.resilience.job import Job, LayerId
+from mmcompile.planner.resilience.job import Job, LayerId, LayerRuns, WorkerId
+from mmcompile.planner.resilience.membership import NodePipeline
 from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.planner.resilience.template import Template
-from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan, Held, NodePipeline
+from mmcompile.runtime.elastic.generation_plan import GenerationPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class GenerationLayout:
     """Where the layers of a generation are.
 
     Args:
@@ -38,22 +39,22 @@ class Layout:
     nodes: tuple[str, ...]
 
     @property
-    def ranks(self) -> dict[Device, int]:
+    def ranks(self) -> dict[WorkerId, int]:
         """Of all workers, those of idle nodes too."""
         count = self.resilience.devices_per_node
         return {
-            Device(node=node, index=index): position * count + index
+            WorkerId(node=node, index=index): position * count + index
             for position, node in enumerate(self.nodes)
             for index in range(count)
         }
 
-    def layers_of(self, device: Device) -> frozenset[LayerId]:
+    def layers_of(self, device: WorkerId) -> frozenset[LayerId]:
         """What a worker runs."""
         return self._layers.get(device, frozenset())
 
     @cached_property
-    def _layers(self) -> dict[Device, frozenset[LayerId]]:
-        return layers_by_device(self.plan, self._job)
+    def _layers(self) -> dict[WorkerId, frozenset[LayerId]]:
+        return layers_by_worker(self.plan, self._job)
 
     @cached_property
     def _job(self) -> Job:
@@ -84,13 +85,13 @@ class Layout:
             num_replicas=(len(self.plan.pipelines),),
         )
 
-    def _run(self, pipeline: NodePipeline) -> Iterator[tuple[LayerId, Device]]:
+    def _run(self, pipeline: NodePipeline[str]) -> Iterator[tuple[LayerId, WorkerId]]:
         return _placed_layers(self._job.by_size[len(pipeline.nodes)], pipeline.nodes, self._job.devices_per_node)
 
 
-def layers_by_device(plan: GenerationPlan, job: Job) -> dict[Device, frozenset[LayerId]]:
+def layers_by_worker(plan: GenerationPlan, job: Job) -> dict[WorkerId, frozenset[LayerId]]:
     """Worker -> layers it runs; idle ones are missing."""
-    found: dict[Device, set[LayerId]] = {}
+    found: dict[WorkerId, set[LayerId]] = {}
     for pipeline in plan.pipelines:
         template = job.by_size[len(pipeline.nodes)]
         for layer, device in _placed_layers(template, pipeline.nodes, job.devices_per_node):
@@ -98,7 +99,9 @@ def layers_by_device(plan: GenerationPlan, job: Job) -> dict[Device, frozenset[L
     return {device: frozenset(layers) for device, layers in found.items()}
 
 
-def _placed_layers(template: Template, nodes: Sequence[str], devices_per_node: int) -> Iterator[tuple[LayerId, Device]]:
+def _placed_layers(
+    template: Template, nodes: Sequence[str], devices_per_node: int
+) -> Iterator[tuple[LayerId, WorkerId]]:
     """Layers of a template, each with the device it is on.
 
     Args:
@@ -107,12 +110,12 @@ def _placed_layers(template: Template, nodes: Sequence[str], devices_per_node: i
     for stage in template.stages:
         node, index = divmod(stage.devices[0], devices_per_node)
         for layer in range(stage.first, stage.last):
-            yield LayerId(chain=stage.chain, index=layer), Device(node=nodes[node], index=index)
+            yield LayerId(chain=stage.chain, index=layer), WorkerId(node=nodes[node], index=index)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dealt(Balancer):
+class PipelineBalancer(Balancer):
     """Microbatches as another balancer makes them of a step's samples, dealt to pipelines in runs.
 
     What a microbatch holds does not depend on the pipelines, so a step computes the same whatever the membership.
@@ -150,28 +153,16 @@ class Dealt(Balancer):
         )
 
 
-def shares_of(pipelines: Sequence[NodePipeline]) -> tuple[int, ...]:
+def shares_of(pipelines: Sequence[NodePipeline[str]]) -> tuple[int, ...]:
     """Microbatches of each."""
     return tuple(pipeline.num_microbatches for pipeline in pipelines)
 
 
-def held_ranges(layers: frozenset[LayerId]) -> Held:
-    """Layers as runs by chain, as `GenerationPlan.former` writes them."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for layer in sorted(layers):
-        runs = found.setdefault(layer.chain, [])
-        if runs and runs[-1][1] == layer.index:
-            runs[-1] = (runs[-1][0], layer.index + 1)
-        else:
-            runs.append((layer.index, layer.index + 1))
-    return {chain: tuple(runs) for chain, runs in found.items()}
-
-
-def ranges_held(held: Held) -> frozenset[LayerId]:
-    """Inverse of `held_ranges`."""
+def layers_in(runs: LayerRuns) -> frozenset[LayerId]:
+    """Return the layers of runs; inverse of `layer_runs`."""
     return frozenset(
         LayerId(chain=chain, index=index)
-        for chain, runs in held.items()
-        for first, last in runs
+        for chain, parts in runs.items()
+        for first, last in parts
         for index in range(first, last)
     )

@@ -1,4 +1,4 @@
-"""`GenerationPlan`: what every node of a generation does, as the coordinator hands it to all workers."""
+"""JSON texts that pass through the coordinator: the plan of a generation, and the record committed with a step."""
 
 from __future__ import annotations
 
@@ -7,73 +7,28 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mmcompile.planner.resilience.job import LayerId
-
-Range = tuple[int, int]
-"""Layers `first` (included) to `last` (excluded)."""
-Held = Mapping[str, tuple[Range, ...]]
-"""Chain -> layers."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Device:
-    """A worker, by what stays the same while ranks change."""
-
-    node: str
-    index: int
-    """Within the node."""
-
-    def __str__(self) -> str:
-        return f"{self.node}/{self.index}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodePipeline:
-    """A template bound to nodes."""
-
-    nodes: tuple[str, ...]
-    """In the order of the template's nodes; their number names the template."""
-    num_microbatches: int
-    """Its share of a step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IdleNode:
-    """A node that is alive and runs nothing."""
-
-    node: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCopy:
-    """A layer, parameters and optimizer state together, from one device to another."""
-
-    layer: LayerId
-    source: Device
-    destination: Device
-    num_bytes: int
-    """As planned."""
-    round: int
-    """Copies of a round run at the same time."""
+from mmcompile.planner.resilience.job import LayerRuns, WorkerId
+from mmcompile.planner.resilience.membership import LayerCopy, NodePipeline, Spare
+from mmcompile.runtime.monitoring.metrics import StepMetrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationPlan:
-    """Pipelines, idle nodes, and the copies that come first. JSON by `encode` and `decode`."""
+    """Work of every node in a generation: pipelines, spare nodes, and the copies that come first."""
 
-    pipelines: tuple[NodePipeline, ...]
-    idle: tuple[IdleNode, ...] = ()
-    copies: tuple[LayerCopy, ...] = ()
+    pipelines: tuple[NodePipeline[str], ...]
+    spares: tuple[Spare[str], ...] = ()
+    copies: tuple[LayerCopy[WorkerId], ...] = ()
+    """Copies from worker to worker, by round."""
     rule: str
-    """`mmcompile.planner.resilience.regroup.Rule`."""
+    """A `mmcompile.planner.resilience.regroup.RegroupRule`, or "stop"."""
     reason: str
-    """Why this and not another."""
+    """Why these pipelines and no others."""
     iteration_s: float
     """Predicted seconds of a step."""
     committed: int
-    """Steps that are done when it starts."""
-    former: Mapping[str, tuple[Held, ...]] = field(default_factory=dict)
+    """Number of the last committed step when the generation starts."""
+    former: Mapping[str, tuple[LayerRuns, ...]] = field(default_factory=dict)
     """Node -> by device, layers it holds at step `committed` beside those it runs; it keeps them until the next commit."""
     checkpoint: int | None = None
     """Step of the checkpoint that all state is read from."""
@@ -81,8 +36,28 @@ class GenerationPlan:
     """Why training ends: the state is saved and nothing else is done."""
 
     def encode(self) -> str:
+        """Return the plan as JSON text."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> GenerationPlan:
+        """Return the plan in a JSON text."""
+        return msgspec.json.decode(text, type=cls)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """Cursor of the commit protocol: data position and metrics, for the next rank 0 and for observers."""
+
+    data: str
+    """Cursor of the data after this step (`mmcompile.data.batches.Batches.cursor`)."""
+    metrics: StepMetrics
+
+    def encode(self) -> str:
+        """Return the record as JSON text."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> StepRecord:
+        """Return the record in a JSON text."""
         return msgspec.json.decode(text, type=cls)

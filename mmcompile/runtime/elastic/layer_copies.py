@@ -7,7 +7,7 @@ worker needs memory for the layer that it receives and for a few chunks.
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from mmcompile.errors import EngineError, VerifyError
+from mmcompile.planner.resilience.copies import LayerCopy
+from mmcompile.planner.resilience.job import WorkerId
 from mmcompile.runtime.comm.groups import Groups, Work, wait
-from mmcompile.runtime.elastic.generation_plan import Device, LayerCopy
 from mmcompile.runtime.elastic.layer_message import (
     FRAME_BYTES,
     Damaged,
@@ -53,23 +54,15 @@ class _Side:
     """How one worker takes part."""
 
     groups: Groups
-    ranks: Mapping[Device, int]
+    ranks: Mapping[WorkerId, int]
     check: Callable[[], None]
     chunk_bytes: int
 
 
-@dataclass(kw_only=True, slots=True)
-class _Round:
-    """What one worker does in a round."""
-
-    send: LayerCopy | None = None
-    receive: LayerCopy | None = None
-
-
 def run_copies(
     groups: Groups,
-    copies: Sequence[LayerCopy],
-    ranks: Mapping[Device, int],
+    copies: Sequence[LayerCopy[WorkerId]],
+    ranks: Mapping[WorkerId, int],
     store: LayerStore,
     check: Callable[[], None],
     *,
@@ -92,7 +85,7 @@ def run_copies(
     """
     start = time.perf_counter()
     side = _Side(groups=groups, ranks=ranks, check=check, chunk_bytes=chunk_bytes)
-    moved = [_run(side, mine, store) for mine in _rounds(copies, ranks, groups.rank)]
+    moved = [_run(side, *mine, store) for mine in _rounds(copies, ranks, groups.rank)]
     return CopyReport(
         bytes_sent=sum(sent for sent, _ in moved),
         bytes_received=sum(received for _, received in moved),
@@ -100,31 +93,33 @@ def run_copies(
     )
 
 
-def _rounds(copies: Sequence[LayerCopy], ranks: Mapping[Device, int], rank: int) -> list[_Round]:
-    """This rank's rounds in order, without those in which it does nothing."""
-    found: dict[int, _Round] = defaultdict(_Round)
+def _rounds(
+    copies: Sequence[LayerCopy[WorkerId]], ranks: Mapping[WorkerId, int], rank: int
+) -> list[tuple[LayerCopy[WorkerId] | None, LayerCopy[WorkerId] | None]]:
+    """Return what this rank sends and receives in each round, in order, without rounds in which it does neither."""
+    sends: dict[int, LayerCopy[WorkerId]] = {}
+    receives: dict[int, LayerCopy[WorkerId]] = {}
     for copy in copies:
-        source, destination = ranks[copy.source], ranks[copy.destination]
-        mine = found[copy.round] if rank in (source, destination) else _Round()
-        if source == destination:
+        if ranks[copy.source] == ranks[copy.destination]:
             raise VerifyError(f"{_words(copy)}: wanted another worker")
-        if (rank == source and mine.send) or (rank == destination and mine.receive):
-            raise VerifyError(f"{_words(copy)}: a worker sends or receives twice in round {copy.round}; wanted once")
-        if rank == source:
-            mine.send = copy
-        elif rank == destination:
-            mine.receive = copy
-    return [found[number] for number in sorted(found)]
+        for end, mine in ((copy.source, sends), (copy.destination, receives)):
+            if ranks[end] == rank and mine.setdefault(copy.round, copy) is not copy:
+                raise VerifyError(
+                    f"{_words(copy)}: a worker sends or receives twice in round {copy.round}; wanted once"
+                )
+    return [(sends.get(number), receives.get(number)) for number in sorted(sends.keys() | receives.keys())]
 
 
-def _run(side: _Side, mine: _Round, store: LayerStore) -> tuple[int, int]:
-    """One round; bytes sent and received.
+def _run(
+    side: _Side, send: LayerCopy[WorkerId] | None, receive: LayerCopy[WorkerId] | None, store: LayerStore
+) -> tuple[int, int]:
+    """Do one round; returns bytes sent and received.
 
     No worker waits for bytes before its own header is on its way, nor for its own bytes to go before it is ready for those of
     others. So workers may send to each other, in rings of any length.
     """
-    arrival = None if mine.receive is None else _Arrival(side, mine.receive)
-    departure = None if mine.send is None else _Departure(side, mine.send, store)
+    arrival = None if receive is None else _Arrival(side, receive)
+    departure = None if send is None else _Departure(side, send, store)
     if arrival is not None:
         arrival.accept()
         fail_point("receiving", rank=side.groups.rank)
@@ -165,7 +160,7 @@ class _Messages:
 class _Departure:
     """A layer on its way out. Once made, its header is on its way."""
 
-    def __init__(self, side: _Side, copy: LayerCopy, store: LayerStore) -> None:
+    def __init__(self, side: _Side, copy: LayerCopy[WorkerId], store: LayerStore) -> None:
         self._messages, self._chunk_bytes = _Messages(side, side.ranks[copy.destination]), side.chunk_bytes
         bundle = store.bundle(copy.layer)
         entries = entries_of(bundle)
@@ -189,7 +184,7 @@ class _Departure:
 class _Arrival:
     """A layer on its way in. Once made, it is ready for the frame of its header."""
 
-    def __init__(self, side: _Side, copy: LayerCopy) -> None:
+    def __init__(self, side: _Side, copy: LayerCopy[WorkerId]) -> None:
         self.layer = copy.layer
         self._copy, self._chunk_bytes = copy, side.chunk_bytes
         self._messages = _Messages(side, side.ranks[copy.source])
@@ -226,7 +221,7 @@ class _Arrival:
         return tensors
 
 
-def _words(copy: LayerCopy) -> str:
+def _words(copy: LayerCopy[WorkerId]) -> str:
     return f"copy of layer {copy.layer} from {copy.source} to {copy.destination}"
 
 

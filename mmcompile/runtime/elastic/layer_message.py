@@ -13,11 +13,11 @@ from torch import Tensor
 from mmcompile.ir.graph import dtype_name, torch_dtype
 from mmcompile.planner.resilience.job import LayerId
 from mmcompile.runtime.comm import wire
+from mmcompile.runtime.comm.framing import LENGTH_BYTES, frame_length, length_prefix
 from mmcompile.runtime.elastic.layer_store import bytes_of
 
 _HASH_BYTES = 16
-_LENGTH_BYTES = 8
-FRAME_BYTES = _LENGTH_BYTES + 2 * _HASH_BYTES
+FRAME_BYTES = LENGTH_BYTES + 2 * _HASH_BYTES
 
 
 class Damaged(Exception):
@@ -80,7 +80,7 @@ def header_length(frame: bytes) -> int:
     head, check = frame[:-_HASH_BYTES], frame[-_HASH_BYTES:]
     if _hash(head) != check:
         raise Damaged("the length of its header changed on the way")
-    return int.from_bytes(head[:_LENGTH_BYTES], "little")
+    return frame_length(head)
 
 
 def open_header(frame: bytes, data: bytes) -> Header:
@@ -117,7 +117,7 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
 
 def _frame(header: bytes) -> bytes:
     """Length and hash of a header, and a hash of these two."""
-    head = len(header).to_bytes(_LENGTH_BYTES, "little") + _hash(header)
+    head = length_prefix(header) + _hash(header)
     return head + _hash(head)
 
 

@@ -24,11 +24,11 @@ import numpy as np
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.errors import ConfigError
+from mmcompile.runtime.comm.framing import receive_frame, send_frame
 from mmcompile.runtime.launch.local_workers import worker_environment
 
 _NICE = 10
 _WORKER = "mmcompile.runtime.launch.balance_worker"
-_LENGTH_BYTES = 8
 _END_S = 1.0
 
 
@@ -162,13 +162,13 @@ class AsideBalancer(Balancer):
     def _tell(self, message: object) -> None:
         assert self._line is not None, "the process was not started"
         with contextlib.suppress(OSError):  # what is read next tells that it is gone
-            _send(self._line, msgspec.msgpack.encode(message))
+            send_frame(self._line, msgspec.msgpack.encode(message))
 
     def _heard(self) -> _Answer | None:
         """What the process says; None if it is gone."""
         assert self._line is not None, "the process was not started"
         try:
-            data = _receive(self._line)
+            data = receive_frame(self._line)
         except OSError:
             data = None
         if data is None:
@@ -182,13 +182,13 @@ class AsideBalancer(Balancer):
 def serve(line: socket.socket) -> None:
     """Answer questions until the other side is gone."""
     _yield_cores()
-    data = _receive(line)
+    data = receive_frame(line)
     if data is None:
         return
     balancer = msgspec.msgpack.decode(data, type=Recipe).make()
-    _send(line, msgspec.msgpack.encode(_Answer()))
-    while (data := _receive(line)) is not None:
-        _send(line, msgspec.msgpack.encode(_answer(balancer, msgspec.msgpack.decode(data, type=_Question))))
+    send_frame(line, msgspec.msgpack.encode(_Answer()))
+    while (data := receive_frame(line)) is not None:
+        send_frame(line, msgspec.msgpack.encode(_answer(balancer, msgspec.msgpack.decode(data, type=_Question))))
 
 
 def _yield_cores() -> None:
@@ -209,23 +209,3 @@ def _answer(balancer: Balancer, question: _Question) -> _Answer:
 
 def _integers(data: bytes | None, rows: int) -> np.ndarray | None:
     return None if data is None else np.frombuffer(data, np.int64).reshape(rows, -1)
-
-
-def _send(line: socket.socket, data: bytes) -> None:
-    line.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
-
-
-def _receive(line: socket.socket) -> bytes | None:
-    """One message; None at the end of the stream."""
-    head = _exactly(line, _LENGTH_BYTES)
-    return None if head is None else _exactly(line, int.from_bytes(head, "little"))
-
-
-def _exactly(line: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        data = line.recv(min(count - len(parts), 1 << 20))
-        if not data:
-            return None
-        parts += data
-    return bytes(parts)

@@ -11,8 +11,8 @@ from support.plans.template_jobs import even_job, random_templates, timed_job, t
 
 from mmcompile.errors import PlanError
 from mmcompile.planner.resilience.composition import SPARE_GAIN, compositions, fastest
+from mmcompile.planner.resilience.instantiate import split
 from mmcompile.planner.resilience.job import Job
-from mmcompile.planner.resilience.microbatches import split
 
 
 def all_sizes(job: Job, num_nodes: int) -> dict[tuple[int, ...], float]:

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from mmcompile.errors import ConfigError, PlanError
-from mmcompile.planner.resilience.nodes import Cover, enough, most_pipelines, node_counts
+from mmcompile.planner.resilience.nodes import Cover, enough, fewest_pipelines, node_counts
 
 
 @cache
@@ -49,8 +49,10 @@ def test_few_sizes_are_enough(least: int) -> None:
 )
 def test_coverage_is_that_of_all_sums(sizes: tuple[int, ...]) -> None:
     reached = sums(sizes, 24)
-    for nodes, most in enumerate(most_pipelines(sizes, 24)):
-        assert most == max((pipelines for at, pipelines in reached if at == nodes), default=-1)
+    fewest = {}
+    for at, pipelines in sorted(reached - {(0, 0)}):
+        fewest.setdefault(at, pipelines)
+    assert fewest_pipelines(sizes, 24, 1) == fewest
     for fault_tolerance in range(3):
         cover = Cover.of(sizes, 24, fault_tolerance)
         wanted = range(cover.least_nodes, 25)
@@ -62,8 +64,8 @@ def test_the_frobenius_number_of_consecutive_sizes() -> None:
     """(floor((a - 2) / (p - 1)) + 1) a - 1 is the last node count that no sizes add up to."""
     for least in range(2, 9):
         for count in range(2, 7):
-            most = most_pipelines(range(least, least + count), 100)
-            last = max(nodes for nodes, pipelines in enumerate(most) if pipelines < 0)
+            reached = fewest_pipelines(range(least, least + count), 100, 1)
+            last = max(nodes for nodes in range(100) if nodes not in reached)
             assert last == ((least - 2) // (count - 1) + 1) * least - 1
 
 

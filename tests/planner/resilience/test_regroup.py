@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mmcompile.planner.resilience.regroup import Rule, regroup
+from mmcompile.planner.resilience.regroup import RegroupRule, regroup
 
 FOUR = ([0, 1], [2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12, 13])
 SIZES = (2, 3, 4, 5)
@@ -15,18 +15,18 @@ SIZES = (2, 3, 4, 5)
 @pytest.mark.parametrize(
     ("lost", "expected", "rule"),
     [
-        ([2], [[0, 1], [3, 4], [5, 6, 7, 8], [9, 10, 11, 12, 13]], Rule.REINSTANTIATE),
-        ([6, 8], [[0, 1], [5, 7], [2, 3, 4], [9, 10, 11, 12, 13]], Rule.REINSTANTIATE),
-        ([10, 11], [[0, 1], [2, 3, 4], [9, 12, 13], [5, 6, 7, 8]], Rule.REINSTANTIATE),
-        ([1], [[0, 13], [2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], Rule.BORROW),
-        ([1, 3, 4], [[0, 13], [2, 12], [9, 10, 11], [5, 6, 7, 8]], Rule.BORROW),
-        ([2, 4, 6, 7, 8], [[0, 1], [3, 13], [5, 12], [9, 10, 11]], Rule.BORROW),
-        ([*range(1, 12)], [[0, 12, 13]], Rule.MERGE),
-        ([1, 2, 3, 5, 6, 7, 9, 11, 12, 13], [[0, 4], [8, 10]], Rule.MERGE),
-        ([1, 2, 3, 5, 6, 7, 9, 10, 11], [[0, 4], [8, 12, 13]], Rule.MERGE),
+        ([2], [[0, 1], [3, 4], [5, 6, 7, 8], [9, 10, 11, 12, 13]], RegroupRule.REINSTANTIATE),
+        ([6, 8], [[0, 1], [5, 7], [2, 3, 4], [9, 10, 11, 12, 13]], RegroupRule.REINSTANTIATE),
+        ([10, 11], [[0, 1], [2, 3, 4], [9, 12, 13], [5, 6, 7, 8]], RegroupRule.REINSTANTIATE),
+        ([1], [[0, 13], [2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], RegroupRule.BORROW),
+        ([1, 3, 4], [[0, 13], [2, 12], [9, 10, 11], [5, 6, 7, 8]], RegroupRule.BORROW),
+        ([2, 4, 6, 7, 8], [[0, 1], [3, 13], [5, 12], [9, 10, 11]], RegroupRule.BORROW),
+        ([*range(1, 12)], [[0, 12, 13]], RegroupRule.MERGE),
+        ([1, 2, 3, 5, 6, 7, 9, 11, 12, 13], [[0, 4], [8, 10]], RegroupRule.MERGE),
+        ([1, 2, 3, 5, 6, 7, 9, 10, 11], [[0, 4], [8, 12, 13]], RegroupRule.MERGE),
     ],
 )
-def test_known_cases(lost: list[int], expected: list[list[int]], rule: Rule) -> None:
+def test_known_cases(lost: list[int], expected: list[list[int]], rule: RegroupRule) -> None:
     found = regroup(FOUR, lost, SIZES)
     assert found is not None
     assert [list(group) for group in found.groups] == expected
@@ -39,7 +39,7 @@ def test_a_merge_that_holds_two_pipelines_is_divided() -> None:
     found = regroup(([0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]), {3, 7, 11}, (4, 5, 6, 7, 8, 9))
     assert found is not None
     assert [len(group) for group in found.groups] == [4, 5]
-    assert found.rule is Rule.MERGE
+    assert found.rule is RegroupRule.MERGE
 
 
 def test_idle_nodes_help_before_pipelines_do() -> None:

@@ -11,7 +11,8 @@ from support.plans.template_jobs import even_template
 
 from mmcompile.errors import PlanError
 from mmcompile.planner.resilience.composition import compositions
-from mmcompile.planner.resilience.resilience import Resilience, fewest_pipelines
+from mmcompile.planner.resilience.nodes import fewest_pipelines
+from mmcompile.planner.resilience.resilience import Resilience
 
 
 def resilience(

@@ -19,7 +19,7 @@ from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.resilience.instantiate import instantiate
-from mmcompile.planner.resilience.pipelines import Membership, Stop
+from mmcompile.planner.resilience.membership import MembershipPlan, Stop
 from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.problem import Problem
@@ -104,16 +104,16 @@ def test_the_cover_statement_is_true(resilience: Resilience) -> None:
         ]
         assert bool(ways) == (nodes >= 4)
         found = instantiate(resilience.job, range(nodes))
-        assert isinstance(found, Membership if nodes >= 4 else Stop)
+        assert isinstance(found, MembershipPlan if nodes >= 4 else Stop)
 
 
 def test_no_layer_is_lost_with_any_one_node(resilience: Resilience) -> None:
     job = resilience.job
     for nodes in range(4, 7):
         found = instantiate(job, range(nodes))
-        assert isinstance(found, Membership)
+        assert isinstance(found, MembershipPlan)
         held = {
-            node: set(job.needs(pipeline.template)[part].nonzero()[0].tolist())
+            node: set(job.needs(len(pipeline.nodes))[part].nonzero()[0].tolist())
             for pipeline in found.pipelines
             for part, node in enumerate(pipeline.nodes)
         }

@@ -28,7 +28,7 @@ from mmcompile.runtime.comm import fence as fence_module
 from mmcompile.runtime.comm.fence import Fence, fence_works, of_gloo, of_store
 from mmcompile.runtime.comm.groups import Groups, PeerLost, wait
 from mmcompile.runtime.comm.runner import Runner
-from mmcompile.runtime.control.membership import Membership
+from mmcompile.runtime.control.membership_client import MembershipClient
 from mmcompile.runtime.control.messages import Release, Suspend
 from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
 from mmcompile.runtime.control.times import Times
@@ -237,14 +237,14 @@ def test_an_error_of_a_runner_keeps_nothing_alive() -> None:
         runner.end(5.0)
 
 
-# Membership
+# MembershipClient
 
 
 @pytest.fixture
-def membership() -> Iterator[tuple[Membership, Stream]]:
+def membership() -> Iterator[tuple[MembershipClient, Stream]]:
     ours, theirs = socket.socketpair()
     lost = threading.Event()
-    membership = Membership(theirs, 0, Times(recovery_deadline_s=2.0), lost.set)
+    membership = MembershipClient(theirs, 0, Times(recovery_deadline_s=2.0), lost.set)
     stream = Stream(ours, FRAME_BYTES)
     yield membership, stream
     stream.close()
@@ -252,7 +252,7 @@ def membership() -> Iterator[tuple[Membership, Stream]]:
     theirs.close()
 
 
-def test_the_hook_is_called_when_a_generation_ends(membership: tuple[Membership, Stream]) -> None:
+def test_the_hook_is_called_when_a_generation_ends(membership: tuple[MembershipClient, Stream]) -> None:
     member, agent = membership
     seen: list[bool] = []
     called = threading.Semaphore(0)
@@ -264,8 +264,8 @@ def test_the_hook_is_called_when_a_generation_ends(membership: tuple[Membership,
     member.on_superseded = hook
     messages = [
         PREPARE,
-        replace(PREPARE, generation=PREPARE.generation + 1),
-        Suspend(generation=PREPARE.generation + 1, reason="too few"),
+        replace(PREPARE, number=PREPARE.number + 1),
+        Suspend(generation=PREPARE.number + 1, reason="too few"),
     ]
     for message in [*messages, Release(success=True, reason="done")]:
         agent.send(message)
@@ -274,7 +274,7 @@ def test_the_hook_is_called_when_a_generation_ends(membership: tuple[Membership,
 
 
 def test_a_hook_that_fails_is_heard_of_and_stops_nothing(
-    membership: tuple[Membership, Stream], capfd: pytest.CaptureFixture[str]
+    membership: tuple[MembershipClient, Stream], capfd: pytest.CaptureFixture[str]
 ) -> None:
     member, agent = membership
     calls: list[int] = []
@@ -285,7 +285,7 @@ def test_a_hook_that_fails_is_heard_of_and_stops_nothing(
 
     member.on_superseded = hook
     for number in (1, 2):
-        agent.send(replace(PREPARE, generation=PREPARE.generation + number))
+        agent.send(replace(PREPARE, number=PREPARE.number + number))
         deadline_s = time.monotonic() + 10.0
         while len(calls) < number and time.monotonic() < deadline_s:
             time.sleep(0.001)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from support.processes.control_jobs import MICROBATCHES, Act, Job, Jobs, value
 
-from mmcompile.runtime.control.effects import EventKind
-from mmcompile.runtime.control.events import Event, read_events, recoveries
+from mmcompile.runtime.control.events import EventKind, EventReader, RunEvent, recoveries
 from mmcompile.runtime.control.log import Log
+from mmcompile.runtime.control.messages import PROTOCOL_VERSION
 from mmcompile.runtime.monitoring.fail_points import Action, Strike
 
 THREE = {"a": 1, "b": 1, "c": 1}
@@ -35,11 +35,11 @@ def strike(folder: Path, point: str, action: str, *, rank: int | None = None, **
     return Strike(point=point, action=Action(action), rank=rank, marker=marker, **where)
 
 
-def check(jobs: Jobs, job: Job, *, survivors: int) -> list[Event]:
+def check(jobs: Jobs, job: Job, *, survivors: int) -> list[RunEvent]:
     """Run a job and check everything that holds for all; returns its events."""
     answer = jobs.run(job)
     folder = Path(job.folder)
-    events = list(read_events(folder / "events.jsonl"))
+    events = list(EventReader(folder / "events.jsonl").read())
     assert answer["success"], [event for event in events if event.cause][-3:]
     committed = [event for event in events if event.kind is EventKind.COMMITTED]
     assert [event.step for event in committed] == list(range(1, job.num_steps + 1))
@@ -196,7 +196,7 @@ def test_strangers_are_refused_and_training_goes_on(jobs: Jobs, tmp_path: Path) 
     reasons = "\n".join(event.cause or "" for event in events if event.kind is EventKind.REFUSED)
     for text in (
         "does not know the secret",
-        "protocol 2, the coordinator speaks 1",
+        f"protocol {PROTOCOL_VERSION + 1}, the coordinator speaks {PROTOCOL_VERSION}",
         "Hello before the proof",
         "a message of 2147483648 bytes",
         "a message of 5000 bytes, the limit is 4096",

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 from mmcompile.errors import ConfigError
-from mmcompile.runtime.control.effects import Emit, EventKind
-from mmcompile.runtime.control.events import Event, EventLog, read_events, recoveries
+from mmcompile.runtime.control.events import EventKind, EventLog, EventReader, RunEvent, recoveries
 from mmcompile.runtime.control.log import Committed, Ended, History, RolledBack
 from mmcompile.runtime.monitoring.fail_points import VARIABLE, InjectedFault, fail_point
 
 
-def events_of(*moments: tuple[EventKind, float]) -> list[Event]:
+def events_of(*moments: tuple[EventKind, float]) -> list[RunEvent]:
     return [
-        Event(kind=kind, generation=2, monotonic_s=moment, wall_s=0.0, cause=f"{kind} at {moment}")
+        RunEvent(kind=kind, generation=2, monotonic_s=moment, wall_s=0.0, cause=f"{kind} at {moment}")
         for kind, moment in moments
     ]
 
@@ -58,7 +57,7 @@ def test_a_start_is_no_recovery_and_one_that_did_not_end_is_none() -> None:
 def test_a_log_goes_on_after_a_crash(tmp_path: Path) -> None:
     path = tmp_path / "events"
     log = EventLog(path)
-    log.add(Emit(kind=EventKind.COMMITTED, generation=1, step=1, microbatches=(3, 4), cause="x" * 5000))
+    log.add(RunEvent(kind=EventKind.COMMITTED, generation=1, step=1, microbatches=(3, 4), cause="x" * 5000))
     log.close()
     path.write_bytes(path.read_bytes() + b'{"kind":"comm')
     log = EventLog(path)
@@ -66,7 +65,7 @@ def test_a_log_goes_on_after_a_crash(tmp_path: Path) -> None:
     log.complete(history)
     log.complete(history)
     log.close()
-    first, second = read_events(path)
+    first, second = EventReader(path).read()
     assert (first.step, first.microbatches, len(first.cause or "")) == (1, (3, 4), 2000)
     assert (second.kind, second.step, second.microbatches) == (EventKind.COMMITTED, 2, (5,))
     assert second.wall_s >= first.wall_s
@@ -77,7 +76,7 @@ def test_what_a_coordinator_died_before_it_said_is_said_once(tmp_path: Path) -> 
     history = History(generation=1)
     for step in (1, 2, 3):
         history = history.after(Committed(generation=1, step=step, microbatches=(step,), cursor=None))
-        log.add(Emit(kind=EventKind.COMMITTED, generation=1, step=step))
+        log.add(RunEvent(kind=EventKind.COMMITTED, generation=1, step=step))
     history = history.after(RolledBack(step=1, cursor=None))
     log.complete(history)
     log.complete(history)
@@ -85,8 +84,8 @@ def test_what_a_coordinator_died_before_it_said_is_said_once(tmp_path: Path) -> 
     log.complete(history)
     log.complete(history)
     log.close()
-    *_, back, end = read_events(tmp_path / "events")
-    assert len(read_events(tmp_path / "events")) == 5
+    *_, back, end = EventReader(tmp_path / "events").read()
+    assert len(EventReader(tmp_path / "events").read()) == 5
     assert (back.kind, back.step) == (EventKind.ROLLED_BACK, 1)
     assert (end.kind, end.cause) == (EventKind.ENDED, "the disk is full")
 

@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 import pytest
 from support.processes.control_world import Budget, World, explore
 
-from mmcompile.runtime.control.effects import Arm, Close, Effect, Emit, EventKind, Send, Timer, Write
+from mmcompile.planner.resilience.membership import Decision, MembershipChange, Planned, StateLost, Stop, Wait
+from mmcompile.runtime.control.effects import Arm, CloseLink, Effect, Send, TimerKind, Write
+from mmcompile.runtime.control.events import EventKind, RunEvent
 from mmcompile.runtime.control.generations import Generations
 from mmcompile.runtime.control.log import History
-from mmcompile.runtime.control.membership_planner import Change, Decision, Planned, StateLost, Stop, Wait
 from mmcompile.runtime.control.messages import (
     Advice,
     Commit,
     Fault,
     Finished,
+    Generation,
     Hello,
     Phase,
-    Prepare,
     Reached,
     Reduced,
     Refused,
@@ -81,9 +82,9 @@ class Script:
     """Says what a test wants and keeps what it was asked."""
 
     decisions: list[Decision] = field(default_factory=list)
-    asked: list[Change] = field(default_factory=list)
+    asked: list[MembershipChange] = field(default_factory=list)
 
-    def plan(self, change: Change) -> Decision:
+    def plan(self, change: MembershipChange) -> Decision:
         self.asked.append(change)
         return self.decisions.pop(0) if self.decisions else Planned(payload=f"{len(self.asked)}")
 
@@ -133,7 +134,7 @@ class Room:
         return {effect.node: effect.message for effect in sends if isinstance(effect.message, kind)}
 
     def causes(self, kind: EventKind) -> list[str | None]:
-        return [effect.cause for effect in self.effects if isinstance(effect, Emit) and effect.kind is kind]
+        return [effect.cause for effect in self.effects if isinstance(effect, RunEvent) and effect.kind is kind]
 
 
 def hello_of(
@@ -162,16 +163,16 @@ def test_ranks_follow_each_other_and_survivors_keep_their_order() -> None:
     room = Room(planner=Script(decisions=[Wait(reason="more")] * 2))
     for node, num_workers in (("a", 2), ("b", 1), ("c", 2)):
         room.join(node, num_workers=num_workers)
-    firsts = [(message.first_rank, message.world_size) for message in prepares(room).values()]
+    firsts = [(message.rank, message.world_size) for message in prepares(room).values()]
     assert firsts == [(0, 5), (2, 5), (3, 5)]
     room.settle()
     room.effects = room.generations.leave("b", "b1", "gone")
-    assert [message.first_rank for message in prepares(room).values()] == [0, 2]
+    assert [message.rank for message in prepares(room).values()] == [0, 2]
     assert {message.nodes for message in prepares(room).values()} == {("a", "c")}
 
 
-def prepares(room: Room) -> dict[str, Prepare]:
-    return {node: message for node, message in room.sent(Prepare).items() if isinstance(message, Prepare)}
+def prepares(room: Room) -> dict[str, Generation]:
+    return {node: message for node, message in room.sent(Generation).items() if isinstance(message, Generation)}
 
 
 def test_a_commit_is_written_before_it_is_sent() -> None:
@@ -216,31 +217,31 @@ def test_a_loss_supersedes_every_phase(phase: Phase) -> None:
     room.effects = room.generations.leave("b", "b1", "gone too")
     assert (room.generations.phase, room.number) == (Phase.PREPARE, before + 1)
     assert room.planner.asked[-1].lost == ("b", "c"), "both are missing since the last active generation"
-    assert list(room.sent(Prepare)) == ["a"]
+    assert list(room.sent(Generation)) == ["a"]
 
 
 def test_a_node_that_joins_waits_for_the_end_of_the_step_and_holds_nothing() -> None:
     room = room_of("a", "b")
     room.join("c")
-    assert not room.sent(Prepare)
+    assert not room.sent(Generation)
     room.reduce(1)
     assert room.planner.asked[-1].joined == ("c",)
     assert {message.joined for message in prepares(room).values()} == {("c",)}
     assert {message.committed for message in prepares(room).values()} == {1}
     kinds = [type(effect.message) for effect in room.effects if isinstance(effect, Send) and effect.node == "a"]
-    assert kinds == [Commit, Prepare]
+    assert kinds == [Commit, Generation]
 
 
 def test_a_node_that_must_go_is_released_once_the_others_are_active() -> None:
     room = room_of("a", "b")
     room.effects = room.generations.drain("b")
-    assert not room.sent(Prepare)
+    assert not room.sent(Generation)
     room.reduce(1)
-    assert list(room.sent(Prepare)) == ["a"]
+    assert list(room.sent(Generation)) == ["a"]
     assert list(room.sent(Suspend)) == ["b"]
     room.settle()
     assert list(room.sent(Release)) == ["b"]
-    assert Close(node="b") in room.effects
+    assert CloseLink(node="b") in room.effects
 
 
 def test_a_node_that_must_go_hands_over_first_what_only_it_holds() -> None:
@@ -248,11 +249,11 @@ def test_a_node_that_must_go_hands_over_first_what_only_it_holds() -> None:
     room = room_of("a", "b", decisions=[lost, Planned(payload="hand over")])
     room.generations.drain("b")
     room.reduce(1)
-    assert list(room.sent(Prepare)) == ["a", "b"]
+    assert list(room.sent(Generation)) == ["a", "b"]
     assert room.planner.asked[-1].draining == ("b",)
     room.settle()
     room.reduce(2)
-    assert list(room.sent(Prepare)) == ["a"]
+    assert list(room.sent(Generation)) == ["a"]
 
 
 def test_lost_state_goes_back_to_the_checkpoint_and_nobody_counts_as_holder() -> None:
@@ -301,8 +302,8 @@ def test_training_stops_when_it_gets_nowhere() -> None:
     room = room_of("a", "b")
     for _ in range(3):
         fault = Fault(generation=room.number, worker=0, error="reset")
-        assert Arm(timer=Timer.FAULT, generation=room.number) in room.generations.fault("a", fault)
-        room.effects = room.generations.expired(Timer.FAULT, room.number)
+        assert Arm(timer=TimerKind.FAULT, generation=room.number) in room.generations.fault("a", fault)
+        room.effects = room.generations.expired(TimerKind.FAULT, room.number)
     (cause,) = room.causes(EventKind.ENDED)
     assert cause is not None and cause.startswith("3 generations in a row without a committed step; the last: a link")
 
@@ -312,16 +313,16 @@ def test_a_fault_that_is_explained_makes_no_further_generation() -> None:
     faulty = room.number
     room.generations.fault("a", Fault(generation=faulty, worker=0, error="reset"))
     room.generations.leave("b", "b1", "gone")
-    assert room.generations.expired(Timer.FAULT, faulty) == []
+    assert room.generations.expired(TimerKind.FAULT, faulty) == []
 
 
 def test_who_holds_up_a_recovery_is_given_up() -> None:
     room = room_of("a", "b", "c")
     room.effects = room.generations.leave("c", "c1", "gone")
-    assert Arm(timer=Timer.ATTEMPT, generation=room.number) in room.effects
+    assert Arm(timer=TimerKind.ATTEMPT, generation=room.number) in room.effects
     room.generations.reached("a", Reached(generation=room.number, phase=Phase.PREPARE, worker=0))
-    room.effects = room.generations.expired(Timer.ATTEMPT, room.number)
-    assert list(room.sent(Prepare)) == ["a"]
+    room.effects = room.generations.expired(TimerKind.ATTEMPT, room.number)
+    assert list(room.sent(Generation)) == ["a"]
     (refused,) = room.sent(Refused).values()
     assert isinstance(refused, Refused) and refused.advice is Advice.RESTART
     assert room.generations.refusal(hello_of("b")) is not None
@@ -356,8 +357,8 @@ def test_a_restarted_coordinator_gives_up_members_that_do_not_come_back() -> Non
     room = room_of("a", "b")
     again = Generations(room.planner, room.generations.history, store="", max_attempts=3)
     assert again.phase is Phase.WAITING
-    assert Arm(timer=Timer.RESUME, generation=1) in again.start()
+    assert Arm(timer=TimerKind.RESUME, generation=1) in again.start()
     again.join(hello_of("a", generation=1))
-    room.effects = again.expired(Timer.RESUME, 1)
+    room.effects = again.expired(TimerKind.RESUME, 1)
     assert room.causes(EventKind.DETECTED) == ["the coordinator was restarted; b did not come back"]
-    assert list(room.sent(Prepare)) == ["a"]
+    assert list(room.sent(Generation)) == ["a"]

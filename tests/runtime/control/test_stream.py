@@ -11,13 +11,13 @@ import pytest
 
 from mmcompile.errors import ConfigError
 from mmcompile.runtime.control import secret
-from mmcompile.runtime.control.control_errors import ProtocolError
 from mmcompile.runtime.control.messages import (
     Advice,
     Commit,
+    Generation,
     Heartbeat,
     Message,
-    Prepare,
+    ProtocolError,
     Reduced,
     Refused,
     decode,
@@ -27,9 +27,9 @@ from mmcompile.runtime.control.stream import Stream
 from mmcompile.runtime.control.times import Times
 
 LIMIT = 2**20
-PREPARE = Prepare(
-    generation=3,
-    first_rank=1,
+PREPARE = Generation(
+    number=3,
+    rank=1,
     world_size=2,
     nodes=("a", "b"),
     joined=(),

@@ -19,8 +19,7 @@ from support.processes.elastic_checks import (
 )
 from support.processes.elastic_jobs import Run
 
-from mmcompile.runtime.control.effects import EventKind
-from mmcompile.runtime.control.events import recoveries
+from mmcompile.runtime.control.events import EventKind, recoveries
 
 SLOW = pytest.mark.slow
 

@@ -11,8 +11,7 @@ from support.processes.elastic_jobs import Run
 
 from mmcompile.data.batches import MapBatches
 from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
-from mmcompile.runtime.control.effects import EventKind
-from mmcompile.runtime.control.events import read_events
+from mmcompile.runtime.control.events import EventKind, EventReader
 
 SLOW = pytest.mark.slow
 
@@ -117,7 +116,7 @@ def test_a_node_dies_while_the_state_is_saved_at_last(chaos: Chaos, tmp_path: Pa
 def test_bad_data_ends_training(chaos: Chaos, tmp_path: Path, data: Data, error: str) -> None:
     answer = chaos.runs.do(Run(folder=str(tmp_path), kind="five", data=data))
     assert error in answer.error
-    events = list(read_events(tmp_path / "events.jsonl"))
+    events = list(EventReader(tmp_path / "events.jsonl").read())
     assert not [event for event in events if event.kind is EventKind.DETECTED], "no node is to blame"
     order = batches("map")
     assert isinstance(order, MapBatches)
@@ -134,7 +133,9 @@ def test_what_no_node_can_compute_ends_training(chaos: Chaos, tmp_path: Path) ->
     # By then, nodes were faster to come back than to be lost, or they were not.
     ends = ("3 generations in a row without a committed step", "are left and 4 are needed")
     assert any(end in answer.error for end in ends), answer.error
-    causes = [event.cause or "" for event in read_events(tmp_path / "events.jsonl") if event.kind is EventKind.DETECTED]
+    causes = [
+        event.cause or "" for event in EventReader(tmp_path / "events.jsonl").read() if event.kind is EventKind.DETECTED
+    ]
     assert sum("IndexError: index out of range" in cause for cause in causes) >= 2
     assert answer.steps == (1, 2)
 
@@ -144,5 +145,5 @@ def test_replicas_that_drift_apart_end_training(chaos: Chaos, tmp_path: Path) ->
     answer = chaos.runs.do(Run(folder=str(tmp_path), kind="five", drifts=True))
     assert "replicas of layer" in answer.error
     assert answer.steps == (1, 2, 3, 4, 5, 6)
-    events = list(read_events(tmp_path / "events.jsonl"))
+    events = list(EventReader(tmp_path / "events.jsonl").read())
     assert not [event for event in events if event.kind is EventKind.DETECTED], "no node is to blame"

@@ -22,9 +22,8 @@ from support.plans.template_jobs import even_template
 from support.processes.copy_ranks import NUM_RANKS, Case, Outcome, copied, copy, device
 from torch import Tensor
 
-from mmcompile.planner.resilience.copies import plan_copies
+from mmcompile.planner.resilience.copies import LayerCopy, plan_copies
 from mmcompile.planner.resilience.job import Job
-from mmcompile.runtime.elastic.generation_plan import LayerCopy
 from mmcompile.runtime.elastic.layer_message import (
     FRAME_BYTES,
     Damaged,

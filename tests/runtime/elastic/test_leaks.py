@@ -15,7 +15,7 @@ from support.processes.control_jobs import children
 from support.processes.elastic_jobs import KINDS, job_of
 
 from mmcompile.elastic_run import compile_layers
-from mmcompile.runtime.control.effects import EventKind
+from mmcompile.runtime.control.events import EventKind
 from mmcompile.runtime.elastic.elastic_engine import ElasticEngine
 
 VICTIM = "e"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mmcompile.planner.resilience.job import LayerId
+from mmcompile.planner.resilience.job import LayerId, WorkerId
+from mmcompile.planner.resilience.membership import MembershipChange, Planned, StateLost, Stop, Wait
 from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.planner.templates.generate import generate
 from mmcompile.planner.templates.layer_table import ChainLayers, LayerTable, SharedLayers
-from mmcompile.runtime.control.membership_planner import Change, Planned, StateLost, Stop, Wait
-from mmcompile.runtime.elastic.generation_plan import Device, GenerationPlan
+from mmcompile.runtime.elastic.generation_plan import GenerationPlan
 from mmcompile.runtime.elastic.template_planner import TemplatePlanner
 
 LAYERS = {"vision": 3, "language_model": 7}
@@ -63,7 +63,7 @@ class World:
 
     rng: random.Random
     planner: TemplatePlanner
-    held: dict[Device, dict[LayerId, int]] = field(default_factory=dict)
+    held: dict[WorkerId, dict[LayerId, int]] = field(default_factory=dict)
     """Device -> layer -> step of its state."""
     members: list[str] = field(default_factory=list)
     payload: str | None = None
@@ -84,7 +84,7 @@ class World:
         lost = [name for name in self.members if name not in stay and name not in draining]
         members = [*[name for name in self.members if name in stay], *joined]
         return self.planner.plan(
-            Change(
+            MembershipChange(
                 members=tuple(members),
                 num_workers=(self.devices,) * len(members),
                 lost=tuple(lost),
@@ -100,21 +100,21 @@ class World:
         """Everything but copies."""
         job = self.planner.resilience.job
         used = [node for pipeline in plan.pipelines for node in pipeline.nodes]
-        idle = [one.node for one in plan.idle]
+        idle = [one.node for one in plan.spares]
         assert sorted([*used, *idle]) == sorted(set(members) - set(draining))
-        assert all(one.reason for one in plan.idle)
+        assert all(one.reason for one in plan.spares)
         assert sum(pipeline.num_microbatches for pipeline in plan.pipelines) == MICROBATCHES
         assert min(pipeline.num_microbatches for pipeline in plan.pipelines) >= 1
         assert len(plan.pipelines) >= job.min_pipelines
         assert plan.committed == self.committed
 
-    def needed(self, plan: GenerationPlan) -> dict[Device, set[LayerId]]:
-        found: dict[Device, set[LayerId]] = {}
+    def needed(self, plan: GenerationPlan) -> dict[WorkerId, set[LayerId]]:
+        found: dict[WorkerId, set[LayerId]] = {}
         for pipeline in plan.pipelines:
             seen: Counter[LayerId] = Counter()
             for stage in self.planner.resilience.job.by_size[len(pipeline.nodes)].stages:
                 (number,) = stage.devices
-                device = Device(node=pipeline.nodes[number // self.devices], index=number % self.devices)
+                device = WorkerId(node=pipeline.nodes[number // self.devices], index=number % self.devices)
                 layers = [LayerId(chain=stage.chain, index=index) for index in range(stage.first, stage.last)]
                 found.setdefault(device, set()).update(layers)
                 seen.update(layers)
@@ -162,7 +162,7 @@ def test_every_generation_of_a_random_history(devices: int, fault_tolerance: int
         world.check(plan, members, draining)
         for name in joined:
             for index in range(devices):
-                world.held.pop(Device(node=name, index=index), None)
+                world.held.pop(WorkerId(node=name, index=index), None)
         # What a generation that never becomes active copied is not counted upon.
         before = {device: dict(layers) for device, layers in world.held.items()}
         world.run_copies(plan)
@@ -182,7 +182,7 @@ def test_every_generation_of_a_random_history(devices: int, fault_tolerance: int
                 world.committed += rng.randint(1, 3)
                 for name in members:
                     for index in range(devices):
-                        device = Device(node=name, index=index)
+                        device = WorkerId(node=name, index=index)
                         kept = needed.get(device, set())
                         world.held[device] = dict.fromkeys(kept, world.committed)
                 kinds["committed"] += 1

@@ -28,13 +28,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from mmcompile.planner.resilience.membership import Decision, MembershipChange, Planned, StateLost, Stop, Wait
 from mmcompile.runtime.comm.runner import Runner
-from mmcompile.runtime.control.control_errors import Superseded
 from mmcompile.runtime.control.local import LocalCluster
-from mmcompile.runtime.control.membership import Generation, Membership
-from mmcompile.runtime.control.membership_planner import Change, Decision, Planned, StateLost, Stop, Wait
-from mmcompile.runtime.control.messages import PROTOCOL_VERSION, Hello, Message, Proof, encode
-from mmcompile.runtime.control.store import open_store
+from mmcompile.runtime.control.membership_client import MembershipClient, Superseded
+from mmcompile.runtime.control.messages import PROTOCOL_VERSION, Generation, Hello, Message, Proof, encode
+from mmcompile.runtime.control.store import open_client
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.monitoring.fail_points import VARIABLE, Strike, fail_point
 
@@ -82,7 +81,7 @@ class CountPlanner:
     least: int
     start: int
 
-    def plan(self, change: Change) -> Decision:
+    def plan(self, change: MembershipChange) -> Decision:
         if len(change.members) < (self.least if change.previous else self.start):
             if change.previous:
                 return Stop(reason=f"{len(change.members)} nodes are left, the least is {self.least}")
@@ -104,7 +103,7 @@ def ids_of(step: int) -> range:
 class CountWorker:
     """One worker."""
 
-    def __init__(self, membership: Membership, job: Job) -> None:
+    def __init__(self, membership: MembershipClient, job: Job) -> None:
         torch.set_num_threads(1)
         self.membership = membership
         self.job = job
@@ -159,7 +158,7 @@ class CountWorker:
         options._threads = 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         with self.links():
-            store = open_store(generation, _CONNECT_S)
+            store = dist.PrefixStore(generation.prefix, open_client(generation.store, _CONNECT_S))
             make = partial(dist.ProcessGroupGloo, store, generation.rank, generation.world_size, options)
             runner = Runner()
             try:
@@ -202,7 +201,7 @@ class CountWorker:
         Path(self.job.folder, f"result-{node}-{self.membership.index}.json").write_text(json.dumps(result))
 
 
-def _work(job: Job, membership: Membership) -> None:
+def _work(job: Job, membership: MembershipClient) -> None:
     CountWorker(membership, job).run()
 
 
@@ -282,21 +281,21 @@ def _act(cluster: LocalCluster, act: Act) -> None:
         case "drain":
             cluster.drain(act.node)
         case "kill_agent":
-            os.kill(cluster.agents[act.node], signal.SIGKILL)
+            os.kill(cluster.agents[act.node].pid, signal.SIGKILL)
         case "kill_coordinator":
-            os.kill(children(cluster.supervisor)[-1], signal.SIGKILL)
+            os.kill(children(cluster.supervisor.pid)[-1], signal.SIGKILL)
         case "stop_coordinator" | "cont_coordinator":
             sign = signal.SIGSTOP if act.do == "stop_coordinator" else signal.SIGCONT
-            os.kill(children(cluster.supervisor)[-1], sign)
+            os.kill(children(cluster.supervisor.pid)[-1], sign)
         case "kill_store":
-            os.kill(children(cluster.supervisor)[0], signal.SIGKILL)
+            os.kill(children(cluster.supervisor.pid)[0], signal.SIGKILL)
         case "strangers":
-            strangers(cluster.port)
+            strangers(cluster.endpoint.port)
         case "stop" | "cont":
-            for pid in children(cluster.agents[act.node]):
+            for pid in children(cluster.agents[act.node].pid):
                 os.kill(pid, signal.SIGSTOP if act.do == "stop" else signal.SIGCONT)
         case "stop_node" | "cont_node":
-            for pid in [*children(cluster.agents[act.node]), cluster.agents[act.node]]:
+            for pid in [*children(cluster.agents[act.node].pid), cluster.agents[act.node].pid]:
                 os.kill(pid, signal.SIGSTOP if act.do == "stop_node" else signal.SIGCONT)
         case _:
             raise ValueError(act.do)

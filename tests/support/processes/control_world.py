@@ -10,19 +10,19 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from mmcompile.runtime.control.effects import Arm, Close, Effect, Send, Timer, Write
+from mmcompile.planner.resilience.membership import Decision, MembershipChange, Planned, Stop, Wait
+from mmcompile.runtime.control.effects import Arm, CloseLink, Effect, Send, TimerKind, Write
 from mmcompile.runtime.control.generations import Generations
 from mmcompile.runtime.control.log import Activated, Committed, History, RolledBack
-from mmcompile.runtime.control.membership_planner import Change, Decision, Planned, Stop, Wait
 from mmcompile.runtime.control.messages import (
     Advance,
     Commit,
     Drain,
     Finished,
+    Generation,
     Hello,
     Message,
     Phase,
-    Prepare,
     Reached,
     Reduced,
     Refused,
@@ -37,7 +37,7 @@ class AnyNodes:
 
     start: int
 
-    def plan(self, change: Change) -> Decision:
+    def plan(self, change: MembershipChange) -> Decision:
         if not change.previous and len(change.members) < self.start:
             return Wait(reason="start")
         if change.previous and set(change.members) <= set(change.joined):
@@ -71,10 +71,10 @@ class Node:
         self.outbox.append(message)
 
     def take(self, message: Message, num_steps: int) -> None:
-        if isinstance(message, Commit | Prepare):
+        if isinstance(message, Commit | Generation):
             self.known = message.step if isinstance(message, Commit) else message.committed
         match message:
-            case Prepare() if message.generation > self.generation:
+            case Generation() if message.number > self.generation:
                 if isinstance(self.asked, Reduced) and self.asked.step <= message.committed:
                     self.apply(self.asked.step)
                 if self.name in message.joined:
@@ -82,7 +82,7 @@ class Node:
                 else:
                     assert self.applied == message.committed, f"{self} has not what {message} says"
                     self.target = self.applied
-                self.generation, self.rank = message.generation, message.first_rank
+                self.generation, self.rank = message.number, message.rank
                 self.ask(Reached(generation=self.generation, phase=Phase.PREPARE, worker=0))
             case Advance() if message.generation == self.generation and isinstance(self.asked, Reached):
                 if list(Phase).index(message.phase) == list(Phase).index(self.asked.phase) + 1:
@@ -135,7 +135,7 @@ class World:
     nodes: dict[str, Node] = field(default_factory=dict)
     history: History = field(default_factory=History)
     """What is in the log."""
-    armed: set[tuple[Timer, int]] = field(default_factory=set)
+    armed: set[tuple[TimerKind, int]] = field(default_factory=set)
     generations: Generations = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class World:
                     self.nodes[effect.node].inbox.append(effect.message)
                 case Arm():
                     self.armed.add((effect.timer, effect.generation))
-                case Close():
+                case CloseLink():
                     self.nodes[effect.node].outbox.clear()
                 case _:
                     pass
@@ -243,8 +243,8 @@ class World:
                 return 0
             case ("expire", timer, number):
                 self.budget.timers -= bool(self.budget.timers)
-                self.armed.discard((Timer(timer), int(number)))
-                effects = self.generations.expired(Timer(timer), int(number))
+                self.armed.discard((TimerKind(timer), int(number)))
+                effects = self.generations.expired(TimerKind(timer), int(number))
             case _:
                 raise ValueError(move)
         self.execute(effects, stop)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from mmcompile.planner.resilience.job import LayerId
+from mmcompile.planner.resilience.copies import LayerCopy
+from mmcompile.planner.resilience.job import LayerId, WorkerId
 from mmcompile.runtime.comm.groups import Backend, Groups, Work
-from mmcompile.runtime.elastic.generation_plan import Device, LayerCopy
 from mmcompile.runtime.elastic.layer_copies import CHUNK_BYTES, CopyReport, run_copies
 from mmcompile.runtime.elastic.layer_store import LayerStore, digest_of
 from support.models.layer_models import layer, layers, trained_store
@@ -32,7 +32,7 @@ RANK_OF = (2, 0, 3, 1)
 class Case:
     """Copies between nodes of one device each."""
 
-    copies: tuple[LayerCopy, ...]
+    copies: tuple[LayerCopy[WorkerId], ...]
     holdings: tuple[tuple[int, ...], ...]
     """Node -> layers."""
     optimizer: str = "adamw"
@@ -98,14 +98,14 @@ class Liar(LayerStore):
         return digest_of(super().bundle(layer))
 
 
-def device(node: int) -> Device:
-    return Device(node=f"node{node}", index=0)
+def device(node: int) -> WorkerId:
+    return WorkerId(node=f"node{node}", index=0)
 
 
 def copied(cases: Sequence[Case], folder: Path) -> list[list[Outcome]]:
     """Run all cases in one set of processes; per case, the outcome of each node. After a failed case, groups are new."""
     torch.save(list(cases), folder / "cases")
-    code = "import sys, pathlib, copy_ranks; copy_ranks.fork_ranks(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib; from support.processes import copy_ranks; copy_ranks.fork_ranks(pathlib.Path(sys.argv[1]))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     subprocess.run([sys.executable, "-P", "-c", code, str(folder)], check=True, env=env, timeout=300)
     by_rank = [torch.load(folder / f"outcomes_{rank}", weights_only=False) for rank in range(NUM_RANKS)]
@@ -163,7 +163,7 @@ def _run(groups: Groups, case: Case) -> Outcome:
     return outcome
 
 
-def copy(source: int, destination: int, index: int, round: int = 0) -> LayerCopy:
+def copy(source: int, destination: int, index: int, round: int = 0) -> LayerCopy[WorkerId]:
     return LayerCopy(
         layer=layer(index), source=device(source), destination=device(destination), num_bytes=1, round=round
     )

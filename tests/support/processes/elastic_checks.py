@@ -13,12 +13,10 @@ from torch import Tensor
 
 from mmcompile.data.batches import MapBatches
 from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
-from mmcompile.runtime.control.effects import EventKind
-from mmcompile.runtime.control.events import Event, read_events, recoveries
+from mmcompile.runtime.control.events import EventKind, EventReader, RunEvent, recoveries
 from mmcompile.runtime.control.log import Log
 from mmcompile.runtime.control.times import Times
-from mmcompile.runtime.elastic.generation_plan import GenerationPlan
-from mmcompile.runtime.elastic.record import StepRecord
+from mmcompile.runtime.elastic.generation_plan import GenerationPlan, StepRecord
 from mmcompile.runtime.monitoring.fail_points import Action, Strike
 from support.models.elastic_model import BATCH, SAMPLES, Data, batches
 from support.processes.elastic_jobs import KINDS, MICROBATCHES, Answer, Run, Runs
@@ -70,13 +68,15 @@ class Chaos:
                 folder=str(folder), kind="wide" if devices == 2 else "five", data=run.data, num_steps=run.num_steps
             )
             assert self.runs.do(calm).error == ""
-            assert not [event for event in read_events(folder / "events.jsonl") if event.kind is EventKind.DETECTED]
+            assert not [
+                event for event in EventReader(folder / "events.jsonl").read() if event.kind is EventKind.DETECTED
+            ]
             self._known[key] = trained(folder)
         return self._known[key]
 
 
 def trained(folder: Path) -> Trained:
-    committed = [event for event in read_events(folder / "events.jsonl") if event.kind is EventKind.COMMITTED]
+    committed = [event for event in EventReader(folder / "events.jsonl").read() if event.kind is EventKind.COMMITTED]
     return Trained(
         steps=dict(map(figures_of, committed)),
         digests=json.loads((folder / "digests.json").read_text()),
@@ -93,7 +93,7 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def figures_of(event: Event) -> tuple[int, tuple[float, float | None, int, int]]:
+def figures_of(event: RunEvent) -> tuple[int, tuple[float, float | None, int, int]]:
     """The step of a commit, and what rank 0 said of it."""
     assert event.cursor is not None and event.step is not None
     metrics = StepRecord.decode(event.cursor).metrics
@@ -116,7 +116,7 @@ def strike(
     return replace(run, strikes=(*run.strikes, fault))
 
 
-def check(chaos: Chaos, run: Run, *, left: int, steps: Sequence[int] | None = None) -> list[Event]:
+def check(chaos: Chaos, run: Run, *, left: int, steps: Sequence[int] | None = None) -> list[RunEvent]:
     """Do a run and check everything that holds for all that come to their end.
 
     Args:
@@ -131,7 +131,7 @@ def check(chaos: Chaos, run: Run, *, left: int, steps: Sequence[int] | None = No
     assert answer.steps == tuple(steps or range(1, run.num_steps + 1))
     members, plan = last_generation(folder)
     assert len(members) == left
-    planned = [node for pipeline in plan.pipelines for node in pipeline.nodes] + [idle.node for idle in plan.idle]
+    planned = [node for pipeline in plan.pipelines for node in pipeline.nodes] + [spare.node for spare in plan.spares]
     assert sorted(planned) == sorted(members), "each node is in one pipeline, or idle for a reason"
     if not run.max_restarts:
         lost = {event.node for event in events if event.kind is EventKind.DETECTED}
@@ -140,10 +140,10 @@ def check(chaos: Chaos, run: Run, *, left: int, steps: Sequence[int] | None = No
     return events
 
 
-def check_outcome(chaos: Chaos, run: Run, answer: Answer) -> list[Event]:
+def check_outcome(chaos: Chaos, run: Run, answer: Answer) -> list[RunEvent]:
     """What was learned is what is learned if nothing fails."""
     folder = Path(run.folder)
-    events = list(read_events(folder / "events.jsonl"))
+    events = list(EventReader(folder / "events.jsonl").read())
     assert answer.error == "", [event for event in events if event.cause][-5:]
     check_steps(events, answer, run.data)
     wanted, found = chaos.reference(run), trained(folder)
@@ -154,7 +154,7 @@ def check_outcome(chaos: Chaos, run: Run, answer: Answer) -> list[Event]:
     return events
 
 
-def check_steps(events: Sequence[Event], answer: Answer, data: Data) -> None:
+def check_steps(events: Sequence[RunEvent], answer: Answer, data: Data) -> None:
     """Steps, microbatches and samples are what they must be; generations never go back."""
     committed = [event for event in events if event.kind is EventKind.COMMITTED]
     assert answer.steps == tuple(event.step for event in committed)
@@ -181,7 +181,7 @@ def check_steps(events: Sequence[Event], answer: Answer, data: Data) -> None:
     assert seen == sorted(seen)
 
 
-def check_figures(events: Sequence[Event], wanted: Trained) -> None:
+def check_figures(events: Sequence[RunEvent], wanted: Trained) -> None:
     """Also of steps that were done twice, since they were lost."""
     figures = [figures_of(event) for event in events if event.kind is EventKind.COMMITTED]
     assert figures == [(step, wanted.steps[step]) for step, _ in figures]
@@ -195,7 +195,7 @@ def check_saved(chaos: Chaos, run: Run, answer: Answer) -> None:
     assert answer.steps[-1] == saved.step
     assert saved.cursor is not None
     assert taken(StepRecord.decode(saved.cursor).data) == saved.step * BATCH
-    events = list(read_events(folder / "events.jsonl"))
+    events = list(EventReader(folder / "events.jsonl").read())
     check_steps(events, answer, run.data)
     wanted = chaos.reference(replace(run, num_steps=saved.step))
     check_figures(events, wanted)
@@ -222,7 +222,7 @@ def last_generation(folder: Path) -> tuple[list[str], GenerationPlan]:
     return [member.node for member in log.history.active.members], GenerationPlan.decode(log.history.active.payload)
 
 
-def quick(run: Run, events: Sequence[Event]) -> None:
+def quick(run: Run, events: Sequence[RunEvent]) -> None:
     """No wait reached its time: all are far longer than this."""
     total_s = sum(recovery.total_s for recovery in recoveries(events))
     assert 0 < total_s < Times(recovery_deadline_s=run.deadline_s).lease_s, total_s

@@ -26,7 +26,7 @@ import torch
 
 from mmcompile.errors import EngineError
 from mmcompile.planner.resilience.instantiate import instantiate
-from mmcompile.planner.resilience.pipelines import Membership
+from mmcompile.planner.resilience.membership import MembershipPlan
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.elastic_engine import ElasticEngine
 from mmcompile.runtime.elastic.elastic_job import ElasticJob
@@ -106,7 +106,7 @@ def job_of(kind: Kind) -> ElasticJob:
     assert len(templates) == len(kind.sizes), f"templates of {job.resilience.sizes} nodes"
     resilience = replace(job.resilience, templates=templates)
     start = instantiate(resilience.job, range(len(kind.nodes)))
-    assert isinstance(start, Membership), start
+    assert isinstance(start, MembershipPlan), start
     pipelines = [
         [node * kind.devices + index for node in p.nodes for index in range(kind.devices)] for p in start.pipelines
     ]

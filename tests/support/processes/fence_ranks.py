@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from mmcompile.runtime.comm.groups import Groups, Lane, PeerLost, wait
-from mmcompile.runtime.control.control_errors import Superseded
-from mmcompile.runtime.control.membership import Generation
+from mmcompile.runtime.control.membership_client import Superseded
+from mmcompile.runtime.control.messages import Generation
 from mmcompile.runtime.control.store import forget_before, open_client, serve_store
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.connections import Connection, Connections
@@ -45,7 +45,7 @@ _BIG = 64 * 2**20
 
 
 class Ordered:
-    """A rank's view of what the test decides, as `Membership` is its view of the coordinator."""
+    """A rank's view of what the test decides, as `MembershipClient` is its view of the coordinator."""
 
     def __init__(self, end: socket.socket) -> None:
         self.superseded = False

@@ -10,7 +10,7 @@ from math import ceil, sqrt
 from typing import final
 
 from mmcompile.planner.resilience.job import Job
-from mmcompile.planner.resilience.replay.spot_trace import Trace
+from mmcompile.planner.resilience.replay.spot_trace import SpotTrace
 
 
 class Spent(StrEnum):
@@ -113,7 +113,7 @@ Busy = tuple[tuple[Spent, float], ...]
 """What must be done before the next step, in order, with seconds."""
 
 
-class Run(ABC):
+class ReplayRun(ABC):
     """A training run of one system; `play` moves its clock from change to change.
 
     Steps are whole: one that is cut off is done again. Nodes that come wait for the end of a step, or of a checkpoint.
@@ -155,7 +155,7 @@ class Run(ABC):
         """Nodes can be used, between steps or while stopped; as `lose`, () for nothing to do."""
 
     @final
-    def play(self, trace: Trace) -> SystemReplay:
+    def play(self, trace: SpotTrace) -> SystemReplay:
         """Run through a trace whose nodes can work when they are added; the start itself takes no time."""
         ends = [*(change.time_s for change in trace.changes[1:]), trace.duration_s]
         for change, end_s in zip(trace.changes, ends, strict=True):
@@ -260,7 +260,7 @@ class Run(ABC):
         self._now_s = self._mark_s = end_s
 
 
-def save_interval_s(trace: Trace, save_s: float) -> float:
+def save_interval_s(trace: SpotTrace, save_s: float) -> float:
     """Between checkpoints that every loss needs: `sqrt(2 * save_s * mean time between losses)` (Young, 1974)."""
     losses = sum(bool(change.removed) for change in trace.changes)
     return sqrt(2 * max(save_s, 1.0) * trace.duration_s / max(1, losses))

@@ -8,12 +8,12 @@ from math import ceil
 from typing import final
 
 from mmcompile.planner.resilience.job import Job
-from mmcompile.planner.resilience.replay.replay_run import Busy, ReplayConstants, Run, Spent
+from mmcompile.planner.resilience.replay.replay_run import Busy, ReplayConstants, ReplayRun, Spent
 from mmcompile.planner.resilience.template import Template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
+class PipelineGrid:
     """Equal pipelines that share a step evenly: what a system without templates runs."""
 
     template: Template
@@ -30,10 +30,10 @@ class Grid:
         return self.template.num_nodes * self.num_pipelines
 
 
-def fastest_grid(job: Job, num_nodes: int) -> Grid | None:
+def fastest_grid(job: Job, num_nodes: int) -> PipelineGrid | None:
     """The grid with the shortest step, ties to fewer nodes; None where the nodes hold no pipeline."""
     grids = [
-        Grid(template=template, num_pipelines=count, num_microbatches=ceil(job.num_microbatches / count))
+        PipelineGrid(template=template, num_pipelines=count, num_microbatches=ceil(job.num_microbatches / count))
         for template in job.templates
         for count in range(1, min(num_nodes // template.num_nodes, job.num_microbatches) + 1)
     ]
@@ -41,7 +41,7 @@ def fastest_grid(job: Job, num_nodes: int) -> Grid | None:
 
 
 @final
-class RestartRun(Run):
+class RestartRun(ReplayRun):
     """Checkpoints, and a restart on the best grid from the last one after every loss (as Varuna does).
 
     New nodes are taken at the next checkpoint, and only where the step gets shorter.
@@ -79,7 +79,7 @@ class RestartRun(Run):
 
 
 @final
-class RedundantRun(Run):
+class RedundantRun(ReplayRun):
     """Every node also computes for its neighbour in a ring, and stands in for it when it is lost (as Bamboo does).
 
     A pipeline with stand-ins takes twice its time for a microbatch. One that loses two neighbours is given up. When new nodes
@@ -91,7 +91,7 @@ class RedundantRun(Run):
     def __init__(self, job: Job, microbatch_samples: float, constants: ReplayConstants, save_interval_s: float) -> None:
         super().__init__(job, microbatch_samples, constants, save_interval_s)
         self.useful_share = 1 / constants.redundancy_slowdown
-        self._grid: Grid | None = None
+        self._grid: PipelineGrid | None = None
         self._rings: list[list[int | None]] = []
         self._standby: list[int] = []
 

@@ -22,7 +22,7 @@ _FORMS = "milliseconds,add|remove,node / YYYY-MM-DD, HH:MM:SS, count / time,coun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class TraceChange:
     """Nodes that come and go at one time; a node never comes back under its number."""
 
     time_s: float
@@ -31,11 +31,11 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
+class SpotTrace:
     """Changes in order of time, the first at 0."""
 
     name: str
-    changes: tuple[Change, ...]
+    changes: tuple[TraceChange, ...]
     duration_s: float
 
     @property
@@ -55,7 +55,7 @@ class Trace:
             most = max(most, live)
         return most
 
-    def delayed(self, seconds: float) -> Trace:
+    def delayed(self, seconds: float) -> SpotTrace:
         """Nodes that come after the start are there `seconds` later; those that go before that never are."""
         gone = {node: change.time_s for change in self.changes for node in change.removed}
         events: list[tuple[float, int, bool]] = []
@@ -67,10 +67,10 @@ class Trace:
                     events.append((ready_s, node, True))
                     if leaves_s < float("inf"):
                         events.append((leaves_s, node, False))
-        return Trace(name=self.name, changes=_changes(events), duration_s=self.duration_s)
+        return SpotTrace(name=self.name, changes=_changes(events), duration_s=self.duration_s)
 
 
-def read_trace(path: str | os.PathLike[str], *, unit: TimeUnit | None = None, seed: int = 0) -> Trace:
+def read_trace(path: str | os.PathLike[str], *, unit: TimeUnit | None = None, seed: int = 0) -> SpotTrace:
     """Read a trace.
 
     Formats, recognised by their first line: `milliseconds,add|remove,node`; `YYYY-MM-DD, HH:MM:SS, count` (sorted first, as
@@ -112,7 +112,7 @@ def read_trace(path: str | os.PathLike[str], *, unit: TimeUnit | None = None, se
         events, end_s = _counted(times, seed)
     if end_s <= 0:
         raise ConfigError(f"trace {where} ends when it begins; wanted changes over time")
-    return Trace(name=Path(path).name, changes=_changes(events), duration_s=end_s)
+    return SpotTrace(name=Path(path).name, changes=_changes(events), duration_s=end_s)
 
 
 def _row(form: re.Pattern[str], number: int, line: str, where: str) -> tuple[int, tuple[str, ...]]:
@@ -171,12 +171,12 @@ def _counted(readings: Sequence[tuple[float, int]], seed: int) -> tuple[list[tup
     return events, readings[-1][0] - start_s
 
 
-def _changes(events: Iterable[tuple[float, int, bool]]) -> tuple[Change, ...]:
+def _changes(events: Iterable[tuple[float, int, bool]]) -> tuple[TraceChange, ...]:
     """Events of one time together; a node that comes and goes at once was never there."""
     by_time: dict[float, tuple[set[int], set[int]]] = {0.0: (set(), set())}
     for time_s, node, added in sorted(events, key=lambda event: event[0]):
         by_time.setdefault(time_s, (set(), set()))[0 if added else 1].add(node)
     return tuple(
-        Change(time_s=time_s, added=tuple(sorted(come - go)), removed=tuple(sorted(go - come)))
+        TraceChange(time_s=time_s, added=tuple(sorted(come - go)), removed=tuple(sorted(go - come)))
         for time_s, (come, go) in by_time.items()
     )

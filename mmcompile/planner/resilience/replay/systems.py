@@ -11,18 +11,18 @@ import msgspec
 from mmcompile.planner.resilience.copies import busiest_bytes
 from mmcompile.planner.resilience.instantiate import instantiate
 from mmcompile.planner.resilience.job import Job
-from mmcompile.planner.resilience.pipelines import Membership, Pipeline, StateLost, Stop
+from mmcompile.planner.resilience.membership import MembershipPlan, NodePipeline, StateLost, Stop
 from mmcompile.planner.resilience.reconfigure import reconfigure
 from mmcompile.planner.resilience.replay.replay_run import (
     Busy,
     ReplayConstants,
-    Run,
+    ReplayRun,
     Spent,
     SystemReplay,
     save_interval_s,
 )
 from mmcompile.planner.resilience.replay.restart_baselines import RedundantRun, RestartRun
-from mmcompile.planner.resilience.replay.spot_trace import Trace
+from mmcompile.planner.resilience.replay.spot_trace import SpotTrace
 
 CURVE_WINDOWS = 120
 """Points of a throughput curve."""
@@ -64,7 +64,7 @@ class TraceReplay:
 
 
 def replay_trace(
-    job: Job, trace: Trace, *, microbatch_samples: float, constants: ReplayConstants | None = None
+    job: Job, trace: SpotTrace, *, microbatch_samples: float, constants: ReplayConstants | None = None
 ) -> TraceReplay:
     """Play a job over a trace in virtual time, with templates and with two baselines that use the same templates' times.
 
@@ -96,14 +96,14 @@ def replay_trace(
 
 
 @final
-class TemplateRun(Run):
+class TemplateRun(ReplayRun):
     """Ours: regroup, copy what is missing, do the step again. No committed sample is lost while each layer has a holder."""
 
     name = "templates"
 
     def __init__(self, job: Job, microbatch_samples: float, constants: ReplayConstants, save_interval_s: float) -> None:
         super().__init__(job, microbatch_samples, constants, save_interval_s)
-        self._pipelines: tuple[Pipeline, ...] = ()
+        self._pipelines: tuple[NodePipeline[int], ...] = ()
         self._spares: list[int] = []
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
@@ -133,8 +133,8 @@ class TemplateRun(Run):
         self._take(found, nodes)
         return ((Spent.PAUSED, self.constants.restart_s + self.state_s),)
 
-    def _take(self, found: Membership | Stop | StateLost, alive: Sequence[int]) -> Busy:
-        if not isinstance(found, Membership):
+    def _take(self, found: MembershipPlan[int] | Stop | StateLost, alive: Sequence[int]) -> Busy:
+        if not isinstance(found, MembershipPlan):
             self._pipelines, self._spares = (), list(alive)
             self.step_s = 0.0
             return ((Spent.SAVING, self.state_s),)

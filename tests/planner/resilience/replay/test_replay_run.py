@@ -11,7 +11,7 @@ from support.plans.template_jobs import even_job, timed_job, timed_template
 from mmcompile.planner.resilience.job import Job
 from mmcompile.planner.resilience.replay.replay_run import ReplayConstants, Spent, SystemReplay, save_interval_s
 from mmcompile.planner.resilience.replay.restart_baselines import RedundantRun, RestartRun, fastest_grid
-from mmcompile.planner.resilience.replay.spot_trace import Change, Trace
+from mmcompile.planner.resilience.replay.spot_trace import SpotTrace, TraceChange
 from mmcompile.planner.resilience.replay.systems import TemplateRun, replay_trace
 
 KNOWN = ReplayConstants(
@@ -33,11 +33,11 @@ def job_of_pairs(fault_tolerance: int = 0) -> Job:
     return timed_job(templates, fault_tolerance=fault_tolerance, num_microbatches=8)
 
 
-def trace_of(duration_s: float, *changes: tuple[float, tuple[int, ...], tuple[int, ...]]) -> Trace:
-    return Trace(
+def trace_of(duration_s: float, *changes: tuple[float, tuple[int, ...], tuple[int, ...]]) -> SpotTrace:
+    return SpotTrace(
         name="by hand",
         duration_s=duration_s,
-        changes=tuple(Change(time_s=time_s, added=added, removed=removed) for time_s, added, removed in changes),
+        changes=tuple(TraceChange(time_s=time_s, added=added, removed=removed) for time_s, added, removed in changes),
     )
 
 
@@ -153,7 +153,7 @@ def test_redundant_computation_restarts_when_no_pipeline_is_left() -> None:
     assert spans(found)[-1] == (80, 100, Spent.STOPPED)
 
 
-def random_trace(rng: random.Random) -> Trace:
+def random_trace(rng: random.Random) -> SpotTrace:
     live = [*range(rng.randint(4, 10))]
     total = len(live)
     changes: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = [(0.0, tuple(live), ())]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmcompile.errors import ConfigError
-from mmcompile.planner.resilience.replay.spot_trace import Change, TimeUnit, read_trace
+from mmcompile.planner.resilience.replay.spot_trace import TimeUnit, TraceChange, read_trace
 
 
 def write(folder: Path, text: str) -> Path:
@@ -20,9 +20,9 @@ def test_named_events(tmp_path: Path) -> None:
     path = write(tmp_path, "0,add,node1\n0,add,node2\n60000,remove,node1\n60000,add,node3\n90500,remove,node3\n")
     trace = read_trace(path)
     assert trace.changes == (
-        Change(time_s=0, added=(0, 1), removed=()),
-        Change(time_s=60, added=(2,), removed=(0,)),
-        Change(time_s=90.5, added=(), removed=(2,)),
+        TraceChange(time_s=0, added=(0, 1), removed=()),
+        TraceChange(time_s=60, added=(2,), removed=(0,)),
+        TraceChange(time_s=90.5, added=(), removed=(2,)),
     )
     assert (trace.duration_s, trace.max_nodes, trace.num_added, trace.num_removed) == (90.5, 2, 1, 2)
 
@@ -54,10 +54,10 @@ def test_delayed_nodes(tmp_path: Path) -> None:
     text = "0,add,a\n10000,add,b\n20000,add,c\n50000,remove,c\n60000,remove,a\n80000,add,d\n100000,remove,b\n"
     trace = read_trace(write(tmp_path, text)).delayed(45)
     assert trace.changes == (
-        Change(time_s=0, added=(0,), removed=()),
-        Change(time_s=55, added=(1,), removed=()),
-        Change(time_s=60, added=(), removed=(0,)),
-        Change(time_s=100, added=(), removed=(1,)),
+        TraceChange(time_s=0, added=(0,), removed=()),
+        TraceChange(time_s=55, added=(1,), removed=()),
+        TraceChange(time_s=60, added=(), removed=(0,)),
+        TraceChange(time_s=100, added=(), removed=(1,)),
     )
 
 

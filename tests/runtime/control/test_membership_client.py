@@ -12,19 +12,18 @@ from typing import Generic, TypeVar
 import pytest
 from runtime.control.test_stream import PREPARE
 
-from mmcompile.runtime.control.control_errors import Released, Superseded
-from mmcompile.runtime.control.membership import Membership
+from mmcompile.runtime.control.membership_client import MembershipClient, Released, Superseded
 from mmcompile.runtime.control.messages import (
     Advance,
     Commit,
     Drain,
     Fault,
     Finished,
+    Generation,
     Heartbeat,
     Idle,
     Message,
     Phase,
-    Prepare,
     Reached,
     Reduced,
     Release,
@@ -43,7 +42,7 @@ class Agent:
     """The other end."""
 
     stream: Stream
-    membership: Membership
+    membership: MembershipClient
     lost: threading.Event
     heard: list[Message] = field(default_factory=list)
 
@@ -63,10 +62,10 @@ class Agent:
             time.sleep(0.001)
         raise TimeoutError(f"no {kind.__name__}")
 
-    def activate(self, prepare: Prepare) -> None:
+    def activate(self, prepare: Generation) -> None:
         """Take the worker through all phases."""
         self.say(prepare)
-        number = prepare.generation
+        number = prepare.number
         for phase in (Phase.RENDEZVOUS, Phase.READY, Phase.ACTIVE):
             self.hear(Reached)
             self.say(Advance(generation=number, phase=phase))
@@ -76,7 +75,7 @@ class Agent:
 def agent() -> Iterator[Agent]:
     ours, theirs = socket.socketpair()
     lost = threading.Event()
-    membership = Membership(theirs, 1, Times(recovery_deadline_s=2.0), lost.set)
+    membership = MembershipClient(theirs, 1, Times(recovery_deadline_s=2.0), lost.set)
     stream = Stream(ours, FRAME_BYTES)
     yield Agent(stream=stream, membership=membership, lost=lost)
     stream.close()
@@ -154,7 +153,7 @@ def test_a_commit_counts_even_if_the_generation_ends_at_once(agent: Agent) -> No
     activated(agent)
     call = Call(lambda: agent.membership.reduced(8, ()))
     agent.hear(Reduced)
-    agent.say(Commit(step=8), replace(PREPARE, generation=4, committed=8))
+    agent.say(Commit(step=8), replace(PREPARE, number=4, committed=8))
     call.result()
     end_s = time.monotonic() + WAIT_S
     with pytest.raises(Superseded):  # the second message may be read a moment after the first
@@ -167,7 +166,7 @@ def test_a_new_generation_says_what_was_committed(agent: Agent, committed: int, 
     activated(agent)
     call = Call(lambda: agent.membership.reduced(8, ()))
     agent.hear(Reduced)
-    agent.say(replace(PREPARE, generation=4, committed=committed))
+    agent.say(replace(PREPARE, number=4, committed=committed))
     if done:
         call.result()
     else:
@@ -189,10 +188,10 @@ def test_a_generation_superseded_while_it_is_prepared(agent: Agent) -> None:
     call = Call(agent.membership.wait_generation)
     agent.say(PREPARE)
     assert agent.hear(Reached).generation == 3
-    agent.say(replace(PREPARE, generation=4), Advance(generation=3, phase=Phase.RENDEZVOUS))
+    agent.say(replace(PREPARE, number=4), Advance(generation=3, phase=Phase.RENDEZVOUS))
     assert agent.hear(Reached).generation == 4
     # Repeated by a coordinator that was restarted; an old one, and one that went before.
-    agent.say(replace(PREPARE, generation=4), PREPARE, Advance(generation=4, phase=Phase.RENDEZVOUS))
+    agent.say(replace(PREPARE, number=4), PREPARE, Advance(generation=4, phase=Phase.RENDEZVOUS))
     assert call.result().number == 4
 
 

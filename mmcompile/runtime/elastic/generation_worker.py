@@ -1,4 +1,4 @@
-"""`Team`: one worker's part in one generation, between `ready` and the next change of members."""
+"""`GenerationWorker`: computes the steps of one generation, between `ready` and the next change of members."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from mmcompile.runtime.rank import Rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Order:
-    """What rank 0 says at the start of a step."""
+class _StepOrder:
+    """Rank 0's message at the start of a step."""
 
     has_new: bool
-    """Patterns follow that some ranks do not know."""
+    """Whether patterns follow that some ranks do not know."""
     step: Step
 
 
-class Team:
-    """Computes steps with the other workers of a generation.
+class GenerationWorker:
+    """One rank of a generation: computes steps with the others.
 
     Args:
-        plan: of the generation.
-        placement: of its layers.
-        store: what this worker holds; all that its layers need.
-        layers: that it runs.
+        plan: plan of the generation.
+        placement: placed stages of its layers.
+        store: layers held here, all that this rank runs among them.
+        layers: layers that this rank runs.
         check: raises when the generation is over.
     """
 
@@ -77,15 +77,17 @@ class Team:
         self._rank_of = {(stage.replica, stage.program_name): stage.ranks[0] for stage in placement.stages}
 
     def lead(self, planned: PlannedStep, hyper: Hyper, *, trace: bool) -> StepTotals:
-        """Rank 0: tell the others, and compute a step.
+        """Rank 0: announce a step to the other ranks, and compute it.
 
         Args:
+            planned: plan of the step, with what its microbatches read.
+            hyper: settings of the optimizer for this step.
             trace: measure every action.
         """
         patterns = {prepared.programs.pattern: prepared.programs for prepared in planned.prepared}
         new = [programs for pattern, programs in patterns.items() if pattern not in self._programs]
         step = Step(plan=planned.plan, hyper=hyper, seed=self._job.seed, trace=trace)
-        wire.broadcast(self._groups, wire.encode(_Order(has_new=bool(new), step=step)))
+        wire.broadcast(self._groups, wire.encode(_StepOrder(has_new=bool(new), step=step)))
         if new:
             self._learn(new)
         self._install(planned.plan)
@@ -98,18 +100,20 @@ class Team:
 
     def follow(self) -> StepTotals:
         """Other ranks: compute the step that rank 0 announces."""
-        order = wire.decode(wire.broadcast(self._groups, None), _Order)
+        order = wire.decode(wire.broadcast(self._groups, None), _StepOrder)
         if order.has_new:
             self._learn()
         self._install(order.step.plan)
         return self.rank.compute(order.step)
 
     def metrics(self, totals: StepTotals, planned: PlannedStep, *, start_s: float, waited_s: float) -> StepMetrics:
-        """What is told of a step, by rank 0.
+        """Rank 0: return the metrics of a step.
 
         Args:
-            start_s: of the step, by time.perf_counter.
-            waited_s: for its plan.
+            totals: totals over all ranks.
+            planned: plan of the step.
+            start_s: start of the step, by time.perf_counter.
+            waited_s: seconds for which its plan was waited for.
         """
         return StepMetrics(
             step=planned.plan.step,
@@ -125,9 +129,9 @@ class Team:
         )
 
     def answers_for(self) -> tuple[int, ...]:
-        """Numbers of the microbatches of the step computed last that this worker answers for: those whose loss it computed.
+        """Return the numbers of the last step's microbatches that this rank reports: those whose loss it computed.
 
-        Rank 0 answers for those without samples, too. Numbers go through all steps.
+        Rank 0 reports those without samples, too. Numbers go on from step to step.
         """
         assert self.rank.last is not None, "no step was computed"
         plan, _ = self.rank.last

@@ -1,4 +1,4 @@
-"""`Membership`: a worker's view of the control plane, for its main thread.
+"""`MembershipClient`: the control plane as a worker sees it, for its main thread.
 
     while True:
         generation = membership.wait_generation()      # leave the last one before calling this
@@ -26,9 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
-from mmcompile.runtime.control.control_errors import Released, Superseded
 from mmcompile.runtime.control.messages import (
     Abort,
     Advance,
@@ -37,11 +35,11 @@ from mmcompile.runtime.control.messages import (
     Failed,
     Fault,
     Finished,
+    Generation,
     Heartbeat,
     Idle,
     Message,
     Phase,
-    Prepare,
     Reached,
     Reduced,
     Release,
@@ -55,38 +53,15 @@ _TRACEBACK_LINES = 30
 _ORDER = list(Phase)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """What a worker is to do until further notice."""
-
-    number: int
-    """Never used before; also not by a coordinator that was restarted."""
-    rank: int
-    world_size: int
-    nodes: tuple[str, ...]
-    """Members in order of ranks."""
-    joined: tuple[str, ...]
-    """Members that hold no state, this worker's node among them if it holds none that counts."""
-    active: int
-    """Last generation that became active, 0 if none. It can be one that this worker left while it waited in `ready`:
-    the state it had in place then counts, not the one before."""
-    committed: int
-    """Steps that are done; the next one is `committed + 1`."""
-    cursor: str | None
-    """Of the last committed step."""
-    payload: str
-    """JSON text of the planner."""
-    store: str
-    """host:port."""
-    cause: str
-
-    @property
-    def prefix(self) -> str:
-        """Of keys in the store; nobody else ever uses it."""
-        return f"generation/{self.number}"
+class Superseded(Exception):
+    """The generation is over: drop its groups, keep the state, and call `wait_generation` again."""
 
 
-class Membership:
+class Released(Exception):
+    """Training ended, or the node was let go: the worker may exit."""
+
+
+class MembershipClient:
     """Made by the agent in each of its workers. Methods are for the main thread; one daemon thread listens.
 
     Attributes:
@@ -108,8 +83,8 @@ class Membership:
         self._lost = lost
         self._stream = Stream(end, FRAME_BYTES)
         self._changed = threading.Condition()
-        self._prepare: Prepare | None = None
-        self._generation = 0
+        self._newest: Generation | None = None
+        self._number = 0
         self._phase = Phase.WAITING
         self._committed = 0
         self._released: Release | None = None
@@ -144,14 +119,14 @@ class Membership:
                 self._changed.wait_for(lambda: self._released is not None or self._is_newer())
                 if self._released is not None:
                     raise Released(self._released.reason)
-                assert self._prepare is not None
-                prepare, self.superseded = self._prepare, False
-                self._generation = prepare.generation
+                assert self._newest is not None
+                newest, self.superseded = self._newest, False
+                self._number = newest.number
             try:
                 self._reach(Phase.PREPARE)
             except Superseded:
                 continue
-            return _generation(prepare)
+            return newest
 
     def connected(self) -> None:
         """All groups of this worker are connected: wait until those of all are. Raises Superseded."""
@@ -179,22 +154,22 @@ class Membership:
         """
         ids = tuple(microbatches)
         self._ask(
-            Reduced(generation=self._generation, step=step, worker=self.index, microbatches=ids, cursor=cursor),
+            Reduced(generation=self._number, step=step, worker=self.index, microbatches=ids, cursor=cursor),
             lambda: self._committed >= step,
         )
 
     def finish(self) -> None:
         """All steps are done here: wait until they are everywhere. Raises Superseded."""
-        message = Finished(generation=self._generation, step=self._committed, worker=self.index)
+        message = Finished(generation=self._number, step=self._committed, worker=self.index)
         self._ask(message, lambda: self._released is not None and self._released.success)
 
     def fault(self, error: str) -> None:
         """A message to or from another worker failed: wait until the coordinator says why, and raise Superseded."""
-        self._ask(Fault(generation=self._generation, worker=self.index, error=error), lambda: False)
+        self._ask(Fault(generation=self._number, worker=self.index, error=error), lambda: False)
 
     def abort(self, reason: str) -> None:
         """End training: no membership could go on. Raises Released once all are told, Superseded if the generation ended."""
-        self._ask(Abort(generation=self._generation, worker=self.index, reason=reason), lambda: False)
+        self._ask(Abort(generation=self._number, worker=self.index, reason=reason), lambda: False)
 
     def fail(self, error: str) -> None:
         """Say why this worker is about to exit."""
@@ -207,8 +182,8 @@ class Membership:
 
     def _reach(self, phase: Phase) -> None:
         wanted = _ORDER.index(phase) + 1
-        message = Reached(generation=self._generation, phase=phase, worker=self.index)
-        rank = None if self._prepare is None else self._prepare.first_rank
+        message = Reached(generation=self._number, phase=phase, worker=self.index)
+        rank = None if self._newest is None else self._newest.rank
         self._ask(
             message,
             lambda: not self.superseded and _ORDER.index(self._phase) >= wanted,
@@ -232,10 +207,10 @@ class Membership:
     def _raise(self) -> None:
         if self._released is not None:
             raise Released(self._released.reason)
-        raise Superseded(f"generation {self._generation} is over")
+        raise Superseded(f"generation {self._number} is over")
 
     def _is_newer(self) -> bool:
-        return self._prepare is not None and self._prepare.generation > self._generation
+        return self._newest is not None and self._newest.number > self._number
 
     def _send(self, message: Message) -> None:
         with self._changed:
@@ -261,14 +236,14 @@ class Membership:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Prepare():
-                if message.generation > (self._prepare.generation if self._prepare is not None else 0):
-                    self._prepare, self._phase = message, Phase.PREPARE
+            case Generation():
+                if message.number > (self._newest.number if self._newest is not None else 0):
+                    self._newest, self._phase = message, Phase.PREPARE
                     # Also an answer to `reduced`: what was committed before. After lost state it can be less.
                     self._committed = message.committed
                     self._supersede()
             case Advance():
-                current = self._prepare is not None and message.generation == self._prepare.generation
+                current = self._newest is not None and message.generation == self._newest.number
                 if current and _ORDER.index(message.phase) > _ORDER.index(self._phase):
                     self._phase = message.phase
             case Commit():
@@ -295,9 +270,9 @@ class Membership:
                 traceback.print_exc()
 
 
-def serve(file: int, index: int, times: Times, work: Callable[[Membership], None]) -> int:
+def serve(file: int, index: int, times: Times, work: Callable[[MembershipClient], None]) -> int:
     """Main function of a worker process; returns its exit code."""
-    membership = Membership(socket.socket(fileno=file), index, times, _end_at_once)
+    membership = MembershipClient(socket.socket(fileno=file), index, times, _end_at_once)
     signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
     try:
         work(membership)
@@ -313,19 +288,3 @@ def serve(file: int, index: int, times: Times, work: Callable[[Membership], None
 def _end_at_once() -> None:
     """Without its agent a worker cannot learn what to do, and its children must not stay behind."""
     os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _generation(prepare: Prepare) -> Generation:
-    return Generation(
-        number=prepare.generation,
-        rank=prepare.first_rank,
-        world_size=prepare.world_size,
-        nodes=prepare.nodes,
-        joined=prepare.joined,
-        active=prepare.active,
-        committed=prepare.committed,
-        cursor=prepare.cursor,
-        payload=prepare.payload,
-        store=prepare.store,
-        cause=prepare.cause,
-    )

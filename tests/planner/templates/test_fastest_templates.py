@@ -17,9 +17,9 @@ from support.oracles.template_oracle import (
     stages_of,
 )
 
+from mmcompile.planner.templates.generate import fastest_templates
 from mmcompile.planner.templates.layer_table import ChainLayers, LayerTable, SharedLayers
 from mmcompile.planner.templates.line import Line
-from mmcompile.planner.templates.mapping import fastest_templates
 
 
 def check_against_all(table: LayerTable) -> int:

@@ -1,0 +1,120 @@
+"""`ElasticController`: what rank 0 of a generation does beside its own stages: read data and plan steps, one ahead."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from mmcompile.batching.step_planner import Collate, PlannedStep, StepPlanner
+from mmcompile.data.collate import Sample, Value
+from mmcompile.errors import DataError, MMCompileError
+from mmcompile.planner.plan.placement import Placement
+from mmcompile.runtime.elastic.elastic_job import ElasticJob
+from mmcompile.runtime.elastic.generation_layout import PipelineBalancer, shares_of
+from mmcompile.runtime.elastic.generation_plan import GenerationPlan
+
+_POLL_S = 0.02
+
+
+class ElasticController:
+    """Steps of a generation in order. While one runs, a thread plans the next.
+
+    Every worker has one, since any may become rank 0. Samples are kept until their step is committed.
+    """
+
+    def __init__(self, job: ElasticJob) -> None:
+        self._job = job
+        self._next: int | None = None
+        """Step that the data stands before; None if it stands anywhere."""
+        self._kept: dict[int, tuple[Sequence[Sample], str]] = {}
+        """Step -> its samples, and the cursor of the data after it."""
+        self._planning: tuple[StepPlanner, ThreadPoolExecutor] | None = None
+        """Planner and thread of the generation; None between generations."""
+        self._upcoming: tuple[int, Future[tuple[PlannedStep, str]]] | None = None
+
+    def start(self, plan: GenerationPlan, placement: Placement, committed: int, cursor: str | None) -> None:
+        """Begin a generation: plan the first step after `committed`.
+
+        Args:
+            plan: plan of the generation.
+            placement: its placed stages.
+            committed: number of the last committed step.
+            cursor: cursor of the data after that step; None for the beginning.
+        """
+        self._kept = {step: kept for step, kept in self._kept.items() if step > committed}
+        if committed + 1 not in self._kept and self._next != committed + 1:
+            self._job.data.seek(cursor)
+            self._next, self._kept = committed + 1, {}
+        planner = StepPlanner(
+            placement,
+            self._job.patterns,
+            collate=functools.partial(_collated, self._job.collate),
+            balancer=PipelineBalancer(inner=self._job.balancer, shares=shares_of(plan.pipelines)),
+            costs=self._job.costs,
+        )
+        self._planning = planner, ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-planner")
+        self._upcoming = None
+        # Copies take longer, and planning needs no state.
+        self._plan_ahead(committed + 1)
+
+    def step(self, number: int, check: Callable[[], None]) -> tuple[PlannedStep, str]:
+        """Return the plan of a step, and the cursor of the data after it.
+
+        Args:
+            number: of the step.
+            check: called while the plan is waited for; what it raises ends the wait.
+
+        Raises:
+            BatchError: samples do not fit the model, or the data cannot be read.
+        """
+        if self._upcoming is None or self._upcoming[0] != number:
+            self._plan_ahead(number)
+        assert self._upcoming is not None, f"step {number} of {self._job.num_steps}"
+        future = self._upcoming[1]
+        while not wait([future], timeout=_POLL_S).done:
+            check()
+        planned = future.result()
+        self._plan_ahead(number + 1)
+        return planned
+
+    def close(self) -> None:
+        """End the generation: wait for the thread, since the next generation may need the data. Safe to call twice."""
+        if self._planning is not None:
+            self._planning[1].shutdown(wait=True, cancel_futures=True)
+            self._planning = None
+
+    def _plan_ahead(self, number: int) -> None:
+        """Start to plan a step, unless training ends before it."""
+        assert self._planning is not None, "no generation was started"
+        planner, thread = self._planning
+        if number > self._job.num_steps:
+            self._upcoming = None
+        else:
+            self._upcoming = number, thread.submit(self._plan, planner, number)
+
+    def _plan(self, planner: StepPlanner, number: int) -> tuple[PlannedStep, str]:
+        samples, cursor = self._read(number)
+        return planner.plan(number, samples), cursor
+
+    def _read(self, step: int) -> tuple[Sequence[Sample], str]:
+        """Return the samples of a step, and the cursor after it."""
+        for old in [kept for kept in self._kept if kept < step - 1]:
+            del self._kept[old]
+        while step not in self._kept:
+            assert self._next is not None and self._next <= step, f"step {step} is asked for at {self._next}"
+            self._kept[self._next] = self._job.data.read(), self._job.data.cursor()
+            self._next += 1
+        return self._kept[step]
+
+
+def _collated(collate: Collate, samples: Sequence[Sample], names: Sequence[int]) -> dict[str, Value]:
+    """Collate, and raise DataError for any failure: the next rank 0 would fail in the same way, so no node counts as lost."""
+    try:
+        return collate(samples, names)
+    except MMCompileError:
+        raise
+    except Exception as error:  # the user's own raises whatever it likes
+        raise DataError(
+            f"collate failed on samples {', '.join(map(str, names))} of a step: {type(error).__name__}: {error}"
+        ) from error
