@@ -1,4 +1,4 @@
-"""How many pipelines of each template: the combination with the shortest step, exactly, without listing them all."""
+"""The number of pipelines of each template: the combination with the shortest step, found without listing all."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Composition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shapes:
-    """What a search depends on (hashable)."""
+    """Inputs of a search, hashable."""
 
     templates: tuple[tuple[int, float, float], ...]
-    """Nodes, fill, seconds a microbatch."""
+    """Nodes, seconds to fill, and seconds a microbatch of each template."""
     min_pipelines: int
     num_microbatches: int
 
@@ -89,7 +89,7 @@ def fastest(job: Job, num_nodes: int, like: Mapping[int, int] | None = None) -> 
 
 @lru_cache(maxsize=4096)
 def _used(shapes: _Shapes, num_nodes: int) -> tuple[int, float, str]:
-    """How many nodes to use, the seconds of a step, and why not more."""
+    """Return the nodes to use, the seconds of a step, and why not more nodes."""
     most = int(np.flatnonzero(_in_time(shapes, float("inf"), num_nodes))[-1])
     seconds = _least(shapes, (most,))
     reason = ""
@@ -110,7 +110,7 @@ def _used(shapes: _Shapes, num_nodes: int) -> tuple[int, float, str]:
 
 
 def _least(shapes: _Shapes, used: tuple[int, ...]) -> float:
-    """The least time in which some of these node counts run a step."""
+    """Return the least time in which some of these node counts run a step."""
     ends = np.unique(np.concatenate([_ends(shapes, index) for index in range(len(shapes.templates))]))
     low, high = 0, len(ends) - 1
     while low < high:
@@ -123,7 +123,7 @@ def _least(shapes: _Shapes, used: tuple[int, ...]) -> float:
 
 
 def _in_time(shapes: _Shapes, deadline_s: float, num_nodes: int) -> np.ndarray:
-    """Which node counts, all used, run a step in time: bool [nodes + 1].
+    """Return the node counts that, all used, run a step in time: bool [nodes + 1].
 
     Pipeline by pipeline: the most microbatches of one pipeline more is the best over the template it has.
     """
@@ -151,22 +151,22 @@ def _max_pipelines(shapes: _Shapes, num_nodes: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _ends(shapes: _Shapes, index: int) -> np.ndarray:
-    """When a pipeline of a template ends, float64 [microbatches], from one microbatch up."""
+    """Return the times at which a pipeline of a template ends, float64 [microbatches], from one microbatch up."""
     _, fill_s, slowest_s = shapes.templates[index]
     return fill_s + np.arange(1, shapes.num_microbatches + 1) * slowest_s
 
 
 def _limits(shapes: _Shapes, deadline_s: float) -> tuple[int, ...]:
-    """Microbatches that a pipeline of each template runs in time; 0 for none, so that it cannot be used."""
+    """Return the microbatches that a pipeline of each template runs in time; 0 for one that cannot be used."""
     return tuple(
         int(np.searchsorted(_ends(shapes, index), deadline_s, side="right")) for index in range(len(shapes.templates))
     )
 
 
 def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.ndarray:
-    """Most microbatches in time, int64 [templates + 1, pipelines + 1, nodes + 1].
+    """Return the most microbatches in time, int64 [templates + 1, pipelines + 1, nodes + 1].
 
-    Of exactly so many pipelines that use exactly so many nodes, from the first so many templates.
+    An entry is for exactly so many pipelines on exactly so many nodes, taken from the first so many templates.
     """
     most = _max_pipelines(shapes, num_nodes)
     table = np.full((len(limits) + 1, most + 1, num_nodes + 1), _IMPOSSIBLE, dtype=np.int64)

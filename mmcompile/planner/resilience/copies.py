@@ -44,13 +44,13 @@ def plan_copies(
     Args:
         job: sizes of layers.
         needed: node -> layers it runs, bool [layers].
-        holdings: node -> layers it holds, bool [layers]; of all nodes that can send, those that leave too.
+        holdings: node -> layers it holds, bool [layers], for all nodes that can send, those that leave too.
 
     Returns:
         Copies by round.
 
     Raises:
-        KeyError: nobody holds a layer that is needed.
+        KeyError: a layer that is needed has no holder.
     """
     needs = _needs(job, needed, holdings)
     sources = _sources(needs)

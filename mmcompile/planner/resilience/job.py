@@ -39,7 +39,7 @@ class WorkerId:
 Node = TypeVar("Node", int, str)
 """A node: its number in a simulation, its name in a run."""
 Holder = TypeVar("Holder", int, str, WorkerId)
-"""What holds layers: a node or a worker."""
+"""A holder of layers: a node or a worker."""
 LayerRuns = Mapping[str, tuple[tuple[int, int], ...]]
 """Chain -> runs of layers, each `first` (included) to `last` (excluded)."""
 

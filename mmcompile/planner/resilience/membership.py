@@ -97,14 +97,14 @@ class MembershipChange:
     previous: tuple[str, ...]
     """Members of the last active generation in order of their ranks."""
     previous_payload: str | None
-    """JSON text of the last active generation's plan, which says who holds what."""
+    """JSON text of the last active generation's plan, which assigns layers to nodes."""
     committed: int
     """Number of the last committed step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """Decision to go on with a plan."""
+    """Decision to continue with a plan."""
 
     payload: str
     """JSON text of the plan, given to all workers."""

@@ -1,4 +1,4 @@
-"""How many nodes templates have, and which node counts they cover.
+"""Node counts of templates, and the node counts of a cluster that they cover.
 
 A replica needs n0 nodes. To survive f failures at once, f + 1 replicas run, so the largest template has N - f n0 nodes.
 The sizes n0, n0 + 1, .., 2 n0 - 1 are enough to use any N' >= (f + 1) n0 nodes in full: with N' = q n0 + r and r < n0, take
@@ -49,10 +49,10 @@ def enough(least: int) -> range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cover:
-    """Which node counts templates can use in full. `str(cover)` is the statement, checked for every count it speaks of."""
+    """Node counts that templates can use in full. `str(cover)` is a sentence, checked for every count it names."""
 
     num_nodes: int
-    """Of the whole cluster."""
+    """Nodes of the whole cluster."""
     fault_tolerance: int
     sizes: tuple[int, ...]
     """Node counts of the templates, rising."""

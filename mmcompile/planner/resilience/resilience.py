@@ -1,4 +1,4 @@
-"""`Resilience`: what a plan has ready for the day nodes die."""
+"""`Resilience`: the pipeline templates that a plan has ready for failures of nodes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Resilience:
     templates: tuple[Template, ...]
     """One a node count, fewest nodes first."""
     num_nodes: int
-    """Of the cluster."""
+    """Nodes of the cluster."""
     devices_per_node: int
     num_microbatches: int
-    """Of a step, over all pipelines, whatever their number."""
+    """Microbatches of a step, over all pipelines, for any number of pipelines."""
     layer_bytes: Mapping[str, tuple[int, ...]]
     """Chain -> parameters that train and optimizer state of each of its layers; 0 for what is frozen and needs no copy."""
     microbatch_samples: float = 1.0
@@ -47,12 +47,12 @@ class Resilience:
 
     @property
     def cover(self) -> Cover:
-        """Which node counts can be used in full, by as many pipelines as a step has microbatches for."""
+        """Node counts that can be used in full, by as many pipelines as a step has microbatches for."""
         return Cover.of(self.sizes, self.num_nodes, self.fault_tolerance, max_pipelines=self.num_microbatches)
 
     @property
     def promise(self) -> str:
-        """For example `fault tolerance 1: any 4..16 nodes can be used in full; below 4 training stops`."""
+        """One sentence, for example `fault tolerance 1: any 4..16 nodes can be used in full; below 4 training stops`."""
         return f"fault tolerance {self.fault_tolerance}: {self.cover}"
 
     @property
@@ -73,7 +73,7 @@ class Resilience:
         return tuple(found)
 
     def rows(self, most: int) -> list[str]:
-        """At most so many lines about the templates: one each; or some, smallest and largest among them; or one of all."""
+        """Return at most so many lines about the templates: one each; or some, smallest and largest among them; or one of all."""
         templates = self.templates
         if most >= len(templates):
             return [_row(template) for template in templates]
@@ -90,7 +90,7 @@ class Resilience:
 
 
 def figures(template: Template) -> str:
-    """For example `12 stages of 1..4 devices, slowest 1.20 ms, 8.40 ms to fill`."""
+    """Describe a template in numbers, for example `12 stages of 1..4 devices, slowest 1.20 ms, 8.40 ms to fill`."""
     proof = f", within {template.gap:.1%} of the fastest" if template.gap else ""
     times = f"slowest {format_seconds(template.slowest_s)}, {format_seconds(template.fill_s)} to fill"
     return f"{_stages([template])}, {times}{proof}"

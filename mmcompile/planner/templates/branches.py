@@ -99,7 +99,7 @@ def _bounding(search: Search, count: int) -> Sequence[LineStage]:
 
 
 def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
-    """What each path adds to T."""
+    """Return what each path adds to T."""
     slowest = line.timing(pieces).slowest
     return [
         sum(line.time(piece) + MICROBATCHES_A_STAGE * slowest for piece in pieces if line.on_path(path, piece))
@@ -151,11 +151,14 @@ class _Listing:
     def _from(
         self, pieces: tuple[LineStage, ...], first: int, devices: int, spent: int, found: bool
     ) -> Iterator[tuple[LineStage, ...]]:
-        """Pipelines that go on with layer `first` on so many devices.
+        """Yield pipelines that continue with layer `first` on so many devices.
 
         Args:
+            pieces: stages so far.
+            first: next layer.
+            devices: devices left.
             spent: what `pieces` add to T, times the scale.
-            found: the slowest is among them.
+            found: whether the slowest stage is among `pieces`.
         """
         line = self.sweep.shape.line
         if first == line.num_layers:

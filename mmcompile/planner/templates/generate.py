@@ -22,7 +22,7 @@ from mmcompile.units import format_bytes
 def generate(
     table: LayerTable, num_nodes: int, fault_tolerance: int, *, sizes: Sequence[int] | None = None
 ) -> dict[int, Template]:
-    """Plan the templates that let a cluster lose nodes and go on with all that are left.
+    """Plan the templates that let a cluster lose nodes and continue with all that are left.
 
     Args:
         table: layers priced for one microbatch.
@@ -31,8 +31,8 @@ def generate(
         sizes: node counts that templates may have; None for all from n0 to N - f n0.
 
     Returns:
-        Node count -> the fastest pipeline of so many nodes. `Cover.of` says which node counts they cover; sizes without a
-        pipeline (more nodes than stages, say) are missing.
+        Node count -> the fastest pipeline of so many nodes. `Cover.of` gives the node counts that they cover; sizes without a
+        pipeline (with more nodes than stages, for example) are missing.
 
     Raises:
         PlanError: no pipeline fits (with the reason), f + 1 replicas do not, or one of `sizes` has no pipeline.
@@ -47,10 +47,11 @@ def generate(
 
 
 def fastest_templates(table: LayerTable, node_counts: Sequence[int]) -> dict[int, Template]:
-    """The fastest pipeline for each node count.
+    """Return the fastest pipeline for each node count.
 
     Args:
-        node_counts: of the pipelines; no other than these are looked at.
+        table: layers priced for one microbatch.
+        node_counts: node counts of the pipelines; no others are searched.
 
     Returns:
         Node count -> template, for those that have one: every device is in use, every stage has its devices in one node
@@ -88,7 +89,7 @@ def _of_sizes(table: LayerTable, sizes: Sequence[int]) -> dict[int, Template]:
 
 
 def _why(table: LayerTable, fewest: int, most: int) -> str:
-    """What keeps all pipelines of `fewest` to `most` nodes from fitting."""
+    """Return what keeps all pipelines of `fewest` to `most` nodes from fitting."""
     for chain in table.chains:
         for layer in range(chain.num_layers):
             needed, devices = min((_layer_bytes(shared, layer), shared.devices) for shared in chain.shared)
@@ -120,5 +121,5 @@ def _why(table: LayerTable, fewest: int, most: int) -> str:
 
 
 def _layer_bytes(shared: SharedLayers, layer: int) -> int:
-    """What a stage of this layer alone needs, next to the loss."""
+    """Return the bytes that a stage of this layer alone needs, next to the loss."""
     return shared.parameter_bytes[layer] + shared.activation_bytes[layer] + shared.working_bytes

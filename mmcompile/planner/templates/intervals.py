@@ -56,7 +56,7 @@ class Search:
 
     line: Line
     families: Sequence[Costs]
-    """What stages cost, by the chain of the slowest."""
+    """Costs of stages, by the chain of the slowest."""
     counts: NDArray[np.int64]
     """Node counts that may have a pipeline, rising."""
     guesses: NDArray[np.int64]
@@ -71,7 +71,7 @@ class Search:
     fitting: bool
     """Keep only pipelines that fit the memory."""
     settled: list[Interval] = field(default_factory=list)
-    """Those that were not cut again, with their last bounds."""
+    """Intervals that were not cut again, with their last bounds."""
 
     @classmethod
     def of(

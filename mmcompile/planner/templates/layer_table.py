@@ -1,4 +1,4 @@
-"""`LayerTable`: what layers of chains cost on 1, 2, 4, .. devices of one node. All that template planning reads."""
+"""`LayerTable`: costs of the layers of chains on 1, 2, 4, .. devices of one node. All that template planning reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 from mmcompile.errors import PlanError
 
 _MOST_S = 3600.0
-"""Of a chain for one microbatch: sums of whole picoseconds stay far below 2^60."""
+"""Most seconds of a chain for one microbatch: sums of whole picoseconds stay far below 2^60."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class SharedLayers:
     return_s: tuple[float, ...] = ()
     """Sending the gradient of its output back; paid by the stage that begins right after it. () for nothing."""
     working_bytes: int = 0
-    """Held by a stage beside all that, whatever its layers: activations that its backward computes again."""
+    """Further bytes of every stage: activations that its backward computes again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +53,13 @@ class LayerTable:
     """Chains in topological order; every chain feeds a later one, the last ends in the loss.
 
     Raises:
-        PlanError: chains, layers or device counts do not fit together; the message says which.
+        PlanError: chains, layers or device counts do not fit together; the message names them.
     """
 
     chains: tuple[ChainLayers, ...]
     devices_per_node: int
     memory_bytes: int | None = None
-    """Of one device; None for no limit."""
+    """Memory of one device; None for no limit."""
 
     def __post_init__(self) -> None:
         if not self.chains:
@@ -78,7 +78,7 @@ class LayerTable:
 
     @property
     def num_layers(self) -> int:
-        """Of all chains."""
+        """Layers of all chains together."""
         return sum(chain.num_layers for chain in self.chains)
 
     def _check_layers(self, chain: ChainLayers) -> None:

@@ -46,7 +46,7 @@ class LineStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """What a pipeline takes, in picoseconds: `fill + b * slowest` with b microbatches."""
+    """Time of a pipeline in picoseconds: `fill + b * slowest` with b microbatches."""
 
     fill: int
     slowest: int
@@ -131,7 +131,7 @@ class Line:
         return piece.last > int(self.begins[path, self.chain_of[piece.first]])
 
     def timing(self, pieces: Sequence[LineStage]) -> Timing:
-        """Of a pipeline, its stages in the order of the line."""
+        """Return the time of a pipeline, its stages in the order of the line."""
         times = [self.time(piece) for piece in pieces]
         paths = [[self.on_path(path, piece) for piece in pieces] for path in range(len(self.names))]
         filled = max(sum(time for time, on in zip(times, path, strict=True) if on) for path in paths)
@@ -144,7 +144,7 @@ class Line:
         return Timing(fill=fill, slowest=slowest, longest=longest)
 
     def fits(self, pieces: Sequence[LineStage]) -> bool:
-        """Whether every stage has the memory for the microbatches in flight: its distance to the loss, and one."""
+        """Return whether every stage has the memory for the microbatches in flight: its distance to the loss, and one."""
         for index, piece in enumerate(pieces):
             path = int(self.chain_of[piece.first])
             depth = sum(self.on_path(path, later) for later in pieces[index + 1 :])

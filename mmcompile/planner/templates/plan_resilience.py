@@ -54,10 +54,10 @@ def plan_resilience(problem: Problem, candidate: Candidate, fault_tolerance: int
 
 
 def layer_bytes(graph: ModelGraph, chain: ChainSpec) -> tuple[int, ...]:
-    """Bytes of each layer of a chain that a node must get to run it: parameters that train, and AdamW's state of them.
+    """Return the bytes that a node must get to run each layer of a chain: parameters that train, and AdamW's state of them.
 
     Gradients are made anew, and what is frozen every node has. A parameter that several layers use (tied embeddings) counts with
-    each of them: whoever runs one of these layers holds it, with optimizer state of its own.
+    each of them: a node that runs one of these layers holds it, with optimizer state of its own.
     """
     specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
     found = []
@@ -69,10 +69,12 @@ def layer_bytes(graph: ModelGraph, chain: ChainSpec) -> tuple[int, ...]:
 
 
 def notes_of(resilience: Resilience, candidate: Candidate, *, constrained: bool) -> Iterator[str]:
-    """What a reader of the plan should know of its templates.
+    """Yield notes on the templates for the reader of a plan.
 
     Args:
-        constrained: stages or constraints were asked for.
+        resilience: the templates.
+        candidate: the layout of the whole cluster.
+        constrained: whether stages or constraints were requested.
     """
     yield from (f"templates: {problem}" for problem in resilience.problems)
     other = [

@@ -30,7 +30,7 @@ from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Lin
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What stages add to T, times `scale`, if the slowest stage is in one of the chains `first` to `last` (included)."""
+    """Amounts that stages add to T, times `scale`, if the slowest stage is in one of the chains `first` to `last` (included)."""
 
     line: Line
     path: int
@@ -38,7 +38,7 @@ class Costs:
     first: int
     last: int
     weights: tuple[int, ...]
-    """Of each path; they sum up to `scale`."""
+    """Weight of each path; they sum up to `scale`."""
 
     @property
     def scale(self) -> int:

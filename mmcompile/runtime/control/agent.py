@@ -1,7 +1,7 @@
-"""`Agent`: starts, watches and ends the workers of one node, and speaks for them to the coordinator.
+"""`Agent`: starts, watches and ends the workers of one node, and connects them to the coordinator.
 
 One thread, one process. A worker that dies, hangs or fails takes the others of its node with it: they are killed before the
-coordinator hears of it, so nothing of a lost node can act any more. The agent can then come back with new workers.
+coordinator is informed, so nothing of a lost node can act any more. The agent can then come back with new workers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Worker:
     heard_s: float
     idle: bool = False
     asked: Message | None = None
-    """What it waits for an answer to; said again to a coordinator that was restarted."""
+    """Message whose answer it waits for; repeated to a coordinator that was restarted."""
     error: str = ""
     status: int | None = None
 
@@ -160,7 +160,7 @@ class Agent:
             self._selector.register(worker.end, selectors.EVENT_READ, worker)
 
     def _hear(self, worker: _Worker) -> None:
-        """Take what a worker says."""
+        """Take the messages of a worker."""
         worker.stream.flush()
         for message in worker.stream.read():
             worker.heard_s = time.monotonic()
@@ -193,14 +193,14 @@ class Agent:
             self._lose(f"worker {first.index} of {self._node} {how}")
 
     def _find_silent(self, now_s: float) -> None:
-        """A process that is stopped, or keeps the interpreter locked, says nothing."""
+        """Lose workers that send nothing: their process is stopped, or keeps the interpreter locked."""
         for worker in self._workers:
             if worker.status is None and now_s - worker.heard_s > self._times.lease_s:
                 self._lose(f"worker {worker.index} of {self._node} was silent for {self._times.lease_s:.2f} s")
                 return
 
     def _lose(self, cause: str) -> None:
-        """Kill what is left of the workers, say so, and begin again."""
+        """Kill what is left of the workers, report it, and begin again."""
         print(f"mmcompile: {cause}", file=sys.stderr, flush=True)
         self._kill()
         self._link.send(Lost(cause=cause, returns=self._may_restart))

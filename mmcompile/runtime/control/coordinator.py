@@ -51,7 +51,7 @@ class _Peer:
     node: str = ""
     incarnation: str = ""
     leaving: bool = False
-    """All was said; only the other side's end of file is waited for."""
+    """Everything was sent; only the other side's end of file is waited for."""
 
 
 class Coordinator:
@@ -107,7 +107,7 @@ class Coordinator:
         return ended.success
 
     def _linger(self) -> None:
-        """Should training end soon, wait for nodes that come back, to tell them."""
+        """Stay a while after the end of training, so that nodes that come back learn of it."""
         self._linger_s = time.monotonic() + self._times.resume_s
 
     def _turn(self) -> None:
@@ -199,7 +199,7 @@ class Coordinator:
                 raise ProtocolError(f"{type(message).__name__} from an agent at this point")
 
     def _examine(self, peer: _Peer, message: Message) -> None:
-        """Only who knows the secret is listened to."""
+        """Accept an agent that proves the secret, refuse any other."""
         if not isinstance(message, Proof):
             raise ProtocolError(f"{type(message).__name__} before the proof of the secret")
         if message.version != PROTOCOL_VERSION:
@@ -299,7 +299,7 @@ class Coordinator:
         self._flush(peer)
 
     def _watch(self, peer: _Peer) -> None:
-        """Hear when the socket can take what waits. A broken one is found by the next read."""
+        """Watch for room in the socket while something is unsent. A broken socket is found by the next read."""
         write = selectors.EVENT_WRITE if peer.stream.has_unsent else 0
         self._selector.modify(peer.stream, selectors.EVENT_READ | write, peer)
 

@@ -24,10 +24,11 @@ _RETRY_S = 0.05
 
 
 class CoordinatorLink:
-    """Connects, proves that it knows the secret, keeps the lease. Nothing here waits longer than a heartbeat.
+    """Connects, proves the secret, keeps the lease. Nothing here waits longer than a heartbeat.
 
     Args:
-        selector: hears of what arrives; `data` of its key is None.
+        endpoint: the coordinator.
+        selector: selector that the socket is registered with; `data` of its key is None.
     """
 
     def __init__(self, endpoint: secret.Endpoint, selector: selectors.BaseSelector) -> None:
@@ -58,7 +59,7 @@ class CoordinatorLink:
         return f"no coordinator at {host}:{port} for {silent_s:.1f} s ({self._why}); start it there, or correct the address"
 
     def connect(self) -> bool:
-        """Bring the connection forward. True once for each connection that may be used: say hello on it."""
+        """Bring the connection forward. True once for each connection that may be used: it begins with a Hello."""
         now_s = time.monotonic()
         if now_s - self._tried_s > self._times.lease_s:
             # We did not try for a while: the silence is ours.
@@ -74,12 +75,12 @@ class CoordinatorLink:
         return False
 
     def read(self) -> list[Message]:
-        """What has arrived."""
+        """Return the messages that have arrived."""
         messages, self._inbox = self._inbox, []
         return messages
 
     def send(self, message: Message) -> None:
-        """Send if connected; what must not be lost is said again after the next connect."""
+        """Send if connected; what must not be lost is sent again after the next connect."""
         if self._stream is not None and self._announced:
             self._stream.send(message)
 
@@ -159,5 +160,5 @@ class CoordinatorLink:
         self._stream.send(Proof(nonce=self._nonce, mac=mac))
 
     def _refuse(self, reason: str) -> None:
-        """What answers there is not our coordinator."""
+        """Give up: the process at this address is not our coordinator."""
         self._inbox.append(Refused(reason=reason, advice=Advice.GIVE_UP))

@@ -27,7 +27,7 @@ class EventKind(StrEnum):
     RESTARTED = "restarted"
     """The coordinator was started again."""
     RESUMED = "resumed"
-    """All members of the active generation are back; it goes on."""
+    """All members of the active generation are back; it continues."""
     DETECTED = "detected"
     """A failure, a node that joins or a node that must go: the start of a reconfiguration."""
     FAULT = "fault"
@@ -49,7 +49,7 @@ class EventKind(StrEnum):
     COMMITTED = "committed"
     """A step is done."""
     ROLLED_BACK = "rolled_back"
-    """State was lost; training goes on from a checkpoint."""
+    """State was lost; training continues from a checkpoint."""
     RELEASED = "released"
     """A node was let go."""
     REFUSED = "refused"
@@ -93,7 +93,7 @@ class EventLog:
         self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def complete(self, history: History) -> None:
-        """Add what a coordinator logged and died before it told: a step, that steps were lost, or the end."""
+        """Add what a coordinator logged and died before it wrote here: a step, that steps were lost, or the end."""
         events, last = EventReader(self._path).read(), history.last
         done = next((event.step for event in reversed(events) if event.kind in _STEPS), 0)
         if last is not None and last.step != done:

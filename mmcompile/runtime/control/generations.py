@@ -4,7 +4,7 @@ Every input returns what must be done, in order. What must survive a crash is a 
 it, so a coordinator that is killed between two effects and starts again from its log only repeats messages.
 
 Rules:
-    - A generation number is used once. Members of generation g do nothing more in it once they hear of g + 1.
+    - A generation number is used once. Members of generation g do nothing more in it once g + 1 reaches them.
     - A step is committed when every worker of the active generation has reported it, and only in order.
     - A lost member ends the generation in any phase; a node that joins or must go waits for the end of a step.
 """
@@ -60,7 +60,7 @@ class Generations:
         self.history = history
         self.phase = Phase.WAITING
         self.members: tuple[Member, ...] = ()
-        """Of the generation that is active or in preparation."""
+        """Members of the generation that is active or in preparation."""
         self._connected: dict[str, Member] = {}
         self._draining: set[str] = set()
         self._dead: set[str] = set()
@@ -79,7 +79,7 @@ class Generations:
         return self.history.generation
 
     def start(self) -> list[Effect]:
-        """First of all inputs: go on from the history."""
+        """Continue from the history; the first of all inputs."""
         active = self.history.active
         if self.history.ended is not None:
             self.phase = Phase.ENDED
@@ -111,14 +111,14 @@ class Generations:
         return self._take()
 
     def leave(self, node: str, incarnation: str, cause: str) -> list[Effect]:
-        """A node is lost: its connection ended, its lease lapsed, or its agent says that its workers are dead."""
+        """Lose a node: its connection ended, its lease lapsed, or its agent reports that its workers are dead."""
         member = self._connected.get(node)
         if member is not None and member.incarnation == incarnation:
             self._lose(member, cause)
         return self._take()
 
     def drain(self, node: str) -> list[Effect]:
-        """A node will be taken away: go on without it after this step."""
+        """Continue without a node after this step, since it will be taken away."""
         if node in self._connected and node not in self._draining and self.phase is not Phase.ENDED:
             self._emit(EventKind.DRAINING, node=node)
             self._draining.add(node)
@@ -151,7 +151,7 @@ class Generations:
         return self._take()
 
     def abort(self, node: str, message: Abort) -> list[Effect]:
-        """A worker found out that no membership could go on, bad data for example."""
+        """End training: a worker found what would stop any membership, bad data for example."""
         if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
             self._emit(EventKind.FAULT, node=node, cause=message.reason)
             self._end(message.reason, success=False)
@@ -177,7 +177,7 @@ class Generations:
         return self._take()
 
     def _counts(self, message: Reduced | Finished) -> bool:
-        """True for what is said in the active generation, also while its members come back to a restarted coordinator."""
+        """Return whether a message is of the active generation, also while members come back to a restarted coordinator."""
         active = self.history.active
         known = active is not None and active.generation == self.generation == message.generation
         return known and self.phase in (Phase.ACTIVE, Phase.RESUMING)
@@ -212,7 +212,7 @@ class Generations:
         self._reconfigure(f"{', '.join(member.node for member in silent)} held up phase {self.phase}", None)
 
     def _resume(self, *, give_up: bool) -> None:
-        """After a restart: go on as before if all are back; without the missing if they are given up."""
+        """Continue after a restart: as before if all are back, without the missing if they are given up."""
         back = [member for member in self.members if self._connected.get(member.node) == member]
         # A node with new workers shows that the old ones are gone.
         missing = [

@@ -40,7 +40,7 @@ class LocalCluster:
     agents: dict[str, ChildProcess] = field(default_factory=dict)
     """Node -> its agent."""
     supervisor: ChildProcess = field(init=False)
-    """What keeps coordinator and store running."""
+    """Process that keeps coordinator and store running."""
     endpoint: Endpoint = field(init=False)
     """Address of the coordinator, once started."""
 
@@ -88,7 +88,7 @@ class LocalCluster:
 
     @property
     def ended(self) -> bool:
-        """Whether the coordinator is gone for good."""
+        """True once the coordinator has ended for good."""
         return self.supervisor.code is not None
 
     def drain(self, node: str) -> None:

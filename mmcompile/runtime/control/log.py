@@ -48,7 +48,7 @@ class Activated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """A step is done, whatever happens next."""
+    """A step is done; nothing that follows undoes it but lost state."""
 
     generation: int
     step: int
@@ -58,7 +58,7 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolledBack:
-    """State was lost, and training goes on from a checkpoint."""
+    """State was lost, and training continues from a checkpoint."""
 
     step: int
     cursor: str | None
@@ -222,7 +222,7 @@ def _add(history: History, line: _Line) -> History:
 
 
 def _compact(path: Path, history: History) -> None:
-    """Replace a log by one line, in a way that leaves the old or the new one whatever happens."""
+    """Replace a log by one line. After a crash at any point, either the old or the new log is intact."""
     other = path.with_name(path.name + ".new")
     file = os.open(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

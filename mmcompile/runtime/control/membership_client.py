@@ -142,12 +142,12 @@ class MembershipClient:
     def reduced(self, step: int, microbatches: Collection[int], *, cursor: str | None = None) -> None:
         """The gradients of a step are final here: wait until they are everywhere, and the step is committed.
 
-        After this returns, apply them, without talking to other workers: they do the same, whatever happens.
+        After this returns, apply them, without messages to other workers: every worker applies the same ones.
 
         Args:
             step: `committed + 1`.
-            microbatches: ids that this worker answers for; each id of the step is named by exactly one worker.
-            cursor: JSON text of what a later run needs to go on after this step; from one worker.
+            microbatches: ids that this worker reports; each id of the step is reported by exactly one worker.
+            cursor: JSON text from which a later run continues after this step; from one worker.
 
         Raises:
             Superseded: the step was not committed. Throw the gradients away.
@@ -164,15 +164,15 @@ class MembershipClient:
         self._ask(message, lambda: self._released is not None and self._released.success)
 
     def fault(self, error: str) -> None:
-        """A message to or from another worker failed: wait until the coordinator says why, and raise Superseded."""
+        """A message to or from another worker failed: wait until the coordinator explains it, and raise Superseded."""
         self._ask(Fault(generation=self._number, worker=self.index, error=error), lambda: False)
 
     def abort(self, reason: str) -> None:
-        """End training: no membership could go on. Raises Released once all are told, Superseded if the generation ended."""
+        """End training for every membership. Raises Released once all have learned of it, Superseded if the generation ended."""
         self._ask(Abort(generation=self._number, worker=self.index, reason=reason), lambda: False)
 
     def fail(self, error: str) -> None:
-        """Say why this worker is about to exit."""
+        """Report why this worker is about to exit."""
         self._send(Failed(error=error))
 
     def drain(self) -> None:

@@ -11,7 +11,7 @@ from mmcompile.runtime.control.messages import Advice, Generation, Hello, Refuse
 
 
 class Planner(Protocol):
-    """Chooses what each member does, in milliseconds, since all members wait for it. The control plane knows no models.
+    """Chooses what each member does, in milliseconds, since all members wait for it. The control plane is independent of models.
 
     The answer may depend on the question only, since a coordinator that was restarted asks again. An MMCompileError ends
     training with its text.
@@ -23,12 +23,12 @@ class Planner(Protocol):
 
 
 def holders(history: History) -> tuple[Member, ...]:
-    """Members of the last active generation: they hold the state of the last committed step."""
+    """Return the members of the last active generation: they hold the state of the last committed step."""
     return history.active.members if history.active is not None else ()
 
 
 def in_order(members: Collection[Member], history: History) -> tuple[Member, ...]:
-    """Those that hold state first, in their old order, so that ranks change little."""
+    """Sort members: those that hold state first, in their old order, so that ranks change little."""
     order = {member: index for index, member in enumerate(holders(history))}
     return tuple(sorted(members, key=lambda member: order.get(member, len(order))))
 
@@ -76,7 +76,7 @@ def generations_of(
 def refusal_of(
     hello: Hello, connected: Mapping[str, Member], dead: Collection[str], known: Collection[Member], history: History
 ) -> Refused | None:
-    """Why a node may not join as it is.
+    """Return why a node may not join as it is; None if it may.
 
     Args:
         dead: incarnations that were given up.

@@ -19,14 +19,14 @@ class ProtocolError(Exception):
 
 
 class Phase(StrEnum):
-    """Where a generation stands."""
+    """Phase of a generation."""
 
     WAITING = "waiting"
     """Not enough nodes, or none yet."""
     RESUMING = "resuming"
     """The coordinator was restarted and waits for the members it remembers."""
     PREPARE = "prepare"
-    """Workers are told, and leave what they wait for in the generation before."""
+    """Workers leave what they wait for in the generation before."""
     RENDEZVOUS = "rendezvous"
     """Workers connect their groups."""
     READY = "ready"
@@ -37,7 +37,7 @@ class Phase(StrEnum):
 
 
 class Advice(StrEnum):
-    """What an agent that is refused should do."""
+    """Next action of an agent that is refused."""
 
     RETRY = "retry"
     """Come back with the same workers."""
@@ -56,7 +56,7 @@ class Challenge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """Agent: it knows the secret."""
+    """Agent: proof that it has the secret."""
 
     nonce: str
     mac: str
@@ -65,7 +65,7 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accepted:
-    """Coordinator: so does it."""
+    """Coordinator: proof that it has the secret."""
 
     mac: str
 
@@ -89,7 +89,7 @@ class Hello:
     generation: int
     """Last generation these workers were active in; 0 if none."""
     committed: int
-    """Last step they know to be committed."""
+    """Number of the last step whose commit reached them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,20 +114,20 @@ class Reached:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduced:
-    """Worker: all gradients of a step are final and it can apply them without talking to anybody."""
+    """Worker: all gradients of a step are final and it can apply them without further messages."""
 
     generation: int
     step: int
     worker: int
     microbatches: tuple[int, ...]
-    """Ids this worker answers for; over all workers each id of the step occurs once."""
+    """Ids of microbatches this worker reports; over all workers each id of the step occurs once."""
     cursor: str | None
-    """What a later run must know to go on after this step (data, schedule, random state); JSON text of one worker."""
+    """State from which a later run continues after this step (data, metrics); JSON text of one worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Worker: a message to another worker failed, and nobody said why."""
+    """Worker: a message to another worker failed, for an unknown reason."""
 
     generation: int
     worker: int
@@ -145,7 +145,7 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abort:
-    """Worker: no membership could go on; end training."""
+    """Worker: end training, since no membership could continue."""
 
     generation: int
     worker: int
@@ -207,7 +207,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advance:
-    """Coordinator: everybody reached the phase before; this one begins."""
+    """Coordinator: all workers reached the phase before; this one begins."""
 
     generation: int
     phase: Phase

@@ -2,7 +2,7 @@
 
 A proof is HMAC-SHA256 over fresh random numbers.
 
-What follows on the link is neither encrypted nor signed: the secret keeps out strangers and other jobs, not somebody who
+What follows on the link is neither encrypted nor signed: the secret keeps out strangers and other jobs, not an attacker who
 can change packets on the wire. Use a private network, as for the tensors themselves.
 """
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _GENERATION = re.compile(r"\bgeneration/(\d+)/")
-"""As `Generation.prefix`, in a key."""
+"""`Generation.prefix` in a key."""
 
 
 def serve_store(listener: socket.socket) -> int:

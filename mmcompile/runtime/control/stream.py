@@ -11,10 +11,10 @@ from mmcompile.runtime.control.messages import Message, ProtocolError, decode, e
 FRAME_BYTES = 16 * 2**20
 """Longest message; a plan for a thousand stages is far below it."""
 STRANGER_FRAME_BYTES = 4096
-"""Longest message of a peer that has not proved that it knows the secret."""
+"""Longest message of a peer that has not proved the secret."""
 _READ_BYTES = 2**16
 _BACKLOG_BYTES = 4 * FRAME_BYTES
-"""What may wait for a peer that does not read."""
+"""Most unsent bytes for a peer that does not read."""
 
 
 class Stream:
@@ -37,7 +37,7 @@ class Stream:
         """The peer closed the link, or it broke."""
 
     def fileno(self) -> int:
-        """For selectors."""
+        """File descriptor of the socket, read by selectors."""
         return self._end.fileno()
 
     @property
@@ -84,7 +84,7 @@ class Stream:
             del self._outgoing[:sent]
 
     def finish(self) -> None:
-        """Tell the peer that nothing more will come. It can still be read from."""
+        """End this direction of the link. The peer can still be read from."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
 

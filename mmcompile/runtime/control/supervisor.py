@@ -44,7 +44,7 @@ class Supervisor:
     """Keeps a coordinator and a store running, in processes of their own.
 
     Args:
-        folder: folder of the log and the event log. With the log of an earlier run, that run goes on.
+        folder: folder of the log and the event log. With the log of an earlier run, that run continues.
         endpoint: the address to listen at, and the secret; its port is not used.
         listener: the listening socket for agents, from `listen`.
         planner: chooses what members do.

@@ -21,7 +21,7 @@ class Times:
     """
 
     recovery_deadline_s: float = 20.0
-    """From a failure to the next active generation, if no further failure comes between."""
+    """Seconds from a failure to the next active generation, if no further failure comes between."""
     max_attempts: int = 8
     """Generations in a row without a committed step before training stops."""
 
@@ -36,35 +36,35 @@ class Times:
 
     @property
     def lease_s(self) -> float:
-        """Silence after which a member is given up."""
+        """Seconds of silence after which a member is given up."""
         return self.recovery_deadline_s / 5
 
     @property
     def heartbeat_s(self) -> float:
-        """Between two signs of life."""
+        """Seconds between two signs of life."""
         return self.lease_s / 5
 
     @property
     def fault_grace_s(self) -> float:
-        """From a worker's report of a broken link to a new generation, if nobody turns out to be lost; over one lease."""
+        """Seconds from a worker's report of a broken link to a new generation, if no member is lost; over one lease."""
         return self.lease_s * 1.25
 
     @property
     def attempt_s(self) -> float:
-        """Until members that hold up a generation in preparation are given up."""
+        """Seconds until members that hold up a generation in preparation are given up."""
         return self.recovery_deadline_s - self.fault_grace_s
 
     @property
     def resume_s(self) -> float:
-        """How long a restarted coordinator waits for the members it remembers."""
+        """Seconds that a restarted coordinator waits for the members in its log."""
         return self.lease_s * 1.25
 
     @property
     def reconnect_s(self) -> float:
-        """How long agents look for a coordinator that is gone before they end their workers."""
+        """Seconds that agents look for a coordinator that is gone before they end their workers."""
         return self.recovery_deadline_s
 
     @property
     def tick_s(self) -> float:
-        """Between two looks at leases and timers."""
+        """Seconds between two looks at leases and timers."""
         return min(0.25, self.heartbeat_s / 2)

@@ -1,4 +1,4 @@
-"""`Connections`: the groups of one generation after the other, each left in milliseconds whoever waits for whom.
+"""`Connections`: the groups of one generation after the other, each left in milliseconds even while ranks wait for each other.
 
     connections = Connections(membership)
     while True:
@@ -6,8 +6,8 @@
         with contextlib.suppress(Superseded), connections.open(generation) as connection:
             connection.call(function that uses connection.groups)
 
-When the generation ends, waits of this rank for others are cut by the thread that hears of it, while the main thread may still
-be in `call`. After `open` nothing of the generation runs any more.
+When the generation ends, waits of this rank for others are cut by the thread that receives the message, while the main
+thread may still be in `call`. After `open` nothing of the generation runs any more.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -43,7 +43,7 @@ had begun to write when the connection ended (seen with torch 2.13)."""
 
 
 class Watch(Protocol):
-    """What a worker hears of its generation (`MembershipClient`)."""
+    """The state of a worker's generation, as `MembershipClient` has it."""
 
     superseded: bool
     on_superseded: Callable[[], None] | None
@@ -57,9 +57,9 @@ class Connections:
     """One for all generations of a worker. Takes over `watch.on_superseded`.
 
     Args:
-        fenced: cut by a `Fence`; None: if that works on this system. Otherwise gloo ends its own waits a little later, and a
-            thread that still waits for ranks to come is left behind until `times.attempt_s` is over (for a rank that was there
-            and did not go on, five times as long).
+        fenced: whether waits are cut by a `Fence`; None: if that works on this system. Otherwise gloo ends its own waits a
+            little later, and a thread that still waits for ranks to come is left behind until `times.attempt_s` is over
+            (for a rank that connected and then stopped, five times as long).
     """
 
     def __init__(self, watch: Watch, *, fenced: bool | None = None) -> None:
@@ -90,7 +90,7 @@ class Connections:
                 self._store = _StoreClient(self._watch.times.attempt_s)
 
     def cut(self) -> None:
-        """Let go of whatever in the current generation waits for other ranks. By any thread, several times."""
+        """End all waits of the current generation for other ranks. Any thread may call this, several times."""
         connection = self._current
         if connection is not None:
             connection.cut()
@@ -153,7 +153,7 @@ class Connection:
     def leave(self) -> bool:
         """Wait until nothing of the generation runs any more, and close its groups. False if a thread had to be left behind.
 
-        A thread that computes is waited for: it works on what the next generation goes on with.
+        A thread that computes is waited for: its result belongs to the next generation too.
         """
         self._over = True
         if self._made is not None:
@@ -234,7 +234,7 @@ class _StoreClient:
 
 
 def _is_local(store: str) -> bool:
-    """Whether a store is reached by the loopback address: all workers are on its machine then."""
+    """Return whether a store is at the loopback address: all workers are on its machine then."""
     host = store.rsplit(":", 1)[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

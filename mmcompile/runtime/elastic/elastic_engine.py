@@ -1,4 +1,4 @@
-"""`ElasticEngine`: starts and watches a training run that goes on when nodes die. This process computes nothing."""
+"""`ElasticEngine`: starts and watches a training run that continues when nodes die. This process computes nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _END_S = 10.0
 class ElasticEngine:
     """A coordinator, a store and one agent a node, whose workers train by the templates of a plan.
 
-    Every step is committed once, on the same samples, whatever happens to nodes; see `mmcompile.runtime.elastic`. All processes
+    Every step is committed once, on the same samples, for any failures of nodes; see `mmcompile.runtime.elastic`. All processes
     end with this one.
 
     Args:
@@ -40,7 +40,7 @@ class ElasticEngine:
         nodes: names of the nodes to start with; each is simulated by processes of this machine.
         times: how soon what counts as lost.
         max_restarts: times that the workers of a node are started anew after they were lost.
-        on_event: told every line of the event log while `train` runs.
+        on_event: called with every line of the event log while `train` runs.
 
     Raises:
         ConfigError: fewer nodes than the promise needs, or a folder of another run.
@@ -106,12 +106,12 @@ class ElasticEngine:
         return self._cluster.supervisor.pid
 
     def train(self) -> Iterator[StepMetrics]:
-        """Metrics of each step once it is committed, until training ends.
+        """Yield the metrics of each step once it is committed, until training ends.
 
         After state was lost and read from a checkpoint, the steps since then come again.
 
         Raises:
-            EngineError: training ended before its last step; the message says why, and what was saved.
+            EngineError: training ended before its last step; the message has the reason, and what was saved.
         """
         for event in self._reader.follow(lambda: self._cluster.ended):
             self._note(event)
@@ -126,7 +126,7 @@ class ElasticEngine:
         self._cluster.add(node, num_workers=self._job.resilience.devices_per_node)
 
     def drain(self, node: str) -> None:
-        """Tell a node that it will be taken away; it leaves after the step that runs."""
+        """Give a node notice that it will be taken away; it leaves after the step that runs."""
         self._cluster.drain(node)
 
     def kill(self, node: str) -> None:
@@ -136,7 +136,7 @@ class ElasticEngine:
             os.kill(int(child), signal.SIGKILL)
 
     def trace(self) -> list[StepEvent]:
-        """Measured actions of all ranks in the last step, on one clock, once training ended well."""
+        """Return the measured actions of all ranks in the last step, on one clock, once training ended well."""
         return read_trace(self._job.trace)
 
     def pull(self) -> None:
@@ -148,7 +148,7 @@ class ElasticEngine:
         self._job.user.put(checkpoint.read(self._job.checkpoints).weights)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the checkpoint of the end to another folder; `Engine.load` goes on from it.
+        """Write the checkpoint of the end to another folder; `Engine.load` continues from it.
 
         Raises:
             CheckpointError: no step was saved, or the folder cannot be written.

@@ -25,7 +25,7 @@ class ElasticJob:
 
     resilience: Resilience
     layers: Plan
-    """By layers."""
+    """The plan by layers: every layer is a stage."""
     patterns: Patterns
     model: nn.Module
     data: Batches
@@ -38,7 +38,7 @@ class ElasticJob:
     reduction: Reduction
     collate: Collate
     balancer: Balancer
-    """Of samples over the microbatches of a step."""
+    """Balancer of samples over the microbatches of a step."""
     costs: Costs | None
     folder: Path
     save_every: int | None

@@ -24,13 +24,13 @@ from mmcompile.runtime.elastic.generation_plan import GenerationPlan
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationLayout:
-    """Where the layers of a generation are.
+    """Placement of the layers of a generation on workers.
 
     Args:
-        plan: pipelines.
+        plan: the pipelines.
         resilience: their templates.
         layers: the plan by layers.
-        nodes: of the generation in order of ranks.
+        nodes: nodes of the generation in order of ranks.
     """
 
     plan: GenerationPlan
@@ -40,7 +40,7 @@ class GenerationLayout:
 
     @property
     def ranks(self) -> dict[WorkerId, int]:
-        """Of all workers, those of idle nodes too."""
+        """Worker -> rank, for all workers, those of idle nodes too."""
         count = self.resilience.devices_per_node
         return {
             WorkerId(node=node, index=index): position * count + index
@@ -49,7 +49,7 @@ class GenerationLayout:
         }
 
     def layers_of(self, device: WorkerId) -> frozenset[LayerId]:
-        """What a worker runs."""
+        """Return the layers that a worker runs."""
         return self._layers.get(device, frozenset())
 
     @cached_property
@@ -61,7 +61,7 @@ class GenerationLayout:
         return self.resilience.job
 
     def placement(self) -> Placement:
-        """Of all replicas, as one tower: a replica is a pipeline."""
+        """Return the placed stages of all replicas, as one balance group: a replica is a pipeline."""
         ranks = self.ranks
         depth = {stage.name: stage.depth for stage in self.layers.stages}
         order = {name: place for place, name in enumerate(depth)}
@@ -102,10 +102,12 @@ def layers_by_worker(plan: GenerationPlan, job: Job) -> dict[WorkerId, frozenset
 def _placed_layers(
     template: Template, nodes: Sequence[str], devices_per_node: int
 ) -> Iterator[tuple[LayerId, WorkerId]]:
-    """Layers of a template, each with the device it is on.
+    """Yield the layers of a template, each with the worker that runs it.
 
     Args:
-        nodes: in the order of the template's nodes.
+        template: the template.
+        nodes: nodes in the order of the template's nodes.
+        devices_per_node: workers of a node.
     """
     for stage in template.stages:
         node, index = divmod(stage.devices[0], devices_per_node)
@@ -118,7 +120,7 @@ def _placed_layers(
 class PipelineBalancer(Balancer):
     """Microbatches as another balancer makes them of a step's samples, dealt to pipelines in runs.
 
-    What a microbatch holds does not depend on the pipelines, so a step computes the same whatever the membership.
+    The content of a microbatch does not depend on the pipelines, so a step computes the same for any membership.
     """
 
     name: ClassVar[str] = "dealt"
@@ -154,7 +156,7 @@ class PipelineBalancer(Balancer):
 
 
 def shares_of(pipelines: Sequence[NodePipeline[str]]) -> tuple[int, ...]:
-    """Microbatches of each."""
+    """Return the microbatches of each pipeline."""
     return tuple(pipeline.num_microbatches for pipeline in pipelines)
 
 

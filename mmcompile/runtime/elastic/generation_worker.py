@@ -31,7 +31,7 @@ class _StepOrder:
     """Rank 0's message at the start of a step."""
 
     has_new: bool
-    """Whether patterns follow that some ranks do not know."""
+    """True if patterns follow that some ranks lack."""
     step: Step
 
 
@@ -131,7 +131,7 @@ class GenerationWorker:
     def answers_for(self) -> tuple[int, ...]:
         """Return the numbers of the last step's microbatches that this rank reports: those whose loss it computed.
 
-        Rank 0 reports those without samples, too. Numbers go on from step to step.
+        Rank 0 reports those without samples, too. Numbers continue from step to step.
         """
         assert self.rank.last is not None, "no step was computed"
         plan, _ = self.rank.last

@@ -1,6 +1,6 @@
 """`run_copies`: layers from worker to worker, in planned rounds, each checked before it counts.
 
-A layer travels as a header, which says what comes, and then as one run of bytes cut into chunks. Beside what its store holds, a
+A layer travels as a header, which lists its tensors, and then as one run of bytes cut into chunks. Beside what its store holds, a
 worker needs memory for the layer that it receives and for a few chunks.
 """
 
@@ -42,7 +42,7 @@ _ADVICE = "it was not used; if this comes again, test the memory and the network
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyReport:
-    """What one worker moved. Bytes are those of tensors, without headers."""
+    """Bytes that one worker moved: those of tensors, without headers."""
 
     bytes_sent: int
     bytes_received: int
@@ -51,7 +51,7 @@ class CopyReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Side:
-    """How one worker takes part."""
+    """One worker's connections and settings for all its copies."""
 
     groups: Groups
     ranks: Mapping[WorkerId, int]

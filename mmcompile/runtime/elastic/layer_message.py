@@ -1,4 +1,4 @@
-"""What travels for a layer: a frame of known size, the header that it announces, then the bytes of all tensors."""
+"""Messages of a layer: a frame of known size, the header that it announces, then the bytes of all tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A tensor."""
+    """Name and layout of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What comes."""
+    """Content of the bytes that follow."""
 
     layer: LayerId
     digest: str

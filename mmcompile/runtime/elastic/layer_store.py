@@ -75,14 +75,14 @@ class LayerStore:
         return frozenset(layer for layer, specs in self._specs.items() if specs.keys() <= here)
 
     def trains(self, layer: LayerId) -> bool:
-        """Whether a layer has state that can be lost."""
+        """Return whether a layer has state that can be lost."""
         return bool(self._trainable(layer))
 
     def hold(self, layers: Iterable[LayerId]) -> None:
         """Give layers the parameters they lack here, as the run started: trainable ones copied, frozen ones shared.
 
         Parameters that are here already are left alone. So layers that train are held at the start of a run only; later they
-        come by `put`.
+        arrive through `put`.
         """
         for layer in layers:
             for name in self._trainable(layer):
@@ -203,7 +203,7 @@ class LayerStore:
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """BLAKE2b of names, shapes, dtypes and bytes, whatever the order of the mapping and the layout in memory."""
+    """Return BLAKE2b of names, shapes, dtypes and bytes, independent of the mapping's order and the layout in memory."""
     table = [(name, tuple(tensors[name].shape), dtype_name(tensors[name].dtype)) for name in sorted(tensors)]
     digest = hashlib.blake2b(wire.encode(table), digest_size=32)
     for name in sorted(tensors):

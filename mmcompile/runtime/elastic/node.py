@@ -27,7 +27,7 @@ def coordinate(
     Args:
         resilience: templates and promise of the run.
         folder: folder of the log, the events and the checkpoint; the same for all nodes. With the log of an earlier
-            coordinator of this run, it goes on.
+            coordinator of this run, it continues.
         at: address to listen at, and the secret.
         start_nodes: nodes that must be there before training starts.
         on_event: called with each line of the event log.

@@ -1,4 +1,4 @@
-"""`Programs`: the layer programs a worker knows, by pattern. All workers know those captured before they were started."""
+"""`Programs`: the layer programs a worker has, by pattern. All workers have those captured before they were started."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mmcompile.runtime.comm.groups import Groups
 
 
 class Programs:
-    """Programs of layers, and what they say of parameters.
+    """Programs of layers, and their parameters.
 
     Args:
-        known: that every worker has from the start.
+        known: programs that every worker has from the start.
     """
 
     def __init__(self, known: Iterable[PatternPrograms]) -> None:
@@ -40,7 +40,7 @@ class Programs:
 
     @property
     def late(self) -> tuple[PatternPrograms, ...]:
-        """Those that a worker started anew does not know."""
+        """Programs captured while training, which a worker started anew lacks."""
         return tuple(self._patterns[name] for name in self._late)
 
     def add(self, programs: PatternPrograms) -> None:
@@ -50,7 +50,7 @@ class Programs:
             self._late.append(programs.pattern)
 
     def parameters(self) -> dict[LayerId, tuple[ParameterSpec, ...]]:
-        """Of each layer, over all patterns."""
+        """Return the parameters of each layer, over all patterns."""
         found: dict[LayerId, dict[str, ParameterSpec]] = {}
         for stage, program in self._all():
             found.setdefault(layer_of(stage), {}).update({spec.name: spec for spec in program.parameters})
@@ -82,7 +82,7 @@ class Programs:
         return found
 
     def check(self, resilience: Resilience) -> None:
-        """Refuse templates that do not say which layers have state to copy. Raises PlanError."""
+        """Refuse templates that were made for other layers with state to copy. Raises PlanError."""
         for layer, specs in self.parameters().items():
             trains = any(spec.trainable for spec in specs)
             sizes = resilience.layer_bytes.get(layer.chain, ())
@@ -98,7 +98,7 @@ class Programs:
 
 
 def share(groups: Groups, programs: Programs, patterns: Sequence[PatternPrograms] = ()) -> None:
-    """Give all ranks what rank 0 knows: these patterns. Other ranks pass none."""
+    """Give all ranks these patterns of rank 0. Other ranks pass none."""
     sent = None if groups.rank else wire.encode([_bare(pattern) for pattern in patterns])
     known = wire.decode(wire.broadcast(groups, sent), list[PatternPrograms])
     if not known:

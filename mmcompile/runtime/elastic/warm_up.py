@@ -23,12 +23,12 @@ from mmcompile.ir.graph import torch_dtype
 from mmcompile.runtime.monitoring.timer import one_thread
 
 _RUNS = 2
-"""Of a layer whose sizes vary: one that compiles, and one of other sizes, to find out now if they need code of their own."""
+"""Runs of a layer whose sizes vary: one that compiles, and one of other sizes, which may need code of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmUp:
-    """What compiling took."""
+    """Result of compiling."""
 
     num_graphs: int
     """Compiled; a forward and its backward are one."""
@@ -82,7 +82,7 @@ def num_graphs() -> int:
 
 
 class _Values:
-    """What the programs of a microbatch read."""
+    """Values that the programs of a microbatch read."""
 
     def __init__(self, microbatch: PreparedMicrobatch, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._microbatch = microbatch
@@ -141,7 +141,7 @@ class _Values:
 
 
 def _layers(program: StageProgram) -> tuple[str, ...]:
-    """What is compiled of a program."""
+    """Return the texts of a program that are compiled."""
     return tuple(layer.text for layer in canonical_layers(program.source, program.stage).values())
 
 

@@ -14,7 +14,7 @@ from mmcompile.planner.resilience.replay.spot_trace import SpotTrace
 
 
 class Spent(StrEnum):
-    """What a stretch of time went to."""
+    """Use of a stretch of time."""
 
     USEFUL = "useful"
     """Steps that counted."""
@@ -30,18 +30,18 @@ class Spent(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayConstants:
-    """What the simulation assumes. All systems get new nodes after `creation_s`, and none is warned before it loses one."""
+    """Assumptions of the simulation. All systems get new nodes after `creation_s`, and none is warned of a loss."""
 
     creation_s: float = 45.0
     """From a trace's "add" to a node that can work (as Bamboo's simulator assumes)."""
     reconfigure_s: float = 2.0
     """Templates: notice, rendezvous, new groups; copying comes on top (2 to 10 s with copies in Oobleck's simulator)."""
     bytes_per_s: float = 1.25e9
-    """One node sends or receives."""
+    """Bandwidth at which one node sends or receives."""
     restart_s: float = 75.0
     """New processes from nothing; loading comes on top (76 s with a small model in Oobleck's simulator of Varuna)."""
     store_bytes_per_s: float = 1e9
-    """Of the store of checkpoints, read or written (near 0.9e9 in Oobleck's simulator, for 2.7B and 6.7B parameters)."""
+    """Bandwidth of the store of checkpoints (near 0.9e9 in Oobleck's simulator, for 2.7B and 6.7B parameters)."""
     rendezvous_s: float = 30.0
     """Redundant computation: every regrouping (as Bamboo's simulator assumes)."""
     redundancy_slowdown: float = 1.5
@@ -60,22 +60,22 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SystemReplay:
-    """How one system fared."""
+    """Result of one system."""
 
     name: str
     spans: tuple[Span, ...]
     """From 0 to the end of the trace without gaps."""
     useful_share: float
-    """Of the seconds of a useful step; the rest computes redundantly."""
+    """Useful share of a step's seconds; the rest computes redundantly."""
     lost_samples: float
     """Trained on, and their effect lost with the state: trained on again."""
     save_interval_s: float
-    """Of training between checkpoints."""
+    """Seconds of training between checkpoints."""
     num_pauses: int
     """Times that training had to regroup or restart."""
 
     def seconds(self, spent: Spent) -> float:
-        """Spent on one thing, redundant computation included where that is part of useful steps."""
+        """Return the seconds of one use, redundant computation included where that is part of useful steps."""
         return sum(span.end_s - span.start_s for span in self.spans if span.spent is spent)
 
     @property
@@ -84,7 +84,7 @@ class SystemReplay:
 
     @property
     def useful(self) -> float:
-        """Share of the time that went into steps that counted, without redundant computation, 0..1."""
+        """Share of the time, 0..1, in steps that counted, without redundant computation."""
         return self.useful_share * self.seconds(Spent.USEFUL) / self.duration_s
 
     @property
@@ -96,7 +96,7 @@ class SystemReplay:
         return self.samples / self.duration_s
 
     def curve(self, num_windows: int) -> list[tuple[float, float]]:
-        """Middle of each of so many equal windows [s], and samples a second in it."""
+        """Return the middle of each of so many equal windows [s], and samples a second in it."""
         width = self.duration_s / num_windows
         totals = [0.0] * num_windows
         for span in self.spans:
@@ -110,7 +110,7 @@ class SystemReplay:
 
 
 Busy = tuple[tuple[Spent, float], ...]
-"""What must be done before the next step, in order, with seconds."""
+"""Work to do before the next step, in order, with its seconds."""
 
 
 class ReplayRun(ABC):
@@ -121,7 +121,7 @@ class ReplayRun(ABC):
 
     name: str
     useful_share: float = 1.0
-    """Of a step's time; the rest is redundant computation."""
+    """Useful share of a step's time; the rest is redundant computation."""
     joins_after_save: bool = False
     """New nodes wait for the next checkpoint rather than for the end of the step."""
 
@@ -131,14 +131,14 @@ class ReplayRun(ABC):
         self.step_s = 0.0
         """0 while training is stopped."""
         self.state_s = int(job.bytes_of.sum()) / constants.store_bytes_per_s
-        """To write or read a checkpoint."""
+        """Seconds to write or read a checkpoint."""
         self._step_samples = job.num_microbatches * microbatch_samples
         self._save_interval_s = save_interval_s
         self._now_s = 0.0
         self._mark_s = 0.0
         """Since when a step is under way."""
         self._saved_s = 0.0
-        """When the last checkpoint would have ended if training had gone on without pauses since."""
+        """Time at which the last checkpoint would have ended if training had continued without pauses since."""
         self._spans: list[Span] = []
         self._unsaved: list[int] = []
         self._waiting: list[int] = []
@@ -148,11 +148,11 @@ class ReplayRun(ABC):
 
     @abstractmethod
     def lose(self, nodes: Sequence[int]) -> Busy | None:
-        """Nodes are gone: set `step_s`; what is to be done then, None where nothing that runs is touched."""
+        """Lose nodes: set `step_s`, and return the work to do then; None where nothing that runs is touched."""
 
     @abstractmethod
     def join(self, nodes: Sequence[int]) -> Busy:
-        """Nodes can be used, between steps or while stopped; as `lose`, () for nothing to do."""
+        """Use new nodes, between steps or while stopped: set `step_s`, and return the work to do; () for none."""
 
     @final
     def play(self, trace: SpotTrace) -> SystemReplay:
@@ -178,7 +178,7 @@ class ReplayRun(ABC):
 
     @final
     def roll_back(self) -> None:
-        """What was trained since the last checkpoint is lost."""
+        """Count what was trained since the last checkpoint as lost."""
         for index in self._unsaved:
             span = self._spans[index]
             self._lost_samples += span.samples
@@ -261,6 +261,6 @@ class ReplayRun(ABC):
 
 
 def save_interval_s(trace: SpotTrace, save_s: float) -> float:
-    """Between checkpoints that every loss needs: `sqrt(2 * save_s * mean time between losses)` (Young, 1974)."""
+    """Return the best seconds between checkpoints: `sqrt(2 * save_s * mean time between losses)` (Young, 1974)."""
     losses = sum(bool(change.removed) for change in trace.changes)
     return sqrt(2 * max(save_s, 1.0) * trace.duration_s / max(1, losses))

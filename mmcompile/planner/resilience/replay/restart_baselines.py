@@ -1,4 +1,4 @@
-"""What templates are compared with: checkpoint and restart, and redundant computation, on equal pipelines."""
+"""Baselines that templates are compared with: checkpoint and restart, and redundant computation, on equal pipelines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PipelineGrid:
     template: Template
     num_pipelines: int
     num_microbatches: int
-    """Of one pipeline."""
+    """Microbatches of one pipeline."""
 
     @property
     def step_s(self) -> float:

@@ -40,7 +40,7 @@ class SpotTrace:
 
     @property
     def num_added(self) -> int:
-        """After the start."""
+        """Nodes added after the start."""
         return sum(len(change.added) for change in self.changes if change.time_s > 0)
 
     @property
@@ -79,8 +79,8 @@ def read_trace(path: str | os.PathLike[str], *, unit: TimeUnit | None = None, se
 
     Args:
         path: the file.
-        unit: of the times of `time,count`, which the file does not say; None for the other formats.
-        seed: of the nodes that go where the trace does not name them.
+        unit: unit of the times of `time,count`, which the file does not contain; None for the other formats.
+        seed: seed for the choice of nodes that go where the trace does not name them.
 
     Raises:
         ConfigError: unreadable, a line that does not fit (with its number), a node that goes without having come, no length in
