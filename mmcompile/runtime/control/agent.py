@@ -17,29 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from mmcompile.runtime.control import messages as msg
 from mmcompile.runtime.control.coordinator_link import CoordinatorLink
 from mmcompile.runtime.control.membership_client import MembershipClient, serve
-from mmcompile.runtime.control.messages import (
-    Abort,
-    Advance,
-    Advice,
-    Commit,
-    Drain,
-    Failed,
-    Fault,
-    Finished,
-    Generation,
-    Heartbeat,
-    Hello,
-    Idle,
-    Lost,
-    Message,
-    Phase,
-    Reached,
-    Reduced,
-    Refused,
-    Release,
-)
 from mmcompile.runtime.control.processes import describe_exit, fork_process, kill_group
 from mmcompile.runtime.control.secret import Endpoint
 from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
@@ -54,7 +34,7 @@ class _Worker:
     stream: Stream
     heard_s: float
     idle: bool = False
-    asked: Message | None = None
+    asked: msg.Message | None = None
     """Message whose answer it waits for; repeated to a coordinator that was restarted."""
     error: str = ""
     status: int | None = None
@@ -93,7 +73,7 @@ class Agent:
         self._restarts = 0
         self._drain_asked = False
         self._draining = False
-        self._released: Release | None = None
+        self._released: msg.Release | None = None
         self._end_s = 0.0
         self._code: int | None = None
         self._seen_s = time.monotonic()
@@ -165,15 +145,15 @@ class Agent:
         for message in worker.stream.read():
             worker.heard_s = time.monotonic()
             match message:
-                case Heartbeat():
+                case msg.Heartbeat():
                     pass
-                case Idle():
+                case msg.Idle():
                     worker.idle = True
-                case Drain():
+                case msg.Drain():
                     self._drain()
-                case Failed():
+                case msg.Failed():
                     worker.error = message.error
-                case Reached() | Reduced() | Fault() | Finished() | Abort():
+                case msg.Reached() | msg.Reduced() | msg.Fault() | msg.Finished() | msg.Abort():
                     worker.asked = message
                     self._link.send(message)
                 case _:
@@ -203,7 +183,7 @@ class Agent:
         """Kill what is left of the workers, report it, and begin again."""
         print(f"mmcompile: {cause}", file=sys.stderr, flush=True)
         self._kill()
-        self._link.send(Lost(cause=cause, returns=self._may_restart))
+        self._link.send(msg.Lost(cause=cause, returns=self._may_restart))
         self._link.close()
         self._restart()
 
@@ -237,7 +217,7 @@ class Agent:
         if self._link.connect():
             self._link.send(self._hello())
             if self._draining:
-                self._link.send(Drain())
+                self._link.send(msg.Drain())
             for worker in self._workers:
                 if worker.asked is not None:
                     self._link.send(worker.asked)
@@ -248,8 +228,8 @@ class Agent:
         if (reason := self._link.lost) is not None:
             self._give_up(reason)
 
-    def _hello(self) -> Hello:
-        return Hello(
+    def _hello(self) -> msg.Hello:
+        return msg.Hello(
             node=self._node,
             incarnation=self._incarnation,
             num_workers=self._num_workers,
@@ -257,18 +237,18 @@ class Agent:
             committed=self._committed,
         )
 
-    def _obey(self, message: Message) -> None:
+    def _obey(self, message: msg.Message) -> None:
         match message:
-            case Refused(advice=Advice.GIVE_UP):
+            case msg.Refused(advice=msg.Advice.GIVE_UP):
                 self._give_up(f"the coordinator refused {self._node}: {message.reason}")
-            case Refused(advice=Advice.RESTART):
+            case msg.Refused(advice=msg.Advice.RESTART):
                 print(f"mmcompile: {message.reason}", file=sys.stderr, flush=True)
                 self._kill()
                 self._link.close()
                 self._restart()
-            case Refused():
+            case msg.Refused():
                 self._link.close(retry_s=self._times.heartbeat_s)
-            case Release():
+            case msg.Release():
                 self._released, self._end_s = message, time.monotonic() + self._times.lease_s
                 self._link.close()
                 self._pass_on(message)
@@ -276,22 +256,22 @@ class Agent:
                 self._note(message)
                 self._pass_on(message)
 
-    def _note(self, message: Message) -> None:
+    def _note(self, message: msg.Message) -> None:
         """Remember where the workers are, for a coordinator that was restarted."""
         match message:
-            case Advance(phase=Phase.ACTIVE):
+            case msg.Advance(phase=msg.Phase.ACTIVE):
                 self._generation = message.generation
-            case Commit():
+            case msg.Commit():
                 self._committed = message.step
-            case Generation():
+            case msg.Generation():
                 self._committed = message.committed
             case _:
                 pass
 
-    def _pass_on(self, message: Message) -> None:
+    def _pass_on(self, message: msg.Message) -> None:
         for worker in self._workers:
             sent = message
-            if isinstance(message, Generation):
+            if isinstance(message, msg.Generation):
                 sent = replace(message, rank=message.rank + worker.index)
             worker.stream.send(sent)
 
@@ -303,8 +283,8 @@ class Agent:
         """Notice that the node will be taken away."""
         if not self._draining:
             self._draining = True
-            self._link.send(Drain())
-            self._pass_on(Drain())
+            self._link.send(msg.Drain())
+            self._pass_on(msg.Drain())
 
     def _end(self, now_s: float) -> None:
         """After the release: give workers a while to exit."""

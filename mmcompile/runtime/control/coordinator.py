@@ -7,32 +7,14 @@ import socket
 import time
 from dataclasses import dataclass, field
 
+from mmcompile.runtime.control import messages as msg
 from mmcompile.runtime.control import secret
 from mmcompile.runtime.control.effects import Arm, CloseLink, Effect, Send, TimerKind, Write
 from mmcompile.runtime.control.events import EventKind, EventLog, RunEvent
 from mmcompile.runtime.control.generations import Generations
 from mmcompile.runtime.control.log import Committed, Log
 from mmcompile.runtime.control.membership_view import Planner
-from mmcompile.runtime.control.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    Accepted,
-    Advice,
-    Challenge,
-    Drain,
-    Fault,
-    Finished,
-    Heartbeat,
-    Hello,
-    Lost,
-    Message,
-    Phase,
-    Proof,
-    ProtocolError,
-    Reached,
-    Reduced,
-    Refused,
-)
+from mmcompile.runtime.control.messages import Phase
 from mmcompile.runtime.control.stream import FRAME_BYTES, STRANGER_FRAME_BYTES, Stream
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.monitoring.fail_points import fail_point
@@ -149,7 +131,7 @@ class Coordinator:
         peer = _Peer(stream=Stream(end, STRANGER_FRAME_BYTES), address=where, heard_s=time.monotonic())
         self._peers.add(peer)
         self._selector.register(peer.stream, selectors.EVENT_READ, peer)
-        self._tell(peer, Challenge(nonce=peer.nonce))
+        self._tell(peer, msg.Challenge(nonce=peer.nonce))
 
     def _serve(self, peer: _Peer, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -162,59 +144,59 @@ class Coordinator:
                     self._receive(peer, message)
                 if peer not in self._peers:
                     return
-        except ProtocolError as error:
+        except msg.ProtocolError as error:
             self._refused(peer.address, str(error))
             self._drop(peer, f"{peer.node} broke the protocol: {error}")
             return
         if peer.stream.closed:
             self._drop(peer, f"the connection of {peer.node} ended")
 
-    def _receive(self, peer: _Peer, message: Message) -> None:
+    def _receive(self, peer: _Peer, message: msg.Message) -> None:
         if not peer.trusted:
             self._examine(peer, message)
             return
         peer.heard_s = time.monotonic()
         match message:
-            case Hello() if not peer.node:
+            case msg.Hello() if not peer.node:
                 self._welcome(peer, message)
-            case Heartbeat():
-                self._tell(peer, Heartbeat())
-            case Lost() if peer.node:
+            case msg.Heartbeat():
+                self._tell(peer, msg.Heartbeat())
+            case msg.Lost() if peer.node:
                 if message.returns:
                     self._linger()
                 self._drop(peer, message.cause)
-            case Drain() if peer.node:
+            case msg.Drain() if peer.node:
                 self._execute(self._generations.drain(peer.node))
-            case Reached() if peer.node:
+            case msg.Reached() if peer.node:
                 self._execute(self._generations.reached(peer.node, message))
-            case Reduced() if peer.node:
+            case msg.Reduced() if peer.node:
                 self._execute(self._generations.reduced(peer.node, message))
-            case Fault() if peer.node:
+            case msg.Fault() if peer.node:
                 self._execute(self._generations.fault(peer.node, message))
-            case Abort() if peer.node:
+            case msg.Abort() if peer.node:
                 self._execute(self._generations.abort(peer.node, message))
-            case Finished() if peer.node:
+            case msg.Finished() if peer.node:
                 self._execute(self._generations.finished(peer.node, message))
             case _:
-                raise ProtocolError(f"{type(message).__name__} from an agent at this point")
+                raise msg.ProtocolError(f"{type(message).__name__} from an agent at this point")
 
-    def _examine(self, peer: _Peer, message: Message) -> None:
+    def _examine(self, peer: _Peer, message: msg.Message) -> None:
         """Accept an agent that proves the secret, refuse any other."""
-        if not isinstance(message, Proof):
-            raise ProtocolError(f"{type(message).__name__} before the proof of the secret")
-        if message.version != PROTOCOL_VERSION:
-            reason = (
-                f"protocol {message.version}, the coordinator speaks {PROTOCOL_VERSION}: install one version everywhere"
-            )
-            self._turn_away(peer, Refused(reason=reason, advice=Advice.GIVE_UP))
+        if not isinstance(message, msg.Proof):
+            raise msg.ProtocolError(f"{type(message).__name__} before the proof of the secret")
+        if message.version != msg.PROTOCOL_VERSION:
+            reason = f"protocol {message.version}, the coordinator speaks {msg.PROTOCOL_VERSION}: install one version everywhere"
+            self._turn_away(peer, msg.Refused(reason=reason, advice=msg.Advice.GIVE_UP))
         elif not secret.proves(message.mac, self._key, "agent", peer.nonce, message.nonce):
-            self._turn_away(peer, Refused(reason="it does not know the secret of this job", advice=Advice.GIVE_UP))
+            self._turn_away(
+                peer, msg.Refused(reason="it does not know the secret of this job", advice=msg.Advice.GIVE_UP)
+            )
         else:
             peer.trusted = True
             peer.stream.limit_bytes = FRAME_BYTES
-            self._tell(peer, Accepted(mac=secret.prove(self._key, "coordinator", peer.nonce, message.nonce)))
+            self._tell(peer, msg.Accepted(mac=secret.prove(self._key, "coordinator", peer.nonce, message.nonce)))
 
-    def _welcome(self, peer: _Peer, hello: Hello) -> None:
+    def _welcome(self, peer: _Peer, hello: msg.Hello) -> None:
         if (refused := self._generations.refusal(hello)) is not None:
             self._turn_away(peer, refused)
             return
@@ -226,7 +208,7 @@ class Coordinator:
         self._nodes[hello.node] = peer
         self._execute(self._generations.join(hello))
 
-    def _turn_away(self, peer: _Peer, refused: Refused) -> None:
+    def _turn_away(self, peer: _Peer, refused: msg.Refused) -> None:
         self._refused(peer.address, refused.reason)
         self._tell(peer, refused)
         self._part(peer)
@@ -281,7 +263,7 @@ class Coordinator:
         for _, timer, generation in due:
             self._execute(self._generations.expired(timer, generation))
 
-    def _tell(self, peer: _Peer, message: Message) -> None:
+    def _tell(self, peer: _Peer, message: msg.Message) -> None:
         peer.stream.send(message)
         self._watch(peer)
 

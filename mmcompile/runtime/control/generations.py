@@ -16,30 +16,23 @@ from collections.abc import Container
 
 from mmcompile.errors import MMCompileError
 from mmcompile.planner.resilience.membership import Decision, Planned, StateLost, Stop, Wait
+from mmcompile.runtime.control import messages as msg
 from mmcompile.runtime.control.effects import Arm, CloseLink, Effect, Send, TimerKind, Write
 from mmcompile.runtime.control.events import EventKind, RunEvent
 from mmcompile.runtime.control.log import Activated, Committed, Ended, History, Member, Prepared, Record, RolledBack
 from mmcompile.runtime.control.membership_view import Planner, change_of, generations_of, holders, in_order, refusal_of
-from mmcompile.runtime.control.messages import (
-    Abort,
-    Advance,
-    Advice,
-    Commit,
-    Fault,
-    Finished,
-    Generation,
-    Hello,
-    Message,
-    Phase,
-    Reached,
-    Reduced,
-    Refused,
-    Release,
-    Suspend,
-)
+from mmcompile.runtime.control.messages import Phase
 
-_NEXT = {Phase.PREPARE: Phase.RENDEZVOUS, Phase.RENDEZVOUS: Phase.READY, Phase.READY: Phase.ACTIVE}
-_DONE = {Phase.PREPARE: EventKind.PREPARED, Phase.RENDEZVOUS: EventKind.RENDEZVOUS, Phase.READY: EventKind.READY}
+_NEXT = {
+    Phase.PREPARE: Phase.RENDEZVOUS,
+    Phase.RENDEZVOUS: Phase.READY,
+    Phase.READY: Phase.ACTIVE,
+}
+_DONE = {
+    Phase.PREPARE: EventKind.PREPARED,
+    Phase.RENDEZVOUS: EventKind.RENDEZVOUS,
+    Phase.READY: EventKind.READY,
+}
 _ALIVE = "all members are alive"
 
 
@@ -66,9 +59,9 @@ class Generations:
         self._dead: set[str] = set()
         """Incarnations that were given up; they must not come back."""
         self._reached: set[tuple[str, int]] = set()
-        self._reduced: dict[tuple[str, int], Reduced] = {}
+        self._reduced: dict[tuple[str, int], msg.Reduced] = {}
         self._finished: set[tuple[str, int]] = set()
-        self._sent: dict[str, Generation] = {}
+        self._sent: dict[str, msg.Generation] = {}
         self._attempts = 0
         self._interrupted = False
         self._out: list[Effect] = []
@@ -89,11 +82,11 @@ class Generations:
             self._out.append(Arm(timer=TimerKind.RESUME, generation=self.generation))
         return self._take()
 
-    def refusal(self, hello: Hello) -> Refused | None:
+    def refusal(self, hello: msg.Hello) -> msg.Refused | None:
         """Why a node may not join as it is."""
         return refusal_of(hello, self._connected, self._dead, (*self.members, *holders(self.history)), self.history)
 
-    def join(self, hello: Hello) -> list[Effect]:
+    def join(self, hello: msg.Hello) -> list[Effect]:
         """A node that `refusal` lets in connected: a new one, or a member that lost its connection."""
         member = Member(node=hello.node, incarnation=hello.incarnation, num_workers=hello.num_workers)
         back = member in self.members
@@ -126,7 +119,7 @@ class Generations:
                 self._release(node)
         return self._take()
 
-    def reached(self, node: str, message: Reached) -> list[Effect]:
+    def reached(self, node: str, message: msg.Reached) -> list[Effect]:
         """A worker completed a phase."""
         if message.generation == self.generation and message.phase is self.phase and self.phase in _NEXT:
             self._reached.add((node, message.worker))
@@ -134,30 +127,30 @@ class Generations:
                 self._advance()
         return self._take()
 
-    def reduced(self, node: str, message: Reduced) -> list[Effect]:
+    def reduced(self, node: str, message: msg.Reduced) -> list[Effect]:
         """A worker has the final gradients of a step."""
         if message.step <= self.history.committed:
-            self._send(node, Commit(step=message.step))
+            self._send(node, msg.Commit(step=message.step))
         elif self._counts(message) and message.step == self.history.committed + 1:
             self._reduced[node, message.worker] = message
             self._commit_if_complete()
         return self._take()
 
-    def finished(self, node: str, message: Finished) -> list[Effect]:
+    def finished(self, node: str, message: msg.Finished) -> list[Effect]:
         """A worker has done its last step."""
         if self._counts(message) and message.step == self.history.committed:
             self._finished.add((node, message.worker))
             self._finish_if_complete()
         return self._take()
 
-    def abort(self, node: str, message: Abort) -> list[Effect]:
+    def abort(self, node: str, message: msg.Abort) -> list[Effect]:
         """End training: a worker found what would stop any membership, bad data for example."""
         if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
             self._emit(EventKind.FAULT, node=node, cause=message.reason)
             self._end(message.reason, success=False)
         return self._take()
 
-    def fault(self, node: str, message: Fault) -> list[Effect]:
+    def fault(self, node: str, message: msg.Fault) -> list[Effect]:
         """A worker lost a link to another worker. The loss of a member usually explains it soon."""
         if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
             self._emit(EventKind.FAULT, node=node, cause=message.error)
@@ -176,7 +169,7 @@ class Generations:
             self._give_up_silent()
         return self._take()
 
-    def _counts(self, message: Reduced | Finished) -> bool:
+    def _counts(self, message: msg.Reduced | msg.Finished) -> bool:
         """Return whether a message is of the active generation, also while members come back to a restarted coordinator."""
         active = self.history.active
         known = active is not None and active.generation == self.generation == message.generation
@@ -204,7 +197,7 @@ class Generations:
         for member in silent:
             if self._connected.get(member.node) == member:
                 cause = f"{member.node} did not finish phase {self.phase} of generation {self.generation} in time"
-                self._send(member.node, Refused(reason=cause, advice=Advice.RESTART))
+                self._send(member.node, msg.Refused(reason=cause, advice=msg.Advice.RESTART))
                 self._out.append(CloseLink(node=member.node))
                 del self._connected[member.node]
                 self._draining.discard(member.node)
@@ -241,12 +234,12 @@ class Generations:
         """Repeat what a member may have missed."""
         node, generation = member.node, self.generation
         if self.history.committed:
-            self._send(node, Commit(step=self.history.committed))
+            self._send(node, msg.Commit(step=self.history.committed))
         if node in self._sent:
             self._send(node, self._sent[node])
         for phase in (Phase.RENDEZVOUS, Phase.READY, Phase.ACTIVE):
             if self.phase in (*_NEXT, Phase.ACTIVE) and list(Phase).index(phase) <= list(Phase).index(self.phase):
-                self._send(node, Advance(generation=generation, phase=phase))
+                self._send(node, msg.Advance(generation=generation, phase=phase))
 
     def _reconfigure(self, cause: str, node: str | None) -> None:
         """Make the next generation of all nodes that are connected and stay."""
@@ -310,7 +303,7 @@ class Generations:
         for node, message in self._sent.items():
             self._send(node, message)
         for member in left:
-            self._send(member.node, Suspend(generation=self.generation, reason="the node must go"))
+            self._send(member.node, msg.Suspend(generation=self.generation, reason="the node must go"))
         if had_state:
             # The first start may take as long as it takes: programs are compiled and weights are read.
             self._out.append(Arm(timer=TimerKind.ATTEMPT, generation=self.generation))
@@ -320,7 +313,7 @@ class Generations:
         self._emit(EventKind.WAITING, cause=reason)
         if self.phase is not Phase.WAITING:
             for node in self._connected:
-                self._send(node, Suspend(generation=self.generation, reason=reason))
+                self._send(node, msg.Suspend(generation=self.generation, reason=reason))
         self.phase, self.members = Phase.WAITING, ()
         self._clear()
         self._release_drained()
@@ -332,7 +325,7 @@ class Generations:
         if self.phase is Phase.ACTIVE:
             self._activate()
         for member in self.members:
-            self._send(member.node, Advance(generation=self.generation, phase=self.phase))
+            self._send(member.node, msg.Advance(generation=self.generation, phase=self.phase))
         if self.phase is Phase.ACTIVE:
             self._release_drained()
 
@@ -368,7 +361,7 @@ class Generations:
         self._reduced.clear()
         self._attempts = 0
         for member in self.members:
-            self._send(member.node, Commit(step=step))
+            self._send(member.node, msg.Commit(step=step))
         self._change_between_steps()
 
     def _change_between_steps(self) -> None:
@@ -398,7 +391,7 @@ class Generations:
         ended = self.history.ended
         reason, success = (ended.reason, ended.success) if ended is not None else ("the node was asked to go", True)
         self._emit(EventKind.RELEASED, node=node)
-        self._send(node, Release(reason=reason, success=success))
+        self._send(node, msg.Release(reason=reason, success=success))
         self._out.append(CloseLink(node=node))
         self._dead.add(self._connected.pop(node).incarnation)
         self._draining.discard(node)
@@ -430,7 +423,7 @@ class Generations:
             )
         )
 
-    def _send(self, node: str, message: Message) -> None:
+    def _send(self, node: str, message: msg.Message) -> None:
         self._out.append(Send(node=node, message=message))
 
     def _write(self, record: Record) -> None:

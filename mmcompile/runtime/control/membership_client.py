@@ -27,24 +27,8 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 
-from mmcompile.runtime.control.messages import (
-    Abort,
-    Advance,
-    Commit,
-    Drain,
-    Failed,
-    Fault,
-    Finished,
-    Generation,
-    Heartbeat,
-    Idle,
-    Message,
-    Phase,
-    Reached,
-    Reduced,
-    Release,
-    Suspend,
-)
+from mmcompile.runtime.control import messages as msg
+from mmcompile.runtime.control.messages import Phase
 from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.monitoring.fail_points import fail_point
@@ -83,11 +67,11 @@ class MembershipClient:
         self._lost = lost
         self._stream = Stream(end, FRAME_BYTES)
         self._changed = threading.Condition()
-        self._newest: Generation | None = None
+        self._newest: msg.Generation | None = None
         self._number = 0
         self._phase = Phase.WAITING
         self._committed = 0
-        self._released: Release | None = None
+        self._released: msg.Release | None = None
         self._idle = False
         self._drain_asked = False
         threading.Thread(target=self._listen, name="mmcompile-membership", daemon=True).start()
@@ -103,7 +87,7 @@ class MembershipClient:
             with self._changed:
                 self._raise()
 
-    def wait_generation(self) -> Generation:
+    def wait_generation(self) -> msg.Generation:
         """Wait for the next generation and until all its members have left theirs.
 
         The worker must have left its generation: nothing of it may be running or be used afterwards.
@@ -113,7 +97,7 @@ class MembershipClient:
         """
         if not self._idle:
             self._idle = True
-            self._send(Idle())
+            self._send(msg.Idle())
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._released is not None or self._is_newer())
@@ -154,26 +138,26 @@ class MembershipClient:
         """
         ids = tuple(microbatches)
         self._ask(
-            Reduced(generation=self._number, step=step, worker=self.index, microbatches=ids, cursor=cursor),
+            msg.Reduced(generation=self._number, step=step, worker=self.index, microbatches=ids, cursor=cursor),
             lambda: self._committed >= step,
         )
 
     def finish(self) -> None:
         """All steps are done here: wait until they are everywhere. Raises Superseded."""
-        message = Finished(generation=self._number, step=self._committed, worker=self.index)
+        message = msg.Finished(generation=self._number, step=self._committed, worker=self.index)
         self._ask(message, lambda: self._released is not None and self._released.success)
 
     def fault(self, error: str) -> None:
         """A message to or from another worker failed: wait until the coordinator explains it, and raise Superseded."""
-        self._ask(Fault(generation=self._number, worker=self.index, error=error), lambda: False)
+        self._ask(msg.Fault(generation=self._number, worker=self.index, error=error), lambda: False)
 
     def abort(self, reason: str) -> None:
         """End training for every membership. Raises Released once all have learned of it, Superseded if the generation ended."""
-        self._ask(Abort(generation=self._number, worker=self.index, reason=reason), lambda: False)
+        self._ask(msg.Abort(generation=self._number, worker=self.index, reason=reason), lambda: False)
 
     def fail(self, error: str) -> None:
         """Report why this worker is about to exit."""
-        self._send(Failed(error=error))
+        self._send(msg.Failed(error=error))
 
     def drain(self) -> None:
         """Ask that the node be let go after this step. May be called by a signal handler."""
@@ -182,7 +166,7 @@ class MembershipClient:
 
     def _reach(self, phase: Phase) -> None:
         wanted = _ORDER.index(phase) + 1
-        message = Reached(generation=self._number, phase=phase, worker=self.index)
+        message = msg.Reached(generation=self._number, phase=phase, worker=self.index)
         rank = None if self._newest is None else self._newest.rank
         self._ask(
             message,
@@ -190,7 +174,7 @@ class MembershipClient:
             lambda: fail_point(f"said-{phase}", rank=rank, generation=message.generation),
         )
 
-    def _ask(self, message: Message, answered: Callable[[], bool], said: Callable[[], None] = lambda: None) -> None:
+    def _ask(self, message: msg.Message, answered: Callable[[], bool], said: Callable[[], None] = lambda: None) -> None:
         """Send a message and wait for its answer. The answer counts even if the generation ended right after it.
 
         Args:
@@ -212,7 +196,7 @@ class MembershipClient:
     def _is_newer(self) -> bool:
         return self._newest is not None and self._newest.number > self._number
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: msg.Message) -> None:
         with self._changed:
             self._stream.send(message)
 
@@ -227,34 +211,34 @@ class MembershipClient:
                     self._take(message)
                 if self._drain_asked and not self.draining:
                     self.draining = True
-                    self._stream.send(Drain())
+                    self._stream.send(msg.Drain())
                 if time.monotonic() - said_s >= self.times.heartbeat_s:
                     said_s = time.monotonic()
-                    self._stream.send(Heartbeat())
+                    self._stream.send(msg.Heartbeat())
                 self._changed.notify_all()
         self._lost()
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: msg.Message) -> None:
         match message:
-            case Generation():
+            case msg.Generation():
                 if message.number > (self._newest.number if self._newest is not None else 0):
                     self._newest, self._phase = message, Phase.PREPARE
                     # Also an answer to `reduced`: what was committed before. After lost state it can be less.
                     self._committed = message.committed
                     self._supersede()
-            case Advance():
+            case msg.Advance():
                 current = self._newest is not None and message.generation == self._newest.number
                 if current and _ORDER.index(message.phase) > _ORDER.index(self._phase):
                     self._phase = message.phase
-            case Commit():
+            case msg.Commit():
                 self._committed = max(self._committed, message.step)
-            case Suspend():
+            case msg.Suspend():
                 self._phase = Phase.WAITING
                 self._supersede()
-            case Release():
+            case msg.Release():
                 self._released = message
                 self._supersede()
-            case Drain():
+            case msg.Drain():
                 self.draining = True
             case _:
                 raise AssertionError(f"{type(message).__name__} from an agent")
