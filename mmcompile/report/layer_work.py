@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import sympy
 
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import LayerCost, LayerTimes, layer_times
+from mmcompile.costmodel.compute import layer_times
 from mmcompile.costmodel.load import Polynomial
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.passes.cost.cost_table import CostTable
@@ -126,42 +126,13 @@ def _rounded(number: sympy.Float) -> sympy.Expr:
 def _shares(plan: Plan, stage: Stage, table: CostTable, dtype: str) -> list[LayerShare]:
     costs = [table[part.component][layer] for part in stage.segments for layer in range(part.first, part.last)]
     times = [layer_times(cost, plan.cluster.device, dtype) for cost in costs]
-    totals = _Totals.of(costs, times)
-    return [totals.share(cost, own) for cost, own in zip(costs, times, strict=True)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Totals:
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    parameter_bytes: int
-    trainable_bytes: int
-    activation_bytes: int
-
-    @classmethod
-    def of(cls, costs: list[LayerCost], times: list[LayerTimes]) -> _Totals:
-        """Return the totals of several layers."""
-        return cls(
-            forward_s=sum(own.forward_s for own in times),
-            input_grad_s=sum(own.input_grad_s for own in times),
-            weight_grad_s=sum(own.weight_grad_s for own in times),
-            parameter_bytes=sum(cost.parameter_bytes for cost in costs),
-            trainable_bytes=sum(cost.trainable_bytes for cost in costs),
-            activation_bytes=sum(cost.activation_bytes for cost in costs),
-        )
-
-    def share(self, cost: LayerCost, times: LayerTimes) -> LayerShare:
-        """Return one layer's share of the totals."""
-        return LayerShare(
-            forward=_part(times.forward_s, self.forward_s),
-            input_grad=_part(times.input_grad_s, self.input_grad_s),
-            weight_grad=_part(times.weight_grad_s, self.weight_grad_s),
-            parameters=_part(cost.parameter_bytes, self.parameter_bytes),
-            gradients=_part(cost.trainable_bytes, self.trainable_bytes),
-            activations=_part(cost.activation_bytes, self.activation_bytes),
-        )
-
-
-def _part(own: float, total: float) -> float:
-    return own / total if total else 0.0
+    amounts = {
+        "forward": [own.forward_s for own in times],
+        "input_grad": [own.input_grad_s for own in times],
+        "weight_grad": [own.weight_grad_s for own in times],
+        "parameters": [cost.parameter_bytes for cost in costs],
+        "gradients": [cost.trainable_bytes for cost in costs],
+        "activations": [cost.activation_bytes for cost in costs],
+    }
+    shares = {name: [own / (sum(each) or 1) for own in each] for name, each in amounts.items()}
+    return [LayerShare(**{name: own[index] for name, own in shares.items()}) for index in range(len(costs))]
