@@ -61,14 +61,14 @@ def capture(
             wanted[name] = wanted.get(name, frozenset()) | frozenset(dims)
     kept = {name: tuple(sorted(dims)) for name, dims in wanted.items() if dims}
     trace, reasons = _trace(model, batch, kept)
-    structure = find_structure(trace.module, reference)
+    components, edges = find_structure(trace.module, reference)
     parameters, buffers = _parameters(model), tuple(name for name, _ in model.named_buffers())
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     graph = ModelGraph(
         name=type(model).__name__,
         module=trace.module,
-        components=structure.components,
-        edges=structure.edges,
+        components=components,
+        edges=edges,
         inputs=tuple(_spec(n) for n in trace.module.graph.nodes if n.op == "placeholder" and "size" not in n.meta),
         parameters=parameters,
         buffers=buffers,

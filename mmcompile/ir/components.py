@@ -23,12 +23,8 @@ INPUTS, OUTPUTS = "inputs", "outputs"
 Sources = frozenset[str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Structure:
-    """Components found, and the tensors that flow between them."""
-
-    components: tuple[Component, ...]
-    edges: tuple[tuple[str, str, tuple[str, ...]], ...]
+_Edges = tuple[tuple[str, str, tuple[str, ...]], ...]
+"""(producer, consumer, names of the tensors that flow) of each edge between components."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +34,10 @@ class _Branch:
     sources: Sources
 
 
-def find_structure(module: fx.GraphModule, reference: Sequence[Component] | None = None) -> Structure:
-    """Annotate every call node with its component and layer.
+def find_structure(
+    module: fx.GraphModule, reference: Sequence[Component] | None = None
+) -> tuple[tuple[Component, ...], _Edges]:
+    """Annotate every call node with its component and layer, and return the components and their edges.
 
     Args:
         module: a captured graph; nodes carry `module_path`. Annotations are written.
@@ -55,15 +53,15 @@ def find_structure(module: fx.GraphModule, reference: Sequence[Component] | None
         ]
     owner, branches = _assign_until_pure(module.graph, sources, branches)
     wrappers = _wrappers(branches)
-    layers = _layers(module.graph, owner, wrappers, {c.name: c for c in reference or ()})
+    index, names = _layers(module.graph, owner, wrappers, {c.name: c for c in reference or ()})
     for node in module.graph.nodes:
         if node.op == "call_function":
             component = owner.get(node)
-            layer = layers.index[node] if component is not None else 0
+            layer = index[node] if component is not None else 0
             node.meta[META_KEY] = NodeInfo(component=component, layer=layer, module_path=node.meta["module_path"])
-    components = reference or _components(module.graph, branches, sources, owner, layers)
+    components = reference or _components(module.graph, branches, sources, owner, index, names)
     present = set(owner.values())  # a batch without images has no image encoder
-    return Structure(components=tuple(c for c in components if c.name in present), edges=_edges(module.graph))
+    return tuple(c for c in components if c.name in present), _edges(module.graph)
 
 
 def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
@@ -263,16 +261,14 @@ def _inside(path: str, module: str) -> bool:
     return path == module or path.startswith(module + ".")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _LayerIndex:
-    index: Mapping[fx.Node, int]
-    names: Mapping[str, Sequence[str]]
-
-
 def _layers(
     graph: fx.Graph, owner: Mapping[fx.Node, str], wrappers: set[str], reference: Mapping[str, Component]
-) -> _LayerIndex:
-    """Number the layers of each component so that no edge goes from a later layer to an earlier one."""
+) -> tuple[Mapping[fx.Node, int], Mapping[str, Sequence[str]]]:
+    """Number the layers of each component so that no edge goes from a later layer to an earlier one.
+
+    Returns:
+        Layer of each node, and names of each component's layers.
+    """
     index: dict[fx.Node, int] = {}
     names: dict[str, list[str]] = {name: [layer.name for layer in c.layers] for name, c in reference.items()}
     blocks = _blocks(graph, owner)
@@ -290,7 +286,7 @@ def _layers(
         _split_tail(graph, owner, component, names[component], index, fixed=component in reference)
     for component in set(owner.values()) - set(reference):
         names[component] = _labels(graph, owner, wrappers, component, names[component], index)
-    return _LayerIndex(index=index, names=names)
+    return index, names
 
 
 def _blocks(graph: fx.Graph, owner: Mapping[fx.Node, str]) -> dict[str, dict[fx.Node, str]]:
@@ -361,7 +357,8 @@ def _components(
     branches: Iterable[_Branch],
     sources: Mapping[fx.Node, Sources | None],
     owner: Mapping[fx.Node, str],
-    layers: _LayerIndex,
+    index: Mapping[fx.Node, int],
+    names: Mapping[str, Sequence[str]],
 ) -> list[Component]:
     parameters: dict[tuple[str, int], set[str]] = defaultdict(set)
     reached: dict[str, Sources] = defaultdict(frozenset)
@@ -369,7 +366,7 @@ def _components(
         reached[name] |= sources[node] or frozenset()
         for source in node.all_input_nodes:
             if source.op == "get_attr" and sources[source] is not None:
-                parameters[name, layers.index[node]].add(str(source.target))
+                parameters[name, index[node]].add(str(source.target))
     order = list(dict.fromkeys(owner[node] for node in graph.nodes if node in owner))
     module_of = {branch.name: branch.module for branch in branches}
     behind = {owner[n] for n in owner for source in n.all_input_nodes if source in owner and owner[source] != owner[n]}
@@ -383,14 +380,14 @@ def _components(
             modules=(module_of[name],) if name in module_of else (),
             layers=tuple(
                 Layer(index=i, name=layer, parameters=tuple(sorted(parameters[name, i])))
-                for i, layer in enumerate(layers.names[name])
+                for i, layer in enumerate(names[name])
             ),
         )
         for name in sorted(order, key=lambda name: (name == _MAIN, order.index(name)))
     ]
 
 
-def _edges(graph: fx.Graph) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+def _edges(graph: fx.Graph) -> _Edges:
     tensors: dict[tuple[str, str], list[str]] = defaultdict(list)
     for node in graph.nodes:
         if node.op != "call_function":
