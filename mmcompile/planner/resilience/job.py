@@ -113,6 +113,7 @@ class Job:
 
     @cached_property
     def by_size(self) -> dict[int, Template]:
+        """Node count -> template."""
         return {template.num_nodes: template for template in self.templates}
 
     def needs(self, num_nodes: int) -> np.ndarray:

@@ -32,6 +32,7 @@ class Resilience:
 
     @property
     def job(self) -> Job:
+        """The job that stays the same while nodes come and go."""
         return Job(
             templates=self.templates,
             devices_per_node=self.devices_per_node,

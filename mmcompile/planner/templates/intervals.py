@@ -47,6 +47,7 @@ class Found:
 
     @property
     def gap(self) -> float:
+        """No pipeline is faster by more than this part of the time; 0 for an optimum."""
         return 1 - self.bound / self.total if self.total else 0.0
 
 
@@ -140,6 +141,7 @@ class Search:
         return min(int(self.upper[count]), *(int(each.lower[count]) for each in self.settled), INFINITE)
 
     def result(self, count: int) -> Found:
+        """Return the best pipeline known for a node count, and its bound."""
         return Found(pieces=self.found[count], total=int(self.upper[count]), bound=self.bound(count))
 
     def sweeps(self, intervals: Sequence[Interval], num_nodes: int) -> list[Sweep]:

@@ -45,6 +45,7 @@ class ChainLayers:
 
     @property
     def num_layers(self) -> int:
+        """Layers of the chain."""
         return len(self.shared[0].forward_s)
 
 

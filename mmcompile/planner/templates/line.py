@@ -82,6 +82,7 @@ class Line:
 
     @classmethod
     def of(cls, table: LayerTable) -> Line:
+        """Lay the chains of a table end to end."""
         starts = np.cumsum([0, *(chain.num_layers for chain in table.chains)]).tolist()
         total = starts[-1]
         shape = (len(table.devices), total + 1, total + 1)
@@ -105,6 +106,7 @@ class Line:
 
     @property
     def num_layers(self) -> int:
+        """Layers of all chains."""
         return self.starts[-1]
 
     @property
@@ -128,6 +130,7 @@ class Line:
         return int(self.times[piece.width, piece.first, piece.last])
 
     def on_path(self, path: int, piece: LineStage) -> bool:
+        """Return whether a stage is on the path of a chain."""
         return piece.last > int(self.begins[path, self.chain_of[piece.first]])
 
     def timing(self, pieces: Sequence[LineStage]) -> Timing:
@@ -153,6 +156,7 @@ class Line:
         return True
 
     def template(self, num_nodes: int, pieces: Sequence[LineStage], gap: float) -> Template:
+        """Return the template of a pipeline of `num_nodes` nodes."""
         timing, stages, device = self.timing(pieces), [], 0
         for piece in pieces:
             chain, width = int(self.chain_of[piece.first]), self.widths[piece.width]

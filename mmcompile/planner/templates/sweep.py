@@ -42,6 +42,7 @@ class Costs:
 
     @property
     def scale(self) -> int:
+        """Sum of the weights."""
         return sum(self.weights)
 
     @cached_property
@@ -100,6 +101,7 @@ class Shape:
     """Most stages, where they are counted; None where they are not."""
 
     def table(self, guesses: int) -> NDArray[np.int64]:
+        """Return an empty table for so many guesses."""
         stages = 1 if self.num_stages is None else self.num_stages + 1
         shape = (self.line.num_layers + 1, guesses, stages, self.num_nodes + 1, self.line.devices_per_node)
         return np.full(shape, INFINITE)
@@ -142,6 +144,7 @@ class Sweep:
 
     @classmethod
     def of(cls, shape: Shape, costs: Costs, low: NDArray[np.int64], high: NDArray[np.int64]) -> Sweep:
+        """Fill the tables for these intervals [low, high] of guesses."""
         line = shape.line
         whole, behind = shape.table(len(low)), shape.table(len(low))
         behind[line.num_layers, :, 0, 0, 0] = 0

@@ -162,6 +162,7 @@ class Log:
         _write(self._file, _encode(_line_of(record)))
 
     def close(self) -> None:
+        """Close the file, and let others open the log."""
         os.close(self._file)
 
 

@@ -42,6 +42,7 @@ class Stream:
 
     @property
     def has_unsent(self) -> bool:
+        """True while `flush` has something to send."""
         return bool(self._outgoing) and not self.closed
 
     def read(self) -> list[Message]:

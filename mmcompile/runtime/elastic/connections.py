@@ -49,8 +49,11 @@ class Watch(Protocol):
     on_superseded: Callable[[], None] | None
     times: Times
 
-    def check(self) -> None: ...
-    def fault(self, error: str) -> None: ...
+    def check(self) -> None:
+        """Raise Superseded if the generation is over."""
+
+    def fault(self, error: str) -> None:
+        """Report a broken message, wait until it is explained, and raise Superseded."""
 
 
 class Connections:
@@ -139,9 +142,11 @@ class Connection:
         raise AssertionError(f"no generation came after a fault: {lost}")
 
     def meet(self) -> None:
+        """Connect to all members of the generation."""
         self.groups = self.call(self._connect)
 
     def cut(self) -> None:
+        """End all waits for other ranks. Any thread may call this, several times."""
         self._is_cut = True
         if self._fenced:
             self._fence.cut()

@@ -66,9 +66,11 @@ class ElasticJob:
 
     @property
     def user(self) -> UserModel:
+        """The user's model, with its parameters by original name."""
         return UserModel(module=self.model, source=self.patterns)
 
     def saves_after(self, step: int) -> bool:
+        """Return whether a checkpoint is written after a step."""
         return step == self.num_steps or (self.save_every is not None and step % self.save_every == 0)
 
 

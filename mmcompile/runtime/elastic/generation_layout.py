@@ -130,9 +130,11 @@ class PipelineBalancer(Balancer):
     """Microbatches of each pipeline."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        """Assign samples as the inner balancer does, and its microbatches to pipelines."""
         return self._dealt(self.inner.assign(costs, self._whole(grid)), grid)
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
+        """Assign samples, with the inner balancer's reason."""
         found, reason = self.inner.explained(costs, self._whole(grid))
         return self._dealt(found, grid), reason
 

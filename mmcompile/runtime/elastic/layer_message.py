@@ -36,6 +36,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
     def read(self, data: Tensor) -> Tensor:

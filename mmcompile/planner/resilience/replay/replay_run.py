@@ -80,6 +80,7 @@ class SystemReplay:
 
     @property
     def duration_s(self) -> float:
+        """Seconds of the whole trace."""
         return self.spans[-1].end_s
 
     @property
@@ -89,10 +90,12 @@ class SystemReplay:
 
     @property
     def samples(self) -> float:
+        """Samples of the steps that counted."""
         return sum(span.samples for span in self.spans if span.spent is Spent.USEFUL)
 
     @property
     def samples_per_s(self) -> float:
+        """Samples of the steps that counted, a second of the trace."""
         return self.samples / self.duration_s
 
     def curve(self, num_windows: int) -> list[tuple[float, float]]:

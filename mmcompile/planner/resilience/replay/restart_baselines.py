@@ -23,10 +23,12 @@ class PipelineGrid:
 
     @property
     def step_s(self) -> float:
+        """Seconds of a step."""
         return self.template.iteration_s(self.num_microbatches)
 
     @property
     def num_nodes(self) -> int:
+        """Nodes in pipelines."""
         return self.template.num_nodes * self.num_pipelines
 
 
@@ -56,6 +58,7 @@ class RestartRun(ReplayRun):
         self._idle: list[int] = []
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
+        """Restart without these nodes; return the work to do then."""
         self._idle = [node for node in self._idle if node not in nodes]
         if set(nodes).isdisjoint(self._running):
             return None
@@ -63,6 +66,7 @@ class RestartRun(ReplayRun):
         return self._place([node for node in (*self._running, *self._idle) if node not in nodes])
 
     def join(self, nodes: Sequence[int]) -> Busy:
+        """Restart with these nodes where the step gets shorter; return the work to do."""
         alive = [*self._running, *self._idle, *nodes]
         grid = fastest_grid(self.job, len(alive))
         if self.step_s and grid is not None and grid.step_s >= self.step_s:
@@ -96,6 +100,7 @@ class RedundantRun(ReplayRun):
         self._standby: list[int] = []
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
+        """Let neighbours stand in for these nodes; return the work to do then."""
         gone = set(nodes)
         self._standby = [node for node in self._standby if node not in gone]
         if gone.isdisjoint(node for ring in self._rings for node in ring):
@@ -110,6 +115,7 @@ class RedundantRun(ReplayRun):
         return ((Spent.PAUSED, self.constants.rendezvous_s),)
 
     def join(self, nodes: Sequence[int]) -> Busy:
+        """Regroup with these nodes where that helps; return the work to do."""
         self._standby += nodes
         alive = [node for ring in self._rings for node in ring if node is not None] + self._standby
         grid = fastest_grid(self.job, len(alive))

@@ -45,10 +45,12 @@ class SpotTrace:
 
     @property
     def num_removed(self) -> int:
+        """Nodes removed."""
         return sum(len(change.removed) for change in self.changes)
 
     @property
     def max_nodes(self) -> int:
+        """Most nodes alive at one time."""
         live, most = 0, 0
         for change in self.changes:
             live += len(change.added) - len(change.removed)

@@ -107,6 +107,7 @@ class TemplateRun(ReplayRun):
         self._spares: list[int] = []
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
+        """Reconfigure without these nodes; return the work to do then."""
         if not self._pipelines or not self._runs(nodes):
             self._spares = [node for node in self._spares if node not in nodes]
             return None
@@ -118,6 +119,7 @@ class TemplateRun(ReplayRun):
         return self._take(found, alive)
 
     def join(self, nodes: Sequence[int]) -> Busy:
+        """Reconfigure with these nodes; return the work to do."""
         if not self._pipelines:
             return self._begin([*self._spares, *nodes])
         alive = [*self._running(), *self._spares, *nodes]
