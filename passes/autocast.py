@@ -28,7 +28,7 @@ from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.values import aten_ops, op_name
 
 HALF = torch.bfloat16
-"""float16 would need its losses scaled, or small gradients are lost."""
+"""Reason against float16: it would need its losses scaled, or small gradients are lost."""
 
 _HALF = aten_ops(
     "linear matmul mm bmm mv addmm addmv addbmm baddbmm chain_matmul einsum conv1d conv2d conv3d conv_transpose1d "
@@ -48,7 +48,7 @@ _WIDEST = aten_ops(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Autocast(Rewrite):
-    """Lets components compute in a half type where that is safe.
+    """Runs components in a half type, where that is safe.
 
     Raises (in `run`):
         ConfigError: an unknown component, or one in which nothing would be cast.
@@ -90,19 +90,19 @@ class Autocast(Rewrite):
 
 @dataclass(kw_only=True)
 class _Casts:
-    """Puts casts in front of nodes, in the order of the graph; each node's type is known when the next is looked at."""
+    """Inserts casts in front of nodes, in the order of the graph; each node's type is known when its readers follow."""
 
     graph: fx.Graph
 
     def __post_init__(self) -> None:
         self._before: dict[fx.Node, torch.dtype] = {}
-        """Types that autocast changed, as they were."""
+        """Original types of the values whose type autocast changed."""
         self._stale: set[fx.Node] = set()
-        """Nodes whose results may have other types than recorded: those that read a cast, or a result that changed."""
+        """Nodes whose result type may differ from the recorded one: those that read a cast, or a changed result."""
         self._made: dict[tuple[fx.Node, torch.dtype, str | None, int], fx.Node] = {}
 
     def follow_rule(self, node: fx.Node) -> bool:
-        """Cast a node's inputs as torch.autocast does. True for a product in the half type."""
+        """Cast a node's inputs as torch.autocast does. Return True for a product in the half type."""
         inputs = [source for source in node.all_input_nodes if _dtype(source) in (torch.float32, HALF)]
         op = op_name(node)
         wanted: torch.dtype | None = None
@@ -140,7 +140,7 @@ class _Casts:
             self._stale.add(node)
 
     def _settle(self, node: fx.Node) -> None:
-        """Bring the recorded type of a node's result up to date."""
+        """Update the recorded type of a node's result."""
         if node not in self._stale:
             return
         old, tree = pytree.tree_flatten(node.meta["val"])

@@ -16,10 +16,10 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
 class Fact(StrEnum):
-    """Something that holds of a graph once a pass has run."""
+    """A fact that holds of a graph after a pass has run."""
 
     ANNOTATED = "annotated"
-    """Every `call_function` node has a `NodeInfo`; capture promises it."""
+    """Every `call_function` node has a `NodeInfo`; capture ensures it."""
     VERIFIED = "verified"
     """No rule of `Verify` is broken."""
     GRADIENT_FLOW = "gradient-flow"
@@ -29,10 +29,10 @@ class Fact(StrEnum):
 
 
 class Pass(ABC):
-    """Base of `Analysis` and `Rewrite`; not to be derived from directly."""
+    """Base of `Analysis` and `Rewrite`, from which passes derive."""
 
     name: ClassVar[str]
-    """The name users see: the class name in kebab case."""
+    """Name for users: the class name in kebab case."""
     requires: ClassVar[tuple[Fact, ...]] = ()
     """Facts that must hold before it runs."""
     ensures: ClassVar[tuple[Fact, ...]] = ()
@@ -40,16 +40,16 @@ class Pass(ABC):
 
 
 class Analysis(Pass, Generic[ResultT_co]):
-    """Looks at a graph: returns a value, and may set fields of `NodeInfo` through `annotate`."""
+    """A pass that reads a graph: returns a value, and may set fields of `NodeInfo` through `annotate`."""
 
     @abstractmethod
     def run(self, graph: ModelGraph) -> ResultT_co:
-        """Analyse `graph`; its nodes and edges stay as they are."""
+        """Analyse `graph` without a change of its nodes or edges."""
 
 
 class Rewrite(Pass):
-    """Makes another graph. Afterwards only the facts in `ensures` are known to hold."""
+    """A pass that makes another graph. Afterwards only the facts in `ensures` are known to hold."""
 
     @abstractmethod
     def run(self, graph: ModelGraph) -> ModelGraph:
-        """The rewritten graph; `graph` itself is left untouched."""
+        """Return the rewritten graph; `graph` itself is left unchanged."""

@@ -28,7 +28,7 @@ class DebugLevel(IntEnum):
 
 
 def debug_level(environment: Mapping[str, str] = os.environ) -> DebugLevel:
-    """The level asked for by `MMCOMPILE_DEBUG`; off if unset or empty.
+    """Return the level in `MMCOMPILE_DEBUG`; off if unset or empty.
 
     Raises:
         ConfigError: the variable is not one of the levels.

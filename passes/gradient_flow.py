@@ -1,4 +1,4 @@
-"""`GradientFlow`: through which nodes does gradient pass, and which parameters receive one?
+"""`GradientFlow`: nodes through which gradient passes, and parameters that receive one.
 
 A node carries gradient if an input carries gradient or a parameter it reads is trainable (thesis section 3.3.1, Eq. 3.1-3.3: p(L)
 = trainable(L) or p(any input of L)), *and* the loss depends on it through differentiable nodes. The second half makes the answer
@@ -34,12 +34,12 @@ class ComponentGradient:
 
     component: str
     trainable: int
-    """Trainable parameters in its layers."""
+    """Number of trainable parameters in its layers."""
     receiving: int
-    """Parameters in its layers that receive a gradient."""
+    """Number of parameters in its layers that receive a gradient."""
     nodes: int
     carrying: int
-    """Nodes through which gradient passes; 0: the component only runs forward."""
+    """Number of nodes through which gradient passes; 0: the component only runs forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +47,9 @@ class GradientReport:
     """Parameters and components that receive a gradient."""
 
     parameters_with_gradient: frozenset[str]
-    """Original names; a tied parameter appears once, under its first name."""
+    """Original names of parameters with gradient; a tied parameter appears once, under its first name."""
     unused: frozenset[str]
-    """Trainable, but the loss does not depend on them: their `.grad` stays None."""
+    """Trainable parameters on which the loss does not depend: their `.grad` stays None."""
     components: tuple[ComponentGradient, ...]
     edges: tuple[tuple[str, str, bool], ...]
     """(producer, consumer, gradient flows back), for each edge of the component DAG."""
@@ -70,7 +70,7 @@ class GradientReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFlow(Analysis[GradientReport]):
-    """Sets `NodeInfo.carries_gradient` and returns who receives a gradient."""
+    """Sets `NodeInfo.carries_gradient` and returns the components and parameters that receive gradient."""
 
     name: ClassVar[str] = "gradient-flow"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
@@ -90,7 +90,7 @@ class GradientFlow(Analysis[GradientReport]):
 
 
 def trainable_names(graph: ModelGraph) -> dict[str, str]:
-    """Every name of a trainable parameter, aliases included -> its first name."""
+    """Return every name of a trainable parameter, aliases included -> its first name."""
     return {name: spec.name for spec in graph.parameters if spec.trainable for name in (spec.name, *spec.aliases)}
 
 
@@ -109,7 +109,7 @@ def makes_gradient(node: fx.Node, source: fx.Node, trainable: Container[str]) ->
 
 
 def _loss_node(graph: fx.Graph) -> fx.Node:
-    """The node whose value is differentiated: the first result of the graph."""
+    """Return the node whose value is differentiated: the first result of the graph."""
     result = graph.output_node().args[0]
     first = result[0] if isinstance(result, (tuple, list)) else result
     if not isinstance(first, fx.Node):
@@ -118,12 +118,12 @@ def _loss_node(graph: fx.Graph) -> fx.Node:
 
 
 def is_no_grad_region(node: fx.Node) -> bool:
-    """A `torch.no_grad()` block, which torch.export keeps as one node with a graph of its own."""
+    """Return whether a node is a `torch.no_grad()` block, which torch.export keeps as one node with a graph of its own."""
     return op_name(node) == _SET_GRAD_REGION and node.args[0] is False
 
 
 def _requires_grad(graph: fx.Graph, trainable: Iterable[str]) -> set[fx.Node]:
-    """Nodes whose value would have `requires_grad` in eager mode."""
+    """Return the nodes whose value would have `requires_grad` in eager mode."""
     names = frozenset(trainable)
     requiring: set[fx.Node] = set()
     enabled = True
@@ -146,7 +146,7 @@ def _differentiable(node: fx.Node) -> bool:
 
 
 def _reached(loss: fx.Node, requiring: set[fx.Node]) -> set[fx.Node]:
-    """Nodes of `requiring` that the loss depends on."""
+    """Return the nodes of `requiring` on which the loss depends."""
     reached: set[fx.Node] = set()
     waiting = [loss] if loss in requiring else []
     while waiting:

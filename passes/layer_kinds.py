@@ -16,7 +16,7 @@ _ATTENTION = ("scaled_dot_product_attention", "packed_attention", "bitfield_atte
 
 
 def layer_kinds(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
-    """Component -> kind of each of its layers, for example `language_model.layers-3fa2b1c4`.
+    """Return component -> kind of each of its layers, for example `language_model.layers-3fa2b1c4`.
 
     Equal text: the same operations on parameters of the same shapes, the same ones training, the same values carrying
     gradient, masks and sequence lengths made the same way (a windowed block differs from a full one). Sizes of data
@@ -38,7 +38,7 @@ def layer_kinds(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
 
 
 def _label(component: Component, layer: str) -> str:
-    """`language_model` and `model.language_model.layers.3` -> `language_model.layers`."""
+    """Return the label of a layer: `language_model` and `model.language_model.layers.3` -> `language_model.layers`."""
     words = [part for part in layer.split(".") if not part.isdigit()]
     return f"{component.kind}.{words[-1] if words else 'layer'}"
 
@@ -48,12 +48,12 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _widths(component: Component, specs: Mapping[str, ParameterSpec]) -> list[str]:
-    """Shapes of a component's parameters, each once: the only sign of the width of a layer that has none."""
+    """Return the shapes of a component's parameters, each once: the only sign of the width of a layer that has none."""
     return sorted({str(specs[name].shape) for layer in component.layers for name in layer.parameters})
 
 
 def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str]:
-    """One line an operation. Those that read no parameter count once: how often may depend on the number of images."""
+    """Yield one line an operation. Those without a parameter count once: their number may depend on the number of images."""
     lines: dict[str, None] = {}
     num_readers = 0
     for node in nodes:
@@ -79,7 +79,7 @@ def _types(node: fx.Node) -> str:
 
 
 def _literals(value: object) -> Iterable[str]:
-    """Arguments that are no sizes: floats, flags, words, types. Integers may be sizes of data."""
+    """Yield arguments that are no sizes: floats, flags, words, types. Integers may be sizes of data."""
     match value:
         case bool() | float() | str() | torch.dtype() | None:
             yield str(value)
@@ -104,7 +104,7 @@ def _attention(node: fx.Node) -> Iterable[str]:
 
 
 def _near(source: fx.Node) -> set[str]:
-    """Operations that made a shared value, a few steps back: further ones may be as many as there are images."""
+    """Return operations that made a shared value, a few steps back: further ones may be as many as there are images."""
     names: set[str] = set()
     level = {source}
     for _ in range(_NEAR):

@@ -20,11 +20,11 @@ class LayerRow:
     name: str
     """Module path."""
     nodes: int
-    """`call_function` nodes; shared ones belong to no layer."""
+    """Number of `call_function` nodes; shared ones belong to no layer."""
     parameters: int
-    """Elements. A parameter that two layers read counts in both."""
+    """Number of parameter elements. A parameter that two layers read counts in both."""
     trainable: int
-    """Elements that train."""
+    """Number of elements that train."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +33,10 @@ class LayerTable:
 
     rows: tuple[LayerRow, ...]
     shared_nodes: int
-    """Nodes that every stage may compute again: masks, positions, rotary tables."""
+    """Number of nodes that every stage may compute again: masks, positions, rotary tables."""
 
     def of(self, component: str) -> tuple[LayerRow, ...]:
-        """The layers of one component; empty if there is no such component."""
+        """Return the layers of one component; empty if there is no such component."""
         return tuple(row for row in self.rows if row.component == component)
 
     def __str__(self) -> str:

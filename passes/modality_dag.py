@@ -1,4 +1,4 @@
-"""`ModalityDag`: which components are independent, where they meet, and how far each is from the loss.
+"""`ModalityDag`: independent components, their joins, and the distance of each component to the loss.
 
 Two components are independent if neither reaches the other in the component DAG (Cornstarch paper, section 4.1);
 independent components may run at the same time on devices of their own.
@@ -77,7 +77,7 @@ def _depths(dag: nx.DiGraph[str], order: list[str]) -> dict[str, int]:
 
 
 def _independent(dag: nx.DiGraph[str], position: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """Maximal antichains: the maximal cliques of "neither reaches the other"."""
+    """Return maximal antichains: the maximal cliques of "neither reaches the other"."""
     incomparable = nx.complement(nx.transitive_closure_dag(dag).to_undirected())
     groups = [tuple(sorted(clique, key=position.__getitem__)) for clique in nx.find_cliques(incomparable)]
     return tuple(sorted(groups, key=lambda group: [position[name] for name in group]))

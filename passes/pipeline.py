@@ -1,4 +1,4 @@
-"""`Pipeline`: runs passes in order; everything that happens between passes happens here."""
+"""`Pipeline`: runs passes in order, with all work between passes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineResult:
-    """The graph after the last pass, and what the analyses returned."""
+    """The graph after the last pass, and the results of the analyses."""
 
     graph: ModelGraph
     results: Mapping[Pass, object] = field(repr=False)
     seconds: tuple[tuple[str, float], ...]
-    """(pass, time taken [s])."""
+    """(pass, seconds)."""
 
     def of(self, analysis: Analysis[ResultT]) -> ResultT:
         """Return the result of `analysis`; KeyError if it was not in the pipeline."""
@@ -92,12 +92,12 @@ class _Hook:
         self._made_by: dict[str, str] = {}
 
     def start(self, graph: ModelGraph) -> None:
-        """Before the first pass."""
+        """Verify and print before the first pass."""
         self._made_by = {node.name: "capture" for node in graph.module.graph.nodes}
         self._check(graph)
 
     def between(self, pass_: Pass, before: ModelGraph, after: ModelGraph, seconds: float) -> None:
-        """After `pass_` turned `before` into `after` (the same graph, if it was an analysis)."""
+        """Verify and print after `pass_` turned `before` into `after` (the same graph, if it was an analysis)."""
         self._tell(DebugLevel.TIME, f"pass {pass_.name}: {seconds * 1e3:.1f} ms")
         self._tell(DebugLevel.DIFF, f"  {_op_diff(before, after)}")
         if after is not before:
@@ -124,7 +124,7 @@ class _Hook:
 
 
 def _op_diff(before: ModelGraph, after: ModelGraph) -> str:
-    """`aten.linear 8 -> 6, aten.mul 0 -> 2`, or `no op changed`."""
+    """Format the change in the number of each op: `aten.linear 8 -> 6, aten.mul 0 -> 2`, or `no op changed`."""
     counts = [
         Counter(op_name(node) for node in graph.module.graph.nodes if node.op == "call_function")
         for graph in (before, after)

@@ -13,7 +13,7 @@ Place = tuple[str, int]
 
 
 def needing_layers(graph: fx.Graph) -> Mapping[fx.Node, frozenset[Place]]:
-    """The layers of the whole model that need each call: its own, or of a shared value all that read it in the end.
+    """Return the layers of the whole model that need each call: its own, or all that in the end read a shared value.
 
     A shared value that a single layer needs is computed in that layer, and computed again with it; others stand before
     the layers of a stage, which keep them.

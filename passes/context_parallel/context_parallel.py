@@ -58,7 +58,7 @@ WORDS, KV_WORDS = "cp_words", "cp_kv_words"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextParallel(Rewrite):
-    """Spreads the tokens of a component's layers from 1 on over ranks.
+    """Shards the tokens of a component's layers from 1 on over ranks.
 
     Raises (in `run`):
         ConfigError: the component does not exist or is not the one that ends in the loss.
@@ -72,7 +72,7 @@ class ContextParallel(Rewrite):
     component: str
     num_ranks: int
     local_tokens: int
-    """Rows of one rank in the captured batch; only recorded shapes depend on it."""
+    """Rows of one rank in the captured batch, for recorded shapes."""
     head_stride: int = 0
     """Key/value heads gathered at a time, so that gathering overlaps with computation; 0 gathers all at once."""
     group: str = "cp"
@@ -142,7 +142,7 @@ def _region(graph: ModelGraph, component: str) -> list[fx.Node]:
 
 
 def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Distinct words that the region's attention reads, in order."""
+    """Return the distinct words that the region's attention reads, in order."""
     words = []
     for node in nodes:
         if op_name(node) != _ATTENTION:
@@ -171,7 +171,7 @@ class _Inputs:
     positions: fx.Node
     kv_positions: fx.Node
     words: Mapping[fx.Node, fx.Node]
-    """Words of all tokens -> words of the rank's tokens."""
+    """Words input of all tokens -> words input of the rank's tokens."""
     kv_words: Mapping[fx.Node, fx.Node]
 
     @property
@@ -216,7 +216,7 @@ def _example(size: Any, graph: ModelGraph, options: ContextParallel) -> int:
 
 
 def _spread_entries(flow: TokenFlow, nodes: Iterable[fx.Node], component: str, batch: int) -> None:
-    """Spread what layer 0 made for every token, [batch, tokens, ...], where the region reads it."""
+    """Shard per-token values of layer 0, [batch, tokens, ...], where the region reads them."""
     for node in nodes:
         for value in node.all_input_nodes:
             if value.op != "call_function" or info(value).component != component or info(value).layer:
@@ -240,7 +240,7 @@ def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
 
 
 def _gather_keys(graph: ModelGraph, nodes: Iterable[fx.Node], inputs: _Inputs, options: ContextParallel) -> None:
-    """Attention to the tokens of all ranks."""
+    """Replace attention by attention to the tokens of all ranks."""
     for node in nodes:
         if op_name(node) != _ATTENTION:
             continue

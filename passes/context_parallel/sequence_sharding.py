@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(kw_only=True, slots=True)
 class Spreader:
-    """Makes `shard_tokens` nodes, one per value however often the model computed it."""
+    """Makes `shard_tokens` nodes, one per value, even if the model computes it several times."""
 
     graph: ModelGraph
     component: str
@@ -32,14 +32,14 @@ class Spreader:
     tokens: Size
     flow: TokenFlow = field(init=False)
     _first: dict[fx.Node, fx.Node] = field(init=False)
-    """Shared node -> the first that computes the same."""
+    """Shared node -> the first equal one."""
     _made: dict[tuple[fx.Node, TokenAxis, float], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._first = _first_equal(self.graph.module.graph)
 
     def spread(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
-        """The rank's rows of `value`, with `filler` in free rows."""
+        """Return the rank's rows of `value`, with `filler` in free rows."""
         value = self._first.get(value, value)
         key = (value, axis, filler)
         if key not in self._made:
@@ -73,7 +73,7 @@ class Spreader:
         return chain.value
 
     def _rows(self, kept: tuple[Size, ...]) -> list[Any]:
-        """Sizes that split merged rows: one of them -1."""
+        """Return sizes that split merged rows: one of them -1."""
         outer, tokens, *inner = kept
         first, second = self.flow.size_argument(outer), self.flow.size_argument(tokens)
         if first is not None:
@@ -86,7 +86,7 @@ class Spreader:
         )
 
     def _place(self, value: fx.Node) -> NodeInfo:
-        """Shared like the value; in its layer, if that is of the region; else in layer 0."""
+        """Return the place of a node: shared like the value; in its layer, if that is of the region; else in layer 0."""
         if value.op == "call_function":
             note = info(value)
             if note.shared or note.component == self.component:
@@ -104,15 +104,15 @@ class Spreader:
 
 @dataclass(kw_only=True, slots=True)
 class _Chain:
-    """Nodes added one behind the other."""
+    """Nodes added one after the other."""
 
     graph: fx.Graph
     after: fx.Node
     note: NodeInfo
     value: fx.Node
-    """The last of them."""
+    """The last node."""
     full: tuple[Size, ...]
-    """Its shape before tokens are spread."""
+    """Shape of the last value before tokens are sharded."""
     flow: TokenFlow
 
     def add(self, target: Any, *arguments: Any, full: tuple[Size, ...]) -> None:
@@ -128,7 +128,7 @@ class _Chain:
 
 
 def _of_dtype(filler: float, dtype: torch.dtype) -> float:
-    """`filler` as a number of the kind that `dtype` holds."""
+    """Return `filler` as a number of the kind that `dtype` holds."""
     return filler if dtype.is_floating_point else bool(filler) if dtype == torch.bool else int(filler)
 
 

@@ -24,7 +24,7 @@ from mmcompile.passes.values import op_name, tensors
 Size = int | sympy.Expr
 
 LOCAL_TOKENS = sympy.Symbol("local_tokens", integer=True, positive=True)
-"""Tokens that one rank holds, free rows included: what a size over tokens becomes once they are spread."""
+"""Size symbol of the tokens that one rank holds, free rows included; it replaces sizes over tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +44,16 @@ class TokenAxis:
     """Tokens left out at the back."""
 
     def at(self, dim: int) -> TokenAxis:
-        """The same rows in another dim."""
+        """Return the same rows in another dim."""
         return replace(self, dim=dim)
 
     @property
     def plain(self) -> bool:
-        """All tokens and nothing else: as in [batch, tokens, hidden]."""
+        """True if the dim is all tokens and nothing else, as in [batch, tokens, hidden]."""
         return self.outer == 1 and self.inner == 1 and not self.front and not self.back
 
     def local_size(self) -> Size:
-        """Size of the dim on one rank."""
+        """Return the size of the dim on one rank."""
         return self.outer * LOCAL_TOKENS * self.inner
 
 
@@ -65,34 +65,34 @@ class TokenFlow:
     tokens: int
     """Tokens of a row in the captured batch."""
     spread: Callable[[fx.Node, TokenAxis, float], fx.Node]
-    """Makes the spread form of a whole value: (value, its token dim, filler of free rows)."""
+    """Function that shards a whole value: (value, its token dim, filler of free rows) -> node."""
     axes: dict[fx.Node, TokenAxis] = field(default_factory=dict)
-    """Token dim of every spread value; of a tuple, that of its items."""
+    """Token dim of every sharded value; of a tuple, that of its items."""
     task: str = "context parallelism cannot spread the tokens of"
     """Task that is refused where tokens cannot be followed, as the beginning of messages."""
     consequence: str = "plan this model without context parallelism"
 
     def number(self, size: Size) -> int:
-        """A size in the captured batch."""
+        """Return a size in the captured batch."""
         if isinstance(size, int):
             return size
         hints = self.graph.hints
         return int(size.subs([(symbol, hints[str(symbol)]) for symbol in size.free_symbols if str(symbol) in hints]))
 
     def rows(self, axis: TokenAxis) -> int:
-        """Size of a token dim in the captured batch, before tokens are spread."""
+        """Return the size of a token dim in the captured batch, before tokens are sharded."""
         return self.number(axis.outer) * self.kept(axis) * axis.inner
 
     def kept(self, axis: TokenAxis) -> int:
-        """Tokens of a row that the model keeps, in the captured batch."""
+        """Return the tokens of a row that the model keeps, in the captured batch."""
         return self.tokens - axis.front - axis.back
 
     def spread_inputs(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Inputs of `node` that are spread."""
+        """Return the inputs of `node` that are sharded."""
         return tuple(source for source in node.all_input_nodes if source in self.axes)
 
     def to_spread(self, node: fx.Node, value: fx.Node, axis: TokenAxis, filler: float = 0) -> fx.Node:
-        """`value` as an input of `node` that must be spread along `axis`; a whole value is spread first."""
+        """Return `value` as an input of `node` that must be sharded along `axis`; a whole value is sharded first."""
         found = self.axes.get(value)
         if found is None:
             if shape(value)[axis.dim] != self.rows(axis):
@@ -105,7 +105,7 @@ class TokenFlow:
         return value
 
     def same(self, one: TokenAxis, other: TokenAxis) -> bool:
-        """Equal dims and equal rows; batch sizes may be different symbols of one number."""
+        """Return whether dims and rows are equal; batch sizes may be different symbols of one number."""
         return replace(one, outer=self.number(one.outer)) == replace(other, outer=self.number(other.outer))
 
     def size_argument(self, size: Size) -> int | fx.Node | None:
@@ -149,12 +149,12 @@ def follow(flow: TokenFlow, nodes: Iterable[fx.Node], rule_of: Callable[[fx.Node
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """Shape of a tensor node in the captured batch; of the first item, where it is a tuple."""
+    """Return the shape of a tensor node in the captured batch; of the first item, if it is a tuple."""
     return tuple(int(size) for size in tensors(node)[0].shape)
 
 
 def sizes(node: fx.Node) -> tuple[Size, ...]:
-    """Shape of a tensor node, over symbols where it may vary."""
+    """Return the shape of a tensor node, over symbols where it may vary."""
     return node.meta.get("symbolic_shape") or shape(node)
 
 
@@ -208,7 +208,7 @@ def reshaped(flow: TokenFlow, node: fx.Node, value: fx.Node) -> TokenAxis:
 
 
 def spread_size(flow: TokenFlow, node: fx.Node, wanted: list[Any], axis: TokenAxis) -> list[Any]:
-    """Sizes for a view, with -1 where `axis` is; a -1 elsewhere becomes the size it stood for."""
+    """Return sizes for a view, with -1 where `axis` is; a -1 elsewhere becomes its size."""
     found = list(wanted)
     for dim, size in enumerate(wanted):
         if isinstance(size, int) and size == -1 and dim != axis.dim:

@@ -30,14 +30,14 @@ from mmcompile.passes.values import aten_ops, op_name
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of a node's op; None if tokens cannot be followed through it."""
+    """Return the rule of a node's op; None if tokens cannot be followed through it."""
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return _pointwise
     return _RULES.get(op_name(node))
 
 
 def _pointwise(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Dims are matched from the right, as broadcasting does."""
+    """Match dims from the right, as broadcasting does."""
     rank = len(shape(node))
     spread = flow.spread_inputs(node)[0]
     wanted = flow.axes[spread]
@@ -56,7 +56,7 @@ def _like_first(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _first(flow: TokenFlow, node: fx.Node) -> fx.Node:
-    """The first argument, which must be the only spread input."""
+    """Return the first argument, which must be the only sharded input."""
     value = node.args[0]
     others = [other for other in flow.spread_inputs(node) if other is not value]
     if others or not isinstance(value, fx.Node):
@@ -65,7 +65,7 @@ def _first(flow: TokenFlow, node: fx.Node) -> fx.Node:
 
 
 def _dims(node: fx.Node) -> tuple[int, ...]:
-    """Dims an op works over; all of them if it names none."""
+    """Return the dims an op works over; all of them if it names none."""
     given = next((argument(node, name) for name in ("dim", "dims") if has_argument(node, name)), None)
     value = node.args[0]
     assert isinstance(value, fx.Node)
@@ -76,7 +76,7 @@ def _dims(node: fx.Node) -> tuple[int, ...]:
 
 
 def _along(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Works along dims and keeps them: softmax, topk."""
+    """Keep the token dim of ops that work along other dims: softmax, topk."""
     axis = flow.axes[_first(flow, node)]
     if axis.dim in _dims(node):
         flow.refuse(node, "it works along the tokens")
@@ -92,7 +92,7 @@ def _reduction(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _removed_dim(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Takes a dim away: select, unbind."""
+    """Keep the token dim of ops that remove another dim: select, unbind."""
     axis = flow.axes[_first(flow, node)]
     (dim,) = _dims(node)
     if dim == axis.dim:
@@ -221,7 +221,7 @@ def _linear(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _matmul(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Rows of the left factor, columns of the right one, or a batch dim of both."""
+    """Shard rows of the left factor, columns of the right one, or a batch dim of both."""
     factors: Any = node.args[-2:] if op_name(node) in _WITH_BIAS else node.args[:2]
     left, right = factors
     if min(len(shape(left)), len(shape(right))) < 2:
@@ -312,7 +312,7 @@ def _gather(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Queries are spread, keys and values whole: cross-attention to another modality."""
+    """Keep sharded queries with whole keys and values: cross-attention to another modality."""
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
     axis, mask = flow.axes.get(query), argument(node, "attn_mask")
     if key in flow.axes or value in flow.axes or argument(node, "is_causal"):
@@ -327,7 +327,7 @@ def _attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _bitfield_attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """[batch, heads, tokens, dim]; the pass makes it gather keys and values."""
+    """Keep sharded queries [batch, heads, tokens, dim]; the pass makes the op gather keys and values."""
     axis = TokenAxis(dim=2)
     for value in node.args[:3]:
         if not isinstance(value, fx.Node) or value not in flow.axes or not flow.same(flow.axes[value], axis):
@@ -336,7 +336,7 @@ def _bitfield_attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _token_loss(flow: TokenFlow, node: fx.Node) -> None:
-    """The way out: each rank returns the sum over its own tokens and their number."""
+    """Make the loss the result of the region: each rank returns the sum over its own tokens and their number."""
     logits, labels, ignore_index = node.args
     assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node) and isinstance(ignore_index, int)
     axis = flow.axes.get(logits)
@@ -350,7 +350,7 @@ def _token_loss(flow: TokenFlow, node: fx.Node) -> None:
 
 
 def _same_value(flow: TokenFlow, node: fx.Node) -> None:
-    """Only dtype and device are taken from the spread input; the result is whole."""
+    """Make a whole result: only dtype and device are taken from the sharded input."""
 
 
 _WITH_BIAS = aten_ops("addmm baddbmm")

@@ -28,7 +28,7 @@ from mmcompile.passes.shared_values import Place, needing_layers
 from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, tensors, written
 
 Work = Counter[tuple[str, Growth]]
-"""Amounts by field of `LayerCost` and by what they grow with."""
+"""Amounts by field of `LayerCost` and by their growth."""
 
 _EXCHANGES = {f"mmcompile.{name}" for name in EXCHANGES}
 _LOOKUPS = aten_ops("embedding index index_select gather")
@@ -108,7 +108,7 @@ class _Meter:
         return {storage: saved for storage, saved in kept.items() if storage not in self._permanent}
 
     def held(self, node: fx.Node, *, whole: bool) -> dict[int, Saved]:
-        """Memory of a node's value by storage, parameters and constants excluded.
+        """Return the memory of a node's value by storage, parameters and constants excluded.
 
         Args:
             node: any node.
@@ -123,7 +123,7 @@ class _Meter:
         }
 
     def measure(self, node: fx.Node, growths: Growths) -> Work:
-        """Forward and backward work of a node."""
+        """Return the forward and backward work of a node."""
         flops, growth, work = op_flops(node), growths.work(node), Work()
         work["forward_flops", growth] += flops.forward
         for operand, size in flops.operands:
@@ -140,7 +140,7 @@ class _Meter:
         return work
 
     def _add_backward(self, node: fx.Node, growths: Growths, work: Work) -> None:
-        """Bytes and kernels."""
+        """Add the bytes and kernels of the backward."""
         kernels = backward_kernels(node, self.carries)
         if is_joint(node):
             kernels.append([node, *(source for source in node.all_input_nodes if self.carries(node, source))])
@@ -189,7 +189,7 @@ def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class _Read:
-    """Memory that layers `first` to `last` of a component read and do not make."""
+    """Memory that layers `first` to `last` of a component read but do not make."""
 
     saved: Saved
     first: int
@@ -241,7 +241,7 @@ def _add_kept(
 
 
 def _keep_stateful(places: Mapping[fx.Node, Place], sums: Mapping[Place, Work]) -> None:
-    """Layers that change a buffer must not run twice, so that they keep everything in every mode (`recomputed`)."""
+    """Make layers that change a buffer keep everything in every mode: they must not run twice (`recomputed`)."""
     for place in {places[node] for node in places if written(node)}:
         for growth in Growth:
             for name in ("selective_bytes", "full_bytes"):
@@ -249,7 +249,7 @@ def _keep_stateful(places: Mapping[fx.Node, Place], sums: Mapping[Place, Work]) 
 
 
 def _before_layers(places: Mapping[fx.Node, Place]) -> set[fx.Node]:
-    """Shared values that stand before the layers of a stage: those that several layers need."""
+    """Return shared values that stand before the layers of a stage: those that several layers need."""
     shared = [node for node in places if info(node).shared]
     if not shared:
         return set()
@@ -258,7 +258,7 @@ def _before_layers(places: Mapping[fx.Node, Place]) -> set[fx.Node]:
 
 
 def _made_of_attributes(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes computed from parameters, buffers and constants only: their gradient is weight gradient."""
+    """Return nodes computed from parameters, buffers and constants only: their gradient is weight gradient."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr" or (
@@ -269,7 +269,7 @@ def _made_of_attributes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _places(graph: ModelGraph) -> dict[fx.Node, Place]:
-    """Layer of every `call_function` node; a shared node has the layer of its first reader, or of the loss."""
+    """Return the layer of every `call_function` node; a shared node has the layer of its first reader, or of the loss."""
     nodes = [node for node in graph.module.graph.nodes if node.op == "call_function"]
     order = {node: index for index, node in enumerate(nodes)}
     last: Place = (graph.loss_component, len(graph.component(graph.loss_component).layers) - 1)

@@ -1,4 +1,4 @@
-"""`CostTable`: what every layer costs, at the captured sizes and at any other."""
+"""`CostTable`: cost of every layer, at the captured sizes and at any other."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class GrowingCost:
 
     fixed: LayerCost = NOTHING
     by_tokens: LayerCost = NOTHING
-    """Proportional to `Load.tokens`."""
+    """Part of the cost proportional to `Load.tokens`."""
     by_squares: LayerCost = NOTHING
-    """Proportional to `Load.squares`."""
+    """Part of the cost proportional to `Load.squares`."""
 
     @property
     def total(self) -> LayerCost:
-        """The captured cost."""
+        """Return the captured cost."""
         return _sum(self.fixed, self.by_tokens, self.by_squares)
 
     def scaled(self, tokens: Fraction, squares: Fraction) -> LayerCost:
-        """The cost with so many times the rows and the squares, rounded to integers."""
+        """Return the cost with so many times the rows and the squares, rounded to integers."""
         if not tokens:  # nothing to do for the component, so it does not run
             return LayerCost(**{name: getattr(self.fixed, name) * (name in PERMANENT) for name in SIZED})
         return _sum(self.fixed, _times(self.by_tokens, tokens), _times(self.by_squares, squares))
 
     def polynomial(self, name: str, captured: Load) -> Polynomial:
-        """One field as a polynomial in the load.
+        """Return one field as a polynomial in the load.
 
         Args:
             name: a field of `LayerCost`.
@@ -76,7 +76,7 @@ class CostTable:
         return self.layers[component]
 
     def at(self, loads: Mapping[str, Load]) -> CostTable:
-        """The table for a microbatch of other loads; components without one in `loads` keep theirs.
+        """Return the table for a microbatch of other loads; components without one in `loads` keep theirs.
 
         A component with no tokens costs nothing but its parameters. `table.at(table.loads) == table`.
 
@@ -96,12 +96,12 @@ class CostTable:
         return CostTable(layers=layers, loads=wanted, growing=self.growing, captured_loads=self.captured_loads)
 
     def polynomial(self, component: str, layer: int, name: str) -> Polynomial:
-        """A field of a layer as a polynomial in the load of its component; `name` as in `LayerCost`."""
+        """Return a field of a layer as a polynomial in the load of its component; `name` as in `LayerCost`."""
         return self.growing[component][layer].polynomial(name, self.captured_loads[component])
 
     @property
     def polynomials(self) -> dict[str, tuple[dict[str, Polynomial], ...]]:
-        """Component -> for each layer, the polynomial of every field of `LayerCost`."""
+        """Return component -> for each layer, the polynomial of every field of `LayerCost`."""
         return {
             component: tuple(
                 {name: self.polynomial(component, index, name) for name in SIZED} for index in range(len(costs))

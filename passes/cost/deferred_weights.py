@@ -17,13 +17,13 @@ from mmcompile.passes.values import op_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeferredWeight:
-    """y = x w^T + b with a w that trains."""
+    """A product y = x w^T + b with a w that trains."""
 
     x: fx.Node = field(repr=False)
     weight: fx.Node = field(repr=False)
-    """A `get_attr` node."""
+    """The `get_attr` node of w."""
     bias: fx.Node | None = field(repr=False)
-    """A `get_attr` node that trains; None without one."""
+    """The `get_attr` node of a b that trains; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from mmcompile.passes.cost.op_memory import LOSSES, is_view
 from mmcompile.passes.values import aten_ops, num_bytes, op_name, tensors
 
 Kernel = Sequence[fx.Node]
-"""The nodes whose values it reads or writes; a gradient has the size of its node."""
+"""Nodes whose values a kernel reads or writes; a gradient has the size of its node."""
 
 # The gradient is that of the result, or a view of it.
 _PASSES_GRADIENT = aten_ops("add sub cat stack clone contiguous lift_fresh_copy sum reshape to _to_copy") | {
@@ -29,7 +29,7 @@ _PARTS = aten_ops("slice select narrow unbind split split_with_sizes chunk")
 
 
 def backward_kernels(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool]) -> list[Kernel]:
-    """Kernels of the backward of a node that carries gradient; one that must read what was kept is `[node, *inputs]`.
+    """Return the kernels of the backward of a node that carries gradient; one that reads kept values is `[node, *inputs]`.
 
     Args:
         node: the node.
@@ -66,14 +66,14 @@ def _for_input(node: fx.Node, source: fx.Node) -> list[Kernel]:
 
 
 def _unbroadcast(node: fx.Node, source: fx.Node) -> list[Kernel]:
-    """The sum over what an operand was broadcast along."""
+    """Return the sum over dims along which an operand was broadcast."""
     is_smaller = sum(map(num_bytes, tensors(source))) < sum(map(num_bytes, tensors(node)))
     joins = op_name(node) in aten_ops("cat stack")
     return [[node, source]] if is_smaller and not joins else []
 
 
 def _sums(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool]) -> list[Kernel]:
-    """Gradients of several readers added up."""
+    """Return the additions of gradients of several readers."""
     if len(tensors(node)) != 1:
         return []
     readers = sum(carries(user, node) for user in node.users if user.op == "call_function")

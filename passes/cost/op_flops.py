@@ -42,7 +42,7 @@ _NOTHING = OpFlops()
 
 
 def op_flops(node: fx.Node) -> OpFlops:
-    """FLOPs of a `call_function` node; zeros for an op that is neither a matrix product nor a convolution."""
+    """Return the FLOPs of a `call_function` node; zeros for an op that is neither a matrix product nor a convolution."""
     rule = _RULES.get(op_name(node))
     return rule(node) if rule else _NOTHING
 
@@ -53,7 +53,7 @@ def passed(node: fx.Node) -> Mapping[str, object]:
 
 
 def _shape_of(node: fx.Node) -> Shape:
-    """Shape of a node's first tensor, at the captured batch."""
+    """Return the shape of a node's first tensor, in the captured batch."""
     return concrete_shape(tensors(node)[0])
 
 
@@ -80,14 +80,14 @@ def _bmm(batch: int, rows: int, inner: int, columns: int) -> int:
 
 @cache
 def _attend(query: Shape, key: Shape, value: Shape) -> tuple[int, int]:
-    """(forward, backward) of attention over [batch, heads, tokens, dim]."""
+    """Return (forward, backward) FLOPs of attention over [batch, heads, tokens, dim]."""
     forward = flop_registry[aten._scaled_dot_product_flash_attention](query, key, value)
     out = (*query[:-1], value[-1])
     return forward, flop_registry[aten._scaled_dot_product_flash_attention_backward](out, query, key, value)
 
 
 def _product(first: str, second: str) -> Callable[[fx.Node], OpFlops]:
-    """A (batched, broadcast) matrix product: both gradients cost as much as the forward."""
+    """Count a (batched, broadcast) matrix product: both gradients cost as much as the forward."""
 
     def rule(node: fx.Node) -> OpFlops:
         given = passed(node)
@@ -103,7 +103,7 @@ def _product(first: str, second: str) -> Callable[[fx.Node], OpFlops]:
 
 
 def _convolution(dims: int, *, transposed: bool) -> Callable[[fx.Node], OpFlops]:
-    """Products of a convolution. torch's weight gradient forgets that groups do not mix; corrected here."""
+    """Count the products of a convolution. torch's weight gradient forgets that groups do not mix; corrected here."""
 
     def rule(node: fx.Node) -> OpFlops:
         given = passed(node)
@@ -168,7 +168,7 @@ def _mask(given: Mapping[str, object]) -> tuple[torch.Tensor | None, ...]:
 
 
 def _packed_attention(node: fx.Node) -> OpFlops:
-    """Block-diagonal attention, [1, H, S, D]: each segment attends to itself."""
+    """Count block-diagonal attention, [1, H, S, D]: each segment attends to itself."""
     given = passed(node)
     operands = tuple(_node(given[name]) for name in ("query", "key", "value"))
     query, key, value = (_shape_of(operand) for operand in operands)
@@ -181,7 +181,7 @@ def _packed_attention(node: fx.Node) -> OpFlops:
 
 
 def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
-    """Segment lengths: real ones if `cu_seqlens` is made of constants of the graph, else as equal as can be.
+    """Return segment lengths: real ones if `cu_seqlens` is made of constants of the graph, else as equal as can be.
 
     [Approximation]
 
@@ -195,7 +195,7 @@ def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
 
 
 def _constant(node: fx.Node) -> Any:
-    """The value of a constant of the graph, or of what is computed from constants alone; None for anything else.
+    """Return the value of a constant of the graph, or of a value computed from constants alone; None for anything else.
 
     Tensors without values (fake, meta) are not known either.
     """
@@ -213,7 +213,7 @@ def _constant(node: fx.Node) -> Any:
 
 
 def _einsum(node: fx.Node) -> OpFlops:
-    """Pairs from left to right, as torch contracts them; a pair without a contracted dim is an elementwise product.
+    """Count pairs from left to right, as torch contracts them; a pair without a contracted dim is an elementwise product.
 
     With more than two operands the backward is counted for all of them together, as two products per pair.
     """
@@ -236,7 +236,7 @@ def _einsum(node: fx.Node) -> OpFlops:
 
 
 def _einsum_labels(equation: str, num_dims: Sequence[int]) -> tuple[list[str], str]:
-    """Labels of each operand and of the output, with `...` and a missing output written out."""
+    """Return labels of each operand and of the output, with `...` and a missing output written out."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     hidden = max(dims - len(term) + 3 if "..." in term else 0 for term, dims in zip(terms, num_dims, strict=True))
@@ -251,7 +251,7 @@ def _einsum_labels(equation: str, num_dims: Sequence[int]) -> tuple[list[str], s
 
 
 def _region(node: fx.Node) -> OpFlops:
-    """A `torch.no_grad()` region: the forward of its body."""
+    """Count the forward of the body of a `torch.no_grad()` region."""
     body = attrgetter(str(_node(node.args[1]).target))(node.graph.owning_module)
     return OpFlops(forward=sum(op_flops(child).forward for child in body.graph.nodes if child.op == "call_function"))
 
@@ -262,7 +262,7 @@ def _node(value: object) -> fx.Node:
 
 
 def attention_lengths(node: fx.Node) -> tuple[Shape, Shape] | None:
-    """Lengths of the sequences of queries, and of those of keys, that an attention op computes; None for other ops."""
+    """Return the lengths of the sequences of queries, and of keys, of an attention op; None for other ops."""
     name = op_name(node)
     if name not in ATTENTION:
         return None
@@ -290,7 +290,7 @@ ATTENTION = frozenset(
 PRODUCTS = frozenset(
     f"aten.{name}" for name in ("matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addbmm", "einsum")
 )
-"""Matrix products of two operands, of which neither need be a weight."""
+"""Matrix products of two operands, both of which may be activations."""
 
 _RULES: Mapping[str, Callable[[fx.Node], OpFlops]] = {
     "aten.linear": _linear,

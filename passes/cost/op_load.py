@@ -44,12 +44,12 @@ class Sequences:
 
     @property
     def load(self) -> Load:
-        """Their rows and squares."""
+        """Load of these sequences: their rows and squares."""
         return Load(tokens=float(sum(self.lengths)), squares=float(sum(length * length for length in self.lengths)))
 
 
 def captured_sequences(graph: ModelGraph, components: Mapping[str, list[fx.Node]]) -> dict[str, Sequences]:
-    """The sequences of every component in the captured batch.
+    """Return the sequences of every component in the captured batch.
 
     Those of its widest self-attention (so a tower with windows and full attention has images, not windows). A projector, and a
     component without attention, has those of what feeds it; one that nothing feeds has the rows it hands on.
@@ -84,7 +84,7 @@ def _topological(graph: ModelGraph) -> list[str]:
 
 
 def _attending(nodes: Iterable[fx.Node]) -> Sequences | None:
-    """Sequences of the self-attention with the most pairs; None without any."""
+    """Return sequences of the self-attention with the most pairs; None without any."""
     best: tuple[int, ...] | None = None
     for lengths in filter(None, map(_self_lengths, nodes)):
         if best is None or _pairs(lengths) > _pairs(best):
@@ -110,7 +110,7 @@ def _self_lengths(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) -> Sequences:
-    """Rows of the first tensor that other components read; of the first one made, if none is."""
+    """Return rows of the first tensor that other components read; of the first one made, if none is."""
     names = [tensor for producer, _, made in graph.edges if producer == component.name for tensor in made]
     flowing = [node for node in nodes if node.name in names] or [node for node in nodes if "val" in node.meta]
     shapes = [shape for node in flowing for shape in map(concrete_shape, tensors(node)[:1]) if len(shape) > 1]
@@ -187,7 +187,7 @@ class Growths:
         return Growth.SQUARES if info(node).shared or len(inputs) > 1 else Growth.TOKENS
 
     def _size_of_fixed(self, node: fx.Node) -> Growth:
-        """Masks and tables made from counted positions have the rows of the batch after all; weights have not."""
+        """Return the growth of values without parameters: masks and tables from counted positions have the rows of the batch."""
         if node.op == "get_attr" or not info(node).shared or node.meta.get("val") is None:
             return Growth.FIXED
         if self._may_be_pairs(node):

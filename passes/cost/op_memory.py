@@ -63,7 +63,7 @@ _MAYBE_VIEW = aten_ops("reshape contiguous to flatten _to_copy expand_as type_as
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if the node only describes memory of an input, or is a size: it moves no bytes and launches no kernel."""
+    """Return whether a node only describes memory of an input, or is a size: it moves no bytes and launches no kernel."""
     values = tensors(node)
     if not values or op_name(node) == "getitem" or _passes_through(node):
         return True
@@ -76,7 +76,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _passes_through(node: fx.Node) -> bool:
-    """A dropout that is off returns its input."""
+    """Return whether a node is a dropout that is off, which returns its input."""
     return op_name(node) == "aten.dropout" and not (node.args[1] and node.args[2])
 
 
@@ -86,11 +86,11 @@ class Saved:
 
     num_bytes: int
     owner: fx.Node
-    """The node whose value it is, or that it grows with."""
+    """Node whose value it is, or with which it grows."""
 
 
 def saved_for_backward(node: fx.Node, carries: Callable[[fx.Node], bool]) -> dict[int, Saved]:
-    """Memory that a node with gradient keeps until its backward, parameters not excluded, by storage.
+    """Return memory that a node with gradient keeps until its backward, parameters not excluded, by storage.
 
     Args:
         node: a node through which gradient passes.
@@ -128,7 +128,7 @@ def _saved_tensors(node: fx.Node, carries: Callable[[fx.Node], bool]) -> Iterabl
 
 
 def _others(node: fx.Node, source: fx.Node) -> list[fx.Node]:
-    """Operands whose gradient reads `source`: all the others, and `source` itself where it is read twice (x * x)."""
+    """Return operands whose gradient reads `source`: all others, and `source` itself if it is read twice (x * x)."""
     operands = [operand for operand, _ in op_flops(node).operands]
     operands = operands or [operand for operand in node.args if isinstance(operand, fx.Node)]
     if source in operands:
@@ -147,7 +147,7 @@ def _of(nodes: Iterable[fx.Node], *, floating: bool) -> list[tuple[fx.Node, torc
 
 
 def _memory_owner(node: fx.Node) -> fx.Node:
-    """The recorded value of a dropout that is off is new, while at run time it is its input."""
+    """Return the node of the memory: a dropout that is off has the memory of its input at run time."""
     while _passes_through(node):
         (node,) = node.all_input_nodes
     return node

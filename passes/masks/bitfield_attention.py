@@ -40,7 +40,7 @@ _PROJECTIONS = aten_ops("linear matmul mm bmm addmm baddbmm conv1d")
 _VIEWS = aten_ops("view reshape _unsafe_view clone contiguous slice flatten")
 _RESHAPES = _VIEWS | aten_ops("transpose permute squeeze unsqueeze")
 _LEVELS = 2
-"""Projections between an attention's input and its queries or keys: two in low-rank attention."""
+"""Most projections between an attention's input and its queries or keys: two in low-rank attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,7 @@ class _Work:
         self._masks: dict[tuple[fx.Node, bool], tuple[MaskFormula, Reader]] = {}
         self._made: dict[tuple[MaskFormula, tuple[str, ...]], _Words] = {}
         self._done: dict[tuple[str, fx.Node, int | None], list[int]] = {}
-        """(component, words, window) -> layers."""
+        """(component, words, window) -> layers rewritten."""
         self._left: list[str] = []
         self._replaced: list[fx.Node] = []
 
@@ -160,7 +160,7 @@ class _Work:
         drop_unread(graph, self._replaced)
 
     def lines(self) -> list[str]:
-        """One line per kind of call that was rewritten, and one per call that was left."""
+        """Return one line per kind of call that was rewritten, and one per call that was left."""
         rewritten = [
             f"bitfield-attention: {component} {_layers(layers)} under {words.name}"
             f"{'' if window is None else f', window {window}'}"
@@ -170,7 +170,7 @@ class _Work:
 
 
 def _layers(layers: list[int]) -> str:
-    """`layers 1-4, 6`."""
+    """Format layer numbers: `layers 1-4, 6`."""
     numbers = sorted(set(layers))
     runs: list[list[int]] = []
     for number in numbers:
@@ -202,7 +202,7 @@ def _check(call: fx.Node) -> None:
 
 
 def _sources(node: fx.Node, call: fx.Node) -> set[fx.Node]:
-    """The values of the call's layer that queries or keys are made of, through few enough projections."""
+    """Return values of the call's layer from which queries or keys are made, through few enough projections."""
     level, found = {node}, set()
     for _ in range(_LEVELS + 1):
         parts = [_until_projections(start, call) for start in level]
@@ -212,7 +212,7 @@ def _sources(node: fx.Node, call: fx.Node) -> set[fx.Node]:
 
 
 def _until_projections(start: fx.Node, call: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Nodes that `start` is made of, back to projections and to what enters the layer; and the projections' inputs."""
+    """Return nodes from which `start` is made, back to projections and inputs of the layer; and the projections' inputs."""
     seen, inputs, waiting = set(), set(), [start]
     while waiting:
         node = waiting.pop()
@@ -275,7 +275,7 @@ def _unexpanded(call: fx.Node, key: fx.Node, value: fx.Node) -> tuple[fx.Node, f
 
 
 def _before_repeat(node: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """[B, Hkv, T, D] behind [B, H, T, D], in which each head stands H / Hkv times in a row."""
+    """Return [B, Hkv, T, D] behind [B, H, T, D] in which each head is repeated H / Hkv times."""
     chain = [node]
     while _called(chain[-1]) in _VIEWS:
         chain.append(chain[-1].all_input_nodes[0])
@@ -298,5 +298,5 @@ def _before_repeat(node: fx.Node, reader: fx.Node) -> fx.Node | None:
 
 
 def _own(node: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """The node, if the component of its reader made it."""
+    """Return the node, if the component of its reader made it."""
     return node if node.op == "call_function" and info(node).component == info(reader).component else None

@@ -35,7 +35,7 @@ _CONSEQUENCE = "train this model without packing"
 
 
 def documents_meet(graph: ModelGraph, batch: PackedBatch, others: Sequence[PackedBatch]) -> str | None:
-    """Why documents in one row are not isolated from each other; None if they are.
+    """Return why documents in one row are not isolated from each other; None if they are.
 
     Args:
         graph: captured on `batch`, annotated; not changed.
@@ -53,12 +53,12 @@ def documents_meet(graph: ModelGraph, batch: PackedBatch, others: Sequence[Packe
 class _Work:
     made: ModelGraph
     batches: tuple[PackedBatch, ...]
-    """The captured one first."""
+    """Packed batches; the captured one is first."""
     flow: TokenFlow = field(init=False)
     met: list[tuple[fx.Node, fx.Node, TokenAxis]] = field(default_factory=list)
-    """Whole values that meet tokens: (value, its form in the flow, where its tokens are)."""
+    """Whole values that meet tokens: (value, its form in the flow, its token dim)."""
     picked: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
-    """Rows picked from tokens -> where."""
+    """Rows picked from tokens -> their positions."""
     blocks: set[fx.Node] = field(default_factory=set)
     """Masks that keep documents apart."""
     known: list[dict[fx.Node, Any]] = field(init=False)
@@ -68,7 +68,7 @@ class _Work:
         self.known = [{} for _ in self.batches]
 
     def run(self) -> None:
-        """Raises PlanError where documents meet."""
+        """Follow all tokens. Raises PlanError where documents meet."""
         nodes = [node for node in self.made.module.graph.nodes if node.op == "call_function"]
         self.flow = TokenFlow(
             graph=self.made,
@@ -86,7 +86,7 @@ class _Work:
             self._check_taken_along(value, axis)
 
     def _start(self, nodes: Sequence[fx.Node]) -> None:
-        """Look-ups of the row's tokens in a table of the language model."""
+        """Start at look-ups of the row's tokens in a table of the language model."""
         for node in nodes:
             if op_name(node) in _EMBEDDING and info(node).component == self.made.loss_component:
                 ids = argument(node, "indices")
@@ -94,7 +94,7 @@ class _Work:
                     node.replace_input_with(ids, self.flow.to_spread(node, ids, TokenAxis(dim=len(shape(ids)) - 1)))
 
     def _spread(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
-        """A name of its own for a whole value where it meets tokens."""
+        """Return a new name for a whole value where it meets tokens."""
         for known, made, place in self.met:
             if known is value and place == axis:
                 return made
@@ -115,7 +115,7 @@ class _Work:
         return rule_of(node)
 
     def _merge(self, flow: TokenFlow, node: fx.Node) -> TokenAxis:
-        """Features of media are put where their placeholders are, or added there to what the model has (deepstack)."""
+        """Follow features of media that are put at their placeholders, or added there to hidden states (deepstack)."""
         embeddings, where, features = node.args[:3]
         if embeddings not in flow.axes or features in flow.axes:
             flow.refuse(node, "what is put into the tokens comes from tokens")
@@ -129,7 +129,7 @@ class _Work:
         return flow.axes[embeddings]  # type: ignore[index]
 
     def _pick(self, flow: TokenFlow, node: fx.Node) -> None:
-        """Tokens where media are. What is made of them is whole, and may only come back to where it was (`_merge`)."""
+        """Follow tokens picked where media are. Values made of them are whole, and may only return to their places (`_merge`)."""
         places = _places(argument(node, "indices"))
         if any(place in flow.axes or self._values(place) is None for place in places):
             flow.refuse(node, "which tokens it picks depends on activations")
@@ -151,7 +151,7 @@ class _Work:
         return ours is not None and theirs is not None and all(map(torch.equal, ours, theirs))
 
     def _attention(self, flow: TokenFlow, node: fx.Node) -> TokenAxis:
-        """Self-attention under a mask that shows no pair of two documents."""
+        """Check self-attention under a mask that shows no pair of two documents."""
         axis, mask = TokenAxis(dim=2), argument(node, "attn_mask")
         for name in ("query", "key", "value"):
             value = argument(node, name)
@@ -203,7 +203,7 @@ class _Work:
                 )
 
     def _values(self, node: fx.Node) -> list[torch.Tensor] | None:
-        """The value in each batch; None if activations are needed for it."""
+        """Return the value in each batch; None if activations are needed for it."""
         found = [
             evaluated(self.made, node, batch.values, known)
             for batch, known in zip(self.batches, self.known, strict=True)
@@ -212,13 +212,13 @@ class _Work:
 
 
 def _places(where: object) -> tuple[fx.Node, ...]:
-    """The index tensors, or the mask, of a node."""
+    """Return the index tensors, or the mask, of a node."""
     parts = where if isinstance(where, (list, tuple)) else (where,)
     return tuple(part for part in parts if isinstance(part, fx.Node))
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """Everything a node is made of."""
+    """Return all nodes from which a node is computed."""
     seen: set[fx.Node] = set()
     waiting = [node]
     while waiting:

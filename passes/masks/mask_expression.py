@@ -29,7 +29,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An element of a node that is looked into no further."""
+    """An element of a node that is not analysed further."""
 
     node: fx.Node
     index: tuple[Expression, ...]
@@ -44,7 +44,7 @@ class Apply:
     dtype: torch.dtype
     """Dtype of the result."""
     node: fx.Node = field(compare=False)
-    """The node that applies it."""
+    """Node of the operation."""
     axes: frozenset[Axis] = field(compare=False)
     size: int = field(compare=False)
 
@@ -54,7 +54,7 @@ Places = tuple[Expression, ...]
 
 
 def axes_of(expression: Expression) -> frozenset[Axis]:
-    """Axes that a value depends on."""
+    """Return the axes that a value depends on."""
     match expression:
         case Index(axis):
             return frozenset((axis,))
@@ -67,7 +67,7 @@ def axes_of(expression: Expression) -> frozenset[Axis]:
 
 
 def dtype_of(expression: Expression) -> torch.dtype:
-    """Kind of value: bool, an integer type or a float type."""
+    """Return the kind of a value: bool, an integer type or a float type."""
     match expression:
         case Load(node, _):
             value = node.meta["val"]
@@ -86,7 +86,7 @@ def number_dtype(value: int | float | bool) -> torch.dtype:
 
 
 def applied(op: str, args: tuple[Expression, ...], node: fx.Node, dtype: torch.dtype | None = None) -> Apply:
-    """An operation on expressions; `node` is who applies it."""
+    """Return an operation on expressions; `node` is the node of the operation."""
     return Apply(
         op,
         args,
@@ -98,7 +98,7 @@ def applied(op: str, args: tuple[Expression, ...], node: fx.Node, dtype: torch.d
 
 
 def per_token(expression: Expression) -> Expression:
-    """The same expression of a token t, whether it was of queries or of keys."""
+    """Return the same expression of a token t, for one of queries or of keys."""
     match expression:
         case Index("q" | "k"):
             return Index("t")
@@ -115,7 +115,7 @@ Form = tuple[Mapping[Axis, int], int]
 
 
 def linear(expression: Expression) -> Form | None:
-    """Coefficients of the axes and a constant, if the value is a linear form of places."""
+    """Return the coefficients of the axes and a constant, if the value is a linear form of places."""
     match expression:
         case Index(axis):
             return {axis: 1}, 0

@@ -25,7 +25,7 @@ from mmcompile.passes.masks.predicates import (
 )
 
 Test = tuple[Expression, bool]
-"""An expression per token, and whether it must be true or false."""
+"""An expression per token, and the value (true or false) required of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +34,11 @@ class MaskFormula:
 
     causal: bool
     valid: tuple[Test, ...] = ()
-    """All must hold for a token to be seen."""
+    """Tests that must all hold for a token to be seen."""
     documents: Expression | None = None
     islands: Expression | None = None
     island_tests: tuple[Test, ...] = ()
-    """All must hold for a token to be in an island."""
+    """Tests that must all hold for a token to be in an island."""
     window: int | None = None
     window_bounds_islands: bool = False
 
@@ -112,7 +112,7 @@ def _matched(alternatives: Alternatives) -> MaskFormula:
 
 
 def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -> MaskFormula:
-    """The formula with the bounds on q - k that hold of its causal term."""
+    """Return the formula with the bounds on q - k of its causal term."""
     window = formula.window
     for claim in reaches:
         if not claim.positive and formula.causal:
@@ -159,7 +159,7 @@ def _ordered(tests: set[Test]) -> tuple[Test, ...]:
 
 
 def _text(tests: set[Test]) -> str:
-    """Names of the nodes that make tests."""
+    """Return the names of the nodes that make tests."""
     return ", ".join(sorted(_name(expression) for expression, _ in tests))
 
 

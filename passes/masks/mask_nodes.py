@@ -1,4 +1,4 @@
-"""The node that makes words of a mask's formula, and the small nodes on [batch, tokens] it reads."""
+"""Nodes of a mask's formula: its words, and the small nodes on [batch, tokens] that they read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _MIRRORED = {"add": "add", "mul": "mul", "eq": "eq", "ne": "ne", "lt": "gt", "le
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """Rows and tokens of queries and keys: as captured, and as sizes of the graph."""
+    """Rows and tokens of queries and keys, as captured and as sizes of the graph."""
 
     sizes: tuple[int, int]
     symbolic: tuple[int | sympy.Expr, int | sympy.Expr]
@@ -77,7 +77,10 @@ class NodeMaker:
         self._found = {expression: node for expression, node, places in reader.per_token() if places == _TOKENS}
 
     def words(self, formula: MaskFormula) -> fx.Node:
-        """Raises Unrecognised: a value per token has no node of that shape; the graph is as before then."""
+        """Return the words node.
+
+        Raises Unrecognised, with the graph as before, if a value per token has no node of that shape.
+        """
         try:
             arguments = self._arguments(formula)
         except Unrecognised:
@@ -97,7 +100,7 @@ class NodeMaker:
         )
 
     def positions(self, words: fx.Node) -> fx.Node:
-        """Positions of the tokens of `words`."""
+        """Return the positions node of the tokens of `words`."""
         return self._node(token_positions, (words,), torch.empty(self._extent.sizes, dtype=torch.int32, device="meta"))
 
     def _valid(self, tests: tuple[Test, ...]) -> fx.Node | None:
@@ -126,7 +129,7 @@ class NodeMaker:
         return self._call(aten.where.ScalarOther, inside, counted, -1)
 
     def _size(self, axis: int) -> int | fx.Node:
-        """B or T as an argument: a number, or the graph's input of that size."""
+        """Return B or T as an argument: a number, or the graph's input of that size."""
         symbolic = self._extent.symbolic[axis]
         if isinstance(symbolic, int):
             return symbolic
@@ -142,7 +145,7 @@ class NodeMaker:
         return node
 
     def _tensor(self, expression: Expression) -> fx.Node:
-        """A node of the values of an expression per token, [B, T] or a shape that broadcasts to it."""
+        """Return a node of the values of an expression per token, [B, T] or a shape that broadcasts to it."""
         if expression not in self._made:
             known = self._found.get(expression)
             made = self._compute(expression) if known is None else self._loaded(known, _TOKENS)
@@ -215,7 +218,7 @@ class NodeMaker:
         return node
 
     def _symbolic(self, sizes: tuple[int, ...]) -> tuple[int | sympy.Expr, ...]:
-        """Shape over sizes of a value of shape [B, T], [B, 1], [T] or []."""
+        """Return the shape over sizes of a value of shape [B, T], [B, 1], [T] or []."""
         whole = self._extent.symbolic[len(self._extent.symbolic) - len(sizes) :]
         return tuple(1 if size == 1 else symbol for size, symbol in zip(sizes, whole, strict=True))
 

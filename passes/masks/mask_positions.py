@@ -47,7 +47,7 @@ def with_places(expression: Expression, reader: Reader) -> tuple[Expression, Exp
 
 
 def _documents(expression: Expression, reader: Reader) -> Iterator[tuple[Expression, Expression]]:
-    """Ids compared for equality that count where positions do not grow by one, and those positions; per token."""
+    """Yield ids compared for equality that increase where positions do not grow by one, and those positions; per token."""
     match expression:
         case Apply("eq", (Load(node, _) as left, Load() as right)) if _sides(left, right):
             positions = _counted(node, reader)
@@ -89,7 +89,7 @@ def _last(node: fx.Node) -> bool:
 
 
 def _replaced(expression: Expression, positions: Expression) -> Expression:
-    """Comparisons of `positions` of query and key, by their distance alone, made comparisons of places."""
+    """Replace comparisons of `positions` of query and key, by their distance alone, by comparisons of places."""
     if not isinstance(expression, Apply):
         return expression
     if expression.op in _COMPARISONS:
@@ -102,7 +102,7 @@ def _replaced(expression: Expression, positions: Expression) -> Expression:
 
 
 def _placed(expression: Expression, positions: Expression) -> Expression:
-    """Places instead of positions."""
+    """Return places instead of positions."""
     sides = axes_of(expression) & {"q", "k"}
     if len(sides) == 1 and per_token(expression) == positions:
         return Index(next(iter(sides)))

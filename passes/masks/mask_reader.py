@@ -32,7 +32,7 @@ from mmcompile.passes.masks.mask_expression import (
 from mmcompile.passes.values import arguments, aten_ops, op_name
 
 _MAX_SIZE = 2000
-"""Parts of an expression: what is larger is left as it is."""
+"""Most parts of an expression: a larger one is left as it is."""
 
 
 class Reader:
@@ -42,7 +42,7 @@ class Reader:
         self._known: dict[tuple[fx.Node, Places], Expression] = {}
 
     def at(self, node: fx.Node, index: Places) -> Expression:
-        """The element of `node` at a place."""
+        """Return the expression of the element of `node` at a place."""
         key = (node, index)
         if key not in self._known:
             found = self._read(node, index)
@@ -66,7 +66,7 @@ class Reader:
         return Load(node, index) if found is None else found
 
     def argument(self, node: fx.Node, value: object, index: Places) -> Expression | None:
-        """An operand of an elementwise node at the node's place: broadcast, or a number."""
+        """Return an operand of an elementwise node at the node's place: broadcast, or a number."""
         if isinstance(value, (bool, int, float)):
             return Number(value)
         if not isinstance(value, fx.Node):
@@ -77,12 +77,12 @@ class Reader:
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """Shape as captured."""
+    """Return the captured shape."""
     return tuple(node.meta["val"].shape)
 
 
 def given(node: fx.Node) -> dict[str, Any]:
-    """Arguments of an op by name, defaults included."""
+    """Return the arguments of an op by name, defaults included."""
     schema = op_schema(node.target).arguments  # type: ignore[arg-type]
     return {
         **{a.name: a.default_value for a in schema},
@@ -124,7 +124,7 @@ def _cast(reader: Reader, node: fx.Node, index: Places) -> Expression:
 
 
 def _reshaped(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
-    """A view that only adds or removes dims of size 1."""
+    """Read a view that only adds or removes dims of size 1."""
     source = _source(node)
     places = [place for size, place in zip(shape(node), index, strict=True) if size != 1]
     if [size for size in shape(node) if size != 1] != [size for size in shape(source) if size != 1]:
@@ -172,7 +172,7 @@ def _permuted(reader: Reader, node: fx.Node, index: Places) -> Expression:
 
 
 def _looked_up(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
-    """`x[..., i, j, ...]` with integer index tensors side by side."""
+    """Read `x[..., i, j, ...]` with integer index tensors side by side."""
     source, indices = _source(node), list(given(node)["indices"])
     indices += [None] * (len(shape(source)) - len(indices))
     dims = [dim for dim, i in enumerate(indices) if i is not None]
@@ -187,7 +187,7 @@ def _looked_up(reader: Reader, node: fx.Node, index: Places) -> Expression | Non
 
 
 def _normal(index: Places) -> Places:
-    """Places written in one way: an axis or a number, where they are one."""
+    """Return places in a normal form: an axis or a number where they are one."""
     return tuple(_plain(place) for place in index)
 
 
@@ -232,7 +232,7 @@ def _filled(value: bool | int | float | None) -> Rule:
 
 
 def _elementwise(op: str, *order: str) -> Rule:
-    """An op on operands of these argument names, in this order."""
+    """Make the rule of an op on operands of these argument names, in this order."""
 
     def rule(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)
@@ -248,7 +248,7 @@ _LOGICAL = ("and", "or", "xor", "not")
 
 
 def _is_logical(node: fx.Node) -> bool:
-    """Bitwise ops are logical on bools."""
+    """Return whether an op is logical: bitwise ops are, on bools."""
     return all(source.meta["val"].dtype == torch.bool for source in node.all_input_nodes)
 
 

@@ -1,4 +1,4 @@
-"""`PackedBatch`: a row of documents as a graph takes it, and what the graph computes in it from integers alone."""
+"""`PackedBatch`: a row of documents as inputs of a graph, and the values that the graph computes from integers alone."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class PackedBatch:
     values: Mapping[str, Any]
     """Placeholder -> tensor or size, those that the host computes included."""
     order: tuple[int, ...]
-    """Documents in the order in which they stand in the row."""
+    """Documents in their order in the row."""
     lengths: tuple[int, ...]
     """Tokens of document 0, 1, ..."""
     kept: tuple[int, ...]
-    """Documents whose tokens are those of the batch that was captured."""
+    """Documents with the tokens of the captured batch."""
 
     def document_of(self) -> torch.Tensor:
-        """The document of every token, [T]."""
+        """Return the document of every token, [T]."""
         return torch.cat([torch.full((self.lengths[number],), number) for number in self.order])
 
     def rows_of(self, number: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
 def by_token(
     value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, batch: PackedBatch
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """Values by (document, token of it); `value` has its tokens in dim 0."""
+    """Return values by (document, token of it); `value` has its tokens in dim 0."""
     outer, kept = flow.number(axis.outer), flow.kept(axis)
     tokens = value.reshape(outer, kept, axis.inner, *value.shape[1:]).movedim(1, 0)
     found: dict[tuple[int, int], torch.Tensor] = {}
@@ -60,7 +60,7 @@ def by_token(
 
 
 def evaluated(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: dict[fx.Node, Any]) -> Any:
-    """A value computed from integer inputs and the model's constants; None if it needs more.
+    """Return a value computed from integer inputs and the model's constants; None if it needs more.
 
     A constant without values (of a model that is only a configuration) gets arbitrary ones: what is asked is whether a
     document takes its values along, and not which they are.

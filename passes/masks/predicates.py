@@ -51,7 +51,7 @@ class Claim:
 
 
 Alternatives = frozenset[frozenset[Claim]]
-"""True if all claims of one of them hold."""
+"""Alternatives of claims: true if all claims of one of them hold."""
 _TRUE: Alternatives = frozenset((frozenset(),))
 _FALSE: Alternatives = frozenset()
 CAUSAL = Claim("reach", True, 0)
@@ -84,7 +84,7 @@ def _is_integer(expression: Apply) -> bool:
 
 
 def _one_sided(expression: Expression) -> bool:
-    """A value of queries alone or of keys alone."""
+    """Return whether a value is of queries alone or of keys alone."""
     axes = axes_of(expression)
     return "h" not in axes and len(axes & {"q", "k"}) <= 1
 
@@ -197,7 +197,7 @@ Cases = list[tuple[Alternatives, tuple[Expression, ...]]]
 
 
 def _cases(values: tuple[Expression, ...]) -> Cases:
-    """Values without `where`: under which condition each is what."""
+    """Return the values of expressions without `where`, each with its condition."""
     parts = [[(c, v) for c, v in _split(value) if c != _FALSE] for value in values]
     if len(parts) == 1:
         return [(condition, (value,)) for condition, value in parts[0]]
@@ -234,7 +234,7 @@ def _has_cases(value: Expression) -> bool:
 
 
 def _is_zero_unless(condition: Expression, value: Expression) -> bool:
-    """`where(x != 0, ..., x)`: x is 0 in the second case."""
+    """Return whether a value is 0 unless a condition holds: `where(x != 0, ..., x)`."""
     match condition:
         case Apply("to", (source,)):
             return dtype_of(condition) == torch.bool and source == value
@@ -266,12 +266,12 @@ def _limited(alternatives: Alternatives) -> Alternatives:
 
 
 def absorbed(alternatives: Alternatives) -> Alternatives:
-    """Without alternatives that another one contains."""
+    """Return alternatives without those that contain another one."""
     return frozenset(a for a in alternatives if not any(other < a for other in alternatives))
 
 
 def conjunction(claims: frozenset[Claim]) -> frozenset[Claim] | None:
-    """Facts without repetition; None if they contradict each other."""
+    """Return claims without repetition; None if they contradict each other."""
     if any(~claim in claims for claim in claims):
         return None
     least = max((f.distance for f in claims if f.kind == "reach" and f.positive), default=None)

@@ -12,7 +12,7 @@ from mmcompile.passes.tensor_parallel.shard_flow import Refusal, ShardFlow
 
 
 def attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """scaled_dot_product_attention, [..., heads, tokens, width]; a mask may have heads, too."""
+    """Shard scaled_dot_product_attention, [..., heads, tokens, width], by heads; a mask may have heads, too."""
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
     found = _by_heads(flow, node, query, (key, value), grouped=bool(argument(node, "enable_gqa")))
     mask = argument(node, "attn_mask")
@@ -30,7 +30,7 @@ def packed_attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, TensorShard]:
-    """Ours, over words; its second result is the log-sum-exp, [batch, heads, tokens]."""
+    """Shard our attention over words by heads; its second result is the log-sum-exp, [batch, heads, tokens]."""
     query, key, value = (argument(node, name) for name in ("q", "k", "v"))
     found = _by_heads(flow, node, query, (key, value), grouped=True)
     if has_argument(node, "head_stride"):
@@ -43,7 +43,7 @@ def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, Ten
 def _by_heads(
     flow: ShardFlow, node: fx.Node, query: fx.Node, others: Sequence[fx.Node], *, grouped: bool
 ) -> TensorShard:
-    """Shard of the result, where queries, keys and values meet in their heads."""
+    """Return the sharding of the result, where queries, keys and values meet in their heads."""
     sharded = next(value for value in (query, *others) if value in flow.shards)
     rank = len(flow.facts.shape(query))
     from_right = flow.shard_of(sharded).dim - len(flow.facts.shape(sharded))
@@ -74,7 +74,7 @@ def _by_heads(
 
 
 def heads_read(num_queries: int, num_heads: int, count: int) -> tuple[int, ...]:
-    """Key/value heads that the query heads of rank 0 read, of rank 1, and so on, equally many for each rank.
+    """Return key/value heads that the query heads of rank 0 read, of rank 1, and so on, equally many for each rank.
 
     Query head h reads head h * num_heads // num_queries. Where all of a rank read one head, that one is listed; else
     one for each query head.

@@ -45,7 +45,7 @@ def add_borders(graph: ModelGraph, degrees: Mapping[str, int], group: str) -> Mo
 
 
 def _border(name: str, value: fx.Node, place: fx.Node, group: str, count: int) -> fx.Node:
-    """A border node in the layer of `place`: behind it, if it is `value` itself, else before it."""
+    """Insert a border node in the layer of `place`: behind it, if it is `value` itself, else before it."""
     graph, target = value.graph, getattr(torch.ops.mmcompile, name).default
     with graph.inserting_after(value) if place is value else graph.inserting_before(place):
         made = graph.call_function(target, (value, group, count))
@@ -61,7 +61,7 @@ def _border(name: str, value: fx.Node, place: fx.Node, group: str, count: int) -
 
 
 def _edges(graph: ModelGraph) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    """The component DAG over the values that flow now, in the order it had."""
+    """Return the component DAG over the new values, in its old order."""
     flowing: dict[tuple[str, str], dict[str, None]] = {edge[:2]: {} for edge in graph.edges}
     for node in graph.module.graph.nodes:
         for source in node.all_input_nodes if node.op == "call_function" and not info(node).shared else ():

@@ -27,7 +27,7 @@ class Projection:
 
 
 def projection(node: fx.Node) -> Projection | None:
-    """A linear layer, in either of the ways models write it; None for other ops."""
+    """Return a linear layer, in either of the ways models write it; None for other ops."""
     name = op_name(node) if node.op == "call_function" else ""
     if name == "aten.linear":
         source, weight, *bias = node.args
@@ -68,7 +68,7 @@ class GraphFacts:
     readers: Mapping[str, Sequence[tuple[fx.Node, fx.Node]]] = field(init=False)
     """First name of a parameter -> (node that reads it, its `get_attr` node)."""
     losses: Sequence[fx.Node] = field(init=False)
-    """Our token losses."""
+    """Token losses of the graph."""
     _trainable: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class LayerFacts:
         return self.whole.carries(node)
 
     def projections_of(self, value: fx.Node, count: int) -> list[fx.Node]:
-        """Projections of the layer that a value comes from with no other between, and that could be sharded."""
+        """Return projections of the layer that a value comes from with no other between, and that could be sharded."""
         found: dict[fx.Node, None] = {}
         waiting, seen = [value], set()
         while waiting:
@@ -152,5 +152,5 @@ class LayerFacts:
         return f"layer {note.layer} of {note.component}"
 
     def counted(self, number: int) -> str:
-        """`20 heads`, if the layer's attention has that many or that many groups of them; else `20`."""
+        """Format a number: `20 heads`, if the layer's attention has that many heads or groups of them; else `20`."""
         return f"{number} heads" if any(heads % number == 0 for heads in self.head_counts) else str(number)

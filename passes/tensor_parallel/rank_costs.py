@@ -1,4 +1,4 @@
-"""`rank_parts`.
+"""`rank_parts`: share of one tensor-parallel rank in each layer's cost.
 
 What one of the ranks that share a component's tensors has of each layer's cost, measured on the sharded graph.
 
@@ -28,7 +28,7 @@ _GIVEN = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 def rank_parts(
     graph: ModelGraph, whole: CostTable, components: Iterable[str], degree: int
 ) -> Mapping[str, tuple[Parts, ...]]:
-    """Component -> parts of each of its layers, for the captured batch.
+    """Return component -> shares of each of its layers, for the captured batch.
 
     Args:
         graph: annotated by gradient-flow; not changed.

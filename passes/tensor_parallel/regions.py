@@ -32,7 +32,7 @@ class Kept:
     node: fx.Node
     reason: str
     indivisible: bool
-    """At a smaller degree it may be sharded."""
+    """True if it may be sharded at a smaller degree."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Sharding:
     kept: list[Kept] = field(default_factory=list)
 
     def weights(self) -> dict[tuple[fx.Node, fx.Node], TensorShard]:
-        """(reader, parameter) -> how the parameter is sharded."""
+        """Yield (reader, parameter) -> sharding of the parameter."""
         tables = {(node, node.args[0]): shard for node, shard in self.embeddings.items()}
         merged: dict[tuple[fx.Node, fx.Node], TensorShard] = {}
         for found in (*(region.weights for region in self.regions), tables):
@@ -55,12 +55,12 @@ class Sharding:
         return merged
 
     def attention(self) -> set[fx.Node]:
-        """Attention ops whose heads are sharded."""
+        """Return attention ops whose heads are sharded."""
         return {node for region in self.regions for node in region.shards if keys_and_values(node)}
 
 
 def shardings(facts: GraphFacts, degrees: Mapping[str, int]) -> dict[str, Sharding]:
-    """Component -> what of it is sharded.
+    """Return component -> its sharding.
 
     A parameter that is read in several places (a tied embedding) is sharded in all of them alike, or in none.
     """
@@ -119,7 +119,7 @@ def _start(made: Sharding, layer: LayerFacts, start: fx.Node) -> None:
 
 
 def _search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusal:
-    """The region that starts at a projection, or why there is none."""
+    """Return the region that starts at a projection, or why there is none."""
     size = num_outputs(start)
     if size % count:
         return Refusal(start, f"{size} outputs do not divide by {count}", indivisible=True)
@@ -158,7 +158,7 @@ def _telling(refusals: list[Refusal]) -> Refusal:
 
 
 def _inconsistent(facts: GraphFacts, found: Mapping[str, Sharding]) -> tuple[str, str] | None:
-    """A parameter that is not sharded alike wherever it is read, and why not; None if all are."""
+    """Return a parameter that is not sharded alike in all its readers, and why; None if all are."""
     wanted: dict[str, TensorShard] = {}
     weights: dict[tuple[fx.Node, fx.Node], TensorShard] = {}
     for sharding in found.values():

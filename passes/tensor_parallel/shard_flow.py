@@ -21,14 +21,14 @@ Shards = TensorShard | tuple[TensorShard | None, ...]
 
 
 class Refusal(Exception):
-    """Why a region cannot be sharded."""
+    """Reason why a region cannot be sharded."""
 
     def __init__(self, node: fx.Node, reason: str, *, indivisible: bool = False) -> None:
         super().__init__(reason)
         self.node = node
         self.reason = reason
         self.indivisible = indivisible
-        """A size does not divide by the degree: a smaller degree may do."""
+        """True if a size does not divide by the degree: a smaller degree may work."""
 
 
 class Refinement(Refusal):
@@ -43,7 +43,7 @@ class Refinement(Refusal):
 
 
 class Growth(Exception):
-    """Other projections make what meets a sharded value, and could be sharded too."""
+    """Request to shard further projections, whose results meet a sharded value."""
 
     def __init__(self, projections: Sequence[fx.Node]) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class Growth(Exception):
 
 
 Rule = Callable[["ShardFlow", fx.Node], Shards | None]
-"""Shards of the result of an op with sharded inputs; None where the result is whole."""
+"""Rule that returns the sharding of the result of an op with sharded inputs; None where the result is whole."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ShardFlow:
-    """One attempt; after `run` it is a region."""
+    """One attempt to shard from a projection; after `run` it is a region."""
 
     count: int
     facts: LayerFacts
@@ -68,9 +68,9 @@ class ShardFlow:
     origins: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
     """Sharded value -> projections that it comes from."""
     weights: dict[tuple[fx.Node, fx.Node], TensorShard] = field(default_factory=dict)
-    """(reader, parameter) -> how the parameter is sharded."""
+    """(reader, parameter) -> sharding of the parameter."""
     copies: dict[tuple[fx.Node, fx.Node], None] = field(default_factory=dict)
-    """(reader, whole value with gradient)."""
+    """(reader, whole value with gradient), which needs a `tp_copy`."""
     parts: dict[tuple[fx.Node, fx.Node], TensorShard] = field(default_factory=dict)
     """(reader, whole value of which it reads a part)."""
     heads: dict[tuple[fx.Node, fx.Node], tuple[int, ...]] = field(default_factory=dict)
@@ -78,11 +78,11 @@ class ShardFlow:
     arguments: dict[fx.Node, dict[str, Any]] = field(default_factory=dict)
     """Arguments that become local ones, by the names of the op's schema."""
     sums: set[fx.Node] = field(default_factory=set)
-    """Projections that take a sharded dim in: the sum of their results over ranks is whole."""
+    """Projections that contract the sharded dim: the sum of their results over ranks is whole."""
     losses: set[fx.Node] = field(default_factory=set)
 
     def run(self, rule_of: Callable[[fx.Node], Rule | None]) -> None:
-        """Raises Refusal or Growth."""
+        """Follow the sharded dim. Raises Refusal or Growth."""
         for node in self.facts.nodes:
             if node in self.columns:
                 self._column(node)
@@ -115,7 +115,7 @@ class ShardFlow:
             self._made(node, result, origins)
 
     def _enter(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
-        """Whole values that a sharded computation reads get a part of their gradient on each rank."""
+        """Record whole values that a sharded computation reads: each rank gets a part of their gradient."""
         for source in sources:
             whole = source not in self.shards and (node, source) not in self.weights
             if whole and self.facts.carries(node) and self.facts.carries(source):
@@ -141,20 +141,20 @@ class ShardFlow:
         return found
 
     def sharded_inputs(self, node: fx.Node) -> list[fx.Node]:
-        """Inputs of `node` that are sharded."""
+        """Return the inputs of `node` that are sharded."""
         return [source for source in node.all_input_nodes if source in self.shards]
 
     def shard(self, dim: int, blocks: Sequence[int]) -> TensorShard:
-        """Blocks along a dim, over all ranks."""
+        """Return a sharding by blocks along a dim, over all ranks."""
         return TensorShard(dim=dim, blocks=tuple(blocks), count=self.count)
 
     def row(self, node: fx.Node, weight: fx.Node, shard: TensorShard) -> None:
-        """`node` takes a sharded dim in: each rank has its part of `weight`, and results are added up."""
+        """Record that `node` contracts a sharded dim: each rank has its part of `weight`, and results are summed."""
         self._shard_weight(node, weight, shard)
         self.sums.add(node)
 
     def meet(self, node: fx.Node, value: fx.Node, wanted: TensorShard) -> None:
-        """`value`, an input of `node`, must be sharded like this."""
+        """Require that `value`, an input of `node`, is sharded like this."""
         if value in self.shards:
             found = self.shard_of(value)
             if found != wanted:
@@ -169,7 +169,7 @@ class ShardFlow:
             self.parts[node, value] = wanted
 
     def grow(self, value: fx.Node) -> None:
-        """Ask for the projections of this layer that make a whole value to be sharded too, if there are any."""
+        """Request that the projections of this layer that make a whole value are sharded too, if there are any."""
         known = self.columns.keys() | self.sums | self.excluded
         found = [source for source in self.facts.projections_of(value, self.count) if source not in known]
         if found:
@@ -178,7 +178,7 @@ class ShardFlow:
     def refine(
         self, node: fx.Node, value: fx.Node, blocks: Sequence[int], reason: str, *, indivisible: bool = False
     ) -> None:
-        """Ask for finer blocks of the projection that made a sharded value, where its outputs are the value's dim."""
+        """Request finer blocks of the projection that made a sharded value, where its outputs are the value's dim."""
         origins = self.origins[value]
         if len(origins) != 1:
             return

@@ -22,14 +22,14 @@ from mmcompile.passes.values import aten_ops, op_name
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of a node's op; None if a sharded dim cannot be followed through it."""
+    """Return the rule of a node's op; None if a sharded dim cannot be followed through it."""
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return _pointwise
     return _RULES.get(op_name(node))
 
 
 def _pointwise(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Dims are matched from the right, as broadcasting does."""
+    """Match dims from the right, as broadcasting does."""
     sharded = flow.sharded_inputs(node)[0]
     wanted, rank = flow.shard_of(sharded), len(flow.facts.shape(sharded))
     from_right = wanted.dim - rank
@@ -44,7 +44,7 @@ def _pointwise(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _complex(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """view_as_complex, view_as_real: pairs in the last dim become numbers, and back."""
+    """Follow view_as_complex, view_as_real: pairs in the last dim become numbers, and back."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if op_name(node) == "aten.view_as_complex" and shard.dim == len(flow.facts.shape(value)) - 1:
@@ -53,7 +53,7 @@ def _complex(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _along(flow: ShardFlow, node: fx.Node) -> Shards:
-    """Works along dims and keeps them: softmax, topk."""
+    """Keep the sharded dim of ops that work along other dims: softmax, topk."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if shard.dim in dims(node, len(flow.facts.shape(value))):
@@ -119,7 +119,7 @@ def _stack(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
-    """Over the sharded dim: a sum over ranks. Else every part is projected for itself (a gate per head)."""
+    """Sum over ranks if the sharded dim is contracted; else project every part for itself (a gate per head)."""
     value, weight = node.args[0], node.args[1]
     if not isinstance(value, fx.Node) or value not in flow.shards or not isinstance(weight, fx.Node):
         raise Refusal(node, "its weight is computed from what is sharded")
@@ -164,7 +164,7 @@ def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _index(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Entries of other dims, which follow each other, by numbers."""
+    """Select entries of other dims, which are consecutive, by numbers."""
     value = first(flow, node)
     indices: Any = node.args[1]
     shard = flow.shard_of(value)
@@ -194,11 +194,11 @@ def _getitem(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _same_value(flow: ShardFlow, node: fx.Node) -> None:
-    """Only dtype and device are taken from the sharded input; the result is whole."""
+    """Make a whole result: only dtype and device are taken from the sharded input."""
 
 
 def _token_loss(flow: ShardFlow, node: fx.Node) -> None:
-    """Logits of a part of the vocabulary: each rank's sums make the loss."""
+    """Sum the loss over ranks: the logits are of a part of the vocabulary."""
     logits = first(flow, node)
     shard = flow.shard_of(logits)
     if shard.dim != 1:

@@ -1,4 +1,4 @@
-"""`ShardedParameters`: lets the replicas of a component share its parameters, of which each then holds a part (FSDP).
+"""`ShardedParameters`: shards the parameters of a component over its replicas (FSDP).
 
 Every rank keeps rows 1/n of each large parameter, with gradient and optimizer state of these rows only. In front of the first
 reader in each layer a node `gather_parameter` makes the whole parameter; its backward adds up the gradients of all replicas and
@@ -119,7 +119,7 @@ def _before(graph: ModelGraph, spec: ParameterSpec) -> TensorShard:
 
 
 def _shared(shape: Sequence[int], shard: TensorShard) -> tuple[int, ...]:
-    """Shape of what a replica holds, of what a rank computes with."""
+    """Return the shape of a replica's part of a rank's tensor."""
     return (*shape[: shard.dim], shape[shard.dim] // shard.replicas, *shape[shard.dim + 1 :])
 
 
@@ -160,7 +160,7 @@ class _Parameters:
 def _whole(
     spec: ParameterSpec, shard: TensorShard, reading: set[str | None], degrees: Mapping[str, int], degree: int
 ) -> str:
-    """Why every replica holds all of a parameter, or of its rank's part; "" if they share it."""
+    """Return why every replica holds all of a parameter, or of its rank's part; "" if they share it."""
     if len(spec.shape) < 2:
         return "vectors"
     if any(name is None or degrees.get(name) != degree for name in reading):

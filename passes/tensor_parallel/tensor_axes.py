@@ -1,4 +1,4 @@
-"""`tensor_axes`: at which degrees components can be sharded, how much of them is, and what stays whole.
+"""`tensor_axes`: degrees at which components can be sharded, the sharded share, and the parts that stay whole.
 
 What a planner asks before it chooses degrees; the pass tensor-parallel then shards the same.
 """
@@ -30,9 +30,9 @@ class TensorAxes:
     reasons: Mapping[int, str]
     """Degree -> why it is not legal."""
     shares: Mapping[int, float]
-    """Legal degree -> part of the component's parameter elements that a rank holds only its part of, 0 to 1."""
+    """Legal degree -> share of the component's parameter elements that are sharded, 0 to 1."""
     kept: Mapping[int, tuple[str, ...]]
-    """Legal degree -> what stays whole and why, one line each."""
+    """Legal degree -> whole parts with the reason, one line each."""
     layers: Mapping[int, tuple[TensorShare, ...]] = field(default_factory=dict)
     """Degree above 1, legal or not -> each layer's exchanges, and a rank's shares of it, for the captured batch."""
 
@@ -84,7 +84,7 @@ def _axes(
 
 
 def _illegal(facts: GraphFacts, sharding: Sharding, found: Mapping[int, Sharding]) -> str | None:
-    """Why a component should not be run at a degree; None if it can be."""
+    """Return why a component should not be run at a degree; None if it can be."""
     own = [node for (name, _), nodes in facts.layers.items() if name == sharding.component for node in nodes]
     reasons = {kept.node: kept.reason for kept in sharding.kept}
     sharded = _projections(sharding)
@@ -125,7 +125,7 @@ def _shares_heads(node: fx.Node, sharding: Sharding) -> bool:
 
 
 def _before(node: fx.Node, reasons: Mapping[fx.Node, str]) -> str | None:
-    """The reason of the nearest projection that a node comes from."""
+    """Return the reason of the nearest projection that a node comes from."""
     waiting, seen = [node], set[fx.Node]()
     while waiting:
         value = waiting.pop(0)

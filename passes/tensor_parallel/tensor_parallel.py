@@ -1,4 +1,4 @@
-"""`TensorParallel`: lets several ranks run a component together, each with a part of its large weights.
+"""`TensorParallel`: shards the large weights of a component over several ranks.
 
 Column projections (queries, keys, values, gate, up) are sharded in their outputs, row projections (attention output,
 down) in their inputs; between them every rank computes its own heads and its own hidden units, and the sum over ranks
@@ -37,7 +37,7 @@ from mmcompile.passes.values import op_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallel(Rewrite):
-    """Spreads the weights of components over ranks.
+    """Shards the weights of components over ranks.
 
     Raises (in `run`):
         ConfigError: no such component, or a graph that is sharded already.

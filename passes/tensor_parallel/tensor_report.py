@@ -1,4 +1,4 @@
-"""`summary`: one line on what tensor parallelism shards of a component, and what it keeps whole and why."""
+"""`summary`: one line on the sharded and the whole parts of a component, with reasons."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kept_lines(facts: GraphFacts, sharding: Sharding) -> list[str]:
 
 
 def _stacked(facts: GraphFacts, sharding: Sharding) -> dict[str, str]:
-    """Weights of three dims and more, and what reads them: experts of a layer in one tensor, convolutions."""
+    """Return weights of three dims and more, and their readers: experts of a layer in one tensor, convolutions."""
     specs = {spec.name: spec for spec in facts.graph.parameters}
     found: dict[str, str] = {}
     for name, readers in facts.readers.items():
@@ -53,5 +53,5 @@ def _stacked(facts: GraphFacts, sharding: Sharding) -> dict[str, str]:
 
 
 def _pattern(path: str) -> str:
-    """`model.layers.3.mlp` -> `model.layers.*.mlp`."""
+    """Return the pattern of a layer: `model.layers.3.mlp` -> `model.layers.*.mlp`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)

@@ -1,4 +1,4 @@
-"""`apply`: rewrites a graph so that every rank of a group computes its part of what is sharded."""
+"""`apply`: rewrites a graph so that every rank of a group computes its part of the sharded values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ShardRewriter:
     facts: GraphFacts
     group: str
     shards: dict[str, TensorShard] = field(default_factory=dict)
-    """First name of a parameter -> how it is sharded."""
+    """First name of a parameter -> its sharding."""
     _copies: dict[tuple[fx.Node, str | None, int], fx.Node] = field(default_factory=dict)
     _summed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Node that computes a rank's share of a sum -> the whole value, which others read instead."""
@@ -69,7 +69,7 @@ class ShardRewriter:
                 _localize(node, region.shards[node])
 
     def _partial_inputs(self, region: ShardFlow) -> None:
-        """Whole values of which a rank reads a part."""
+        """Replace whole values of which a rank reads a part."""
         for (node, value), shard in region.parts.items():
             made = self._part(region, node, value, shard.dim, shard.blocks, torch.ops.mmcompile.tp_slice.default)
             _describe(made, value, shard.local_sizes(sizes(value)))
@@ -97,7 +97,7 @@ class ShardRewriter:
         return self._call(node, target, (source, dim, list(layout), self.group, region.count), like=node)
 
     def _copy(self, node: fx.Node, value: fx.Node, count: int) -> fx.Node:
-        """`tp_copy` of a value, one for all readers in a layer."""
+        """Return the `tp_copy` of a value, one for all readers in a layer."""
         key = (value, info(node).component, info(node).layer)
         if key not in self._copies:
             own = self.facts.layers[str(info(node).component), info(node).layer]
@@ -181,7 +181,7 @@ def _describe(made: fx.Node, like: fx.Node, full: Iterable[Any]) -> None:
 
 
 def smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node, fx.Node]:
-    """(reader, value) where gradients are added up: before keys of one head are repeated for every query head."""
+    """Return (reader, value) where gradients are summed: before keys of one head are repeated for every query head."""
     reader, best = node, (node, value)
     while True:
         if tensors(value)[0].numel() < tensors(best[1])[0].numel():
@@ -195,7 +195,7 @@ def smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node,
 
 
 def _on_meta(value: torch.Tensor) -> torch.Tensor:
-    """A parameter's value may be recorded on another device."""
+    """Return a recorded value on the meta device."""
     if value.device == _META:
         return value
     return torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=_META)
@@ -237,7 +237,7 @@ def _run(node: fx.Node) -> Any:
 
 
 def _part_like(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of `shape`, its dims laid out in memory in the order they have in `value`."""
+    """Return a tensor of `shape`, its dims laid out in memory in the order they have in `value`."""
     order = sorted(range(value.ndim), key=lambda dim: (-value.stride(dim), dim))
     laid_out = torch.empty([shape[dim] for dim in order], dtype=value.dtype, device=_META)
     return laid_out.permute([order.index(dim) for dim in range(value.ndim)])

@@ -16,7 +16,7 @@ from mmcompile.passes.tensor_parallel.tensor_rewrite import smallest
 from mmcompile.passes.values import num_bytes, tensors
 
 _LOSS_NUMBERS = 3
-"""Numbers a token that a loss over a sharded vocabulary adds up, in two messages (`tp_token_loss`)."""
+"""Numbers a token that a loss over a sharded vocabulary sums, in two messages (`tp_token_loss`)."""
 
 
 def tensor_shares(
@@ -62,7 +62,7 @@ def tensor_shares(
 
 
 def _sums(region: ShardFlow) -> Iterable[int]:
-    """Bytes of every result that is added up."""
+    """Return the bytes of every result that is summed."""
     yield from (_bytes(node) for node in region.sums)
     for node in region.losses:
         labels = node.args[1]
@@ -72,7 +72,7 @@ def _sums(region: ShardFlow) -> Iterable[int]:
 
 
 def _copies(region: ShardFlow) -> Iterable[fx.Node]:
-    """Values whose gradient is added up."""
+    """Return the values whose gradient is summed."""
     for node, value in region.copies:
         cut = (node, value) in region.parts or (node, value) in region.heads
         yield smallest(node, value, region)[1] if cut else value

@@ -18,7 +18,7 @@ _MANY_BLOCKS = 1024
 
 
 def first(flow: ShardFlow, node: fx.Node) -> fx.Node:
-    """The first argument, which must be the only sharded input."""
+    """Return the first argument, which must be the only sharded input."""
     value = node.args[0]
     others = [other for other in flow.sharded_inputs(node) if other is not value]
     if others or not isinstance(value, fx.Node):
@@ -27,7 +27,7 @@ def first(flow: ShardFlow, node: fx.Node) -> fx.Node:
 
 
 def dims(node: fx.Node, rank: int) -> tuple[int, ...]:
-    """Dims an op works over; all of them if it names none."""
+    """Return the dims an op works over; all of them if it names none."""
     given = next((argument(node, name) for name in ("dim", "dims") if has_argument(node, name)), None)
     if given is None or given == []:
         return tuple(range(rank))
@@ -35,7 +35,7 @@ def dims(node: fx.Node, rank: int) -> tuple[int, ...]:
 
 
 def view(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """view, reshape, flatten, unflatten, squeeze, unsqueeze: the same elements in the same order."""
+    """Follow view, reshape, flatten, unflatten, squeeze, unsqueeze: the same elements in the same order."""
     value = first(flow, node)
     found = reshaped(flow, node, value)
     for name in ("size", "shape"):
@@ -60,7 +60,7 @@ def view_as(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _local_sizes(flow: ShardFlow, node: fx.Node, wanted: Sequence[Any], dim: int) -> list[Any]:
-    """Sizes for a view of a part; a -1 stands for what it stood for, since all else is local too."""
+    """Return sizes for a view of a part; a -1 keeps its meaning, since all other sizes are local too."""
     found = list(wanted)
     size = found[dim]
     if isinstance(size, fx.Node):
@@ -104,7 +104,7 @@ def reshaped(flow: ShardFlow, node: fx.Node, value: fx.Node) -> TensorShard:
 
 
 def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int, int, int]:
-    """The smallest runs of dims, of old and new shape, with as many elements, such that the old one holds `dim`."""
+    """Return the smallest runs of dims, of old and new shape, with as many elements, such that the old one holds `dim`."""
     before = [1, *accumulate(old, lambda a, b: a * b)]
     after = [1, *accumulate(new, lambda a, b: a * b)]
     begin = max(i for i in range(dim + 1) if before[i] in after)
@@ -122,7 +122,7 @@ def _blocks(runs: tuple[int, ...], *, repeats: int, inner: int) -> tuple[int, ..
 
 
 def split(flow: ShardFlow, node: fx.Node) -> Shards:
-    """chunk, split, split_with_sizes: pieces along the sharded dim must be made of whole blocks."""
+    """Split by chunk, split, split_with_sizes: pieces along the sharded dim must be made of whole blocks."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     pieces = tensors(node)
@@ -143,7 +143,7 @@ def split(flow: ShardFlow, node: fx.Node) -> Shards:
 
 
 def piece(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int) -> tuple[int, ...]:
-    """The blocks that make up `start` to `end` of the sharded dim."""
+    """Return the blocks that make up `start` to `end` of the sharded dim."""
     blocks = flow.shard_of(value).blocks
     borders = [0, *accumulate(blocks)]
     if start in borders and end in borders:
@@ -194,7 +194,7 @@ def _narrowed(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: i
 
 
 def removed_dim(flow: ShardFlow, node: fx.Node) -> Shards:
-    """select, unbind."""
+    """Keep the sharded dim of select, unbind of another dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     (dim,) = dims(node, len(flow.facts.shape(value)))
@@ -208,7 +208,7 @@ def removed_dim(flow: ShardFlow, node: fx.Node) -> Shards:
 
 
 def glu(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """The first half of a dim times the sigmoid of the other."""
+    """Keep the sharded dim of glu: the first half of a dim times the sigmoid of the other."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
@@ -240,7 +240,7 @@ def transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def matrix_transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """t, mT: the last two dims change places."""
+    """Swap the last two dims: t, mT."""
     value = first(flow, node)
     shard, rank = flow.shard_of(value), len(flow.facts.shape(value))
     places = {rank - 1: rank - 2, rank - 2: rank - 1} if rank > 1 else {}

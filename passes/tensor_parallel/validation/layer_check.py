@@ -1,6 +1,4 @@
-"""`check_shards`.
-
-Before a sharded graph trains, whether the ranks of each of its layers compute what the whole layer computes.
+"""`check_shards`: check that the ranks of each layer compute the same as the whole layer, before a sharded graph trains.
 
 One layer of every kind is cut out of both graphs and run forward and backward, all ranks in this process, with random
 weights, random values where other layers' floats come in, and random gradients where its values go out. What is
@@ -104,7 +102,7 @@ class _Given:
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[fx.Node, Any]
-    """Value that comes from elsewhere -> what it is."""
+    """Value from outside the layer -> its tensors."""
     gradients: Mapping[tuple[fx.Node, bool], list[torch.Tensor]]
     """(Value that goes elsewhere, whether to another component) -> gradient that comes back for it."""
 
@@ -128,7 +126,7 @@ class _Layer:
         return f"layer {layer} of {component} ({self.whole.component(component).layers[layer].name})"
 
     def why_not(self) -> str | None:
-        """Why the layer is too much for a check, or cannot be compared."""
+        """Return why the layer is too large for a check, or cannot be compared."""
         count = sum(spec.num_elements for spec in _parameters(self.whole, self.nodes))
         if count > _MOST_ELEMENTS:
             return f"{count / 1e9:.1f} G elements, at most {_MOST_ELEMENTS / 1e9:.1f} G"
@@ -139,7 +137,7 @@ class _Layer:
         return None if drawing is None else f"{drawing.name} = {op_name(drawing)} draws random numbers"
 
     def compare(self) -> str | None:
-        """None if the ranks are right; else why that could not be found out.
+        """Compare. Return None if the ranks are right; else why that could not be found out.
 
         Raises:
             VerifyError: they are not.
@@ -197,7 +195,7 @@ class _Layer:
         return _Given(tensors=weights, values=values, gradients=gradients)
 
     def _elsewhere(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
-        """Calls of the whole graph that must have a value, floats of other layers first of all, in graph order."""
+        """Return calls of the whole graph that must have a value, floats of other layers first, in graph order."""
         needed: set[fx.Node] = set()
         waiting = list(outside)
         while waiting:
@@ -208,7 +206,7 @@ class _Layer:
         return [node for node in self.whole.module.graph.nodes if node in needed]
 
     def _ran(self, graph: ModelGraph, nodes: Sequence[fx.Node], given: _Given, dtype: torch.dtype) -> LayerOutcome:
-        """One run of the layer, as `graph` has it."""
+        """Run the layer once, as `graph` has it."""
         lockstep = Lockstep(graph, given.tensors, self.inputs, dtype)
         leaves = self._enter(lockstep, nodes, given)
         _run(lockstep, nodes)
@@ -271,7 +269,7 @@ def _backward(roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]) -> N
 def _flowing(
     world: World, gradients: Sequence[torch.Tensor], foreign: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Results of each rank that get a gradient, and theirs: from another component only the first rank gets one."""
+    """Return results of each rank that get a gradient, with it: from another component only the first rank gets one."""
     for rank, made in enumerate(world):
         floats = [leaf for leaf in pytree.tree_leaves(made) if _is_float_tensor(leaf)]
         for tensor, gradient in zip(floats, gradients, strict=False):
@@ -280,7 +278,7 @@ def _flowing(
 
 
 def _named(value: fx.Node, world: World) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The tensors of a result: `name`, or `name[0]` and so on."""
+    """Yield the tensors of a result: `name`, or `name[0]` and so on."""
     each = [[leaf.detach() for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)] for made in world]
     for index in range(min(map(len, each))):
         yield value.name if len(each[0]) == 1 else f"{value.name}[{index}]", [leaves[index] for leaves in each]

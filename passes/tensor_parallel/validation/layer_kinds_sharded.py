@@ -39,7 +39,7 @@ class ShardKinds:
         self._specs = {name: spec for spec in self.whole.parameters for name in (spec.name, *spec.aliases)}
 
     def of(self, place: tuple[str, int], nodes: Sequence[fx.Node]) -> str:
-        """The kind of a layer of the sharded graph, as text that is equal for equal kinds in any process."""
+        """Return the kind of a layer of the sharded graph, as text that is equal for equal kinds in any process."""
         component, layer = place
         numbers: dict[fx.Node, str] = {node: str(number) for number, node in enumerate(nodes)}
         lines = [self._line(node, numbers) for node in nodes]
@@ -83,5 +83,5 @@ class ShardKinds:
 
 
 def _plain(value: Any) -> Iterable[Any]:
-    """Arguments that are no values of the graph."""
+    """Return arguments that are no values of the graph."""
     return (leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, (fx.Node, torch.device)))

@@ -1,4 +1,4 @@
-"""`LayerMatches`: which values that enter and leave a layer of a sharded graph stand for which of the whole graph.
+"""`LayerMatches`: inputs and outputs of layers of a sharded graph, matched with those of the whole graph.
 
 The pass tensor-parallel keeps the order of values: the n-th one that leaves a layer stands for the n-th that left it before.
 """
@@ -59,11 +59,14 @@ class LayerMatches:
         return found
 
     def outputs(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-        """(value that others read, the node that makes it)."""
+        """Yield (value that others read, the node that makes it)."""
         return [(self._value_of[node], node) for node in _leaving(nodes)]
 
     def ends(self, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
-        """(value, node that others read it from, whether these are of another component): where gradient comes back."""
+        """Yield (value, node that others read it from, whether these are of another component).
+
+        The places where gradient returns.
+        """
         members = set(nodes)
         for value, node in self.outputs(nodes):
             exits = [user for user in node.users if _is_exit(user)]

@@ -1,4 +1,4 @@
-"""`LayerOutcome`: what one run of a layer made, and how two of them differ."""
+"""`LayerOutcome`: results of one run of a layer, and the difference of two of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import isfinite, isnan
 import torch
 
 _TOLERANCE = 1e-3
-"""Largest difference, relative to the largest element of what is compared. Wrong shards differ by about 1."""
+"""Largest difference, relative to the largest element of the tensor. Wrong shards differ by about 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class LayerOutcome:
     weight_gradients: Mapping[str, list[torch.Tensor]]
 
     def groups(self) -> Iterator[tuple[str, Mapping[str, list[torch.Tensor]]]]:
-        """With what to call their members."""
+        """Yield each group of results with the name of its members."""
         yield "value", self.values
         yield "gradient of input", self.input_gradients
         yield "gradient of parameter", self.weight_gradients
@@ -70,7 +70,7 @@ def _worst(found: torch.Tensor, wanted: torch.Tensor, least: float) -> str:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Magnitude of a tensor's largest element, NaN if it holds one; 0 for integers and for none."""
+    """Return the magnitude of a tensor's largest element, NaN if it holds one; 0 for integers and for none."""
     if not tensor.numel() or not tensor.is_floating_point():
         return 0.0
     return float(torch.linalg.vector_norm(tensor, torch.inf))

@@ -1,4 +1,4 @@
-"""`Lockstep`: all ranks of a graph in one process, and what nodes `tp_*` mean, written here from their definition.
+"""`Lockstep`: all ranks of a graph in one process, with the meaning of nodes `tp_*` written from their definition.
 
 A value is a list with one tensor for each rank of its component, and nodes `tp_*` act across the list. What a rank of
 one component reads from another is what its first rank made; so, as over real links, gradients of all readers are added
@@ -73,7 +73,7 @@ class Lockstep:
                 self.values[node] = self._call(node)
 
     def gradients(self) -> dict[str, list[torch.Tensor]]:
-        """Parameter -> its whole gradient as each rank has it; parts of a sharded one are joined.
+        """Return parameter -> its whole gradient as each rank has it; parts of a sharded one are joined.
 
         Raises:
             VerifyError: some ranks have a gradient of it and others have none.
@@ -113,7 +113,7 @@ class Lockstep:
         return made
 
     def _world(self, source: fx.Node, component: str | None, count: int) -> World:
-        """A value as the ranks of a component see it."""
+        """Return a value as the ranks of a component see it."""
         if source.op == "get_attr":
             return self._parameter(source, component, count)
         if source.op == "placeholder":
@@ -141,7 +141,7 @@ class Lockstep:
         return self._leaves[key].parts
 
     def _held(self, value: Any) -> Any:
-        """A value of the graph as it is computed with."""
+        """Return a value of the graph in the dtype of the computation."""
         if self._dtype is None or not isinstance(value, torch.Tensor):
             return value
         return value.to(_CPU, self._dtype if value.is_floating_point() else value.dtype)
@@ -149,7 +149,7 @@ class Lockstep:
     def _converted(
         self, node: fx.Node, given: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with other float types and devices, and without dropout."""
+        """Return arguments with other float types and devices, and without dropout."""
         args, kwargs = pytree.tree_map(self._literal, given)
         if op_name(node) in _DROPOUTS:
             args = (args[0], 0.0, *args[2:])
@@ -176,7 +176,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _degrees(graph: ModelGraph) -> dict[str, int]:
-    """Component -> ranks, from the nodes that act across them."""
+    """Return component -> ranks, from the nodes that act across them."""
     found = {component.name: 1 for component in graph.components}
     for node in graph.module.graph.nodes:
         if op_name(node) in ACROSS if node.op == "call_function" else False:
@@ -233,7 +233,7 @@ def _heads(values: World, dims: Sequence[int], heads: Sequence[Sequence[int]]) -
 
 
 def _embedding(tables: World, ids: World, paddings: Sequence[int]) -> World:
-    """A rank's rows, and zeros for ids of other ranks; the row of the padding id gets no gradient."""
+    """Return a rank's rows, and zeros for ids of other ranks; the row of the padding id gets no gradient."""
     made = []
     for index, table in enumerate(tables):
         own = ids[index] - index * len(table)
@@ -245,7 +245,7 @@ def _embedding(tables: World, ids: World, paddings: Sequence[int]) -> World:
 
 
 def _loss(logits: World, labels: World, ignored: Sequence[int]) -> World:
-    """Each rank's loss over all classes, of which only its own are differentiated."""
+    """Return each rank's loss over all classes, of which only its own are differentiated."""
     made = []
     for index, label in enumerate(labels):
         all_classes = [part if rank == index else part.detach() for rank, part in enumerate(logits)]
@@ -270,7 +270,7 @@ ACROSS: Mapping[str, Callable[..., World]] = {
 
 
 def _own_tokens(q: Any, k: Any, v: Any, *given: Any) -> Any:
-    """Attention over shared tokens, of one context-parallel rank, as if all of them had its keys and values."""
+    """Compute attention of one context-parallel rank as if all ranks had its keys and values."""
     words, positions, kv_words, kv_positions, scale, window, _, _, num_ranks = given
     keys, values = (torch.cat([x] * num_ranks, dim=2) for x in (k, v))
     return bitfield_attention_op(q, keys, values, words, positions, kv_words, kv_positions, scale, window, "auto")

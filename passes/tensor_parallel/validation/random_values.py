@@ -1,4 +1,4 @@
-"""`RandomValues`: weights and values to try a layer with."""
+"""`RandomValues`: weights and values with which a layer is checked."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from mmcompile.ir.graph import ParameterSpec
 
 _PERIOD = 1_000_003
-"""Random numbers drawn for a weight, a prime: drawing takes longer than computing with them."""
+"""Number of random numbers drawn for a weight, a prime: drawing takes longer than computing with them."""
 
 
 @dataclass(slots=True)
 class RandomValues:
-    """Always the same ones."""
+    """Random values of a fixed seed."""
 
     dtype: torch.dtype
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
-        """Normal numbers in the shape of a recorded value."""
+        """Return normal numbers in the shape of a recorded value."""
         return torch.randn(tuple(value.shape), generator=self.generator, dtype=self.dtype)
 
     def weight(self, spec: ParameterSpec) -> torch.Tensor:
-        """Numbers that keep the size of activations: near 1 for scales and biases, about 1/sqrt(inputs) for matrices.
+        """Return numbers that keep the size of activations: near 1 for scales and biases, about 1/sqrt(inputs) for matrices.
 
         They repeat after `_PERIOD`, which shares no factor with a width: no two rows of a matrix are equal.
         """

@@ -1,6 +1,4 @@
-"""`tensor_parity`.
-
-Whether the ranks of a sharded graph together compute what the whole graph computes, gradients included.
+"""`tensor_parity`: check of a whole sharded graph against the whole graph, gradients included.
 
 All ranks run in one process (`tensor_lockstep`). For whole graphs of small models; `tensor_layer_check` does it layer by layer.
 """
@@ -67,7 +65,7 @@ def tensor_parity(
 
 
 def _trained(lockstep: Lockstep, graph: ModelGraph) -> list[torch.Tensor]:
-    """The loss on every rank; backward is done."""
+    """Return the loss on every rank, after the backward."""
     lockstep.run(graph.module.graph.nodes)
     losses = lockstep.values[results_of(graph.module.graph)[0]]
     torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
