@@ -1,4 +1,4 @@
-"""The attention a plan asks for, put into a captured graph: words instead of masks, tokens shared by several ranks."""
+"""Attention of a plan in a captured graph: words instead of masks, tokens shared by several ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AttentionChoice:
 
 
 def with_attention(capture: Capture, choice: AttentionChoice) -> Capture:
-    """The capture as stages are cut from it: `with_words`, then `with_shared_tokens`."""
+    """Return the capture from which stages are cut: `with_words`, then `with_shared_tokens`."""
     return with_shared_tokens(with_words(capture, choice), choice)
 
 
@@ -60,7 +60,7 @@ def with_words(capture: Capture, choice: AttentionChoice, batch: Mapping[str, An
 
 
 def with_shared_tokens(capture: Capture, choice: AttentionChoice) -> Capture:
-    """A capture with words, its tokens shared over ranks where asked, annotated by gradient-flow.
+    """Return a capture with words, its tokens shared over ranks if chosen, annotated by gradient-flow.
 
     Raises:
         PlanError: tokens cannot be shared, since no attention of the language model could be put into words, or a layer
@@ -80,7 +80,7 @@ def with_shared_tokens(capture: Capture, choice: AttentionChoice) -> Capture:
 
 
 def _length(graph: ModelGraph) -> int:
-    """Tokens of a sample, as captured."""
+    """Return the tokens of a sample, as captured."""
     for node in graph.module.graph.nodes:
         if node.op == "placeholder" and node.target == WORDS:
             return int(node.meta["val"].shape[1])

@@ -35,7 +35,7 @@ class LayerArgument:
 
     @classmethod
     def parse(cls, text: str) -> LayerArgument | None:
-        """None for a text of another form."""
+        """Parse an annotation; None for a text of another form."""
         if text == "device":
             return cls(description=text, sizes=())
         if text.startswith("size "):
@@ -74,7 +74,7 @@ class CanonicalLayer:
 
 @functools.cache
 def canonical_layers(source: str, stage: str) -> Mapping[str, CanonicalLayer]:
-    """The layer functions of a stage source by name: all functions that stand outside of its class.
+    """Return the layer functions of a stage source by name: all functions that are outside of its class.
 
     Made once a process: where stages move between ranks, it is asked for again and again.
 
@@ -145,7 +145,7 @@ class _Renamed(ast.NodeTransformer):
 
 
 def _is_left_out(node: ast.stmt) -> bool:
-    """Text, and `del`, which frees nothing in compiled code."""
+    """Return whether a statement is left out: text, and `del`, which frees nothing in compiled code."""
     return isinstance(node, ast.Delete) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
@@ -181,7 +181,7 @@ def _sizes(arguments: tuple[LayerArgument, ...]) -> Iterator[str]:
 
 
 def _split(shape: str) -> Iterator[str]:
-    """The sizes in the text of a shape: commas inside brackets do not part them."""
+    """Return the sizes in the text of a shape: commas inside brackets do not separate them."""
     depth, size = 0, ""
     for letter in shape:
         depth += (letter == "(") - (letter == ")")

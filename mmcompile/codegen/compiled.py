@@ -38,7 +38,7 @@ def load_compiled_stage(
     *,
     backend: Backend = "inductor",
 ) -> StageModule:
-    """A stage whose layer functions are compiled. Nothing is compiled before the first call.
+    """Return a stage whose layer functions are compiled. Nothing is compiled before the first call.
 
     Args:
         program, tensors, device: as for `load_stage`.
@@ -77,7 +77,7 @@ class CompiledLayers:
             raise
 
     def compiled(self, name: str, recompute: Recompute = "none") -> Layer:
-        """The function that runs in place of one of the stage's; the same for all that do the same."""
+        """Return the function that runs in place of one of the stage's; the same for all equal ones."""
         return compiled_layer(self.layers[name].text, recompute, self.backend)
 
     def _settled(self, value: Any, argument: LayerArgument) -> Any:
@@ -104,7 +104,7 @@ _AROUND: Mapping[Recompute, str] = {
 
 @functools.cache
 def compiled_layer(text: str, recompute: Recompute, backend: Backend | None) -> Layer:
-    """The compiled function of a canonical text; the same for everyone who asks.
+    """Return the compiled function of a canonical text; the same for all callers.
 
     Args:
         backend: of `torch.compile`; None runs the text as it is.

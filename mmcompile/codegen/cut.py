@@ -91,7 +91,7 @@ def cut(graph: ModelGraph, plan: Plan) -> Cut:
 
 
 def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
-    """Nodes the stage computes, values it receives, placeholders and tensors it reads."""
+    """Return nodes the stage computes, values it receives, placeholders and tensors it reads."""
     own = {node for node, name in owner.items() if name == stage}
     received: set[fx.Node] = set()
     leaves: set[fx.Node] = set()
@@ -135,7 +135,7 @@ def _shared_readers(
 def _decide(
     readers: Mapping[fx.Node, tuple[str, ...]], plan: Plan
 ) -> tuple[tuple[SharedValue, ...], dict[fx.Node, str]]:
-    """Per shared value read by several stages: compute it in each, or once and send it, whichever takes less time.
+    """Decide for each shared value read by several stages: compute it in each, or once and send it, by the time.
 
     Computing costs the bytes that its whole computation moves, over memory bandwidth; sending costs its bytes over the
     link. Stages of several chains always compute it: their microbatches need not hold the same samples.

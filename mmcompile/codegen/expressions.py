@@ -58,7 +58,7 @@ class Expressions:
         return f"{_target(node.target)}({', '.join(arguments)})"
 
     def value(self, value: object) -> str:
-        """An argument of a call. Raises TypeError for what has no text."""
+        """Return an argument of a call. Raises TypeError for a value that has no text."""
         match value:
             case fx.Node():
                 return self.name(value)
@@ -80,12 +80,12 @@ class Expressions:
 
 
 def variable(node: fx.Node) -> str:
-    """The Python name of a value."""
+    """Return the Python name of a value."""
     return f"{node.name}_value" if node.name in TAKEN else node.name
 
 
 def identifier(text: str) -> str:
-    """A Python name that resembles a dotted one."""
+    """Return a Python name that resembles a dotted one."""
     found = re.sub(r"\W", "_", text)
     return f"_{found}" if found[:1].isdigit() or keyword.iskeyword(found) else found
 
@@ -113,7 +113,7 @@ def comment_in_layer(node: fx.Node, layer: str) -> str:
 
 
 def registering_imports(nodes: Iterable[fx.Node]) -> str:
-    """Import lines of the modules that register the ops of ours that are called."""
+    """Return import lines of the modules that register our ops among those called."""
     called = {str(node.target).removeprefix("mmcompile.").removesuffix(".default") for node in nodes}
     return "".join(
         f"import {module}  # registers torch.ops.mmcompile.{name}\n"

@@ -31,7 +31,7 @@ class LayerProgram:
 
 
 def layer_programs(graph: ModelGraph, places: Iterable[Place]) -> dict[Place, LayerProgram]:
-    """Programs of some layers of a graph annotated by gradient-flow. Layers without nodes are left out.
+    """Return programs of some layers of a graph annotated by gradient-flow. Layers without nodes are left out.
 
     A shared value that one layer alone needs is computed in its program; one that several need is an argument, as a
     stage computes it once for all its layers.
@@ -47,7 +47,7 @@ def layer_programs(graph: ModelGraph, places: Iterable[Place]) -> dict[Place, La
 
 
 def _needing(graph: fx.Graph) -> dict[fx.Node, frozenset[Place]]:
-    """The layers that need each call node: its own layer, or for a shared value those that read it at the end."""
+    """Return the layers that need each call node: its own layer, or for a shared value those that read it at the end."""
     needing: dict[fx.Node, frozenset[Place]] = {}
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function":
@@ -117,7 +117,7 @@ def _constant(graph: ModelGraph, node: fx.Node) -> torch.Tensor:
 def shared_values(
     graph: ModelGraph, wanted: Iterable[fx.Node], inputs: Mapping[str, torch.Tensor]
 ) -> dict[fx.Node, torch.Tensor]:
-    """Values of shared nodes, computed from batch inputs and host values on the CPU.
+    """Return values of shared nodes, computed from batch inputs and host values on the CPU.
 
     Args:
         wanted: shared nodes, annotated.

@@ -45,7 +45,7 @@ def load_stage(
 def _held_tensors(
     program: StageProgram, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """The parameters and buffers of a program, as `load_stage` takes them.
+    """Return the parameters and buffers of a program, as `load_stage` takes them.
 
     Raises:
         VerifyError: one is missing.
@@ -59,7 +59,7 @@ def _held_tensors(
 
 
 def execute(source: str, filename: str, **names: object) -> dict[str, object]:
-    """The namespace of a source, which sees torch, `StageModule` and the names given.
+    """Execute a source, which sees torch, `StageModule` and the names given, and return its namespace.
 
     Tracebacks and `inspect` show the source under `filename`.
     """
@@ -85,7 +85,7 @@ def _stage_class(program: StageProgram) -> type[StageModule]:
 
 @functools.cache
 def _executed_class(source: str, stage: str, pattern: str) -> type[StageModule]:
-    """Once a process, however often the stage is loaded: by every replica, and anew where stages move between ranks."""
+    """Execute a class once a process: a stage is loaded by every replica, and anew where stages move between ranks."""
     found = execute(source, f"<stage {stage} of pattern {pattern}>").get("Stage")
     if not (isinstance(found, type) and issubclass(found, StageModule)):
         raise VerifyError(f"the source of stage {stage} defines no class Stage(StageModule)")

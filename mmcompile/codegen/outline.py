@@ -22,10 +22,10 @@ from mmcompile.passes.values import op_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Nodes that stand together in a stage."""
+    """Nodes of one layer that run together in a stage."""
 
     place: Place | None
-    """None for values shared by several layers."""
+    """Layer of the nodes; None for values shared by several layers."""
     nodes: tuple[fx.Node, ...]
     """In graph order."""
     tensors: tuple[fx.Node, ...]
@@ -37,18 +37,18 @@ class Run:
 
     @property
     def is_inline(self) -> bool:
-        """It computes nothing: views, and parts of values."""
+        """True if the run computes nothing: views, and parts of values."""
         return all(is_view(node) for node in self.nodes)
 
     @property
     def needs_device(self) -> bool:
-        """It makes tensors from nothing, or moves some."""
+        """True if the run makes tensors from nothing, or moves some."""
         arguments = ((node.args, node.kwargs) for node in self.nodes)
         return any(isinstance(value, torch.device) for value in pytree.tree_leaves(list(arguments)))
 
 
 def runs_of(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> tuple[Run, ...]:
-    """The runs of a stage, each after those it reads from.
+    """Return the runs of a stage, each after those it reads from.
 
     Args:
         nodes: call nodes in graph order, annotated.
@@ -77,7 +77,7 @@ def _run(place: Place | None, own: Sequence[fx.Node], wanted: set[fx.Node]) -> R
 
 
 def _groups(nodes: list[fx.Node]) -> list[tuple[Place | None, list[fx.Node]]]:
-    """Places and nodes of the runs, shared values first."""
+    """Return places and nodes of the runs, shared values first."""
     order = {node: index for index, node in enumerate(nodes)}
     places = needing_layers(nodes[0].graph)
     shared = [node for node in nodes if info(node).shared and len(places[node]) != 1]
@@ -104,7 +104,7 @@ def _groups(nodes: list[fx.Node]) -> list[tuple[Place | None, list[fx.Node]]]:
 def _whole_layers(
     nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, Place]
 ) -> list[tuple[Place | None, list[fx.Node]]]:
-    """One run a layer, each after those it reads from, else by its first node.
+    """Return one run a layer, each after those it reads from, else by its first node.
 
     [] if layers read from each other both ways.
 
@@ -131,7 +131,7 @@ def _whole_layers(
 def _in_graph_order(
     nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, Place]
 ) -> list[tuple[Place | None, list[fx.Node]]]:
-    """A run for nodes of one layer that follow one another."""
+    """Return a run for each sequence of consecutive nodes of one layer."""
     groups: list[tuple[Place | None, list[fx.Node]]] = []
     group_of: dict[fx.Node, int] = {}
     for node in nodes:
@@ -147,12 +147,12 @@ def _in_graph_order(
 
 
 def last_uses(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, fx.Node]:
-    """Value -> the last of some nodes that reads it."""
+    """Return value -> the last of some nodes that reads it."""
     return {source: node for node in nodes for source in node.all_input_nodes}
 
 
 def module_paths(nodes: Iterable[fx.Node]) -> Iterator[tuple[str, list[fx.Node]]]:
-    """Nodes that follow one another and come from one module, with its path; "shared" for shared values."""
+    """Return consecutive nodes of one module, with its path; "shared" for shared values."""
     path: str | None = None
     own: list[fx.Node] = []
     for node in nodes:

@@ -21,7 +21,7 @@ _WIDTH = 108
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTensors:
-    """The tensors of a stage, and where it finds them."""
+    """The tensors of a stage, and the expressions that read them."""
 
     names: Mapping[fx.Node, str]
     """Parameter or buffer node -> original name, read as `self.t[name]`."""
@@ -63,7 +63,7 @@ class LayerText:
         )
 
     def function(self, name: str, prefix: str, serves: Sequence[str]) -> str:
-        """The definition.
+        """Return the definition of the function.
 
         Args:
             name: of the function.
@@ -78,7 +78,7 @@ class LayerText:
         return "\n".join(lines) + "\n"
 
     def call(self, function: str, recompute: Recompute) -> Iterator[str]:
-        """Lines that call an equal function.
+        """Return lines that call an equal function.
 
         Args:
             recompute: what it computes again in the backward.
@@ -109,13 +109,13 @@ class LayerText:
 
     @property
     def _taps(self) -> tuple[Tap, ...]:
-        """All, each once."""
+        """Taps of all products, each once."""
         found = (tap for product in self.products for tap in (product.tap, product.x_tap))
         return tuple(dict.fromkeys(tap for tap in found if tap is not None))
 
     @property
     def _held(self) -> tuple[fx.Node, ...]:
-        """Tensors read, each once however many nodes stand for it."""
+        """Tensors read, each once even if several nodes stand for it."""
         return tuple({self.tensors.expression(node): node for node in reversed(self.run.tensors)}.values())[::-1]
 
     def _arguments(self, prefix: str) -> tuple[dict[str, str], list[str]]:

@@ -28,10 +28,10 @@ class Port:
     name: str
     kind: Literal["root", "host", "link", "size"]
     shape: tuple[int | str, ...]
-    """Ints, or text over the pattern's size symbols; () for a size."""
+    """Sizes of the dims: ints, or text over the pattern's size symbols; () for a size."""
     dtype: str
     gradient: bool = False
-    """A link whose gradient flows back."""
+    """True for a link whose gradient flows back."""
     peers: tuple[str, ...] = ()
     """Stages on the other side. Link input: the one producing stage.
 
@@ -39,7 +39,7 @@ class Port:
     for its gradient only.
     """
     expression: str = ""
-    """kind "size": the value as text over size symbols."""
+    """Value of a port of kind "size", as text over size symbols."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +60,9 @@ class StageProgram:
     """Values known at capture, by attribute name."""
     is_loss: bool = False
     has_backward: bool = False
-    """It holds a parameter that trains or receives a gradient in this pattern."""
+    """True if the stage holds a parameter that trains or receives a gradient in this pattern."""
     gathered: tuple[str, ...] = ()
-    """Parameters that it gathers from the replicas that share them, by original name, in this order."""
+    """Parameters that the stage gathers from the replicas that share them, by original name, in this order."""
 
     @property
     def batch_inputs(self) -> frozenset[str]:
@@ -70,7 +70,7 @@ class StageProgram:
         return frozenset(port.name for port in self.inputs if port.kind in ("root", "host"))
 
     def of_replica(self, index: int) -> StageProgram:
-        """The program as a replica runs it that shares its parameters with others: with the parts of that number."""
+        """Return the program of a replica that shares its parameters with others: with the parts of that number."""
         source, parameters = self.source, []
         for spec in self.parameters:
             part = spec.of_replica(index)
@@ -87,15 +87,15 @@ class PatternPrograms:
     programs: Mapping[str, StageProgram]
     """Stage name -> program; stages without work are absent."""
     per_token: bool
-    """The loss stage returns a sum over valid tokens and their number; else a mean over samples."""
+    """True if the loss stage returns a sum over valid tokens and their number; else it returns a mean over samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCount:
     """Rows (the size of dim 0) of a link value, as a function of the rows of batch inputs.
 
-    Collating joins inputs on dim 0, so what a sample brings there is what it brings to the value, as long as the counts
-    of all samples add up.
+    Collating joins inputs on dim 0, so the rows of a sample there determine its rows in the value, as long as the counts of all
+    samples add up.
     """
 
     expression: sympy.Expr
@@ -105,14 +105,14 @@ class RowCount:
     """Other symbols: sizes that all samples of the microbatch share."""
 
     def of(self, rows: Mapping[str, int]) -> int | None:
-        """Rows of a sample whose inputs have so many rows; None if they do not decide it."""
+        """Return rows of a sample whose inputs have so many rows; None if they do not decide it."""
         leading = {symbol: rows.get(name, 0) for symbol, name in self.inputs.items()}
         return evaluate(self.expression, {**self.sizes, **leading})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedMicrobatch:
-    """A batch matched with its pattern: what rank 0 sends out for it."""
+    """A batch matched with its pattern, in the form in which rank 0 sends it."""
 
     programs: PatternPrograms
     sizes: Mapping[str, int]

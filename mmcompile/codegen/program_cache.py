@@ -45,7 +45,7 @@ class _Pattern:
     """Input with the words of a shard's tokens -> the host value with those of all."""
 
     def match(self, tensors: Mapping[str, torch.Tensor]) -> PreparedMicrobatch | None:
-        """The batch prepared for this pattern, or None if it does not hold for it."""
+        """Return the batch prepared for this pattern, or None if the pattern does not hold for it."""
         bound = self.capture.sizes.bind(tensors)
         if bound is None:
             return None
@@ -89,10 +89,10 @@ class _Family:
     example: Mapping[str, Any] | None = None
     """The first batch."""
     varying: dict[str, set[int]] = field(default_factory=dict)
-    """Input name -> dims in which any later batch differed from it: worth keeping symbolic."""
+    """Input name -> dims in which any later batch differed from it: candidates for symbolic sizes."""
 
     def note(self, batch: Mapping[str, Any]) -> None:
-        """Remember in which dims a batch differs from the first one."""
+        """Record the dims in which a batch differs from the first one."""
         if self.example is None:
             self.example = batch
         for name, dims in differing_dims(batch, self.example).items():
@@ -103,10 +103,10 @@ class Patterns:
     """Stage programs of one model under one plan, by pattern.
 
     Args:
-        model: what to capture; its parameters' values are not read.
-        plan: where layers run.
+        model: model to capture; its parameters' values are not read.
+        plan: assignment of layers to stages.
         first: the capture the plan was made from; its layer order holds for all later ones.
-        batch: what `first` was captured on.
+        batch: batch on which `first` was captured.
         on_capture: called before each capture with the number of captures so far, for progress output.
     """
 
@@ -129,12 +129,12 @@ class Patterns:
         self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], example=batch)
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Every parameter and buffer of the model under every name it has."""
+        """Return every parameter and buffer of the model under every name it has."""
         named = dict(self._model.named_parameters(remove_duplicate=False))
         return {**named, **dict(self._model.named_buffers(remove_duplicate=False))}
 
     def captured(self) -> tuple[PatternPrograms, ...]:
-        """Programs of all patterns so far."""
+        """Return programs of all patterns so far."""
         return tuple(pattern.programs for family in self._families.values() for pattern in family.patterns)
 
     def prepare(self, batch: Mapping[str, Any]) -> PreparedMicrobatch:

@@ -57,7 +57,7 @@ def with_bitfield_attention(
 
 
 def _with_new_sizes(sizes: Sizes, graph: fx.Graph) -> Sizes:
-    """Sizes with those inputs that a pass added."""
+    """Return sizes with the inputs that a pass added."""
     symbols: dict[str, Any] = {
         str(symbol): symbol
         for shape in sizes.inputs.values()

@@ -52,7 +52,7 @@ class LayerChoices:
 
 
 def layer_names(graph: ModelGraph) -> dict[Place, str]:
-    """The module path of each layer of a model."""
+    """Return the module path of each layer of a model."""
     return {(component.name, layer.index): layer.name for component in graph.components for layer in component.layers}
 
 
@@ -67,7 +67,7 @@ def stage_source(
     trained: Container[str] = (),
     choices: LayerChoices | None = None,
 ) -> str:
-    """Source text of one stage.
+    """Return the source text of one stage.
 
     Args:
         part: what the stage runs.
@@ -125,12 +125,12 @@ class _Writer:
     """Functions of `mmcompile.codegen.weight_grad_split` that are called."""
 
     def functions(self) -> Iterator[str]:
-        """Text of all functions, in the order of their first call."""
+        """Return the text of all functions, in the order of their first call."""
         for function in self.found.values():
             yield function.first.function(function.name, function.prefix, function.serves)
 
     def forward(self, runs: Iterable[Run]) -> Iterator[str]:
-        """Lines of `forward`, without its end."""
+        """Yield lines of `forward`, without its end."""
         runs = tuple(runs)
         last_reader = {node: at for at, run in enumerate(runs) for node in run.inputs}
         alive: list[fx.Node] = []
@@ -170,7 +170,7 @@ class _Writer:
         return "none" if run.place is None else self.choices.recompute.get(run.place, "none")
 
     def _function(self, layer: LayerText) -> str:
-        """The function that computes a run: one met before, if it does the same."""
+        """Return the function that computes a run: an earlier one, if it is equal."""
         prefix, title = self._path(layer.run), self._title(layer.run)
         (canonical,) = canonical_layers(layer.function("layer", prefix, [title]), title).values()
         known = self.found.get(canonical.text)

@@ -24,7 +24,7 @@ LayerRunner = Callable[[Layer, Recompute, tuple[Any, ...]], tuple[Tensor, ...]]
 def run_eagerly(layer: Layer, recompute: Recompute, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Call a layer function as it is.
 
-    What is computed again has the same random numbers, and the same bits: autograd sees the graph that it sees without.
+    Recomputed values have the same random numbers, and the same bits: autograd sees the same graph as without recomputation.
     """
     if recompute == "none" or not torch.is_grad_enabled():
         return layer(*arguments)
@@ -40,8 +40,8 @@ class StageModule(nn.Module):
     names. Tensors are kept, not copied: stages built from the same `nn.Parameter` objects share them.
 
     Args:
-        parameters: by original name; `requires_grad` is left as it is.
-        buffers: by original name.
+        parameters: parameters by original name; `requires_grad` is left as it is.
+        buffers: buffers by original name.
         constants: values known at capture, by attribute name.
         device: where all of them are.
         runner: of layer functions.
@@ -80,7 +80,7 @@ class StageModule(nn.Module):
             owner.register_buffer(leaf, buffer)
 
     def run_deferring(self, *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[DeferredGradient, ...]]:
-        """The stage's results, and the weight gradients that their backward leaves out.
+        """Return the stage's results, and the weight gradients that their backward leaves out.
 
         They are those that the source defers (`self.defer`); without gradient mode there are none.
         """
@@ -118,7 +118,7 @@ class StageModule(nn.Module):
 
 
 def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that keeps no gathered parameters for its backward."""
+    """Run a forward that keeps no gathered parameters for its backward."""
 
     @functools.wraps(forward)
     def run(*inputs: Any) -> Any:
@@ -129,11 +129,11 @@ def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Namespace(nn.Module):
-    """An inner node of a dotted name; it only holds."""
+    """An inner node of a dotted name, without a forward."""
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The submodule that holds the last part of a dotted name, made where missing."""
+    """Return the submodule that holds the last part of a dotted name, created if missing."""
     *path, leaf = name.split(".")
     for part in path:
         # Not add_module: a model may call a child "t" or "forward", which is an attribute here.

@@ -64,14 +64,14 @@ def with_axes(
 
 
 def with_autocast(capture: Capture, components: Sequence[str]) -> Capture:
-    """The capture with products of some components in bfloat16; as it is, if there are none."""
+    """Return the capture with products of some components in bfloat16; unchanged if there are none."""
     return _rewritten(capture, Autocast(components=tuple(components))) if components else capture
 
 
 def _checked(
     capture: Capture, sharded: ModelGraph, batch: Mapping[str, Any], context_parallel: int, right: ShardsRight | None
 ) -> ModelGraph:
-    """The sharded graph, with a line for what was not checked."""
+    """Return the sharded graph, with a line for each unchecked kind of layer."""
     right = right or ShardsRight()
     given = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     sizes = capture.sizes.size_inputs(capture.sizes.bind(given) or {})

@@ -1,4 +1,4 @@
-"""From a captured graph and a plan to stage programs."""
+"""Stage programs from a captured graph and a plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mmcompile.planner.plan.plan_record import Link, Stage
 
 
 def lower(capture: Capture, plan: Plan) -> PatternPrograms:
-    """Stage programs of one captured graph, one for each shard of a stage. Nodes must be annotated by gradient-flow."""
+    """Return stage programs of one captured graph, one for each shard. Nodes must be annotated by gradient-flow."""
     graph = capture.graph
     parts = cut(graph, plan)
     shards = _Shards.of(graph, plan, parts)
@@ -51,7 +51,7 @@ def lower(capture: Capture, plan: Plan) -> PatternPrograms:
 
 
 def links(parts: Cut) -> tuple[Link, ...]:
-    """The links of a plan, from the cut of the graph it was made for."""
+    """Return the links of a plan, from the cut of the graph it was made for."""
     found = []
     for name, part in parts.stages.items():
         for target in dict.fromkeys(peer for _, peers in part.sent for peer in peers):
@@ -73,10 +73,10 @@ def links(parts: Cut) -> tuple[Link, ...]:
 def _program(
     graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut, index: int, choices: LayerChoices
 ) -> StageProgram:
-    """The program of a stage, with ports between whole stages.
+    """Return the program of a stage, with ports between whole stages.
 
     Args:
-        index: of the rank among those that share tensors.
+        index: index of the rank among those that share tensors.
     """
     shards = graph.shards
     specs = {s.name: _part(s, shards[s.name], index) if s.name in shards else s for s in graph.parameters}
@@ -138,7 +138,7 @@ class _Shards:
     """
 
     names: Mapping[str, tuple[str, ...]]
-    """Stage -> what programs call its shards."""
+    """Stage -> names of its shards in programs."""
     chains: Mapping[str, str]
     """Stage -> its chain."""
     tp: Mapping[str, int]
@@ -158,7 +158,7 @@ class _Shards:
         )
 
     def program(self, program: StageProgram, index: int) -> StageProgram:
-        """The program of a shard, from that of the stage."""
+        """Return the program of a shard, from that of the stage."""
         stage = program.stage
         return replace(
             program,

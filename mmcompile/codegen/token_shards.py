@@ -18,15 +18,15 @@ from mmcompile.planner.plan.placement import shard_name
 
 
 def local_tokens(tokens: int, num_ranks: int) -> int:
-    """Rows of every rank under equal counts, free ones included: what `shard_inputs` gives a rank."""
+    """Return the rows of every rank under equal counts, free ones included: the length of `shard_inputs`."""
     return padded_length(tokens, num_ranks) // num_ranks
 
 
 def shard_inputs(words: Mapping[str, Tensor], inputs: Mapping[str, str], num_ranks: int) -> dict[str, Tensor]:
-    """Values of the context-parallel inputs by port name: `cp_index@1` is that of the second shard.
+    """Return values of the context-parallel inputs by port name: `cp_index@1` is that of the second shard.
 
     Args:
-        words, inputs: as of `shard_values`.
+        words, inputs: as in `shard_values`.
         num_ranks: shards; tokens are given to them by attention work (under the first words), equally many to each.
     """
     first = next(iter(words.values()))
@@ -43,7 +43,7 @@ def shard_inputs(words: Mapping[str, Tensor], inputs: Mapping[str, str], num_ran
 
 
 def first_shard(graph: ModelGraph, values: Mapping[str, Any], num_ranks: int) -> dict[str, Tensor]:
-    """Values of the context-parallel inputs of a graph for its first shard, by the names in the graph."""
+    """Return values of the context-parallel inputs of a graph for its first shard, by the names in the graph."""
     nodes = [node for node in graph.module.graph.nodes if node.op == "placeholder" and "words" in node.meta]
     inputs = {str(node.target): node.meta["words"] for node in nodes if "shard" in node.meta}
     found = shard_inputs({name: values[name] for name in inputs.values()}, inputs, num_ranks)
@@ -87,7 +87,7 @@ def _take(words: Tensor, index: Tensor) -> Tensor:
 
 
 def _positions(index: Tensor, rows: int) -> Tensor:
-    """Free rows have position 0; their word 0 hides them."""
+    """Return positions of tokens; free rows have position 0, and their word 0 hides them."""
     return index.clamp(min=0).to(torch.int32).expand(rows, -1).contiguous()
 
 

@@ -19,7 +19,7 @@ from mmcompile.passes.cost.deferred_weights import DeferredWeight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tap:
-    """A tensor of the shape of a value, of which the backward makes the gradient."""
+    """A tensor of the shape of a value, which receives the value's gradient in the backward."""
 
     name: str
     node: fx.Node
@@ -33,13 +33,13 @@ class Product:
     """A product of a run whose weight gradient is computed later."""
 
     tap: Tap
-    """Takes up the gradient of the product's result."""
+    """Tap that receives the gradient of the product's result."""
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
-    """None if it does not train."""
+    """Node of the bias; None if it does not train."""
     x_tap: Tap | None
-    """Takes up x in the backward; None where x is kept from the forward on."""
+    """Tap that receives x in the backward; None where x is kept from the forward on."""
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def products_of(run: Run, deferred: Mapping[fx.Node, DeferredWeight], *, recompu
 
 
 def _tap(node: fx.Node, *, suffix: str, known: Mapping[str, str]) -> Tap | None:
-    """None if the sizes do not follow from the run's inputs."""
+    """Return a tap of a value; None if its sizes do not follow from the run's inputs."""
     shape = node.meta.get("symbolic_shape") or tuple(node.meta["val"].shape)
     sizes = [_size(size, known) for size in shape]
     found = tuple(size for size in sizes if size is not None)
@@ -79,7 +79,7 @@ def _tap(node: fx.Node, *, suffix: str, known: Mapping[str, str]) -> Tap | None:
 
 
 def _known_sizes(run: Run) -> dict[str, str]:
-    """Text of a size -> an expression for it."""
+    """Return text of a size -> an expression for it."""
     known: dict[str, str] = {}
     for node in run.inputs:
         if "size" in node.meta:

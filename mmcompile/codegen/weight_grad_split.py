@@ -35,11 +35,11 @@ class _Tapped(torch.autograd.Function):
 
 
 def tapped(result: Tensor, tap: Tensor) -> Tensor:
-    """`result`, whose gradient becomes the gradient of `tap` too.
+    """Return `result`, whose gradient also becomes the gradient of `tap`.
 
     Args:
         result: any shape.
-        tap: of the same shape; its values are not read.
+        tap: tensor of the same shape; its values are not read.
     """
     return _Tapped.apply(result, tap)
 
@@ -61,14 +61,14 @@ def handed(x: Tensor, tap: Tensor) -> Tensor:
 
     Args:
         x: any shape; it must carry gradient, or the backward would not reach it.
-        tap: of the same shape and dtype; its values are not read. Good for one backward: a second one would add x once
+        tap: tensor of the same shape and dtype; its values are not read. Good for one backward: a second one would add x once
             more.
     """
     return _Handed.apply(x, tap)
 
 
 def new_tap(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A leaf of a shape, which takes the memory of one number."""
+    """Return a leaf of a shape, which takes the memory of one number."""
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)).requires_grad_()
 
 
@@ -77,15 +77,15 @@ class DeferredGradient:
     """The gradient of one weight for one microbatch, still to be computed."""
 
     tap: Tensor
-    """[..., out]: its gradient is that of the product's result."""
+    """Tap [..., out], whose gradient is that of the product's result."""
     x: Tensor
-    """[..., in]: what was multiplied; or, where that is computed again, the tap it is handed to."""
+    """Input of the product, [..., in]; or, where that is recomputed, the tap that receives it."""
     weight: Tensor
-    """[out, in]."""
+    """Weight, [out, in]."""
     bias: Tensor | None
-    """[out], if it trains."""
+    """Bias, [out], if it trains."""
     recomputed: bool = False
-    """x is a tap."""
+    """True if x is a tap."""
 
     def add(self) -> None:
         """Add the gradients to `.grad` of weight and bias; nothing if the backward did not reach the product."""
