@@ -8,8 +8,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -18,19 +16,9 @@ from mmcompile.errors import PlanError
 from mmcompile.planner.resilience.composition import fastest
 from mmcompile.planner.resilience.job import Job, Node
 from mmcompile.planner.resilience.membership import MembershipPlan, NodePipeline, Spare, Stop
-from mmcompile.planner.resilience.regroup import RegroupRule
+from mmcompile.planner.resilience.regroup import NodeGroups, RegroupRule
 from mmcompile.planner.resilience.template import Template
 from mmcompile.units import format_seconds
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Binding(Generic[Node]):
-    """Nodes of each pipeline, in the order of its template's nodes."""
-
-    pipelines: tuple[tuple[Node, ...], ...]
-    spares: tuple[Node, ...]
-    kept_bytes: int
-    """Bytes of layers that their new node holds already."""
 
 
 def instantiate(job: Job, nodes: Sequence[Node]) -> MembershipPlan[Node] | Stop:
@@ -65,14 +53,16 @@ def recompose(
     best = max((bind(job, sizes, nodes, holdings) for sizes in found.sizes), key=lambda one: one.kept_bytes)
     return planned(
         job,
-        with_microbatches(job, best.pipelines),
+        with_microbatches(job, best.groups),
         tuple(Spare(node=node, reason=found.spare_reason) for node in best.spares),
         RegroupRule.RECOMPOSE,
         kept_bytes=best.kept_bytes,
     )
 
 
-def bind(job: Job, sizes: Sequence[int], nodes: Sequence[Node], holdings: Mapping[Node, np.ndarray]) -> Binding[Node]:
+def bind(
+    job: Job, sizes: Sequence[int], nodes: Sequence[Node], holdings: Mapping[Node, np.ndarray]
+) -> NodeGroups[Node]:
     """Give every place of every pipeline a node, keeping most bytes where they are: an exact assignment.
 
     Args:
@@ -88,8 +78,8 @@ def bind(job: Job, sizes: Sequence[int], nodes: Sequence[Node], holdings: Mappin
     chosen = {int(place): nodes[row] for row, place in zip(rows, places, strict=True)}
     ends = np.cumsum(sizes).tolist()
     used = set(chosen.values())
-    return Binding(
-        pipelines=tuple(
+    return NodeGroups(
+        groups=tuple(
             tuple(chosen[place] for place in range(end - size, end)) for size, end in zip(sizes, ends, strict=True)
         ),
         spares=tuple(node for node in nodes if node not in used),

@@ -120,10 +120,10 @@ def _by_rules(
     bindings = [bind(job, (len(group),), group, sources) for group in found.groups]
     return planned(
         job,
-        with_microbatches(job, [binding.pipelines[0] for binding in bindings]),
+        with_microbatches(job, [bound.groups[0] for bound in bindings]),
         tuple(Spare(node=node, reason="a step is no shorter with it") for node in found.spares),
         found.rule,
-        kept_bytes=sum(binding.kept_bytes for binding in bindings),
+        kept_bytes=sum(bound.kept_bytes for bound in bindings),
     )
 
 

@@ -22,18 +22,21 @@ class RegroupRule(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Regrouped(Generic[Node]):
-    """Nodes of each pipeline, fewest first."""
+class NodeGroups(Generic[Node]):
+    """Nodes of each pipeline, and spare nodes."""
 
     groups: tuple[tuple[Node, ...], ...]
+    """Nodes of each pipeline; from `bind`, in the order of its template's nodes."""
     spares: tuple[Node, ...]
-    rule: RegroupRule
+    rule: RegroupRule = RegroupRule.RECOMPOSE
     """The furthest rule that was needed."""
+    kept_bytes: int = 0
+    """Bytes of layers that their new node holds already, counted by `bind`."""
 
 
 def regroup(
     groups: Sequence[Sequence[Node]], lost: Collection[Node], sizes: Sequence[int], spares: Sequence[Node] = ()
-) -> Regrouped[Node] | None:
+) -> NodeGroups[Node] | None:
     """Group the survivors by the rules.
 
     A pipeline that is too small takes spare nodes, then the last node of the largest pipeline that has more than enough (ties to
@@ -47,7 +50,7 @@ def regroup(
         spares: idle nodes that are alive.
 
     Returns:
-        The groups, or None where the survivors are fewer than one pipeline needs.
+        The groups, fewest nodes first, or None where the survivors are fewer than one pipeline needs.
     """
     minimum = sizes[0]
     alive = [[node for node in group if node not in lost] for group in groups]
@@ -71,7 +74,7 @@ def regroup(
         kept += parts
         idle += left
     kept.sort(key=lambda group: (len(group), group[0]))
-    return Regrouped(groups=tuple(map(tuple, kept)), spares=tuple(idle), rule=rule)
+    return NodeGroups(groups=tuple(map(tuple, kept)), spares=tuple(idle), rule=rule)
 
 
 def _giver(groups: Sequence[list[Node]], idle: list[Node], minimum: int) -> list[Node] | None:

@@ -16,7 +16,6 @@ from mmcompile.runtime.control.log import Committed, Log
 from mmcompile.runtime.control.membership_view import Planner
 from mmcompile.runtime.control.messages import Phase
 from mmcompile.runtime.control.stream import FRAME_BYTES, STRANGER_FRAME_BYTES, Stream
-from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.monitoring.fail_points import fail_point
 
 _MAX_STRANGERS = 64
@@ -51,16 +50,15 @@ class Coordinator:
         events: EventLog,
         planner: Planner,
         *,
-        key: bytes,
+        endpoint: secret.Endpoint,
         store: str,
-        times: Times,
     ) -> None:
         self._listener = listener
         self._log = log
         self._events = events
-        self._key = key
-        self._times = times
-        self._generations = Generations(planner, log.history, store=store, max_attempts=times.max_attempts)
+        self._key = endpoint.key
+        self._times = endpoint.times
+        self._generations = Generations(planner, log.history, store=store, max_attempts=self._times.max_attempts)
         self._selector = selectors.DefaultSelector()
         self._peers: set[_Peer] = set()
         self._nodes: dict[str, _Peer] = {}

@@ -89,9 +89,8 @@ class Supervisor:
             Log.open(self._folder / LOG_FILE),
             EventLog(self._folder / EVENTS_FILE),
             self._planner,
-            key=self._endpoint.key,
+            endpoint=self._endpoint,
             store=self._store,
-            times=self._endpoint.times,
         )
         return 0 if coordinator.run() else _FAILED
 

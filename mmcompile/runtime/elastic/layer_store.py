@@ -111,8 +111,7 @@ class LayerStore:
         Raises:
             VerifyError: it is not a bundle of this layer. Nothing is changed then.
         """
-        values = {path.removeprefix(_VALUE): t for path, t in tensors.items() if path.startswith(_VALUE)}
-        state = {path.removeprefix(_STATE): t for path, t in tensors.items() if path.startswith(_STATE)}
+        values, state = wire.under(_VALUE, tensors), wire.under(_STATE, tensors)
         self._check(layer, values, state)
         for name, value in values.items():
             if name in self.state.parameters:
