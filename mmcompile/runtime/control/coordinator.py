@@ -40,6 +40,10 @@ class Coordinator:
 
     Args:
         listener: bound and listening. A supervisor keeps it open over restarts, so that agents can always connect.
+        log: log with the history of the run.
+        events: event log of the run.
+        planner: chooses what members do.
+        endpoint: the secret and the waits; the address is the listener's.
         store: host:port of the store, for workers.
     """
 
