@@ -16,7 +16,7 @@ from mmcompile.planner.schedule.simulate import Event as StepEvent
 from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
 from mmcompile.runtime.checkpoint.export import export
 from mmcompile.runtime.control.events import EventKind, EventReader, Recovery, RunEvent, recoveries
-from mmcompile.runtime.control.local import LocalCluster
+from mmcompile.runtime.control.local_cluster import LocalCluster
 from mmcompile.runtime.control.supervisor import EVENTS_FILE, LOG_FILE
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.elastic_job import ElasticJob

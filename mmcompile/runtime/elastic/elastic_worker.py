@@ -17,7 +17,7 @@ from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
 from mmcompile.runtime.control.membership_client import MembershipClient, Superseded
 from mmcompile.runtime.control.messages import Generation
 from mmcompile.runtime.control.store import forget_before
-from mmcompile.runtime.elastic import elastic_saving as saving
+from mmcompile.runtime.elastic import layer_checkpoint as saving
 from mmcompile.runtime.elastic.connections import Connection, Connections
 from mmcompile.runtime.elastic.elastic_controller import ElasticController
 from mmcompile.runtime.elastic.elastic_job import ElasticJob
