@@ -25,9 +25,10 @@ from rich.table import Table
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.planner.plan.plan_record import Fingerprint
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.settings import SearchSpace
-from mmcompile.planner.strategies.search import problem_of, searched
+from mmcompile.planner.strategies.search import searched
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
 
@@ -117,7 +118,7 @@ def layout(model: Model, captured: Captured, view: str, space: SearchSpace) -> F
     _, best = searched(problem)
     assert best is not None, f"{model.name} fits no plan on {model.cluster}"
     around = Surroundings(problem=problem, tensor=captured.tensor, no_cp=captured.no_cp)
-    candidate, step_s, tried = around.climb(best.candidate, best.iteration_s)
+    candidate, step_s, tried = around.climb(best, best.iteration_s)
     spent = Spent.of(candidate, step_s)
     rows = tuple(
         _row(captured, candidate, index, own, [worded(each, step_s, spent, problem.memory_bytes(1)) for each in own])

@@ -6,24 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.replicas import towers_of
-from mmcompile.planner.search.settings import Degrees, Setting
+from mmcompile.planner.search.settings import Combination
 
 Axis = Literal["tp", "cp", "pp", "dp", "fsdp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """What a candidate is but for its cuts."""
-
-    chains: ChainSet
-    setting: Setting
-    degrees: tuple[Degrees, ...]
-    counts: tuple[int, ...]
-    """Stages of each chain."""
+class Layout(Combination):
+    """A combination whose axes can be changed one by one."""
 
     @classmethod
     def of(cls, candidate: Candidate) -> Layout:
@@ -92,7 +85,7 @@ def _exchange_s(candidate: Candidate, chain: int) -> float:
     problem, setting, degrees = candidate.problem, candidate.setting, candidate.degrees[chain]
     last, total_s = chain == len(candidate.degrees) - 1, 0.0
     for layer in candidate.chains.chains[chain].layers:
-        load = problem.mean_load(layer.component, setting, degrees, last=last)
+        load = problem.prices.mean_load(layer.component, setting, degrees, last=last)
         sharding = degrees.sharding(setting.recompute)
         own = load if load is None or layer.share == 1.0 else load * layer.share
         cost, _ = problem.pricing.layers(layer.component, own, sharding)[layer.index]

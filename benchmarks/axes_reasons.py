@@ -213,7 +213,7 @@ class Surroundings:
         engine = BranchAndBound(problem=self.problem)
         found: list[tuple[Layout, Candidate]] = []
         for layout in layouts:
-            candidate = engine.draft(layout.chains, layout.setting, layout.degrees, layout.counts)
+            candidate = engine.draft(layout)
             if candidate is None:
                 # What is computed again, or gathered, counts layer by layer there; stages of several components hold less.
                 candidate = self._unlimited(layout)
@@ -232,6 +232,6 @@ class Surroundings:
 
     def _unlimited(self, layout: Layout) -> Candidate:
         splitter = BranchAndBound(problem=self.problem).splitter
-        parts = splitter.parts(layout.chains, layout.setting, layout.degrees, layout.counts, None)
+        parts = splitter.parts(layout, None)
         assert not isinstance(parts, int), "without a limit of the memory everything fits"
         return assemble(self.problem, layout.chains, layout.setting, layout.degrees, parts)

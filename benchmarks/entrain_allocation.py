@@ -33,12 +33,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
 
 from entrain_models import LLAMA_1B, LLAMA_3B, MERGED, VISION, Language, captured_work  # noqa: E402
+from stability import Stability, Trial, format_allocation, stable_batch  # noqa: E402
 
 from mmcompile.data.sample import SampleShape  # noqa: E402
-from mmcompile.data.stability import Stability, Trial, format_allocation, stable_batch  # noqa: E402
 from mmcompile.data.synthetic import SYNTHETIC_DATASETS, synthetic  # noqa: E402
 
 SIZES = (1, 4, 16, 64, 256)

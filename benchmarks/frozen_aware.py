@@ -34,11 +34,12 @@ from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.planner.plan.plan_record import Fingerprint
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.planner.strategies.baselines import baseline
-from mmcompile.planner.strategies.search import problem_of, searched
+from mmcompile.planner.strategies.search import searched
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
 
@@ -151,9 +152,9 @@ def row(mix: str, graph: ModelGraph, table: CostTable) -> Row:
         billions=parameters / 1e9,
         published_billions=VISION[mix[0]].billions + AUDIOS[mix[1]].billions + LANGUAGE[mix[2]].billions,
         ours_s=best.iteration_s,
-        ours=words(best.candidate),
+        ours=words(best),
         free_s=free.iteration_s,
-        free=words(free.candidate),
+        free=words(free),
         others_s={name: seconds(problem, own) for name, own in others.items()},
         published_s=PUBLISHED[mix][0],
         published=PUBLISHED[mix][1],

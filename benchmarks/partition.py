@@ -15,7 +15,7 @@ from rich.table import Table
 from mmcompile.planner.exact.rules import Cap, Demand
 from mmcompile.planner.exact.solver import BUDGET_S, Exact, solve
 from mmcompile.planner.exact.split_problem import ExactChain, ExactProblem, Variant
-from mmcompile.planner.plan.layer_names import LayerLabel
+from mmcompile.planner.pricing.chains import ChainLayer
 from mmcompile.planner.search.partition import PartitionLayer, Split, partition
 
 NUM_LAYERS = 126
@@ -62,7 +62,7 @@ def _proof(
     layers: list[PartitionLayer], split: Split | None, count: int, memory_bytes: int
 ) -> tuple[str, float, str, bool]:
     """Slowest stage, seconds, verdict, and whether Z3 agrees with the DP in its usual budget."""
-    labels = tuple(LayerLabel(component="lm", index=index, name=f"layers.{index}") for index in range(len(layers)))
+    labels = tuple(ChainLayer(component="lm", index=index, name=f"layers.{index}") for index in range(len(layers)))
     chain = ExactChain(name="lm", labels=labels, variants=(Variant(layers=tuple(layers)),), low=count, high=count)
     problem = ExactProblem(
         chains=(chain,),

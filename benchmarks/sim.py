@@ -35,7 +35,7 @@ from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Link
-from mmcompile.planner.schedule.measured import MeasuredStep, Messages, Trained, predict_measured
+from mmcompile.planner.schedule.measured import LinkMessages, MeasuredStep, Trained, predict_measured
 from mmcompile.profile import profile
 from mmcompile.runtime.runtime_probe import probe_runtime
 
@@ -248,9 +248,9 @@ def stage_times(
     return LayerTimes(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
 
 
-def messages(link: Link) -> Messages:
+def messages(link: Link) -> LinkMessages:
     sizes = {tensor.name: num_bytes(tensor) for tensor in link.tensors}
-    return Messages(
+    return LinkMessages(
         source=link.source,
         target=link.target,
         sizes=tuple(sizes.values()),

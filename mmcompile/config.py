@@ -47,7 +47,7 @@ Strategy = Literal[
     "pinned",
     "fsdp",
 ]
-"""Names of strategies that come with mmcompile (`mmcompile.planner.strategies.strategies`)."""
+"""Names of strategies that come with mmcompile (`mmcompile.planner.strategies.search`)."""
 Counts = Mapping[str, int]
 """Chain (or component) name -> count."""
 Degrees = int | Mapping[str, int]

@@ -32,16 +32,16 @@ from mmcompile.planner.plan.plan_record import Fingerprint, Packing
 from mmcompile.planner.pricing.geometries import geometries
 from mmcompile.planner.pricing.shared_tokens import SharedTokens
 from mmcompile.planner.pricing.workload import Workload
-from mmcompile.planner.search.branch_and_bound import BranchAndBound, Judged
+from mmcompile.planner.search.branch_and_bound import BranchAndBound
+from mmcompile.planner.search.build_problem import problem_of
+from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.infeasible import explain
 from mmcompile.planner.search.outcome import plan_of
 from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.projector_only import fresh
 from mmcompile.planner.search.recompute_by_layer import by_layer
 from mmcompile.planner.search.sample_rates import sample_rates
 from mmcompile.planner.search.settings import RECOMPUTES, SearchSpace
-from mmcompile.planner.strategies.search import problem_of, searched
-from mmcompile.planner.strategies.strategies import AUTO
+from mmcompile.planner.strategies.search import AUTO, searched
 from mmcompile.planner.templates.plan_resilience import notes_of, plan_resilience
 from mmcompile.runtime.monitoring.timer import processor_name
 from mmcompile.units import format_seconds
@@ -183,15 +183,15 @@ def make_plan(
     best, more = _relaxed(search, best, request, inputs)
     resilience = None
     if request.fault_tolerance is not None:
-        resilience = plan_resilience(problem, best.candidate, request.fault_tolerance)
+        resilience = plan_resilience(problem, best, request.fault_tolerance)
         decided = bool(inputs.constraints or request.stages)
-        more = (*more, *notes_of(resilience, best.candidate, constrained=decided))
+        more = (*more, *notes_of(resilience, best, constrained=decided))
         clock.done("templates")
     found = plan_of(search, best, strategy=request.strategy)
     _check_shared(found, request.fsdp)
     cp = found.context_parallel
     head_stride = _shared(graph, cp, inputs.cluster, dtype).head_stride if cp > 1 else 0
-    pricing = fresh(problem.pricing, table=table, given_cp=1)
+    pricing = replace(problem.pricing, table=table, given_cp=1)
     loads = geometries(graph, table.loads, batch, packed=inputs.packing is not None)
     found = replace(
         found,
@@ -207,7 +207,7 @@ def make_plan(
         ),
         packing=inputs.packing,
         resilience=resilience,
-        sample_rates=sample_rates(best.candidate, loads, pricing),
+        sample_rates=sample_rates(best, loads, pricing),
     )
     found = _linked(captured, found, replace(choice, context_parallel=cp, head_stride=head_stride))
     clock.done("links")
@@ -267,8 +267,8 @@ def _problem(
 
 
 def _proven(
-    search: BranchAndBound, best: Judged, request: PlanRequest, inputs: PlanInputs, clock: _Clock
-) -> tuple[Judged, tuple[str, ...]]:
+    search: BranchAndBound, best: Candidate, request: PlanRequest, inputs: PlanInputs, clock: _Clock
+) -> tuple[Candidate, tuple[str, ...]]:
     """Return the candidate that the exact solver confirms or prefers, with its notes, where it is asked."""
     if not inputs.constraints and request.solver_seconds is None:
         return best, ()
@@ -281,8 +281,8 @@ def _proven(
 
 
 def _relaxed(
-    search: BranchAndBound, best: Judged, request: PlanRequest, inputs: PlanInputs
-) -> tuple[Judged, tuple[str, ...]]:
+    search: BranchAndBound, best: Candidate, request: PlanRequest, inputs: PlanInputs
+) -> tuple[Candidate, tuple[str, ...]]:
     """Return the candidate with recomputation chosen by layer, and a note, where that is faster than one mode for all."""
     if not recomputes_by_layer(request):
         return best, ()

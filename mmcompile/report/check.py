@@ -14,7 +14,7 @@ from mmcompile.planner.plan.bottlenecks import EVEN, TIGHT, memory_bytes, rank_l
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain, Stage, uniform_mode
 from mmcompile.planner.plan.stage_rows import milliseconds
-from mmcompile.planner.pricing.pricing import Pricing, Sharding
+from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 from mmcompile.report.sample_loads import slot_samples
 from mmcompile.report.study import Study
 from mmcompile.units import format_bytes, format_count
@@ -223,7 +223,9 @@ def _stage_bytes(
     heavy: list[LayerCost] = []
     for component, layer in ((part.component, at) for part in stage.segments for at in range(part.first, part.last)):
         mode = modes.get((component, layer), "none")
-        sharding = Sharding(tp=chain.tp, cp=chain.cp, fsdp=chain.dp if chain.fsdp else 1, recompute=mode, mixed=mixed)
+        sharding = LayerSharding(
+            tp=chain.tp, cp=chain.cp, fsdp=chain.dp if chain.fsdp else 1, recompute=mode, mixed=mixed
+        )
         heavy.append(pricing.layers(component, worst[component], sharding)[layer][0])
     others = (predicted.in_flight - 1) * (predicted.activation_bytes // predicted.in_flight)
     return held + others + sum(cost.activation_bytes for cost in heavy) + max(cost.working_bytes for cost in heavy)

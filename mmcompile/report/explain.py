@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, RankLoad, causes, chain_of_stage, memory_bytes, rank_loads
-from mmcompile.planner.plan.layer_names import LayerLabel, NamedChain, Place, find
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain, Link, Stage
 from mmcompile.planner.plan.stage_rows import frozen_text, rank_ranges, recompute_text
+from mmcompile.planner.pricing.chains import ChainLayer
+from mmcompile.planner.search.layer_names import Place, find
 from mmcompile.report.layer_work import LayerWork
 from mmcompile.report.moves import Move, Shares, boundary_moves, equal_shares, move_layers
 from mmcompile.report.step_replay import replay, saved_bytes
@@ -132,7 +133,11 @@ def _located(plan: Plan, what: str) -> tuple[Stage, int | None]:
     for stage in plan.stages:
         if stage.name == what:
             return stage, None
-    place = find(what, _named_chains(plan), where=f"nothing to explain among the stages {_stage_names(plan)}")
+    place = find(
+        what,
+        {chain.name: tuple(_labels(chain)) for chain in plan.chains},
+        where=f"nothing to explain among the stages {_stage_names(plan)}",
+    )
     return _stage_at(plan.chains[place.chain], place)
 
 
@@ -152,16 +157,11 @@ def _stage_at(chain: Chain, place: Place) -> tuple[Stage, int | None]:
     raise AssertionError(f"no layer {place.first} in {chain.name}")
 
 
-def _named_chains(plan: Plan) -> tuple[NamedChain, ...]:
-    """Return the plan's chains in the form that `layer_names.find` reads."""
-    return tuple(NamedChain(name=chain.name, labels=tuple(_labels(chain))) for chain in plan.chains)
-
-
-def _labels(chain: Chain) -> Iterator[LayerLabel]:
+def _labels(chain: Chain) -> Iterator[ChainLayer]:
     for stage in chain.stages:
         owners = [(part.component, layer) for part in stage.segments for layer in range(part.first, part.last)]
         for (component, layer), name in zip(owners, stage.layer_names, strict=True):
-            yield LayerLabel(component=component, index=layer, name=name)
+            yield ChainLayer(component=component, index=layer, name=name)
 
 
 def _load_of(stage: Stage, loads: Sequence[RankLoad]) -> RankLoad:

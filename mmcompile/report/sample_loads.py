@@ -11,7 +11,7 @@ from mmcompile.config import Recompute
 from mmcompile.costmodel.load import Load
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain
-from mmcompile.planner.pricing.pricing import Pricing, Sharding
+from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 from mmcompile.planner.pricing.workload import MicrobatchLoads
 from mmcompile.report.study import Study
 
@@ -80,7 +80,9 @@ def _seconds(pricing: Pricing, chain: Chain, loads: Mapping[str, _Arrays]) -> ND
                 mode = stage.modes.get((part.component, layer), "none")
                 layers.setdefault((part.component, mode), []).append(layer)
     each = [
-        pricing.durations(name, *loads[name], Sharding(tp=chain.tp, cp=chain.cp, recompute=mode))[own].sum(axis=(0, 2))
+        pricing.durations(name, *loads[name], LayerSharding(tp=chain.tp, cp=chain.cp, recompute=mode))[own].sum(
+            axis=(0, 2)
+        )
         for (name, mode), own in layers.items()
     ]
     return np.sum(each, axis=0)

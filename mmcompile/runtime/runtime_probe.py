@@ -17,7 +17,7 @@ from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.data.collate import Sample, Value
 from mmcompile.ir.graph import ParameterSpec
 from mmcompile.planner.plan.placement import PlacedStage, Placement
-from mmcompile.planner.schedule.measured import Messages, predict_measured
+from mmcompile.planner.schedule.measured import LinkMessages, predict_measured
 from mmcompile.planner.schedule.schedule import ActionKind
 from mmcompile.planner.schedule.simulate import Event
 from mmcompile.runtime.engine import DEFAULT_OPTIMIZER, Engine
@@ -209,7 +209,7 @@ def _optimizer_s(num_elements: int, device: torch.device) -> float:
 def _empty_step_s(costs: RuntimeCosts) -> float:
     """What is predicted for the small probe without `step_s`."""
     stages = [PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(_STAGES)]
-    message = Messages(source=_STAGES[0], target=_STAGES[1], sizes=(4 * _SMALL,), gradient_sizes=(4 * _SMALL,))
+    message = LinkMessages(source=_STAGES[0], target=_STAGES[1], sizes=(4 * _SMALL,), gradient_sizes=(4 * _SMALL,))
     nothing = LayerTimes(forward_s=0.0, input_grad_s=1e-9, weight_grad_s=0.0)
     return predict_measured(
         stages,

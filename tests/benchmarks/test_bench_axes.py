@@ -15,9 +15,9 @@ from support.plans.toy_plan import FINGERPRINT, vision_language
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
-from mmcompile.planner.strategies.search import problem_of
+from mmcompile.planner.search.settings import Combination, Degrees, SearchSpace, Setting
 
 sys.path.insert(0, str(BENCHMARKS))
 layouts: Any = import_module("axes_layouts")
@@ -79,10 +79,12 @@ def test_no_neighbour_of_the_layout_found_is_faster() -> None:
     engine = BranchAndBound(problem=problem)
     chains = problem.sets[0]
     worst = engine.draft(
-        chains,
-        Setting(num_microbatches=1, samples=BATCH),
-        [Degrees()] * len(chains.chains),
-        [1] * len(chains.chains),
+        Combination(
+            chains=chains,
+            setting=Setting(num_microbatches=1, samples=BATCH),
+            degrees=(Degrees(),) * len(chains.chains),
+            counts=(1,) * len(chains.chains),
+        )
     )
     assert worst is not None
     engine.judge([worst])
@@ -118,8 +120,9 @@ def _fastest_s(problem: Problem, tp: int) -> float:
             continue
         setting = Setting(num_microbatches=count, samples=BATCH / dp / count, dp=dp)
         for counts in product((1, 2, 3), repeat=len(chains.chains)):
-            degrees = [*[Degrees(dp=other)] * (len(chains.chains) - 1), Degrees(tp=tp, dp=dp)]
-            if sum(each.ranks * number for each, number in zip(degrees, counts, strict=True)) <= problem.num_devices:
-                found = engine.draft(chains, setting, degrees, counts)
+            degrees = (*(Degrees(dp=other),) * (len(chains.chains) - 1), Degrees(tp=tp, dp=dp))
+            combination = Combination(chains=chains, setting=setting, degrees=degrees, counts=counts)
+            if combination.num_ranks <= problem.num_devices:
+                found = engine.draft(combination)
                 engine.judge([] if found is None else [found])
     return engine.fastest_s

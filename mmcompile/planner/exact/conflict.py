@@ -11,7 +11,8 @@ from mmcompile.errors import PlanError
 from mmcompile.planner.exact.rules import Cap, Count, Demand, Never, SameTp
 from mmcompile.planner.exact.seed import least_tails, narrowed, seed
 from mmcompile.planner.exact.solver_model import Deadline, Model
-from mmcompile.planner.exact.split_problem import PER_SECOND, ExactProblem, sharing, slowest_ps
+from mmcompile.planner.exact.split_problem import ExactProblem, sharing, slowest_ps
+from mmcompile.planner.search.partition import PER_SECOND
 from mmcompile.units import format_bytes, format_seconds
 
 _WIDENED = 8

@@ -16,12 +16,12 @@ from mmcompile.planner.exact.conflict import Conflict
 from mmcompile.planner.exact.demands import demands
 from mmcompile.planner.exact.seed import narrowed, seed
 from mmcompile.planner.exact.solver import BUDGET_S, Exact, solve
-from mmcompile.planner.exact.split_problem import ChainSplit, ExactChain, ExactProblem, Feed, Splits, Variant, broken
+from mmcompile.planner.exact.split_problem import ExactChain, ExactProblem, Feed, Splits, Variant, broken
 from mmcompile.planner.plan.constraints import Constraint
-from mmcompile.planner.plan.layer_names import LayerLabel
 from mmcompile.planner.schedule.schedule import in_flight
-from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound, Judged
+from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
 from mmcompile.planner.search.candidate import Candidate, assemble
+from mmcompile.planner.search.partition import Split
 from mmcompile.planner.search.splitter import Splitter
 from mmcompile.units import format_seconds
 
@@ -35,7 +35,7 @@ _MAX_ANEW = 4
 class Constrained:
     """The fastest candidate found that meets the constraints."""
 
-    best: Judged
+    best: Candidate
     exact: Exact
     notes: tuple[str, ...]
     """What was demanded, what it costs, and the certificate of the cuts: for `Plan.notes`."""
@@ -61,15 +61,15 @@ def constrained(
         # Of those that are equally fast the simplest is wanted: look at all of them.
         if judged.iteration_s > engine.fastest_s * (1 + TOLERANCE / 2):
             break
-        candidate = _cut_by_dp(judged.candidate, constraints)
+        candidate = _cut_by_dp(judged, constraints)
         if candidate is not None:
             engine.judge([candidate], judged.strategy)
     best = engine.best()
     if best is None:
         return _anew(engine, found, constraints, budget_s)
-    exact = solve(exact_problem(best.candidate, constraints), budget_s=budget_s, start=splits_of(best.candidate))
+    exact = solve(exact_problem(best, constraints), budget_s=budget_s, start=splits_of(best))
     assert isinstance(exact, Exact), "a candidate meets the demands"
-    engine.judge([_recut(best.candidate, exact.splits)], best.strategy)
+    engine.judge([_recut(best, exact.splits)], best.strategy)
     best = min(best, engine.judged[-1], key=lambda judged: judged.iteration_s)
     notes = (*_asked(constraints), *_price(found[0], best), f"cuts, with these stage counts: {exact.text}")
     return Constrained(best=best, exact=exact, notes=notes)
@@ -104,7 +104,7 @@ def exact_problem(
 def splits_of(candidate: Candidate) -> Splits:
     """Where a candidate is cut."""
     return tuple(
-        ChainSplit(boundaries=(0, *(stage.last for stage in candidate.stages if stage.chain == index)))
+        Split(boundaries=(0, *(stage.last for stage in candidate.stages if stage.chain == index)))
         for index in range(len(candidate.degrees))
     )
 
@@ -112,18 +112,17 @@ def splits_of(candidate: Candidate) -> Splits:
 def _chain(candidate: Candidate, index: int, devices: int | None) -> ExactChain:
     problem, setting = candidate.problem, candidate.setting
     spec, degrees, count = candidate.chains.chains[index], candidate.degrees[index], candidate.counts[index]
-    priced = problem.priced(spec, degrees, setting)
+    priced = problem.prices.priced(spec, degrees, setting)
     splitter = Splitter(problem=problem)
     variant = Variant(
         layers=tuple(splitter.layers(priced, degrees)),
-        working_bytes=tuple(priced.working_bytes.tolist()),
         tp=degrees.tp,
         devices=degrees.ranks,
     )
     most = count if devices is None else max(1, min(len(spec.layers), devices // degrees.ranks))
     return ExactChain(
         name=spec.name,
-        labels=tuple(LayerLabel(component=own.component, index=own.index, name=own.name) for own in spec.layers),
+        labels=spec.layers,
         variants=(variant,),
         low=1 if devices is not None else count,
         high=most,
@@ -136,7 +135,7 @@ def _chain(candidate: Candidate, index: int, devices: int | None) -> ExactChain:
     )
 
 
-def _readable(found: Sequence[Judged], constraints: Sequence[Constraint]) -> Iterator[Judged]:
+def _readable(found: Sequence[Candidate], constraints: Sequence[Constraint]) -> Iterator[Candidate]:
     """Candidates whose chains have all that the constraints name; chains differ by where projectors go."""
     refusal: ConfigError | None = None
     readable = 0
@@ -144,7 +143,7 @@ def _readable(found: Sequence[Judged], constraints: Sequence[Constraint]) -> Ite
         if readable == _MAX_TRIED:
             return
         try:
-            exact_problem(judged.candidate, constraints)
+            exact_problem(judged, constraints)
         except ConfigError as error:
             refusal = refusal or error
             continue
@@ -164,7 +163,7 @@ def _cut_by_dp(candidate: Candidate, constraints: Sequence[Constraint]) -> Candi
 
 
 def _anew(
-    engine: BranchAndBound, found: Sequence[Judged], constraints: Sequence[Constraint], budget_s: float
+    engine: BranchAndBound, found: Sequence[Candidate], constraints: Sequence[Constraint], budget_s: float
 ) -> Constrained:
     """Give out stages over the devices, with the degrees of the first candidate that allows it.
 
@@ -173,13 +172,12 @@ def _anew(
     """
     devices = engine.problem.num_devices
     conflicts: list[Conflict] = []
-    for judged in _different(_readable(found, constraints)):
-        before = judged.candidate
+    for before in _different(_readable(found, constraints)):
         exact = solve(exact_problem(before, constraints, devices=devices), budget_s=budget_s)
         if isinstance(exact, Conflict):
             conflicts.append(exact)
             continue
-        engine.judge([_recut(before, exact.splits, keep_ranks=False)], judged.strategy)
+        engine.judge([_recut(before, exact.splits, keep_ranks=False)], before.strategy)
         changed = ", ".join(
             f"{chain.name} {count} -> {split.num_stages}"
             for chain, count, split in zip(before.chains.chains, before.counts, exact.splits, strict=True)
@@ -196,11 +194,11 @@ def _anew(
     raise PlanError(conflicts[0].text)
 
 
-def _different(found: Iterable[Judged]) -> Iterator[Judged]:
+def _different(found: Iterable[Candidate]) -> Iterator[Candidate]:
     """The first of those with the same chains, degrees and setting; a few."""
     seen: set[tuple[object, ...]] = set()
     for judged in found:
-        key = (id(judged.candidate.chains), judged.candidate.degrees, judged.candidate.setting)
+        key = (judged.chains, judged.degrees, judged.setting)
         if key not in seen and len(seen) < _MAX_ANEW:
             seen.add(key)
             yield judged
@@ -224,7 +222,7 @@ def _asked(constraints: Sequence[Constraint]) -> Iterator[str]:
         yield f"constraint: {constraint.words}"
 
 
-def _price(free: Judged, best: Judged) -> Iterator[str]:
+def _price(free: Candidate, best: Candidate) -> Iterator[str]:
     if best.iteration_s > free.iteration_s:
         share = best.iteration_s / free.iteration_s - 1
         yield f"the constraints cost {share:.1%}: without them a step takes {format_seconds(free.iteration_s)}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mmcompile.errors import ConfigError
-from mmcompile.planner.exact.rules import Cap, Count, Demand, Devices, InStage, Never, NoCut, Rule, SameTp, SomeCut
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Never, Rule, SameTp
 from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.plan.constraints import Apart, Constraint, EqualTp, MemoryCap, On, StageRange, Together
-from mmcompile.planner.plan.layer_names import NamedChain, chain_index, find
+from mmcompile.planner.search.layer_names import LayersByChain, chain_index, find
 from mmcompile.units import format_bytes
 
 
@@ -48,53 +48,55 @@ def _rules(
     constraint: Constraint, chains: Sequence[ExactChain], counts: Sequence[int] | None, memory_bytes: int | None
 ) -> Iterator[Rule]:
     """The rule of a constraint; none if it holds for every split."""
-    names, where = [chain.names for chain in chains], str(constraint)
+    where = str(constraint)
     match constraint:
         case Together():
-            yield _together(where, constraint, names)
+            yield _together(where, constraint, chains)
         case Apart():
-            yield from _apart(where, constraint, names)
+            yield from _apart(where, constraint, chains)
         case On():
             yield _on(where, constraint, chains)
         case MemoryCap():
             yield _cap(where, constraint, chains, counts, memory_bytes)
         case StageRange():
-            chain = chain_index(constraint.chain, names, where=where)
+            chain = chain_index(constraint.chain, _layers(chains), where=where)
             high = chains[chain].num_layers if constraint.high is None else constraint.high
             yield Count(chain=chain, low=constraint.low, high=high)
         case EqualTp():
             components = constraint.components
             named = (
-                {find(name, names, where=where).chain for name in components} if components else set(range(len(names)))
+                {find(name, _layers(chains), where=where).chain for name in components}
+                if components
+                else set(range(len(chains)))
             )
             if len(named) > 1:
                 yield SameTp(chains=tuple(sorted(named)))
 
 
-def _together(where: str, constraint: Together, names: Sequence[NamedChain]) -> Rule:
-    places = [find(name, names, where=where) for name in constraint.layers]
+def _together(where: str, constraint: Together, chains: Sequence[ExactChain]) -> Rule:
+    places = [find(name, _layers(chains), where=where) for name in constraint.layers]
     for name, place in zip(constraint.layers, places, strict=True):
         if place.chain != places[0].chain:
-            own, other = names[places[0].chain].name, names[place.chain].name
+            own, other = chains[places[0].chain].name, chains[place.chain].name
             why = f"{constraint.layers[0]} is in chain {own}, {name} in {other}, and a stage holds layers of one chain"
             return Never(why=why)
     first, last = min(place.first for place in places), max(place.last for place in places) - 1
-    return NoCut(chain=places[0].chain, first=first, last=last)
+    return Cuts(chain=places[0].chain, first=first, last=last, some=False)
 
 
-def _apart(where: str, constraint: Apart, names: Sequence[NamedChain]) -> Iterator[Rule]:
-    places = [find(name, names, where=where) for name in constraint.layers]
+def _apart(where: str, constraint: Apart, chains: Sequence[ExactChain]) -> Iterator[Rule]:
+    places = [find(name, _layers(chains), where=where) for name in constraint.layers]
     if places[0].chain != places[1].chain:
         return
     before, after = sorted(places, key=lambda place: (place.first, place.last))
     if before.last > after.first:
         yield Never(why=f"{constraint.layers[0]} and {constraint.layers[1]} have a layer in common")
     else:
-        yield SomeCut(chain=before.chain, first=before.last - 1, last=after.first)
+        yield Cuts(chain=before.chain, first=before.last - 1, last=after.first, some=True)
 
 
 def _on(where: str, constraint: On, chains: Sequence[ExactChain]) -> Rule:
-    place = find(constraint.layer, [chain.names for chain in chains], where=where)
+    place = find(constraint.layer, _layers(chains), where=where)
     stage = constraint.stage
     if constraint.rank is not None:
         stages = _stages_on(where, constraint.rank, chains)
@@ -125,11 +127,10 @@ def _cap(
     if named.startswith("rank") and named[4:].isdigit():
         chain, stage = _stages_on(where, int(named[4:]), chains)[0]
         return Cap(num_bytes=constraint.num_bytes, chain=chain, stage=stage)
-    names = [chain.names for chain in chains]
     owner, _, number = named.rpartition(".")
     if not number.isdigit() or named in {chain.name for chain in chains}:
-        return Cap(num_bytes=constraint.num_bytes, chain=chain_index(named, names, where=where))
-    chain, stage = chain_index(owner, names, where=where), int(number)
+        return Cap(num_bytes=constraint.num_bytes, chain=chain_index(named, _layers(chains), where=where))
+    chain, stage = chain_index(owner, _layers(chains), where=where), int(number)
     most = counts[chain] if counts is not None else chains[chain].high
     if stage >= most:
         raise ConfigError(f"{where}: {owner} has stages {owner}.0 to {owner}.{most - 1}; got {named}")
@@ -149,3 +150,7 @@ def _stages_on(where: str, rank: int, chains: Sequence[ExactChain]) -> list[tupl
         most = max(rank for chain in chains for ranks in chain.ranks for rank in ranks)
         raise ConfigError(f"{where}: no stage runs on rank {rank}; the plan has ranks 0 to {most}")
     return found
+
+
+def _layers(chains: Sequence[ExactChain]) -> LayersByChain:
+    return {chain.name: chain.labels for chain in chains}

@@ -10,7 +10,8 @@ import numpy as np
 import z3
 from numpy.typing import NDArray
 
-from mmcompile.planner.exact.split_problem import ChainSplit, ExactChain, Table
+from mmcompile.planner.exact.split_problem import ExactChain
+from mmcompile.planner.search.partition import Split, Table
 
 Bit = z3.BoolRef | bool
 """A literal, or a constant that is folded away."""
@@ -137,7 +138,7 @@ class ChainLiterals:
             self.add(negated(self.at_most(k, layer)), self.at_most(k - 1, layer), found >= int(value))
         return found
 
-    def read(self, model: z3.ModelRef) -> ChainSplit:
+    def read(self, model: z3.ModelRef) -> Split:
         """The split that a model says."""
         boundaries = [self.num_layers]
         k = 0
@@ -145,7 +146,7 @@ class ChainLiterals:
             k += 1
             boundaries.insert(0, next(i for i in range(self.num_layers) if _true(model, self.at_most(k, i))))
         variant = next(number for number, bit in enumerate(self.variants) if _true(model, bit))
-        return ChainSplit(boundaries=tuple(boundaries), variant=variant)
+        return Split(boundaries=tuple(boundaries), variant=variant)
 
 
 def _true(model: z3.ModelRef, bit: Bit) -> bool:

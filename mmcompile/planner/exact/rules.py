@@ -6,21 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoCut:
-    """No cut after `first`, up to and including `last`."""
+class Cuts:
+    """At least one cut, or none, after `first`, up to and including `last`."""
 
     chain: int
     first: int
     last: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SomeCut:
-    """A cut after `first`, up to and including `last`."""
-
-    chain: int
-    first: int
-    last: int
+    some: bool
+    """At least one; else none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +63,7 @@ class Never:
     why: str
 
 
-Rule = NoCut | SomeCut | InStage | Cap | Count | SameTp | Devices | Never
+Rule = Cuts | InStage | Cap | Count | SameTp | Devices | Never
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,18 +14,9 @@ from math import prod
 
 import numpy as np
 
-from mmcompile.planner.exact.rules import Cap, Count, Devices, InStage, Never, NoCut, SameTp, SomeCut
-from mmcompile.planner.exact.split_problem import (
-    INFINITE,
-    ChainSplit,
-    ExactProblem,
-    Splits,
-    Table,
-    broken,
-    covers,
-    slowest_ps,
-    tails,
-)
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, Never, SameTp
+from mmcompile.planner.exact.split_problem import ExactProblem, Splits, broken, covers, slowest_ps, tails
+from mmcompile.planner.search.partition import INFINITE, Split, Table, cheapest_splits
 
 _MAX_COMBINATIONS = 256
 """Ways to choose degrees for all chains that are tried."""
@@ -43,7 +34,7 @@ class Seed:
 
 def seed(problem: ExactProblem) -> Seed:
     """Split every chain by DP. Deterministic."""
-    dp = _ChainTables(problem)
+    dp = _ChainSplits(problem)
     bound_ps, best = INFINITE, None
     for variants in _variants(problem):
         targets = list(_targets(problem, dp, variants))
@@ -92,14 +83,14 @@ def least_tails(problem: ExactProblem) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _ChainTables:
+class _ChainSplits:
     """Optimal splits of single chains, each computed once."""
 
     problem: ExactProblem
-    known: dict[tuple[int, int, int], dict[int, tuple[int, tuple[int, ...]]]] = field(default_factory=dict)
+    known: dict[tuple[int, int, int], dict[int, Split]] = field(default_factory=dict)
 
-    def splits(self, chain: int, variant: int, tail: int) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Stage count -> (picoseconds, boundaries), for counts that are possible."""
+    def splits(self, chain: int, variant: int, tail: int) -> dict[int, Split]:
+        """Return the split into each number of stages that is possible."""
         key = (chain, variant, tail)
         if key not in self.known:
             counts = _counts_allowed(self.problem, chain)
@@ -113,23 +104,11 @@ class _ChainTables:
                 self.known[key] = {count: splits[count] for count in counts if count in splits}
         return self.known[key]
 
-    def _chain(self, chain: int, variant: int, tail: int, count: int) -> dict[int, tuple[int, tuple[int, ...]]]:
+    def _chain(self, chain: int, variant: int, tail: int, count: int) -> dict[int, Split]:
         """All counts up to `count`; demands on positions are those for exactly `count` stages."""
-        best: list[Table] = [_cost(self.problem, chain, variant, tail, 1, count)[:, -1]]
-        cuts: list[Table] = []
-        for k in range(2, count + 1):
-            candidates = np.maximum(_cost(self.problem, chain, variant, tail, k, count), best[-1][None, :])
-            cut = np.argmin(candidates, axis=1)
-            best.append(candidates[np.arange(len(candidates)), cut])
-            cuts.append(cut)
-        found: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for k in range(1, count + 1):
-            if best[k - 1][0] != INFINITE:
-                boundaries = [0]
-                for cut in reversed(cuts[: k - 1]):
-                    boundaries.append(int(cut[boundaries[-1]]))
-                found[k] = int(best[k - 1][0]), (*boundaries, self.problem.chains[chain].num_layers)
-        return found
+        costs = (_cost(self.problem, chain, variant, tail, k, count) for k in range(1, count + 1))
+        found = enumerate(cheapest_splits(costs), start=1)
+        return {k: replace(split, variant=variant) for k, split in found if split is not None}
 
 
 def _depends_on_position(problem: ExactProblem, chain: int) -> bool:
@@ -150,10 +129,10 @@ def _cost(problem: ExactProblem, chain: int, variant: int, tail: int, k: int, co
         match rule:
             case Cap() if covers(rule, chain, count - k):
                 bad |= own.needs(problem.in_flight(tail + k - 1)) > rule.num_bytes
-            case NoCut() if rule.chain == chain:
-                bad |= ((rule.first < start) & (start <= rule.last)) | ((rule.first < end) & (end <= rule.last))
-            case SomeCut() if rule.chain == chain:
+            case Cuts(some=True) if rule.chain == chain:
                 bad |= (start <= rule.first) & (end > rule.last)
+            case Cuts() if rule.chain == chain:
+                bad |= ((rule.first < start) & (start <= rule.last)) | ((rule.first < end) & (end <= rule.last))
             case InStage() if rule.chain == chain and rule.stage == count - k:
                 bad |= (start > rule.first) | (end < rule.last)
             case InStage() if rule.chain == chain and rule.stage >= count:
@@ -176,7 +155,7 @@ def _variants(problem: ExactProblem) -> Iterator[tuple[int, ...]]:
 
 
 def _targets(
-    problem: ExactProblem, dp: _ChainTables, variants: tuple[int, ...]
+    problem: ExactProblem, dp: _ChainSplits, variants: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Target times from the least, each with the fewest stages of every chain that meet it within the devices."""
     least = least_tails(problem)
@@ -185,23 +164,24 @@ def _targets(
         return
     widths = [chain.variants[variant].devices for chain, variant in zip(problem.chains, variants, strict=True)]
     budgets = [demand.rule.most for demand in problem.demands if isinstance(demand.rule, Devices)]
-    floor_ps = max(min(value for value, _ in splits.values()) for splits in options)
-    for target_ps in sorted({value for splits in options for value, _ in splits.values() if value >= floor_ps}):
-        counts = tuple(min(n for n, (value, _) in splits.items() if value <= target_ps) for splits in options)
+    times = [{count: split.bottleneck_ps for count, split in splits.items()} for splits in options]
+    floor_ps = max(min(own.values()) for own in times)
+    for target_ps in sorted({value for own in times for value in own.values() if value >= floor_ps}):
+        counts = tuple(min(count for count, value in own.items() if value <= target_ps) for own in times)
         needed = sum(count * width for count, width in zip(counts, widths, strict=True))
         if all(needed <= budget for budget in budgets):
             yield target_ps, counts
 
 
 def _realise(
-    problem: ExactProblem, dp: _ChainTables, variants: tuple[int, ...], counts: tuple[int, ...]
+    problem: ExactProblem, dp: _ChainSplits, variants: tuple[int, ...], counts: tuple[int, ...]
 ) -> Splits | None:
     """Split with the real distances to the loss, from the loss backwards; None if a demand is not met."""
-    splits = [ChainSplit(boundaries=(0, chain.num_layers)) for chain in problem.chains]
+    splits = [Split(boundaries=(0, chain.num_layers)) for chain in problem.chains]
     for chain in reversed(range(len(splits))):
         options = dp.splits(chain, variants[chain], tails(problem, tuple(splits))[chain])
         if counts[chain] not in options:
             return None
-        splits[chain] = ChainSplit(boundaries=options[counts[chain]][1], variant=variants[chain])
+        splits[chain] = options[counts[chain]]
     found = tuple(splits)
     return None if broken(problem, found) else found

@@ -21,16 +21,8 @@ from mmcompile.planner.exact.conflict import Conflict, conflict
 from mmcompile.planner.exact.rules import Devices
 from mmcompile.planner.exact.seed import narrowed, seed
 from mmcompile.planner.exact.solver_model import Deadline, Model
-from mmcompile.planner.exact.split_problem import (
-    INFINITE,
-    PER_SECOND,
-    ExactProblem,
-    Splits,
-    broken,
-    sharing,
-    slowest_ps,
-    stage_times,
-)
+from mmcompile.planner.exact.split_problem import ExactProblem, Splits, broken, sharing, slowest_ps, stage_times
+from mmcompile.planner.search.partition import INFINITE, PER_SECOND
 from mmcompile.units import format_seconds
 
 BUDGET_S = 5.0
@@ -71,31 +63,6 @@ class Exact:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Certificate:
-    """What is known of plans better than a given one."""
-
-    given_s: float
-    """Seconds of its slowest stage."""
-    best: Exact
-
-    @property
-    def holds(self) -> bool:
-        """No plan is better."""
-        return self.best.bound_s >= self.given_s
-
-    @property
-    def text(self) -> str:
-        given = format_seconds(self.given_s)
-        if self.holds:
-            return f"no plan is better than {given} in the slowest stage"
-        if self.best.slowest_s < self.given_s:
-            cuts = "; ".join(str(list(split.boundaries)) for split in self.best.splits)
-            found = format_seconds(self.best.slowest_s)
-            return f"a better plan: {found} in the slowest stage instead of {given}, boundaries {cuts}"
-        return f"no better plan than {given} was found; {self.best.text}"
-
-
 def solve(
     problem: ExactProblem, *, budget_s: float = BUDGET_S, start: Splits | None = None, seeded: bool = True
 ) -> Exact | Conflict:
@@ -116,7 +83,7 @@ def solve(
     tight = narrowed(problem)
     if tight is None:
         return conflict(problem, budget_s)
-    run = _Run(problem=tight, deadline=Deadline.after(budget_s), bound_ps=_biggest_layer_ps(tight))
+    run = _Minimisation(problem=tight, deadline=Deadline.after(budget_s), bound_ps=_biggest_layer_ps(tight))
     if seeded:
         found = seed(tight)
         if found.bound_ps == INFINITE:
@@ -142,23 +109,8 @@ def solve(
     )
 
 
-def certify(problem: ExactProblem, given: Splits, *, budget_s: float = BUDGET_S) -> Certificate | Conflict:
-    """Prove that no split is better than the given one, or find one that is.
-
-    Returns:
-        The certificate; or why nothing meets the demands, the given split included.
-
-    Raises:
-        PlanError: as `solve`.
-    """
-    best = solve(problem, budget_s=budget_s, start=given)
-    if isinstance(best, Conflict):
-        return best
-    return Certificate(given_s=slowest_ps(problem, given) / PER_SECOND, best=best)
-
-
 @dataclass(kw_only=True)
-class _Run:
+class _Minimisation:
     """The search's state: it is an answer whenever the time is up."""
 
     problem: ExactProblem

@@ -19,7 +19,7 @@ from typing import Literal, cast
 import z3
 
 from mmcompile.planner.exact.literals import Bit, ChainLiterals, negated
-from mmcompile.planner.exact.rules import Cap, Count, Devices, InStage, Never, NoCut, Rule, SameTp, SomeCut
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, Never, Rule, SameTp
 from mmcompile.planner.exact.seed import least_tails
 from mmcompile.planner.exact.split_problem import ExactProblem, Splits, covers, sharing
 
@@ -141,13 +141,13 @@ class Model:
     def _demand(self, asked: z3.BoolRef, rule: Rule) -> None:
         off = negated(asked)
         match rule:
-            case NoCut():
+            case Cuts(some=True):
+                chain = self._chains[rule.chain]
+                self.add(off, *(chain.between(k, rule.first, rule.last) for k in range(1, chain.most)))
+            case Cuts():
                 chain = self._chains[rule.chain]
                 for k in range(1, chain.most):
                     self.add(off, chain.at_most(k, rule.first), negated(chain.at_most(k, rule.last)))
-            case SomeCut():
-                chain = self._chains[rule.chain]
-                self.add(off, *(chain.between(k, rule.first, rule.last) for k in range(1, chain.most)))
             case InStage():
                 self._in_stage(off, rule)
             case Cap():

@@ -14,77 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
-
-from mmcompile.planner.exact.rules import Cap, Count, Demand, Devices, InStage, NoCut, Rule, SameTp, SomeCut
-from mmcompile.planner.plan.layer_names import LayerLabel, NamedChain
-from mmcompile.planner.search.partition import PartitionLayer
-
-PER_SECOND = 10**12
-INFINITE = np.iinfo(np.int64).max
-Table = NDArray[np.int64]
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Rule, SameTp
+from mmcompile.planner.pricing.chains import ChainLayer
+from mmcompile.planner.search.partition import Split, StageTables
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class Variant(StageTables):
     """A chain's layers under one set of parallel degrees."""
 
-    layers: tuple[PartitionLayer, ...]
-    working_bytes: tuple[int, ...] = ()
-    """Held by each layer while it runs its backward: what is computed again. Empty: nothing."""
     tp: int = 1
     devices: int = 1
-    """Of one stage: tp * cp * dp."""
-
-    @cached_property
-    def begins(self) -> Table:
-        """[N+1]: a stage of layers i..j-1 takes `ends[j] - begins[i]` picoseconds, its sends included."""
-        return self._total - np.array([0, *(_picoseconds(layer.return_s) for layer in self.layers)])
-
-    @cached_property
-    def ends(self) -> Table:
-        return self._total + np.array([0, *(_picoseconds(layer.send_s) for layer in self.layers)])
-
-    @cached_property
-    def times(self) -> Table:
-        """[N+1, N+1]: picoseconds of a stage of layers i..j-1; infinite unless i < j."""
-        table = self.ends[None, :] - self.begins[:, None]
-        table[_backward(len(table))] = INFINITE
-        return table
-
-    def held(self, in_flight: int) -> Table:
-        """[N+1]: bytes of the first i layers with so many microbatches in flight, what they work with left out."""
-        return _sums([layer.fixed_bytes + in_flight * layer.saved_bytes for layer in self.layers])
-
-    def held_before(self, in_flight: int) -> Table:
-        """[N+1]: what of `held` a stage that begins with layer i does without; it holds `held[j] - held_before[i]`."""
-        begins = [layer.begin_fixed_bytes + in_flight * layer.begin_saved_bytes for layer in self.layers]
-        return self.held(in_flight) - np.array([*begins, 0], dtype=np.int64)
-
-    def needs(self, in_flight: int) -> Table:
-        """[N+1, N+1]: bytes of a stage of layers i..j-1; 0 unless i < j."""
-        table = self.held(in_flight)[None, :] - self.held_before(in_flight)[:, None] + self._most_working
-        table[_backward(len(table))] = 0
-        return table
-
-    @cached_property
-    def _most_working(self) -> Table:
-        """[N+1, N+1]: the largest of the working bytes of layers i..j-1."""
-        size = len(self.layers) + 1
-        table = np.zeros((size, size), dtype=np.int64)
-        if self.working_bytes:
-            table[:, 1:] = np.tile(np.array(self.working_bytes), (size, 1))
-            table[_backward(size)] = 0
-            table = np.maximum.accumulate(table, axis=1)
-        return table
-
-    @cached_property
-    def _total(self) -> Table:
-        return _sums([_picoseconds(layer.seconds) for layer in self.layers])
+    """Devices of one stage: tp * cp * dp."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +42,7 @@ class ExactChain:
     """A line of layers to split."""
 
     name: str
-    labels: tuple[LayerLabel, ...]
+    labels: tuple[ChainLayer, ...]
     variants: tuple[Variant, ...]
     """Degrees to choose from; one if they are decided."""
     low: int
@@ -122,10 +64,6 @@ class ExactChain:
     def num_layers(self) -> int:
         return len(self.labels)
 
-    @property
-    def names(self) -> NamedChain:
-        return NamedChain(name=self.name, labels=self.labels)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExactProblem:
@@ -137,24 +75,8 @@ class ExactProblem:
     demands: tuple[Demand, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChainSplit:
-    """One chain's part of an answer."""
-
-    boundaries: tuple[int, ...]
-    """Stage k is layers `boundaries[k]` to `boundaries[k+1]` (excluded)."""
-    variant: int = 0
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.boundaries) - 1
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        return tuple(pairwise(self.boundaries))
-
-
-Splits = tuple[ChainSplit, ...]
+Splits = tuple[Split, ...]
+"""Split of each chain."""
 
 
 def tails(problem: ExactProblem, splits: Splits) -> list[int]:
@@ -214,9 +136,8 @@ def broken(problem: ExactProblem, splits: Splits) -> tuple[Demand, ...]:
 
 def _holds(problem: ExactProblem, splits: Splits, rule: Rule) -> bool:
     match rule:
-        case NoCut() | SomeCut():
-            cut = any(rule.first < cut <= rule.last for cut in splits[rule.chain].boundaries[1:-1])
-            return cut == isinstance(rule, SomeCut)
+        case Cuts():
+            return rule.some == any(rule.first < cut <= rule.last for cut in splits[rule.chain].boundaries[1:-1])
         case InStage():
             ranges = splits[rule.chain].ranges
             first, last = ranges[rule.stage] if rule.stage < len(ranges) else (0, 0)
@@ -250,16 +171,3 @@ def _num_devices(problem: ExactProblem, splits: Splits) -> int:
         chain.variants[split.variant].devices * split.num_stages
         for chain, split in zip(problem.chains, splits, strict=True)
     )
-
-
-def _picoseconds(seconds: float) -> int:
-    return round(seconds * PER_SECOND)
-
-
-def _sums(values: Sequence[int]) -> Table:
-    return np.cumsum(np.array([0, *values], dtype=np.int64))
-
-
-def _backward(size: int) -> NDArray[np.bool_]:
-    index = np.arange(size)
-    return index[:, None] >= index[None, :]

@@ -29,7 +29,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Box:
+class DiagramBox:
     """A placed node; x, y of its top left cell, frame included in the size."""
 
     node: Node
@@ -53,10 +53,10 @@ class Path:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class DiagramLayout:
     """Everything placed, and the size of the whole in cells."""
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[DiagramBox, ...]
     paths: tuple[Path, ...]
     width: int
     height: int
@@ -66,7 +66,7 @@ class Layout:
 
 def lay_out(
     nodes: Sequence[Node], edges: Sequence[tuple[str, str]], *, framed: bool = True, row_gap: int = _ROW_GAP
-) -> Layout:
+) -> DiagramLayout:
     """Place nodes and route edges (source name, target name), each from a lower to a higher column.
 
     Args:
@@ -80,7 +80,7 @@ def lay_out(
     corners = [point for path in paths for point in path.points]
     width = max([box.x + box.width for box in placed] + [x + 1 for x, _ in corners])
     height = max([box.y + box.height for box in placed] + [y + 1 for _, y in corners])
-    return Layout(boxes=placed, paths=paths, width=width, height=height, framed=framed)
+    return DiagramLayout(boxes=placed, paths=paths, width=width, height=height, framed=framed)
 
 
 _Numbers = dict[int, dict[str, int]]
@@ -106,7 +106,9 @@ def _tracks(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> tuple[_N
     return tracks, lanes
 
 
-def _place(nodes: Sequence[Node], tracks: _Numbers, lanes: _Numbers, framed: bool, row_gap: int) -> dict[str, Box]:
+def _place(
+    nodes: Sequence[Node], tracks: _Numbers, lanes: _Numbers, framed: bool, row_gap: int
+) -> dict[str, DiagramBox]:
     columns = sorted({node.column for node in nodes})
     rows = sorted({node.row for node in nodes})
     frame = 2 * framed
@@ -120,7 +122,7 @@ def _place(nodes: Sequence[Node], tracks: _Numbers, lanes: _Numbers, framed: boo
         y_of[row] = y
         y += heights[row] + row_gap + len(lanes[row])
     return {
-        node.name: Box(
+        node.name: DiagramBox(
             node=node, x=x_of[node.column], y=y_of[node.row], width=widths[node.column], height=heights[node.row]
         )
         for node in nodes
@@ -131,7 +133,9 @@ def _width(node: Node) -> int:
     return 2 + max(len(line) for line in node.lines)
 
 
-def _route(source: Box, target: Box, boxes: dict[str, Box], tracks: _Numbers, lanes: _Numbers) -> Path:
+def _route(
+    source: DiagramBox, target: DiagramBox, boxes: dict[str, DiagramBox], tracks: _Numbers, lanes: _Numbers
+) -> Path:
     name, row = source.node.name, source.node.row
     start = (source.x + source.width, source.middle)
     end = (target.x - 1, target.middle)

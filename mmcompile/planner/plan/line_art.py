@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmcompile.planner.plan.layout import Box, Layout
+from mmcompile.planner.plan.layout import DiagramBox, DiagramLayout
 
 _LEFT, _RIGHT, _UP, _DOWN = 1, 2, 4, 8
 _LINES = {
@@ -24,7 +24,7 @@ _LINES = {
 }
 
 
-def line_art(layout: Layout) -> str:
+def line_art(layout: DiagramLayout) -> str:
     """Draw boxes and paths; lines end without spaces."""
     canvas = [[" "] * layout.width for _ in range(layout.height)]
     _draw_paths(canvas, layout)
@@ -33,7 +33,7 @@ def line_art(layout: Layout) -> str:
     return "\n".join("".join(row).rstrip() for row in canvas)
 
 
-def _draw_paths(canvas: list[list[str]], layout: Layout) -> None:
+def _draw_paths(canvas: list[list[str]], layout: DiagramLayout) -> None:
     directions: dict[tuple[int, int], int] = {}
     for path in layout.paths:
         for (x0, y0), (x1, y1) in zip(path.points, path.points[1:], strict=False):
@@ -58,7 +58,7 @@ def _bits(step_x: int, step_y: int) -> tuple[int, int]:
     return (_DOWN, _UP) if step_y > 0 else (_UP, _DOWN)
 
 
-def _draw_box(canvas: list[list[str]], box: Box, *, framed: bool) -> None:
+def _draw_box(canvas: list[list[str]], box: DiagramBox, *, framed: bool) -> None:
     inner = box.width - 2 * framed
     texts = [f" {line}".ljust(inner) for line in box.node.lines]
     texts += [" " * inner] * (box.height - 2 * framed - len(texts))

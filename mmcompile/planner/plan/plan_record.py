@@ -234,7 +234,7 @@ class PlanRecord:
     """Key/value heads that context-parallel ranks exchange at a time; 0 for all."""
     schedule: ScheduleKind = "1f1b"
     strategy: str = "auto"
-    """Who decided: `auto`, a published search or a baseline (`mmcompile.planner.strategies.strategies`)."""
+    """Who decided: `auto`, a published search or a baseline (`mmcompile.planner.strategies.search`)."""
     microbatch_samples: float = 0.0
     """Samples of one microbatch of one replica of the last chain, on average; 0 where only the captured batch is known."""
     data: str = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from mmcompile.config import Recompute
@@ -15,35 +14,30 @@ _TOLERANCES = (0.005, 0.02, 0.1, float("inf"))
 _MAX_RANGES = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fold:
-    """Neighbouring stages of one chain in one row."""
+Fold = tuple[Stage, ...]
+"""Neighbouring stages of one chain in one row."""
 
-    stages: tuple[Stage, ...]
 
-    @property
-    def name(self) -> str:
-        """`language_model.3..14 x12`; the stage's own name if it is alone."""
-        first, last = self.stages[0].name, self.stages[-1].name
-        if len(self.stages) == 1:
-            return first
-        return f"{first}..{last.rpartition('.')[2]} x{len(self.stages)}"
+def _fold_name(fold: Fold) -> str:
+    """`language_model.3..14 x12`; the stage's own name if it is alone."""
+    first, last = fold[0].name, fold[-1].name
+    return first if len(fold) == 1 else f"{first}..{last.rpartition('.')[2]} x{len(fold)}"
 
-    @property
-    def layers(self) -> str:
-        """First and last layer of each component, counted from 0; in a run also the layers of one stage."""
-        spans: dict[str, tuple[int, int]] = {}
-        for segment in (segment for stage in self.stages for segment in stage.segments):
-            first, _ = spans.get(segment.component, (segment.first, 0))
-            spans[segment.component] = first, segment.last - 1
-        texts = [f"{name} {first}" + (f"..{last}" if last > first else "") for name, (first, last) in spans.items()]
-        each = _span((len(stage.layer_names) for stage in self.stages), str)
-        return ", ".join(texts) + (f" ({each} each)" if len(self.stages) > 1 else "")
+
+def _fold_layers(fold: Fold) -> str:
+    """First and last layer of each component, counted from 0; in a run also the layers of one stage."""
+    spans: dict[str, tuple[int, int]] = {}
+    for segment in (segment for stage in fold for segment in stage.segments):
+        first, _ = spans.get(segment.component, (segment.first, 0))
+        spans[segment.component] = first, segment.last - 1
+    texts = [f"{name} {first}" + (f"..{last}" if last > first else "") for name, (first, last) in spans.items()]
+    each = _span((len(stage.layer_names) for stage in fold), str)
+    return ", ".join(texts) + (f" ({each} each)" if len(fold) > 1 else "")
 
 
 def folded(chains: Sequence[Chain], max_rows: int) -> list[Fold]:
     """All stages in order, as they are if they fit in `max_rows`, else folded as little as needed (at most chain by chain)."""
-    folds = [Fold(stages=(stage,)) for chain in chains for stage in chain.stages]
+    folds: list[Fold] = [(stage,) for chain in chains for stage in chain.stages]
     for tolerance in _TOLERANCES:
         if len(folds) <= max_rows:
             break
@@ -141,10 +135,10 @@ def _runs(stages: Sequence[Stage], tolerance: float) -> Iterator[Fold]:
     run: list[Stage] = []
     for stage in stages:
         if run and not _alike(run[0], stage, tolerance):
-            yield Fold(stages=tuple(run))
+            yield tuple(run)
             run = []
         run.append(stage)
-    yield Fold(stages=tuple(run))
+    yield tuple(run)
 
 
 def _alike(first: Stage, other: Stage, tolerance: float) -> bool:
@@ -167,8 +161,8 @@ def _times(stage: Stage) -> tuple[float, float, float]:
 
 
 def _row(fold: Fold, scale: int) -> tuple[str, ...]:
-    predictions = [stage.prediction for stage in fold.stages]
-    backward = any(stage.has_backward for stage in fold.stages)
+    predictions = [stage.prediction for stage in fold]
+    backward = any(stage.has_backward for stage in fold)
     sizes = (
         [predicted.parameter_bytes for predicted in predictions],
         [predicted.gradient_bytes for predicted in predictions],
@@ -177,15 +171,15 @@ def _row(fold: Fold, scale: int) -> tuple[str, ...]:
         [predicted.total_bytes for predicted in predictions],
     )
     return (
-        fold.name,
-        fold.layers,
-        rank_ranges(rank for stage in fold.stages for rank in stage.ranks),
+        _fold_name(fold),
+        _fold_layers(fold),
+        rank_ranges(rank for stage in fold for rank in stage.ranks),
         _span((predicted.forward_s for predicted in predictions), milliseconds),
         _span((predicted.input_grad_s for predicted in predictions), milliseconds) if backward else "-",
         _span((predicted.weight_grad_s for predicted in predictions), milliseconds) if backward else "-",
         *(_span(size, lambda value: f"{value / scale:.2f}") for size in sizes),
         _span((predicted.in_flight for predicted in predictions), str) if backward else "-",
-        frozen_text(fold.stages),
+        frozen_text(fold),
     )
 
 

@@ -2,65 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 from typing import get_args
 
 import networkx as nx
 
 from mmcompile.config import ProjectorPlacement
-from mmcompile.costmodel.cluster import Device
-from mmcompile.costmodel.compute import LayerCost, LayerTimes, layer_times
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainLayer:
-    """One layer of a chain, with its cost and times."""
+    """One layer of a chain."""
 
     component: str
     index: int
     """Within the component."""
     name: str
-    cost: LayerCost
-    """Captured, on one rank."""
-    times: LayerTimes
+    """Module path."""
     share: float = 1.0
     """Part of a microbatch's load that it processes; below 1 where several stages hold a copy of the layer."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ChainSpec:
     """Components planned as one line; named after the encoder or language model in it, else after its projector."""
 
     name: str
     components: tuple[str, ...]
     layers: tuple[ChainLayer, ...]
-
-    @cached_property
-    def total_s(self) -> float:
-        """Forward and backward of one microbatch through all layers."""
-        return sum(layer.times.total_s for layer in self.layers)
-
-    def between(self, first: int, last: int) -> tuple[float, float, bool]:
-        """Forward seconds, backward seconds, whether there is a backward: of layers `first` to `last` (excluded)."""
-        forward, backward, with_backward = self._prefixes
-        return (
-            forward[last] - forward[first],
-            backward[last] - backward[first],
-            with_backward[last] > with_backward[first],
-        )
-
-    @cached_property
-    def _prefixes(self) -> tuple[list[float], list[float], list[int]]:
-        return (
-            [0.0, *accumulate(layer.times.forward_s for layer in self.layers)],
-            [0.0, *accumulate(layer.times.backward_s for layer in self.layers)],
-            [0, *accumulate(int(layer.cost.has_backward) for layer in self.layers)],
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +46,7 @@ class ChainEdge:
     target_layer: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChainSet:
     """One way to line up the components: chains in topological order (the last ends in the loss) and their edges."""
 
@@ -85,29 +57,10 @@ class ChainSet:
     colocated: bool = False
     """All components are one line, so that a stage may have layers of an encoder and of the language model."""
 
-    def longest_path_s(self) -> float:
-        """Seconds of one microbatch, forward to the loss and backward again, along the longest path of layers."""
-        entering: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for edge in self.edges:
-            entering.setdefault((edge.target, edge.target_layer), []).append((edge.source, edge.source_layer))
-        # (chain, layer) -> longest forward and longest backward of a path that ends with the layer.
-        longest: dict[tuple[int, int], tuple[float, float]] = {}
-        for index, chain in enumerate(self.chains):
-            for position, layer in enumerate(chain.layers):
-                before = list(entering.get((index, position), ()))
-                if position and chain.layers[position - 1].component == layer.component:
-                    before.append((index, position - 1))
-                forward_s = max((longest[key][0] for key in before), default=0.0) + layer.times.forward_s
-                backward_s = max((longest[key][1] for key in before), default=0.0) + layer.times.backward_s
-                longest[index, position] = forward_s, backward_s
-        return sum(longest[len(self.chains) - 1, len(self.chains[-1].layers) - 1])
-
 
 def chain_sets(
     graph: ModelGraph,
-    costs: Mapping[str, Sequence[LayerCost]],
-    device: Device,
-    dtype: str,
+    costs: Mapping[str, Sized],
     *,
     projector: ProjectorPlacement | None = None,
     entries: Mapping[tuple[str, str], int] | None = None,
@@ -116,7 +69,7 @@ def chain_sets(
 
     Args:
         graph: only its components and edges are read.
-        costs: component name -> one cost a layer.
+        costs: component name -> one cost a layer; only their number is read.
         projector: where projectors go; None tries all three. A projector with several producers (consumers) cannot
             join one, and stays alone.
         entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
@@ -130,7 +83,7 @@ def chain_sets(
     has_projector = ComponentKind.PROJECTOR in kinds.values()
     placements = get_args(ProjectorPlacement) if projector is None else (projector,)
     sets: dict[tuple[tuple[str, ...], ...], ChainSet] = {}
-    layers = {name: _layers(graph, name, costs[name], device, dtype) for name in kinds}
+    layers = {name: _layers(graph, name) for name in kinds}
     known: dict[tuple[str, ...], ChainSpec] = {}
     for placement in placements if has_projector else (None,):
         groups = _groups(graph, kinds, placement)
@@ -144,9 +97,7 @@ def chain_sets(
 
 def joined_chain(
     graph: ModelGraph,
-    costs: Mapping[str, Sequence[LayerCost]],
-    device: Device,
-    dtype: str,
+    costs: Mapping[str, Sized],
     *,
     entries: Mapping[tuple[str, str], int] | None = None,
 ) -> ChainSet | None:
@@ -157,13 +108,13 @@ def joined_chain(
         return None
     position = {component.name: index for index, component in enumerate(graph.components)}
     order = tuple(nx.lexicographical_topological_sort(graph.dag(), key=position.__getitem__))
-    layers = {name: _layers(graph, name, costs[name], device, dtype) for name in kinds}
+    layers = {name: _layers(graph, name) for name in kinds}
     joined = _chain_set(graph, kinds, None, (order,), layers, entries or {})
     (line,) = joined.chains
     return replace(joined, chains=(replace(line, name=order[-1]),), colocated=True)
 
 
-def _check(graph: ModelGraph, costs: Mapping[str, Sequence[LayerCost]], projector: ProjectorPlacement | None) -> None:
+def _check(graph: ModelGraph, costs: Mapping[str, Sized], projector: ProjectorPlacement | None) -> None:
     for component in graph.components:
         got, wanted = len(costs.get(component.name, ())), len(component.layers)
         if got != wanted or wanted == 0:
@@ -210,19 +161,9 @@ def _groups(
     return tuple(tuple(members[name]) for name in chains)
 
 
-def _layers(
-    graph: ModelGraph, component: str, costs: Sequence[LayerCost], device: Device, dtype: str
-) -> tuple[ChainLayer, ...]:
-    return tuple(
-        ChainLayer(
-            component=component,
-            index=layer.index,
-            name=layer.name,
-            cost=cost,
-            times=layer_times(cost, device, dtype),
-        )
-        for layer, cost in zip(graph.component(component).layers, costs, strict=True)
-    )
+def _layers(graph: ModelGraph, component: str) -> tuple[ChainLayer, ...]:
+    layers = graph.component(component).layers
+    return tuple(ChainLayer(component=component, index=layer.index, name=layer.name) for layer in layers)
 
 
 def _chain_set(

@@ -11,16 +11,18 @@ from numpy.typing import NDArray
 
 from mmcompile.costmodel.load import NO_LOAD, Load
 from mmcompile.planner.pricing.chains import ChainSpec
-from mmcompile.planner.pricing.pricing import Pricing, Sharding
+from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 
 OPTIMIZER_STATES = 2
 """AdamW keeps two states a trainable element, in the parameter's dtype (torch.optim.AdamW)."""
+OPTIMIZER_PASSES = 3 + 2 * OPTIMIZER_STATES
+"""Times its step moves the bytes of the trainable parameters: reads gradients; reads and writes parameters and states."""
 
 Loads = Mapping[str, tuple[Load | None, Load | None]]
 """Component -> its mean and its worst load; None where costs are known at one load only."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PricedChain:
     """A chain's layers on one of the ranks that share them: running sums [layers + 1] unless stated."""
 
@@ -56,12 +58,16 @@ class PricedChain:
         """Running sum of forward and backward."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
+    @property
+    def state_bytes(self) -> NDArray[np.int64]:
+        """Running sum of parameters, gradients and optimizer state."""
+        return self.parameter_bytes + (1 + OPTIMIZER_STATES) * self.trainable_bytes
+
     def held_bytes(self, num_stages: int, num_microbatches: int) -> float:
         """What all stages of a 1F1B pipeline that ends in the loss hold together, if they have equal parts of the chain."""
         filled = min(num_stages, num_microbatches)
         in_flight = (filled * (filled + 1) / 2 + (num_stages - filled) * num_microbatches) / num_stages
-        fixed = self.parameter_bytes[-1] + (1 + OPTIMIZER_STATES) * self.trainable_bytes[-1]
-        return float(fixed) + in_flight * float(self.saved_bytes[-1])
+        return float(self.state_bytes[-1]) + in_flight * float(self.saved_bytes[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,18 +84,22 @@ class Body:
     working_bytes: int
 
 
-def price_chain(pricing: Pricing, chain: ChainSpec, sharding: Sharding, loads: Sequence[Loads]) -> list[PricedChain]:
+def price_chain(
+    pricing: Pricing, chain: ChainSpec, sharding: LayerSharding, loads: Sequence[Loads]
+) -> list[PricedChain]:
     """Price a chain at many loads at once."""
-    parts: dict[tuple[str, float], _Part] = {}
+    parts: dict[tuple[str, float], tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
+    counts: dict[tuple[str, float], NDArray[np.int64]] = {}
     rows: list[NDArray[np.float64]] = []
     columns: list[NDArray[np.int64]] = []
     for key, layers in groupby(chain.layers, key=lambda layer: (layer.component, layer.share)):
         if key not in parts:
-            parts[key] = _Part.of(pricing, *key, sharding, loads)
+            parts[key] = _component_prices(pricing, *key, sharding, loads)
+            counts[key] = np.zeros(len(parts[key][0]), dtype=np.int64)
         group = pricing.groups(key[0])[[layer.index for layer in layers]]
-        np.add.at(parts[key].counts, group, 1)
-        rows.append(parts[key].seconds[group])
-        columns.append(parts[key].sizes[group])
+        np.add.at(counts[key], group, 1)
+        rows.append(parts[key][0][group])
+        columns.append(parts[key][1][group])
     seconds, sizes = np.concatenate(rows), np.concatenate(columns)  # [layers, loads, 3], [layers, loads, 10]
     totals = seconds.sum(axis=2)
     running_s = np.concatenate([np.zeros((1, *seconds.shape[1:])), np.cumsum(seconds, axis=0)])
@@ -113,56 +123,40 @@ def price_chain(pricing: Pricing, chain: ChainSpec, sharding: Sharding, loads: S
             worst_shared_bytes=sizes[:, index, 9],
             slowest_s=float(slowest[index]),
             waited=float(1.0 - late[index]),
-            body=_body(list(parts.values()), index),
+            body=_body([(counts[key], *part) for key, part in parts.items()], index),
         )
         for index in range(len(loads))
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """A component, or a share of it, in a chain."""
+def _component_prices(
+    pricing: Pricing, component: str, share: float, sharding: LayerSharding, loads: Sequence[Loads]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return seconds and sizes of one layer of each group of a component, or of a share of it.
 
-    counts: NDArray[np.int64]
-    """[groups]: layers of each."""
-    seconds: NDArray[np.float64]
-    """[groups, loads, 3]"""
-    sizes: NDArray[np.int64]
-    """[groups, loads, 10]: backward, parameters, trainable, saved, saved by the worst, working, output, output of the replica,
-    shared, shared by the worst."""
-
-    @classmethod
-    def of(
-        cls,
-        pricing: Pricing,
-        component: str,
-        share: float,
-        sharding: Sharding,
-        loads: Sequence[Loads],
-    ) -> _Part:
-        mean = _columns([each[component][0] for each in loads], share)
-        heavy = _columns([each[component][1] for each in loads], share)
-        whole = replace(sharding, tp=1, cp=1, fsdp=1)
-        seconds, own = pricing.bulk(component, *mean, sharding)
-        _, worst = pricing.bulk(component, *heavy, sharding)
-        sent = own if sharding == whole else pricing.bulk(component, *mean, whole)[1]
-        sizes = (
-            own.backward,
-            own.parameter,
-            own.trainable,
-            own.activation,
-            np.maximum(worst.activation, own.activation),
-            np.maximum(worst.working, own.working),
-            own.output,
-            sent.output,
-            own.shared,
-            np.maximum(worst.shared, own.shared),
-        )
-        return cls(
-            counts=np.zeros(len(seconds), dtype=np.int64),
-            seconds=seconds,
-            sizes=np.stack([column.astype(np.int64) for column in sizes], axis=-1),
-        )
+    Returns:
+        [groups, loads, 3]; and [groups, loads, 10]: backward, parameters, trainable, saved, saved by the worst, working, output,
+        output of the replica, shared, shared by the worst.
+    """
+    mean = _columns([each[component][0] for each in loads], share)
+    heavy = _columns([each[component][1] for each in loads], share)
+    whole = replace(sharding, tp=1, cp=1, fsdp=1)
+    seconds, own = pricing.bulk(component, *mean, sharding)
+    _, worst = pricing.bulk(component, *heavy, sharding)
+    sent = own if sharding == whole else pricing.bulk(component, *mean, whole)[1]
+    sizes = (
+        own.backward,
+        own.parameter,
+        own.trainable,
+        own.activation,
+        np.maximum(worst.activation, own.activation),
+        np.maximum(worst.working, own.working),
+        own.output,
+        sent.output,
+        own.shared,
+        np.maximum(worst.shared, own.shared),
+    )
+    return seconds, np.stack([column.astype(np.int64) for column in sizes], axis=-1)
 
 
 def _columns(loads: Sequence[Load | None], share: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -170,12 +164,16 @@ def _columns(loads: Sequence[Load | None], share: float) -> tuple[NDArray[np.flo
     return rows[:, 0], rows[:, 1]
 
 
-def _body(parts: Sequence[_Part], index: int) -> Body:
-    """Of the `index`-th load."""
+def _body(parts: Sequence[tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]], index: int) -> Body:
+    """Return the body at the `index`-th load.
+
+    Args:
+        parts: layers of each group, seconds and sizes as of `_component_prices`.
+    """
     best: tuple[float, Body] | None = None
-    for part in parts:
-        totals = part.seconds[:, index].sum(axis=1).tolist()
-        for total, count, row in zip(totals, part.counts.tolist(), part.sizes[:, index].tolist(), strict=True):
+    for counts, seconds, sizes in parts:
+        totals = seconds[:, index].sum(axis=1).tolist()
+        for total, count, row in zip(totals, counts.tolist(), sizes[:, index].tolist(), strict=True):
             if count and (best is None or total * count > best[0]):
                 _, parameter, trainable, saved, worst, working, *_ = row
                 fixed = parameter + (1 + OPTIMIZER_STATES) * trainable + worst - saved

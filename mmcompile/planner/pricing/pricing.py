@@ -9,7 +9,7 @@ loads give its coefficients, and the roofline of all microbatches is a few array
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import log2
 
@@ -24,7 +24,6 @@ from mmcompile.costmodel.load import Load
 from mmcompile.costmodel.memory import recomputed
 from mmcompile.costmodel.sharding import TensorShare, context_parallel, fully_sharded, tensor_parallel
 from mmcompile.passes.cost.cost_table import CostTable
-from mmcompile.planner.pricing.layer_groups import LayerGroup, LayerGroups
 
 _AMOUNTS = (
     "forward_flops",
@@ -43,12 +42,12 @@ _AMOUNTS = (
     "output_bytes",
     "shared_bytes",
 )
-"""The first `_TIMED` make up the seconds, the others are those of `Sizes`."""
+"""The first `_TIMED` make up the seconds, the others are those of `LayerBytes`."""
 _TIMED = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sharding:
+class LayerSharding:
     """How the ranks of one replica share a layer, and what its backward computes again."""
 
     tp: int = 1
@@ -62,11 +61,11 @@ class Sharding:
     """Other layers of its stage compute again otherwise than this one."""
 
 
-WHOLE = Sharding()
+WHOLE = LayerSharding()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class LayerBytes:
     """Bytes of one layer of each group of a component, at many loads [groups, n]."""
 
     backward: NDArray[np.bool_]
@@ -77,6 +76,18 @@ class Sizes:
     working: NDArray[np.int64]
     output: NDArray[np.int64]
     shared: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGroup:
+    """Layers of one component that cost the same at every load."""
+
+    first: int
+    """The first of them."""
+    kind: str
+    merges: bool
+    shares: tuple[tuple[int, TensorShare], ...]
+    """(Number of ranks, what they share), of each number that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,28 +113,24 @@ class Pricing:
     tensor_shares: Mapping[str, Mapping[int, tuple[TensorShare, ...]]] = field(default_factory=dict)
     """Component -> number of ranks -> what those that share the tensors of each layer exchange at the captured load, and hold in
     parts. Absent: `TensorShare.assumed`."""
-    _groups: dict[str, LayerGroups] = field(default_factory=dict, repr=False, compare=False)
+    _groups: dict[str, tuple[NDArray[np.int64], tuple[LayerGroup, ...]]] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
     _tables: dict[tuple[str, Load | None], tuple[LayerCost, ...]] = field(
-        default_factory=dict, repr=False, compare=False
+        init=False, default_factory=dict, repr=False, compare=False
     )
-    _shared: dict[tuple[LayerCost, Sharding, bool, TensorShare | None], LayerCost] = field(
-        default_factory=dict, repr=False, compare=False
+    _shared: dict[tuple[LayerCost, LayerSharding, bool, TensorShare | None], LayerCost] = field(
+        init=False, default_factory=dict, repr=False, compare=False
     )
-    _priced: dict[tuple[str, Load | None, Sharding], tuple[tuple[LayerCost, LayerTimes], ...]] = field(
-        default_factory=dict, repr=False, compare=False
+    _priced: dict[tuple[str, Load | None, LayerSharding], tuple[tuple[LayerCost, LayerTimes], ...]] = field(
+        init=False, default_factory=dict, repr=False, compare=False
     )
-    _affine: dict[tuple[str, Sharding, int], NDArray[np.float64]] = field(
-        default_factory=dict, repr=False, compare=False
+    _affine: dict[tuple[str, LayerSharding, int], NDArray[np.float64]] = field(
+        init=False, default_factory=dict, repr=False, compare=False
     )
-
-    @classmethod
-    def of_costs(cls, costs: Mapping[str, Sequence[LayerCost]], cluster: Cluster, dtype: str) -> Pricing:
-        """Prices for costs known at one load only."""
-        table = CostTable(layers={name: tuple(layers) for name, layers in costs.items()})
-        return cls(table=table, cluster=cluster, dtype=dtype)
 
     def layers(
-        self, component: str, load: Load | None = None, sharding: Sharding = WHOLE
+        self, component: str, load: Load | None = None, sharding: LayerSharding = WHOLE
     ) -> tuple[tuple[LayerCost, LayerTimes], ...]:
         """Cost and seconds of each layer of a component, for one microbatch.
 
@@ -133,21 +140,21 @@ class Pricing:
         sharding = self._possible(component, sharding)
         key = (component, load, sharding)
         if key not in self._priced:
-            groups = self._grouped(component)
+            of_layer, groups = self._grouped(component)
             each = [
                 self._price(component, cost, group, load, sharding)
-                for cost, group in zip(self._costs(component, load), groups.groups, strict=True)
+                for cost, group in zip(self._costs(component, load), groups, strict=True)
             ]
-            self._priced[key] = tuple(each[group] for group in groups.of_layer)
+            self._priced[key] = tuple(each[group] for group in of_layer)
         return self._priced[key]
 
     def groups(self, component: str) -> NDArray[np.int64]:
         """[layers]: number of the group of each layer; layers of a group cost the same at every load."""
-        return self._grouped(component).of_layer
+        return self._grouped(component)[0]
 
     def bulk(
-        self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: Sharding = WHOLE
-    ) -> tuple[NDArray[np.float64], Sizes]:
+        self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
+    ) -> tuple[NDArray[np.float64], LayerBytes]:
         """What `layers` says of each group at each of many loads [n], of any sizes, to rounding.
 
         Returns:
@@ -170,7 +177,7 @@ class Pricing:
         runs = (tokens > 0) | (component not in self.table.growing)
         seconds *= runs[:, None]
         whole = np.rint(amounts[:, _TIMED:]).astype(np.int64)
-        return seconds, Sizes(
+        return seconds, LayerBytes(
             backward=(amounts[:, 1] + amounts[:, 2] > 0) & runs,
             parameter=whole[:, 0],
             trainable=whole[:, 1],
@@ -181,7 +188,7 @@ class Pricing:
         )
 
     def durations(
-        self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: Sharding = WHOLE
+        self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> NDArray[np.float64]:
         """Seconds of many microbatches in each layer of a component.
 
@@ -194,7 +201,7 @@ class Pricing:
         return self.group_durations(component, tokens, squares, sharding)[self.groups(component)]
 
     def group_durations(
-        self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: Sharding = WHOLE
+        self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> NDArray[np.float64]:
         """[groups, n, 3]: `durations` of one layer of each group."""
         sharding = self._possible(component, sharding)
@@ -202,7 +209,7 @@ class Pricing:
         loads = np.stack([np.ones_like(tokens), tokens, squares])
         seconds = self._roofline(self._coefficients(component, sharding, size)[:, :_TIMED] @ loads)
         if self.calibration is not None:
-            for index, group in enumerate(self._grouped(component).groups):
+            for index, group in enumerate(self._grouped(component)[1]):
                 measured = self._measured(component, group, sharding.tp)
                 if measured is not None:
                     coefficients, known = measured
@@ -214,7 +221,7 @@ class Pricing:
             seconds[:, tokens <= 0] = 0.0
         return seconds
 
-    def _possible(self, component: str, sharding: Sharding) -> Sharding:
+    def _possible(self, component: str, sharding: LayerSharding) -> LayerSharding:
         """The sharding as far as the component goes along with it."""
         if not self._shares_tokens(component):
             sharding = replace(sharding, cp=1)
@@ -225,21 +232,30 @@ class Pricing:
     def _shares_tokens(self, component: str) -> bool:
         return self.token_sharing is None or component in self.token_sharing
 
-    def _grouped(self, component: str) -> LayerGroups:
+    def _grouped(self, component: str) -> tuple[NDArray[np.int64], tuple[LayerGroup, ...]]:
+        """Return the number [layers] of each layer's group, and the groups."""
         if component not in self._groups:
             growing = self.table.growing.get(component) or self.table[component]
             kinds = self.kinds.get(component, ("",) * len(growing))
-            merges = (component in self.merging, *(False,) * (len(growing) - 1))
             by_degree = self.tensor_shares.get(component, {})
-            shares = [tuple((tp, each[index]) for tp, each in by_degree.items()) for index in range(len(growing))]
-            self._groups[component] = LayerGroups.of(growing, kinds, merges, shares)
+            known: dict[tuple[object, ...], int] = {}
+            groups: list[LayerGroup] = []
+            of_layer: list[int] = []
+            for index, (cost, kind) in enumerate(zip(growing, kinds, strict=True)):
+                merges = index == 0 and component in self.merging
+                shares = tuple((tp, each[index]) for tp, each in by_degree.items())
+                number = known.setdefault((cost, kind, merges, shares), len(groups))
+                if number == len(groups):
+                    groups.append(LayerGroup(first=index, kind=kind, merges=merges, shares=shares))
+                of_layer.append(number)
+            self._groups[component] = np.array(of_layer), tuple(groups)
         return self._groups[component]
 
     def _costs(self, component: str, load: Load | None) -> tuple[LayerCost, ...]:
         """Unshared cost of one layer of each group."""
         key = (component, load)
         if key not in self._tables:
-            first = [group.first for group in self._grouped(component).groups]
+            first = [group.first for group in self._grouped(component)[1]]
             table = self.table
             if load is not None and component in table.growing:
                 one_each = CostTable(
@@ -254,7 +270,7 @@ class Pricing:
         return self._tables[key]
 
     def _share(
-        self, component: str, cost: LayerCost, group: LayerGroup, load: Load | None, sharding: Sharding
+        self, component: str, cost: LayerCost, group: LayerGroup, load: Load | None, sharding: LayerSharding
     ) -> LayerCost:
         share = dict(group.shares).get(sharding.tp)
         if share is not None:
@@ -280,7 +296,7 @@ class Pricing:
         return load.tokens / captured if captured else 0.0
 
     def _price(
-        self, component: str, whole: LayerCost, group: LayerGroup, load: Load | None, sharding: Sharding
+        self, component: str, whole: LayerCost, group: LayerGroup, load: Load | None, sharding: LayerSharding
     ) -> tuple[LayerCost, LayerTimes]:
         cost = self._share(component, whole, group, load, sharding)
         analytic = layer_times(cost, self.cluster.device, self.dtype)
@@ -296,13 +312,13 @@ class Pricing:
             weight_grad_s=_scaled(measured.weight_grad_s, analytic.weight_grad_s, base.weight_grad_s),
         )
 
-    def _known(self, kind: str, load: Load, tp: int) -> tuple[LayerTimes | None, Sharding]:
+    def _known(self, kind: str, load: Load, tp: int) -> tuple[LayerTimes | None, LayerSharding]:
         """Measured seconds, and the sharding they were measured in."""
         assert self.calibration is not None
         measured = self.calibration.times(kind, load, tp)
         if measured is None and tp > 1:
             return self.calibration.times(kind, load, 1), WHOLE
-        return measured, Sharding(tp=tp)
+        return measured, LayerSharding(tp=tp)
 
     def _size(self, component: str, tokens: float) -> int:
         """Power of two, an even one, by which a load is larger than the captured one.
@@ -314,7 +330,7 @@ class Pricing:
         captured = self.table.captured_loads[component].tokens
         return 2 * round(log2(tokens / captured) / 2) if tokens > 0 and captured > 0 else 0
 
-    def _coefficients(self, component: str, sharding: Sharding, size: int) -> NDArray[np.float64]:
+    def _coefficients(self, component: str, sharding: LayerSharding, size: int) -> NDArray[np.float64]:
         """[groups, amounts, 3]: each amount as fixed, per token, per square."""
         key = (component, sharding, size)
         if key not in self._affine:
@@ -327,8 +343,8 @@ class Pricing:
                 self._affine[key] = np.stack([fixed, np.zeros_like(fixed), np.zeros_like(fixed)], axis=-1)
         return self._affine[key]
 
-    def _amounts(self, component: str, load: Load | None, sharding: Sharding) -> NDArray[np.float64]:
-        groups = self._grouped(component).groups
+    def _amounts(self, component: str, load: Load | None, sharding: LayerSharding) -> NDArray[np.float64]:
+        groups = self._grouped(component)[1]
         costs = [
             self._share(component, cost, group, load, sharding)
             for cost, group in zip(self._costs(component, load), groups, strict=True)
@@ -351,7 +367,7 @@ class Pricing:
         found[..., 2] = runs * backward_s * (1 - share)
         return found
 
-    def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], Sharding] | None:
+    def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], LayerSharding] | None:
         """[3, 3]: measured forward, input gradient, weight gradient as fixed, per token, per square; in which sharding."""
         if component not in self.table.growing:
             return None

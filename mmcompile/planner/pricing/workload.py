@@ -47,12 +47,8 @@ class WorstMicrobatch:
     """Component -> names of the samples in its worst microbatch, heaviest first; () without a dataset."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Ranking:
-    """Samples by what they bring to one component, heaviest first."""
-
-    table: SampleRows
-    names: tuple[str, ...]
+_Ranking = tuple[SampleRows, tuple[str, ...]]
+"""What samples bring to one component and their names, heaviest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,9 +177,9 @@ class Workload:
             return WorstMicrobatch(loads=self._like_captured(size), samples={name: () for name in self.geometries})
         loads, names = {}, {}
         for name, geometry in self.geometries.items():
-            ranking = self._rankings[name]
-            loads[name] = _joined(geometry, ranking.table[np.arange(size) % len(ranking.table.rows)])
-            names[name] = ranking.names[:size]
+            table, ranked = self._rankings[name]
+            loads[name] = _joined(geometry, table[np.arange(size) % len(table.rows)])
+            names[name] = ranked[:size]
         return WorstMicrobatch(loads=loads, samples=names)
 
     def per_sample(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -206,7 +202,7 @@ def _checked(samples_per_microbatch: float) -> float:
 
 def _ranking(table: SampleRows, samples: Sequence[SampleShape]) -> _Ranking:
     order = np.lexsort((-table.squares, -table.rows))
-    return _Ranking(table=table[order], names=tuple(samples[index].name for index in order if table.rows[index] > 0))
+    return table[order], tuple(samples[index].name for index in order if table.rows[index] > 0)
 
 
 def _joined(geometry: Geometry, table: SampleRows) -> Load:

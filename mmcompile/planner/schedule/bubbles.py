@@ -16,15 +16,26 @@ negative, and the shares of a chain add up to its bubble.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mmcompile.config import ScheduleKind
 from mmcompile.planner.plan.plan_record import BubbleShare
-from mmcompile.planner.schedule.equalize import Case, equal_microbatches, equal_stages
-from mmcompile.planner.schedule.schedule import Flow, Placed, build_schedule
-from mmcompile.planner.schedule.simulate import Durations, simulate
+from mmcompile.planner.schedule.schedule import Flow, FlowEdge, Placed, build_schedule
+from mmcompile.planner.schedule.simulate import Durations, StageDuration, Timeline, simulate
+
+_NOTHING = StageDuration(forward_s=0.0, input_grad_s=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A step to be scheduled and simulated."""
+
+    stages: Sequence[Placed]
+    flows: Sequence[Flow]
+    durations: Durations
+    kind: ScheduleKind
 
 
 def attribute(
@@ -48,8 +59,8 @@ def attribute(
     """
     case = Case(stages=stages, flows=flows, durations=durations, kind=kind)
     steady = equal_microbatches(case)
-    actual = _Idle.of(case, link_s or {})
-    ladder = [actual, _Idle.of(case, {}), _Idle.of(steady, {}), _Idle.of(equal_stages(steady), {})]
+    actual = _simulated(case, link_s or {})
+    ladder = [actual, _simulated(case, {}), _simulated(steady, {}), _simulated(equal_stages(steady), {})]
     rank = {stage.name: stage.ranks[0] for stage in stages}
     return tuple(
         _share(chain, sorted({rank[name] for name in names}), ladder, actual.makespan_s)
@@ -57,30 +68,114 @@ def attribute(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Idle:
-    """A simulated step, as far as idleness goes."""
-
-    makespan_s: float
-    idle_s: tuple[float, ...]
-    """Of each rank."""
-
-    @classmethod
-    def of(cls, case: Case, link_s: Mapping[tuple[str, str], float]) -> _Idle:
-        schedule = build_schedule(case.stages, case.flows, case.kind)
-        timeline = simulate(schedule, case.durations, link_s, record=False)
-        return cls(
-            makespan_s=timeline.makespan_s,
-            idle_s=tuple(timeline.makespan_s - busy_s for busy_s in timeline.busy_s),
-        )
+def _simulated(case: Case, link_s: Mapping[tuple[str, str], float]) -> Timeline:
+    schedule = build_schedule(case.stages, case.flows, case.kind)
+    return simulate(schedule, case.durations, link_s, record=False)
 
 
-def _share(chain: str, ranks: Sequence[int], ladder: Sequence[_Idle], makespan_s: float) -> BubbleShare:
+def _share(chain: str, ranks: Sequence[int], ladder: Sequence[Timeline], makespan_s: float) -> BubbleShare:
     if not makespan_s or not ranks:
         return BubbleShare(chain=chain, warm_up=0.0, stages=0.0, microbatches=0.0, links=0.0)
     left: list[float] = []
-    for idle in ladder:
-        share = sum(idle.idle_s[rank] for rank in ranks) / (len(ranks) * makespan_s)
+    for step in ladder:
+        share = sum(step.makespan_s - step.busy_s[rank] for rank in ranks) / (len(ranks) * makespan_s)
         left.append(max(0.0, min([share, *left[-1:]])))
     links, microbatches, stages = (before - after for before, after in pairwise(left))
     return BubbleShare(chain=chain, warm_up=left[-1], stages=stages, microbatches=microbatches, links=links)
+
+
+def equal_microbatches(case: Case) -> Case:
+    """Every microbatch takes part in all that any does, for the mean time over all microbatches."""
+    if not case.flows:
+        return case
+    flow = _union(case.stages, case.flows)
+    durations = {stage.name: _mean(stage.name, case) for stage in case.stages}
+    return replace(case, flows=[flow] * len(case.flows), durations=durations)
+
+
+def equal_stages(case: Case) -> Case:
+    """Every rank has the mean seconds of all ranks, as forwards and backwards in the mean proportion of its kind.
+
+    Ranks that only run forwards stay so, they have a mean of their own. Stages of one rank share in proportion to what
+    they have. Stages that no microbatch passes through take part as well, beside the others.
+
+    Args:
+        case: with equal microbatches.
+    """
+    if not case.flows:
+        return case
+    durations = {name: duration for name, duration in case.durations.items() if isinstance(duration, StageDuration)}
+    groups: dict[int, list[str]] = {}
+    for stage in case.stages:
+        groups.setdefault(stage.ranks[0], []).append(stage.name)
+    totals = {rank: _sum(durations[name] for name in names) for rank, names in groups.items()}
+    mean_s = _total_s(_sum(totals.values())) / max(1, len(totals))
+    profiles = {
+        trains: _sum(total for total in totals.values() if (total.backward_s > 0) == trains) for trains in (True, False)
+    }
+    equal: dict[str, StageDuration] = {}
+    for rank, names in groups.items():
+        profile = profiles[totals[rank].backward_s > 0]
+        factor = mean_s / _total_s(profile) if _total_s(profile) else 0.0
+        # Ranks without any work get forwards.
+        wanted = _scaled(profile, factor, factor) if factor else replace(_NOTHING, forward_s=mean_s)
+        for name in names:
+            equal[name] = _part(wanted, durations[name], totals[rank], len(names))
+    everyone = tuple(stage.name for stage in case.stages)
+    flows = [replace(flow, stages=everyone) for flow in case.flows[:1]] * len(case.flows)
+    return replace(case, flows=flows, durations=equal)
+
+
+def _part(wanted: StageDuration, own: StageDuration, total: StageDuration, count: int) -> StageDuration:
+    """What one of a rank's stages gets of what the rank should have."""
+    forward = own.forward_s / total.forward_s if total.forward_s else 1 / count
+    backward = own.backward_s / total.backward_s if total.backward_s else 0.0
+    return _scaled(wanted, forward, backward)
+
+
+def _union(stages: Sequence[Placed], flows: Sequence[Flow]) -> Flow:
+    present = {name for flow in flows for name in flow.stages}
+    backward = {name for flow in flows for name in flow.backward}
+    gradient: dict[tuple[str, str], bool] = {}
+    for flow in dict.fromkeys(flows):
+        for edge in flow.edges:
+            pair = (edge.source, edge.target)
+            gradient[pair] = gradient.get(pair, False) or edge.gradient
+    return Flow(
+        stages=tuple(stage.name for stage in stages if stage.name in present),
+        edges=tuple(
+            FlowEdge(source=source, target=target, gradient=found) for (source, target), found in gradient.items()
+        ),
+        backward=tuple(stage.name for stage in stages if stage.name in backward),
+    )
+
+
+def _mean(name: str, case: Case) -> StageDuration:
+    """What a stage really runs in all microbatches, over their number."""
+    given = case.durations[name]
+    parts: list[StageDuration] = []
+    for microbatch, flow in enumerate(case.flows):
+        duration = given if isinstance(given, StageDuration) else given[microbatch]
+        parts.append(_scaled(duration, float(name in flow.stages), float(name in flow.backward)))
+    return _scaled(_sum(parts), 1 / len(parts), 1 / len(parts))
+
+
+def _scaled(duration: StageDuration, forward: float, backward: float) -> StageDuration:
+    return StageDuration(
+        forward_s=duration.forward_s * forward,
+        input_grad_s=duration.input_grad_s * backward,
+        weight_grad_s=duration.weight_grad_s * backward,
+    )
+
+
+def _sum(durations: Iterable[StageDuration]) -> StageDuration:
+    items = list(durations)
+    return StageDuration(
+        forward_s=sum(item.forward_s for item in items),
+        input_grad_s=sum(item.input_grad_s for item in items),
+        weight_grad_s=sum(item.weight_grad_s for item in items),
+    )
+
+
+def _total_s(duration: StageDuration) -> float:
+    return duration.forward_s + duration.backward_s

@@ -12,7 +12,7 @@ from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Messages:
+class LinkMessages:
     """What crosses from one stage to another for one microbatch."""
 
     source: str
@@ -49,7 +49,7 @@ class MeasuredStep:
 def predict_measured(
     stages: Sequence[Placed],
     times: Mapping[str, LayerTimes],
-    messages: Sequence[Messages],
+    messages: Sequence[LinkMessages],
     trained: Mapping[int, Trained],
     *,
     runtime: RuntimeCosts,
@@ -92,7 +92,7 @@ def predict_measured(
     )
 
 
-def _duration(name: str, own: LayerTimes, crossing: Sequence[Messages], runtime: RuntimeCosts) -> StageDuration:
+def _duration(name: str, own: LayerTimes, crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> StageDuration:
     """A stage's layers, what the runtime adds to its actions, and the work its rank has with messages."""
     forward = [size for link in crossing if name in (link.source, link.target) for size in link.sizes]
     backward = [size for link in crossing if name in (link.source, link.target) for size in link.gradient_sizes]
@@ -108,7 +108,7 @@ def _handling_s(sizes: Sequence[int], runtime: RuntimeCosts) -> float:
     return len(sizes) * runtime.message_s + sum(sizes) * runtime.message_s_per_byte
 
 
-def _link_s(crossing: Sequence[Messages], runtime: RuntimeCosts) -> dict[tuple[str, str], float]:
+def _link_s(crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> dict[tuple[str, str], float]:
     """What a message takes beyond the work that both ranks have with it, which their actions hold already."""
     found: dict[tuple[str, str], float] = {}
     for link in crossing:

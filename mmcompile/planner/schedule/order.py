@@ -45,7 +45,7 @@ Side = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class OrderKeys:
     """Keys of all forwards and backwards of a step."""
 
     kind: ScheduleKind
@@ -107,7 +107,7 @@ def crossings(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Messages:
+class MessageOrder:
     """What is sent right after each computation, and what is received right before it."""
 
     sends: Mapping[Side, Sequence[Side]]
@@ -116,7 +116,7 @@ class Messages:
     """(receiver, sender), by the computation before which it is received: the receiver's, or an earlier one of its stage."""
 
 
-def in_order_of_sends(pairs: Iterable[tuple[Side, Side]], turn: Callable[[Side], tuple[int, ...]]) -> Messages:
+def in_order_of_sends(pairs: Iterable[tuple[Side, Side]], turn: Callable[[Side], tuple[int, ...]]) -> MessageOrder:
     """Order messages so that both sides of each pair of stages have them in the same order: that of the sends.
 
     A message whose receiver is late would be overtaken by those sent after it to earlier receivers. It is received before the
@@ -136,7 +136,7 @@ def in_order_of_sends(pairs: Iterable[tuple[Side, Side]], turn: Callable[[Side],
         first[channel] = min(receiver, first.get(channel, receiver), key=lambda side: (turn(side), side))
         sends.setdefault(sender, []).append(receiver)
         receives.setdefault(first[channel], []).append((receiver, sender))
-    return Messages(
+    return MessageOrder(
         sends={side: found[::-1] for side, found in sends.items()},
         receives={side: found[::-1] for side, found in receives.items()},
     )

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from mmcompile.config import ScheduleKind
 from mmcompile.errors import PlanError
-from mmcompile.planner.schedule.order import Key, Messages, Order, Side, crossings, in_order_of_sends
+from mmcompile.planner.schedule.order import Key, MessageOrder, OrderKeys, Side, crossings, in_order_of_sends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,8 +245,10 @@ def schedule_units(
     named = {(name, unit.number): unit for unit in units for name in unit.flow.stages} if edges else {}
     crossing = [_crossing(edge, named, index, depth) for edge in edges]
     pairs = {pair for flow in dict.fromkeys(unit.flow for unit in units) for pair in _checked(flow, index, depth)}
-    pairs |= {(cross.source[0], cross.target[0]) for cross in crossing}
-    order = Order(kind=kind, num_microbatches=num_slots, depth=depth, crossings=crossings(pairs, rank, depth, together))
+    pairs |= {(source[0], target[0]) for source, target, _ in crossing}
+    order = OrderKeys(
+        kind=kind, num_microbatches=num_slots, depth=depth, crossings=crossings(pairs, rank, depth, together)
+    )
     programs = {flow: _Program.of(flow, index, rank) for flow in dict.fromkeys(unit.flow for unit in units)}
     peers = _Peers.of(crossing, {(index[name], number): unit for (name, number), unit in named.items()}, rank)
     split = kind == "zb-h1"
@@ -278,13 +280,8 @@ def _in_order(keyed: list[tuple[Key, int, int, list[Action]]]) -> tuple[Action, 
     return tuple(action for *_, actions in sorted(keyed, key=lambda item: item[:3]) for action in actions)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Crossing:
-    """A `CrossEdge` by indices of stages."""
-
-    source: tuple[int, int]
-    target: tuple[int, int]
-    gradient: bool
+_Crossing = tuple[Side, Side, bool]
+"""A `CrossEdge` by indices of stages: source, target, gradient."""
 
 
 def _crossing(
@@ -310,25 +307,25 @@ def _crossing(
         )
     if edge.gradient and not (edge.source[0] in first.flow.backward and edge.target[0] in second.flow.backward):
         raise PlanError(f"{words} carries gradient, but one of them runs no backward")
-    return _Crossing(source=(source, edge.source[1]), target=(target, edge.target[1]), gradient=edge.gradient)
+    return (source, edge.source[1]), (target, edge.target[1]), edge.gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Peers:
     """Messages between units, both ways."""
 
-    values: Messages
-    gradients: Messages
+    values: MessageOrder
+    gradients: MessageOrder
 
     @classmethod
     def of(cls, edges: Sequence[_Crossing], units: Mapping[Side, Unit], rank: Sequence[int]) -> _Peers:
-        crossing = [edge for edge in edges if rank[edge.source[0]] != rank[edge.target[0]]]
+        crossing = [edge for edge in edges if rank[edge[0][0]] != rank[edge[1][0]]]
         return cls(
             values=in_order_of_sends(
-                ((edge.source, edge.target) for edge in crossing), lambda side: (units[side].slot,)
+                ((source, target) for source, target, _ in crossing), lambda side: (units[side].slot,)
             ),
             gradients=in_order_of_sends(
-                ((edge.target, edge.source) for edge in crossing if edge.gradient),
+                ((target, source) for source, target, gradient in crossing if gradient),
                 lambda side: (units[side].backward_slot, units[side].slot),
             ),
         )
@@ -380,7 +377,7 @@ def _backward(stage: int, number: int, program: _Program, peers: _Peers, *, spli
     ]
 
 
-def _from(side: Side, messages: Messages) -> list[tuple[Side, Side]]:
+def _from(side: Side, messages: MessageOrder) -> list[tuple[Side, Side]]:
     return [(side, receiver) for receiver in messages.sends.get(side, ())]
 
 

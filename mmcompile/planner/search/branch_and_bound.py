@@ -16,13 +16,12 @@ from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
-from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
 from mmcompile.planner.search.candidate import Candidate, Ranges, assemble
-from mmcompile.planner.search.combos import Combos, Group
+from mmcompile.planner.search.combos import CombinationGroup, Combos
 from mmcompile.planner.search.options import OptionTables, TooBig
 from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.settings import RECOMPUTES, SCHEDULES, Degrees, Setting
+from mmcompile.planner.search.settings import RECOMPUTES, SCHEDULES, Combination
 from mmcompile.planner.search.splitter import Splitter
 
 TOLERANCE = 0.005
@@ -47,25 +46,15 @@ _POLISH_SLACK = 0.05
 """Moved cuts whose bound is further above the fastest are not simulated."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
-    """A candidate and the seconds of its step."""
-
-    candidate: Candidate
-    iteration_s: float
-    strategy: str = "auto"
-    """Whose it is."""
-
-
 @dataclass(kw_only=True)
 class BranchAndBound:
     """One search. Its fields say afterwards what was looked at."""
 
     problem: Problem
-    judged: list[Judged] = field(default_factory=list)
+    judged: list[Candidate] = field(default_factory=list)
     too_big: list[TooBig] = field(default_factory=list)
     """Combinations that were split in vain."""
-    bounded: list[tuple[float, Group, int]] = field(default_factory=list)
+    bounded: list[tuple[float, CombinationGroup, int]] = field(default_factory=list)
     """Combinations (group, number in it) that cannot be faster, with their bound."""
     unseen: int = 0
     """Combinations left when the splits ran out."""
@@ -79,7 +68,7 @@ class BranchAndBound:
         return Combos(problem=self.problem, tables=OptionTables(problem=self.problem))
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[CombinationGroup]:
         return self.combos.groups()
 
     @property
@@ -115,12 +104,12 @@ class BranchAndBound:
         ]
         for *_, number, index in sorted(order)[:_MAX_VAIN]:
             group = self.groups[number]
-            candidate = self.draft(group.chains, group.setting, group.degrees(index), group.counts(index))
+            candidate = self.draft(group[index])
             if candidate is not None:
                 return candidate
         return None
 
-    def best(self) -> Judged | None:
+    def best(self) -> Candidate | None:
         limit_s = self.fastest_s * (1 + TOLERANCE / 2)
         close = (judged for judged in self.judged if judged.iteration_s <= limit_s)
         return min(close, key=_simplest, default=None)
@@ -137,28 +126,27 @@ class BranchAndBound:
 
     def judge(self, candidates: Sequence[Candidate], strategy: str = "auto") -> None:
         """Simulate candidates and keep the results."""
-        apart = [candidate for candidate in candidates if not _shares_ranks(candidate)]
-        seconds = dict(zip(map(id, apart), expected_s(apart), strict=True))
+        apart = [candidate for candidate in candidates if not candidate.shares_ranks]
+        makespans_s = iter(expected_s(apart))
         for candidate in candidates:
-            makespan_s = seconds.get(id(candidate))
-            if makespan_s is None:
+            if candidate.shares_ranks:
                 timelines = candidate.timelines()
                 makespan_s = max(candidate.tail_s) + sum(each.makespan_s for each in timelines) / len(timelines)
+            else:
+                makespan_s = next(makespans_s)
             # Processes that share cores are never faster than all their work spread over the cores.
             devices = min(candidate.num_ranks, self.problem.cluster.num_devices)
-            shared_s = candidate.step_work_s / devices
-            self.judged.append(Judged(candidate=candidate, iteration_s=max(makespan_s, shared_s), strategy=strategy))
+            seconds = max(makespan_s, candidate.step_work_s / devices)
+            self.judged.append(replace(candidate, iteration_s=seconds, strategy=strategy))
 
-    def draft(
-        self, chains: ChainSet, setting: Setting, degrees: Sequence[Degrees], counts: Sequence[int]
-    ) -> Candidate | None:
+    def draft(self, combination: Combination) -> Candidate | None:
         """Split and assemble; None, and a note of it, if a chain does not fit the memory."""
-        limit = self.problem.memory_bytes(self._ranks(degrees, counts))
-        parts = self.splitter.parts(chains, setting, degrees, counts, limit)
+        limit = self.problem.memory_bytes(combination.num_ranks)
+        parts = self.splitter.parts(combination, limit)
         if not isinstance(parts, int):
-            return assemble(self.problem, chains, setting, degrees, parts)
-        text = describe(chains, setting, degrees, counts, many=self.problem.global_batch is not None)
-        self.too_big.append(TooBig(text=text, chain=chains.chains[parts].name, limit_bytes=limit))
+            return assemble(self.problem, combination.chains, combination.setting, combination.degrees, parts)
+        text = combination.text(many=self.problem.global_batch is not None)
+        self.too_big.append(TooBig(text=text, chain=combination.chains.chains[parts].name, limit_bytes=limit))
         return None
 
     def _refine(self) -> None:
@@ -175,7 +163,7 @@ class BranchAndBound:
                     self.bounded.append((float(group.bound_s[index]), group, index))
                     continue
                 splits += 1
-                candidate = self.draft(group.chains, group.setting, group.degrees(index), group.counts(index))
+                candidate = self.draft(group[index])
                 if candidate is None:
                     continue
                 bound_s = max(lower_bound_s(candidate), float(group.bound_s[index]))
@@ -192,7 +180,7 @@ class BranchAndBound:
                 self.unseen = sum(map(len, self.groups)) - seen
                 return
 
-    def _order(self) -> Iterator[tuple[Group, int]]:
+    def _order(self) -> Iterator[tuple[CombinationGroup, int]]:
         """Combinations, the best guess first."""
         if not self.groups:
             return
@@ -205,45 +193,40 @@ class BranchAndBound:
 
     def _neighbours(self) -> None:
         """A stage more or less in each chain of the fastest, again from what is found."""
-        tried: set[tuple[int, Setting, tuple[Degrees, ...], tuple[int, ...]]] = set()
+        tried: set[Combination] = set()
         for _ in range(_MAX_ROUNDS):
             before_s = self.fastest_s
-            best = min(self.judged, key=lambda judged: judged.iteration_s).candidate
+            best = min(self.judged, key=lambda judged: judged.iteration_s)
             batch: list[Candidate] = []
             for counts in _near(best.counts):
-                key = (id(best.chains), best.setting, best.degrees, counts)
-                if key not in tried and self._possible(best, counts):
-                    tried.add(key)
-                    candidate = self.draft(best.chains, best.setting, best.degrees, counts)
+                near = replace(best.combination, counts=counts)
+                if near not in tried and self._own(best) and self._possible(near):
+                    tried.add(near)
+                    candidate = self.draft(near)
                     if candidate is not None and lower_bound_s(candidate) < before_s:
                         batch.append(candidate)
             self.judge(batch)
             if self.fastest_s >= before_s:
                 return
 
-    def _possible(self, best: Candidate, counts: Sequence[int]) -> bool:
+    def _possible(self, combination: Combination) -> bool:
         fixed = self.problem.stages
-        return (
-            self._own(best)
-            and self._ranks(best.degrees, counts) <= self.problem.num_devices
-            and all(
-                1 <= count <= len(chain.layers) and fixed.get(chain.name, count) == count
-                for chain, count in zip(best.chains.chains, counts, strict=True)
-            )
+        return combination.num_ranks <= self.problem.num_devices and all(
+            1 <= count <= len(chain.layers) and fixed.get(chain.name, count) == count
+            for chain, count in zip(combination.chains.chains, combination.counts, strict=True)
         )
 
     def _schedules(self) -> None:
         """The finalists under every schedule that is allowed."""
         finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:FINALISTS]
         batch: list[Candidate] = []
-        for judged in finalists:
-            best = judged.candidate
+        for best in finalists:
             if not self._own(best):
                 continue
             for schedule in self.problem.space.schedules:
                 if schedule != best.setting.schedule:
                     setting = replace(best.setting, schedule=schedule)
-                    candidate = self.draft(best.chains, setting, best.degrees, best.counts)
+                    candidate = self.draft(replace(best.combination, setting=setting))
                     if candidate is not None:
                         batch.append(candidate)
         self.judge(batch)
@@ -252,16 +235,16 @@ class BranchAndBound:
         """Move single cuts of the finalists while that makes them faster: even stages are not always the best."""
         number = FINALISTS if self.everything else _POLISHED
         finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:number]
-        moving = [judged for judged in finalists if self._own(judged.candidate)]
+        moving = [judged for judged in finalists if self._own(judged)]
         spent = 0
         while moving:
-            batch = [(number, moved) for number, judged in enumerate(moving) for moved in self._moves(judged.candidate)]
+            batch = [(number, moved) for number, judged in enumerate(moving) for moved in self._moves(judged)]
             sizes = accumulate(moved.durations.size for _, moved in batch)
             kept = [each for each, size in zip(batch, sizes, strict=True) if spent + size <= _POLISH_SIZE]
             spent += sum(moved.durations.size for _, moved in kept)
             start = len(self.judged)
             self.judge([moved for _, moved in kept])
-            better: dict[int, Judged] = {}
+            better: dict[int, Candidate] = {}
             for (number, _), judged in zip(kept, self.judged[start:], strict=True):
                 rival = better.get(number, moving[number])
                 if judged.iteration_s < rival.iteration_s:
@@ -278,41 +261,16 @@ class BranchAndBound:
             fixed = candidate.chains.chains[chain].name in self.problem.stages
             for moved in other_cuts(ranges, same=fixed):
                 every = [*parts[:chain], moved, *parts[chain + 1 :]]
-                if self._ranks(candidate.degrees, list(map(len, every))) <= self.problem.num_devices:
+                counts = tuple(map(len, every))
+                if replace(candidate.combination, counts=counts).num_ranks <= self.problem.num_devices:
                     found = assemble(self.problem, candidate.chains, candidate.setting, candidate.degrees, every)
                     fits = max(found.rank_bytes) <= self.problem.memory_bytes(found.num_ranks)
                     if fits and lower_bound_s(found) < self.fastest_s * (1 + _POLISH_SLACK):
                         yield found
 
-    def _ranks(self, degrees: Sequence[Degrees], counts: Sequence[int]) -> int:
-        return sum(own.ranks * count for own, count in zip(degrees, counts, strict=True))
-
     def _own(self, candidate: Candidate) -> bool:
         """Whether it is of the search's space and no two stages share ranks."""
-        return not _shares_ranks(candidate) and any(candidate.chains is chains for chains in self.problem.sets)
-
-
-def describe(
-    chains: ChainSet, setting: Setting, degrees: Sequence[Degrees], counts: Sequence[int], *, many: bool
-) -> str:
-    """A combination in a few words, for lists of alternatives.
-
-    Args:
-        many: microbatches are chosen, so they are named.
-    """
-    each = ", ".join(
-        f"{chain.name} {count}" + (f" ({own})" if str(own) else "")
-        for chain, count, own in zip(chains.chains, counts, degrees, strict=True)
-    )
-    words = [
-        f"projector {chains.placement}" if chains.placement else "",
-        "colocated" if chains.colocated else "",
-        setting.schedule if setting.schedule != "1f1b" else "",
-        f"recompute {setting.recompute}" if setting.recompute != "none" else "",
-        f"{setting.num_microbatches} microbatches" if many else "",
-    ]
-    kept = ", ".join(filter(None, words))
-    return f"{each} ({kept})" if kept else each
+        return not candidate.shares_ranks and any(candidate.chains is chains for chains in self.problem.sets)
 
 
 def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int, int]]]:
@@ -337,19 +295,14 @@ def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int
             yield list(pairwise(bounds))
 
 
-def _shares_ranks(candidate: Candidate) -> bool:
-    return len({stage.ranks[0] for stage in candidate.stages}) < len(candidate.stages)
-
-
-def _simplest(judged: Judged) -> tuple[int, int, int, int, float]:
+def _simplest(candidate: Candidate) -> tuple[int, int, int, int, float]:
     """Order of plans that take the same time: fewer devices, fewer stages, the simpler schedule, less recomputed."""
-    candidate = judged.candidate
     return (
         candidate.num_ranks,
         len(candidate.stages),
         SCHEDULES.index(candidate.setting.schedule),
         RECOMPUTES.index(candidate.setting.recompute),
-        judged.iteration_s,
+        candidate.iteration_s,
     )
 
 

@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.config import Recompute
+from mmcompile.planner.plan.placement import PlacedStage
 from mmcompile.planner.plan.plan_record import Chain, Segment, Stage, StagePrediction
 from mmcompile.planner.pricing.chains import ChainLayer, ChainSet
+from mmcompile.planner.pricing.priced_chain import OPTIMIZER_PASSES, OPTIMIZER_STATES, PricedChain
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule, in_flight
 from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
-from mmcompile.planner.search.messages import Messages, place
-from mmcompile.planner.search.problem import OPTIMIZER_STATES, PricedChain, Problem
-from mmcompile.planner.search.settings import Degrees, Setting
-
-_OPTIMIZER_PASSES = 3 + 2 * OPTIMIZER_STATES
-"""Times its step moves the bytes of the trainable parameters: reads gradients; reads and writes parameters and states."""
+from mmcompile.planner.search.messages import StageMessages, place
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 Ranges = Sequence[tuple[int, int]]
 """First layer (included) and last (excluded) of each stage of a chain."""
@@ -93,10 +93,23 @@ class Candidate:
     number."""
     link_s: Mapping[tuple[int, int], float]
     """The same pairs -> seconds of one message, either way."""
+    iteration_s: float = inf
+    """Seconds of its step by the simulator; infinite before it is simulated."""
+    strategy: str = "auto"
+    """Name of the strategy that proposed it."""
+
+    @property
+    def combination(self) -> Combination:
+        return Combination(chains=self.chains, setting=self.setting, degrees=self.degrees, counts=self.counts)
 
     @property
     def num_ranks(self) -> int:
         return 1 + max(max(stage.ranks) for stage in self.stages)
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Some stages run on the same ranks."""
+        return len({stage.ranks[0] for stage in self.stages}) < len(self.stages)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -136,10 +149,10 @@ class Candidate:
         if not stage.trainable_bytes:
             return 0.0
         cluster, degrees = self.problem.cluster, self.degrees[stage.chain]
-        update_s = _OPTIMIZER_PASSES * stage.trainable_bytes / cluster.device.memory_bytes_per_s
+        update_s = OPTIMIZER_PASSES * stage.trainable_bytes / cluster.device.memory_bytes_per_s
         if degrees.fsdp:
             return update_s
-        reduce_s = self.problem.all_reduce_s(stage.trainable_bytes, degrees)
+        reduce_s = self.problem.prices.all_reduce_s(stage.trainable_bytes, degrees)
         return update_s + max(reduce_s / (stage.last - stage.first), reduce_s - stage.backward_s)
 
     @property
@@ -177,7 +190,7 @@ class Candidate:
         One draw of equal microbatches where there is no dataset.
         """
         mean = np.array([(stage.forward_s, stage.input_grad_s, stage.weight_grad_s) for stage in self.stages])
-        first = self.problem.drawn_loads(self.setting, self.degrees[-1], last=True)
+        first = self.problem.prices.drawn_loads(self.setting, self.degrees[-1], last=True)
         if not first:
             count = self.setting.num_microbatches
             return np.broadcast_to(mean[None, :, None, :], (1, len(mean), count, 3)).copy()
@@ -186,7 +199,7 @@ class Candidate:
     def _chain_durations(self, chain: int) -> NDArray[np.float64]:
         """[draws, stages of the chain, microbatches, 3]."""
         degrees, layers = self.degrees[chain], self.chains.chains[chain].layers
-        loads = self.problem.drawn_loads(self.setting, degrees, last=chain == len(self.degrees) - 1)
+        loads = self.problem.prices.drawn_loads(self.setting, degrees, last=chain == len(self.degrees) - 1)
         modes = self.modes_of(chain)
         draws, count = next(iter(loads.values())).shape[:2]
         own = [stage for stage in self.stages if stage.chain == chain]
@@ -250,7 +263,7 @@ class Candidate:
     def _stage(self, name: str, stage: CandidateStage) -> Stage:
         chain = self.chains.chains[stage.chain]
         part = chain.layers[stage.first : stage.last]
-        backward = np.diff(self.problem.priced(chain, self.degrees[stage.chain], self.setting).backward)
+        backward = np.diff(self.problem.prices.priced(chain, self.degrees[stage.chain], self.setting).backward)
         uniform: list[Recompute | None] = [self.setting.recompute] * len(part)
         for layer in np.flatnonzero(backward[stage.first : stage.last] == 0).tolist():
             uniform[layer] = None
@@ -297,7 +310,7 @@ def assemble(
     assert degrees[-1].dp == setting.dp, f"replicas of the last chain: {degrees[-1].dp}, of the setting: {setting.dp}"
     if ranks is None:
         ranks = place(degrees, [len(ranges) for ranges in parts])
-    priced = [problem.priced(chain, own, setting) for chain, own in zip(chains.chains, degrees, strict=True)]
+    priced = [problem.prices.priced(chain, own, setting) for chain, own in zip(chains.chains, degrees, strict=True)]
     edges = _stage_edges(chains, parts)
     spans = [(chain, position, *ends) for chain, ranges in enumerate(parts) for position, ends in enumerate(ranges)]
     depths = _depths(len(spans), edges)
@@ -306,7 +319,7 @@ def assemble(
         _stage(priced[span[0]], span, tuple(own), depth, has_backward, setting)
         for span, own, depth, has_backward in zip(spans, ranks, depths, backward, strict=True)
     )
-    messages = Messages(cluster=problem.cluster, degrees=degrees, priced=priced)
+    messages = StageMessages(cluster=problem.cluster, degrees=degrees, priced=priced)
     ends = [(stage.chain, stage.ranks) for stage in stages]
     return Candidate(
         problem=problem,
@@ -393,20 +406,11 @@ def _stage(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatedStage:
-    """A stage as the simulator needs it, on one rank."""
-
-    name: str
-    ranks: tuple[int, ...]
-    depth: int
-
-
-def one_rank_each(candidate: Candidate) -> list[SimulatedStage]:
+def one_rank_each(candidate: Candidate) -> list[PlacedStage]:
     """The stages of a candidate, each on one rank: ranks that share a stage do the same, so the first stands for all."""
     number = {rank: index for index, rank in enumerate(sorted({stage.ranks[0] for stage in candidate.stages}))}
     return [
-        SimulatedStage(name=name, ranks=(number[stage.ranks[0]],), depth=stage.depth)
+        PlacedStage(name=name, ranks=(number[stage.ranks[0]],), depth=stage.depth)
         for name, stage in zip(candidate.names, candidate.stages, strict=True)
     ]
 

@@ -31,7 +31,7 @@ from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.search.joined_encoders import JoinedEncoders
 from mmcompile.planner.search.options import Array, Index, Options, OptionTables
 from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.settings import Degrees, Setting
+from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 MAX_LISTED = 4000
 """Combinations up to which all are considered."""
@@ -48,7 +48,7 @@ _KEPT_EACH = 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class CombinationGroup:
     """Combinations that share a chain set and a setting."""
 
     chains: ChainSet
@@ -64,15 +64,14 @@ class Group:
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def degrees(self, index: int) -> tuple[Degrees, ...]:
-        return tuple(
-            options.degrees[options.which[option]]
-            for options, option in zip(self.options, self.chosen[index], strict=True)
-        )
-
-    def counts(self, index: int) -> tuple[int, ...]:
-        return tuple(
-            int(options.stages[option]) for options, option in zip(self.options, self.chosen[index], strict=True)
+    def __getitem__(self, index: int) -> Combination:
+        options = list(zip(self.options, self.chosen[index], strict=True))
+        return Combination(
+            chains=self.chains,
+            setting=self.setting,
+            degrees=tuple(own.degrees[own.which[option]] for own, option in options),
+            counts=tuple(int(own.stages[option]) for own, option in options),
+            guess_s=float(self.guess_s[index]),
         )
 
 
@@ -86,9 +85,9 @@ class Combos:
     """Whether everything was listed; filled by `groups`."""
     left_out: list[float] = field(default_factory=list)
     """Bounds of the chain sets and settings that were not listed; filled by `groups`."""
-    _joined: dict[tuple[int, ...], JoinedEncoders] = field(default_factory=dict, repr=False)
+    _joined: dict[tuple[ChainSet | Options, ...], JoinedEncoders] = field(default_factory=dict, repr=False)
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[CombinationGroup]:
         """Groups that have any combination."""
         self._price()
         prepared = [(chains, setting, self._options(chains, setting)) for chains, setting in self._promising()]
@@ -116,7 +115,7 @@ class Combos:
             (chains, setting)
             for chains in self.problem.sets
             for setting in self.settings
-            if self.problem.decided_replicas(chains)[-1] in (None, setting.dp)
+            if self.problem.decided[chains][-1] in (None, setting.dp)
         ]
         if len(pairs) <= _MAX_PAIRS:
             return pairs
@@ -134,9 +133,9 @@ class Combos:
         for degrees in self.degrees(last, setting, last=True):
             stages = min(self.max_ranks(chains) // degrees.ranks, len(last.layers))
             if stages:
-                priced = self.problem.priced(last, degrees, setting)
+                priced = self.problem.prices.priced(last, degrees, setting)
                 total_s = float(priced.total_s[-1])
-                uneven = 1.0 + SPREAD_COST * self.problem.spread(setting) * sqrt(log(stages))
+                uneven = 1.0 + SPREAD_COST * self.problem.prices.spread(setting) * sqrt(log(stages))
                 limit = stages * self.problem.memory_bytes(1)
                 if priced.held_bytes(stages, 1) > limit:
                     continue
@@ -148,12 +147,12 @@ class Combos:
     def _price(self) -> None:
         """Price every chain in every layout, many at a time."""
         chains = {
-            (id(chain), decided): (chain, chain is each.chains[-1], decided)
+            (chain, decided): chain is each.chains[-1]
             for each in self.problem.sets
-            for chain, decided in zip(each.chains, self.problem.decided_replicas(each), strict=True)
+            for chain, decided in zip(each.chains, self.problem.decided[each], strict=True)
         }
-        for chain, last, decided in chains.values():
-            self.problem.price(
+        for (chain, decided), last in chains.items():
+            self.problem.prices.price(
                 chain,
                 [
                     (degrees, setting)
@@ -165,7 +164,7 @@ class Combos:
     def _options(self, chains: ChainSet, setting: Setting) -> tuple[Options, ...]:
         limit = self.max_ranks(chains)
         found: list[Options] = []
-        decided = self.problem.decided_replicas(chains)
+        decided = self.problem.decided[chains]
         for index, chain in enumerate(chains.chains):
             last = index == len(chains.chains) - 1
             fixed = self.problem.stages.get(chain.name)
@@ -205,8 +204,10 @@ class Combos:
             if slot % dp == 0 and (setting.dp % dp == 0 or dp % setting.dp == 0)
         ]
 
-    def _group(self, chains: ChainSet, setting: Setting, options: tuple[Options, ...], *, everything: bool) -> Group:
-        key = (id(chains), *map(id, options[:-1]))
+    def _group(
+        self, chains: ChainSet, setting: Setting, options: tuple[Options, ...], *, everything: bool
+    ) -> CombinationGroup:
+        key = (chains, *options[:-1])
         if key not in self._joined:
             self._joined[key] = JoinedEncoders.of(chains, options[:-1], setting.schedule, everything=everything)
         encoders = self._joined[key]
@@ -215,7 +216,7 @@ class Combos:
         ranks = encoders.ranks[None, :] + last.ranks[:, None]
         slowest_s = np.maximum(encoders.slowest_s[None, :], last.slowest_s[:, None])
         # Stages that work on unequal microbatches at the same time wait for the largest of them.
-        uneven = 1.0 + SPREAD_COST * self.problem.spread(setting) * np.sqrt(
+        uneven = 1.0 + SPREAD_COST * self.problem.prices.spread(setting) * np.sqrt(
             np.log(last.stages + len(chains.chains) - 1)
         )
         guess_s = ((setting.num_microbatches - 1) * uneven)[:, None] * slowest_s
@@ -223,7 +224,7 @@ class Combos:
         guess_s += np.maximum(encoders.tail_s[None, :], last.tail_s[:, None])
         fits = ranks <= limit
         rows, columns = np.nonzero(fits) if everything else _best(np.where(fits, guess_s, np.inf))
-        return Group(
+        return CombinationGroup(
             chains=chains,
             setting=setting,
             options=options,

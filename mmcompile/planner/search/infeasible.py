@@ -14,8 +14,8 @@ from functools import cache, partial
 from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
-from mmcompile.planner.search.problem import OPTIMIZER_STATES, Problem
-from mmcompile.planner.search.projector_only import fresh, projector_only, trains_more
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.projector_only import projector_only, trains_more
 from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.units import format_bytes
 
@@ -232,7 +232,8 @@ def _nodes(make: Callable[[], Problem], cluster: Cluster, words: str) -> Iterato
 def _on(make: Callable[[], Problem], cluster: Cluster) -> Problem:
     """A problem on another cluster."""
     problem = make()
-    return fresh(problem, pricing=fresh(problem.pricing, cluster=cluster), num_devices=cluster.num_devices)
+    prices = replace(problem.prices, pricing=replace(problem.pricing, cluster=cluster))
+    return replace(problem, prices=prices, num_devices=cluster.num_devices)
 
 
 def _changed(
@@ -265,12 +266,12 @@ def _needs(problem: Problem) -> Iterator[str]:
     lines: list[str] = []
     state = 0
     for chain in problem.sets[0].chains:
-        priced = problem.priced(chain, Degrees(cp=problem.pricing.given_cp), setting)
-        fixed = priced.parameter_bytes + (1 + OPTIMIZER_STATES) * priced.trainable_bytes
-        needed = fixed + priced.worst_bytes
-        state += int(fixed[-1])
+        priced = problem.prices.priced(chain, Degrees(cp=problem.pricing.given_cp), setting)
+        needed = priced.state_bytes + priced.worst_bytes
+        own = int(priced.state_bytes[-1])
+        state += own
         lines.append(
-            f"  {chain.name}: {format_bytes(int(fixed[-1]))}, and {format_bytes(int(priced.worst_bytes[-1]))} of activations a "
+            f"  {chain.name}: {format_bytes(own)}, and {format_bytes(int(priced.worst_bytes[-1]))} of activations a "
             f"microbatch (recompute {setting.recompute}); biggest layer {format_bytes(int((needed[1:] - needed[:-1]).max()))}"
         )
     verdict = "more than there is" if state > together else "the activations in flight do not fit beside"

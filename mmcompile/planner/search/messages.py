@@ -39,7 +39,7 @@ def place(degrees: Sequence[Degrees], counts: Sequence[int]) -> list[tuple[int, 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Messages:
+class StageMessages:
     """Bytes and seconds of what passes between stages of priced chains."""
 
     cluster: Cluster

@@ -19,16 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.config import ScheduleKind
+from mmcompile.costmodel.comm import ring_s
 from mmcompile.planner.pricing.chains import ChainSpec
+from mmcompile.planner.pricing.priced_chain import OPTIMIZER_PASSES, PricedChain
 from mmcompile.planner.schedule.schedule import in_flight
-from mmcompile.planner.search.problem import PricedChain, Problem
+from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, Setting
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
     """Options of one chain [options]."""
 
@@ -106,7 +108,7 @@ class OptionTables:
         """
         slot = setting.samples * setting.dp  # all that other settings of the same slot could change
         key = (
-            id(chain),
+            chain,
             setting.schedule,
             setting.recompute,
             setting.num_microbatches,
@@ -136,7 +138,7 @@ class OptionTables:
             allowed = np.arange(counts.start, min(counts.stop, most + 1))
             if not len(allowed):
                 continue
-            priced = self.problem.priced(chain, degrees, setting)
+            priced = self.problem.prices.priced(chain, degrees, setting)
             slowest_s = self.slowest(priced, setting, counts.stop - 1, last=last)[allowed - 1]
             fits = np.isfinite(slowest_s)
             if not fits.all():
@@ -173,7 +175,7 @@ class OptionTables:
     def slowest(self, priced: PricedChain, setting: Setting, most: int, *, last: bool) -> Array:
         """[most]: least seconds of the slowest of 1, 2, ... stages; infinite where the memory cannot hold them."""
         flights = min(setting.num_microbatches, 2 * most + 1)
-        key = (id(priced), setting.schedule, flights, most, last)
+        key = (priced, setting.schedule, flights, most, last)
         if key not in self._slowest:
             self._slowest[key] = self._computed(priced, setting, most, last)
         return self._slowest[key]
@@ -198,11 +200,11 @@ class OptionTables:
         cluster = self.problem.cluster
         num_bytes = float(priced.trainable_bytes[-1])
         peers = degrees.cp * degrees.dp
-        update_s = (3 + 4) * num_bytes / cluster.device.memory_bytes_per_s
+        update_s = OPTIMIZER_PASSES * num_bytes / cluster.device.memory_bytes_per_s
         if peers == 1 or degrees.fsdp:
             return update_s
         link = cluster.intra if peers * degrees.tp <= cluster.devices_per_node else cluster.inter
-        return update_s + 2 * (peers - 1) / peers * num_bytes / link.bytes_per_s
+        return update_s + 2 * ring_s(num_bytes, peers, link)
 
 
 @cache

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from mmcompile.costmodel.calibration import describe_costs
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import BubbleShare, Cut, Prediction, Rejected
 from mmcompile.planner.schedule.bubbles import attribute
-from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound, Judged, describe
+from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
 from mmcompile.planner.search.candidate import Candidate, one_rank_each, stage_durations
+from mmcompile.planner.search.chain_prices import NUM_DRAWS
 from mmcompile.planner.search.combos import MAX_LISTED
-from mmcompile.planner.search.problem import NUM_DRAWS, OPTIMIZER_STATES, Problem
+from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.splitter import Splitter
 from mmcompile.units import format_bytes, format_seconds
 
 _MAX_REJECTED = 5
 
 
-def plan_of(engine: BranchAndBound, best: Judged, *, strategy: str = "auto") -> Plan:
-    """The plan of a judged candidate. Its `links` and `shared_values` are empty: they are known once stages are lowered."""
-    problem, candidate = engine.problem, best.candidate
-    setting = candidate.setting
+def plan_of(engine: BranchAndBound, best: Candidate, *, strategy: str = "auto") -> Plan:
+    """Return the plan of a judged candidate, without `links` and `shared_values`, which are known once stages are cut."""
+    problem, setting = engine.problem, best.setting
     return Plan(
         fingerprint=problem.fingerprint,
         cluster=problem.cluster,
-        chains=candidate.to_chains(),
+        chains=best.to_chains(),
         links=(),
         num_microbatches=setting.num_microbatches,
         shared_values=(),
@@ -37,23 +36,22 @@ def plan_of(engine: BranchAndBound, best: Judged, *, strategy: str = "auto") -> 
         microbatch_samples=0.0 if problem.global_batch is None else setting.samples,
         data=_data(problem),
         costs=_costs(problem),
-        cuts=tuple(cuts(candidate, engine.splitter)),
+        cuts=tuple(cuts(best, engine.splitter)),
         notes=tuple(_notes(engine, best)),
     )
 
 
-def predicted(best: Judged, lower_bound_s: float = float("inf")) -> Prediction:
+def predicted(best: Candidate, lower_bound_s: float = float("inf")) -> Prediction:
     """What the simulator says of a judged candidate.
 
     Args:
         lower_bound_s: that holds for all alternatives; it is bounded by what holds for this one.
     """
-    candidate = best.candidate
-    cluster = candidate.problem.cluster
-    devices = min(candidate.num_ranks, cluster.num_devices)
-    work_s = candidate.step_work_s
+    cluster = best.problem.cluster
+    devices = min(best.num_ranks, cluster.num_devices)
+    work_s = best.step_work_s
     if lower_bound_s == float("inf"):
-        lower_bound_s = max(work_s / devices, candidate.longest_path_s())
+        lower_bound_s = max(work_s / devices, best.longest_path_s())
     lower_bound_s = min(lower_bound_s, best.iteration_s)
     bubble = 1.0 - work_s / (devices * best.iteration_s) if best.iteration_s else 0.0
     return Prediction(
@@ -61,8 +59,8 @@ def predicted(best: Judged, lower_bound_s: float = float("inf")) -> Prediction:
         bubble=max(bubble, 0.0),
         lower_bound_s=lower_bound_s,
         gap=best.iteration_s / lower_bound_s - 1 if lower_bound_s else 0.0,
-        bubbles=_bubbles(candidate),
-        reduce_s=max(candidate.tail_s),
+        bubbles=_bubbles(best),
+        reduce_s=max(best.tail_s),
     )
 
 
@@ -127,7 +125,7 @@ def cuts(candidate: Candidate, splitter: Splitter) -> Iterator[Cut]:
             yield Cut(stage=names[index], reason=_end(candidate, stage.chain))
             continue
         own = [each for each in candidate.stages if each.chain == stage.chain]
-        priced = problem.priced(chain, candidate.degrees[stage.chain], setting)
+        priced = problem.prices.priced(chain, candidate.degrees[stage.chain], setting)
         free = splitter.table(chain, setting, candidate.degrees[stage.chain], 0, None, len(own))[len(own) - 1]
         here = f"{stage.total_s * 1e3:.4g} ms before, {after.total_s * 1e3:.4g} ms after"
         if free is None or stage.last == free.boundaries[stage.position + 1]:
@@ -136,8 +134,7 @@ def cuts(candidate: Candidate, splitter: Splitter) -> Iterator[Cut]:
         # What the stage on the fuller side would need with the layer on the other side of the cut.
         layer = stage.last if free.boundaries[stage.position + 1] > stage.last else stage.last - 1
         into = stage if layer == stage.last else after
-        fixed = priced.parameter_bytes[layer + 1] - priced.parameter_bytes[layer]
-        fixed += (1 + OPTIMIZER_STATES) * (priced.trainable_bytes[layer + 1] - priced.trainable_bytes[layer])
+        fixed = priced.state_bytes[layer + 1] - priced.state_bytes[layer]
         saved = into.in_flight * (priced.saved_bytes[layer + 1] - priced.saved_bytes[layer])
         needed = into.total_bytes + int(fixed + saved)
         if needed > limit:
@@ -162,11 +159,11 @@ def _end(candidate: Candidate, chain: int) -> str:
     return f"{name} ends here; its output enters {target.name}{where}"
 
 
-def _notes(engine: BranchAndBound, best: Judged) -> Iterator[str]:
-    problem, candidate = engine.problem, best.candidate
+def _notes(engine: BranchAndBound, best: Candidate) -> Iterator[str]:
+    problem = engine.problem
     if best.strategy != "auto":
         yield f"found by {best.strategy}"
-    if candidate.chains.colocated:
+    if best.chains.colocated:
         yield "colocated: all components in one line of stages, encoder layers before the language model's"
     if problem.workload is not None and problem.workload.stats is not None:
         yield (
@@ -182,13 +179,13 @@ def _notes(engine: BranchAndBound, best: Judged) -> Iterator[str]:
         yield f"over {MAX_LISTED:,} combinations: encoder options that others beat in ranks, slowest stage and path were left out"
 
 
-def _rejected(engine: BranchAndBound, best: Judged) -> Iterator[Rejected]:
-    problem, candidate = engine.problem, best.candidate
-    cores, ranks = problem.cluster.num_devices, candidate.num_ranks
-    if len({stage.ranks[0] for stage in candidate.stages}) < len(candidate.stages):
+def _rejected(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
+    problem = engine.problem
+    cores, ranks = problem.cluster.num_devices, best.num_ranks
+    if best.shares_ranks:
         yield Rejected(
             what="a device for every chain",
-            reason=f"{len(candidate.stages)} chains on {problem.num_devices} devices: they share, balanced by time",
+            reason=f"{len(best.stages)} chains on {problem.num_devices} devices: they share, balanced by time",
         )
     if ranks > cores:
         yield Rejected(
@@ -199,46 +196,26 @@ def _rejected(engine: BranchAndBound, best: Judged) -> Iterator[Rejected]:
     yield from _too_big(engine)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Loser:
-    seconds: float
-    text: str
-    known: bool
-    placement: str | None
-
-
-def _closest(engine: BranchAndBound, best: Judged) -> Iterator[Rejected]:
+def _closest(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
     """The closest losers, the closest of each other projector placement first."""
     many = engine.problem.global_batch is not None
-    losers = [
-        _Loser(
-            seconds=judged.iteration_s,
-            text=describe(c.chains, c.setting, c.degrees, c.counts, many=many),
-            known=True,
-            placement=c.chains.placement,
-        )
-        for judged in engine.judged
-        if judged is not best
-        for c in [judged.candidate]
-    ]
-    for seconds, group, index in sorted(engine.bounded, key=lambda item: item[0])[: 4 * _MAX_REJECTED]:
-        text = describe(group.chains, group.setting, group.degrees(index), group.counts(index), many=many)
-        losers.append(_Loser(seconds=seconds, text=text, known=False, placement=group.chains.placement))
-    losers.sort(key=lambda loser: loser.seconds)
-    own = describe(
-        best.candidate.chains, best.candidate.setting, best.candidate.degrees, best.candidate.counts, many=many
-    )
-    seen, placements = {own}, {best.candidate.chains.placement}
-    first: list[_Loser] = []
-    others: list[_Loser] = []
-    for loser in losers:
-        if loser.text in seen:
+    # (seconds, combination, whether it was simulated)
+    losers = [(own.iteration_s, own.combination, True) for own in engine.judged if own is not best]
+    bounded = sorted(engine.bounded, key=lambda item: item[0])[: 4 * _MAX_REJECTED]
+    losers += [(bound_s, group[index], False) for bound_s, group, index in bounded]
+    losers.sort(key=lambda loser: loser[0])
+    seen, placements = {best.combination.text(many=many)}, {best.chains.placement}
+    first: list[Rejected] = []
+    others: list[Rejected] = []
+    for seconds, combination, simulated in losers:
+        text, placement = combination.text(many=many), combination.chains.placement
+        if text in seen:
             continue
-        seen.add(loser.text)
-        (others if loser.placement in placements else first).append(loser)
-        placements.add(loser.placement)
-    for loser in [*first, *others][:_MAX_REJECTED]:
-        yield Rejected(what=loser.text, reason=_slower(loser, best.iteration_s))
+        seen.add(text)
+        reason = _slower(seconds, best.iteration_s, simulated=simulated)
+        (others if placement in placements else first).append(Rejected(what=text, reason=reason))
+        placements.add(placement)
+    yield from [*first, *others][:_MAX_REJECTED]
     if many and engine.bounded:
         yield Rejected(
             what=f"{len(engine.bounded):,} combinations in all",
@@ -246,11 +223,11 @@ def _closest(engine: BranchAndBound, best: Judged) -> Iterator[Rejected]:
         )
 
 
-def _slower(loser: _Loser, best_s: float) -> str:
-    seconds, more = format_seconds(loser.seconds), f"{loser.seconds / best_s - 1:.1%} more"
-    if not loser.known:
-        return f"cannot take less than {seconds}" + (f", {more}" if loser.seconds > best_s else "")
-    if loser.seconds < best_s * (1 + TOLERANCE):
+def _slower(loser_s: float, best_s: float, *, simulated: bool) -> str:
+    seconds, more = format_seconds(loser_s), f"{loser_s / best_s - 1:.1%} more"
+    if not simulated:
+        return f"cannot take less than {seconds}" + (f", {more}" if loser_s > best_s else "")
+    if loser_s < best_s * (1 + TOLERANCE):
         return f"takes {seconds}, which is no faster to {TOLERANCE:.1%}"
     return f"takes {seconds}, {more}"
 

@@ -18,8 +18,9 @@ Source: dissertation of Oobleck / Cornstarch / Entrain, Eq. 3.5 and 4.1 (there w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -27,8 +28,11 @@ from numpy.typing import NDArray
 
 from mmcompile.errors import PlanError
 
-_PER_SECOND = 10**12
-_INFINITE = np.iinfo(np.int64).max
+PER_SECOND = 10**12
+"""Picoseconds: times are whole numbers of them inside."""
+INFINITE = int(np.iinfo(np.int64).max)
+"""Time of a stage that must not be."""
+Table = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +62,101 @@ class Split:
     """Stages of a chain: stage k is layers `boundaries[k]` (included) to `boundaries[k+1]` (excluded)."""
 
     boundaries: tuple[int, ...]
-    bottleneck_s: float
-    """Seconds of the slowest stage, its sends included."""
+    bottleneck_ps: int = field(default=0, compare=False)
+    """Picoseconds of the slowest stage, its sends included; 0 where nobody computed it."""
+    variant: int = 0
+    """Index of the chain's degrees, where there are several to choose from."""
+
+    @property
+    def bottleneck_s(self) -> float:
+        return self.bottleneck_ps / PER_SECOND
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.boundaries) - 1
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         return tuple(pairwise(self.boundaries))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTables:
+    """Time and memory of every stage that a chain's layers could make. N: number of layers."""
+
+    layers: tuple[PartitionLayer, ...]
+
+    @cached_property
+    def begins(self) -> Table:
+        """[N+1]: a stage of layers i..j-1 takes `ends[j] - begins[i]` picoseconds, its sends included."""
+        return self._total - np.array([0, *(_picoseconds(layer.return_s) for layer in self.layers)])
+
+    @cached_property
+    def ends(self) -> Table:
+        return self._total + np.array([0, *(_picoseconds(layer.send_s) for layer in self.layers)])
+
+    @cached_property
+    def times(self) -> Table:
+        """[N+1, N+1]: picoseconds of a stage of layers i..j-1; infinite unless i < j."""
+        table = self.ends[None, :] - self.begins[:, None]
+        table[np.tri(len(table), dtype=np.bool_)] = INFINITE
+        return table
+
+    @cached_property
+    def working_bytes(self) -> tuple[int, ...]:
+        """Bytes that each layer alone holds while it runs."""
+        return tuple(layer.working_bytes for layer in self.layers)
+
+    def held(self, in_flight: int) -> Table:
+        """[N+1]: bytes of the first i layers with so many microbatches in flight, without their working bytes."""
+        return self._fixed + in_flight * self._saved
+
+    def held_before(self, in_flight: int) -> Table:
+        """[N+1]: part of `held` that a stage from layer i on does without; it holds `held[j] - held_before[i]`."""
+        return self.held(in_flight) - self._begin_fixed - in_flight * self._begin_saved
+
+    def needs(self, in_flight: int) -> Table:
+        """[N+1, N+1]: bytes of a stage of layers i..j-1; 0 unless i < j."""
+        table = self.held(in_flight)[None, :] - self.held_before(in_flight)[:, None] + self._most_working
+        table[np.tri(len(table), dtype=np.bool_)] = 0
+        return table
+
+    def within(self, in_flight: int, memory_bytes: int) -> Table:
+        """[N+1, N+1]: `times`, infinite where a stage needs more than the memory."""
+        if any(self.working_bytes):
+            return np.where(self.needs(in_flight) <= memory_bytes, self.times, INFINITE)
+        # Memory grows with j, so each row has one last j that fits.
+        held, before = self.held(in_flight), self.held_before(in_flight)
+        last = np.searchsorted(held, before + memory_bytes, side="right") - 1
+        return np.where(np.arange(len(held))[None, :] <= last[:, None], self.times, INFINITE)
+
+    @cached_property
+    def _total(self) -> Table:
+        return _prefix([_picoseconds(layer.seconds) for layer in self.layers])
+
+    @cached_property
+    def _fixed(self) -> Table:
+        return _prefix([layer.fixed_bytes for layer in self.layers])
+
+    @cached_property
+    def _saved(self) -> Table:
+        return _prefix([layer.saved_bytes for layer in self.layers])
+
+    @cached_property
+    def _begin_fixed(self) -> Table:
+        return np.array([*(layer.begin_fixed_bytes for layer in self.layers), 0], dtype=np.int64)
+
+    @cached_property
+    def _begin_saved(self) -> Table:
+        return np.array([*(layer.begin_saved_bytes for layer in self.layers), 0], dtype=np.int64)
+
+    @cached_property
+    def _most_working(self) -> Table:
+        """[N+1, N+1]: the largest working bytes of layers i..j-1, 0 of none."""
+        size = len(self.layers) + 1
+        table = np.zeros((size, size), dtype=np.int64)
+        table[:, 1:] = self.working_bytes
+        return np.maximum.accumulate(np.triu(table, k=1), axis=1)
 
 
 def partition(
@@ -92,94 +185,57 @@ def partition(
     """
     if not 1 <= max_stages <= len(layers):
         raise PlanError(f"cannot split {len(layers)} layers into {max_stages} stages; use 1 to {len(layers)} stages")
-    problem = _Problem.of(layers, memory_bytes, tail, num_microbatches)
-    best = [problem.cost(1)[:, -1]]
-    cuts: list[NDArray[np.int64]] = []
-    for stages_left in range(2, max_stages + 1):
-        candidates = np.maximum(problem.cost(stages_left), best[-1][None, :])
-        cut = np.argmin(candidates, axis=1)
-        best.append(candidates[np.arange(len(candidates)), cut])
-        cuts.append(cut)
-    return tuple(_split(best[k][0], cuts[:k], len(layers)) for k in range(max_stages))
+    tables = StageTables(layers=tuple(layers))
+
+    def cost(stages_left: int) -> Table:
+        in_flight = tail + stages_left
+        if num_microbatches is not None:
+            in_flight = min(in_flight, num_microbatches)
+        return tables.times if memory_bytes is None else tables.within(in_flight, memory_bytes)
+
+    return tuple(cheapest_splits(cost(stages_left) for stages_left in range(1, max_stages + 1)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Problem:
-    time: NDArray[np.int64]
-    """[N+1, N+1]: picoseconds of a stage from layer i to layer j (excluded), infinite unless i < j."""
-    fixed: NDArray[np.int64]
-    """[N+1]: fixed bytes of the first i layers."""
-    saved: NDArray[np.int64]
-    begin_fixed: NDArray[np.int64]
-    """[N+1]: fixed bytes of a stage that begins with layer i, beside those of its layers."""
-    begin_saved: NDArray[np.int64]
-    working: NDArray[np.int64] | None
-    """[N+1, N+1]: the largest working bytes of layers i..j-1; None where no layer has any."""
-    memory_bytes: int | None
-    tail: int
-    num_microbatches: int | None
+def cheapest_splits(costs: Iterable[Table]) -> Iterator[Split | None]:
+    """Yield the splits into 1, 2, ... stages whose slowest stage is fastest; None where no split is possible.
 
-    @classmethod
-    def of(
-        cls, layers: Sequence[PartitionLayer], memory_bytes: int | None, tail: int, num_microbatches: int | None
-    ) -> _Problem:
-        total = _prefix([_picoseconds(layer.seconds) for layer in layers])
-        send = np.array([0, *(_picoseconds(layer.send_s) for layer in layers)])
-        back = np.array([0, *(_picoseconds(layer.return_s) for layer in layers)])
-        time = (total + send)[None, :] - (total - back)[:, None]
-        index = np.arange(len(layers) + 1)
-        time[index[:, None] >= index[None, :]] = _INFINITE
-        return cls(
-            time=time,
-            fixed=_prefix([layer.fixed_bytes for layer in layers]),
-            saved=_prefix([layer.saved_bytes for layer in layers]),
-            begin_fixed=np.array([*(layer.begin_fixed_bytes for layer in layers), 0], dtype=np.int64),
-            begin_saved=np.array([*(layer.begin_saved_bytes for layer in layers), 0], dtype=np.int64),
-            working=_largest([layer.working_bytes for layer in layers]),
-            memory_bytes=memory_bytes,
-            tail=tail,
-            num_microbatches=num_microbatches,
-        )
+    Args:
+        costs: of the 1st, 2nd, ... stage from the chain's end: [N+1, N+1] picoseconds of layers i..j-1, infinite where they
+            must not be that stage.
+    """
+    best: Table | None = None
+    cuts: list[Table] = []
+    for cost in costs:
+        if best is None:
+            best = cost[:, -1]
+        else:
+            candidates = np.maximum(cost, best[None, :])
+            cut = np.argmin(candidates, axis=1)
+            best = candidates[np.arange(len(candidates)), cut]
+            cuts.append(cut)
+        yield _split(int(best[0]), cuts, len(cost) - 1)
 
-    def cost(self, stages_left: int) -> NDArray[np.int64]:
-        """[N+1, N+1]: cost of layers i..j-1 as the `stages_left`-th stage from the chain's end."""
-        if self.memory_bytes is None:
-            return self.time
-        in_flight = self.tail + stages_left
-        if self.num_microbatches is not None:
-            in_flight = min(in_flight, self.num_microbatches)
-        needed = self.fixed + in_flight * self.saved
-        free = self.memory_bytes - self.begin_fixed - in_flight * self.begin_saved
-        if self.working is not None:
-            fits = needed[None, :] - needed[:, None] + self.working <= free[:, None]
-            return np.where(fits, self.time, _INFINITE)
-        # Memory grows with j, so each row has one last j that fits.
-        last = np.searchsorted(needed, needed + free, side="right") - 1
-        return np.where(np.arange(len(needed))[None, :] <= last[:, None], self.time, _INFINITE)
+
+def equal_ranges(first: int, last: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Return at most `count` ranges whose sizes differ by one at most, the longer ones first."""
+    count = min(count, last - first)
+    size, longer = divmod(last - first, count)
+    ends = [first + index * size + min(index, longer) for index in range(count + 1)]
+    return tuple(zip(ends, ends[1:], strict=False))
 
 
 def _picoseconds(seconds: float) -> int:
-    return round(seconds * _PER_SECOND)
+    return round(seconds * PER_SECOND)
 
 
-def _prefix(values: Sequence[int]) -> NDArray[np.int64]:
+def _prefix(values: Sequence[int]) -> Table:
     return np.cumsum(np.array([0, *values], dtype=np.int64))
 
 
-def _largest(values: Sequence[int]) -> NDArray[np.int64] | None:
-    """[N+1, N+1]: the largest of values i..j-1, 0 of none; None if all are 0."""
-    if not any(values):
-        return None
-    size = len(values) + 1
-    table = np.zeros((size, size), dtype=np.int64)
-    table[:, 1:] = values
-    return np.maximum.accumulate(np.triu(table, k=1), axis=1)
-
-
-def _split(best: np.int64, cuts: Sequence[NDArray[np.int64]], num_layers: int) -> Split | None:
-    if best == _INFINITE:
+def _split(best_ps: int, cuts: Sequence[Table], num_layers: int) -> Split | None:
+    if best_ps == INFINITE:
         return None
     boundaries = [0]
     for cut in reversed(cuts):
         boundaries.append(int(cut[boundaries[-1]]))
-    return Split(boundaries=(*boundaries, num_layers), bottleneck_s=int(best) / _PER_SECOND)
+    return Split(boundaries=(*boundaries, num_layers), bottleneck_ps=best_ps)

@@ -1,39 +1,28 @@
-"""`Problem`: everything that a strategy reads, and what chains cost in it. It decides nothing."""
+"""`Problem`: everything that a strategy reads. A value: it decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.comm import all_reduce_s
-from mmcompile.costmodel.load import Load
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.planner.plan.plan_record import Fingerprint
 from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
-from mmcompile.planner.pricing.priced_chain import OPTIMIZER_STATES as OPTIMIZER_STATES
-from mmcompile.planner.pricing.priced_chain import Loads, price_chain
-from mmcompile.planner.pricing.priced_chain import PricedChain as PricedChain
-from mmcompile.planner.pricing.pricing import Pricing, Sharding
+from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.pricing.workload import Workload
+from mmcompile.planner.search.chain_prices import ChainPrices
 from mmcompile.planner.search.replicas import Decided, decided_replicas
-from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
-
-NUM_DRAWS = 4
-"""Steps of random samples that an expected makespan is the mean of."""
-_SEED = 0
+from mmcompile.planner.search.settings import SearchSpace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A model with its prices, where to run it, on what data, and what may be chosen."""
 
-    graph: ModelGraph
-    pricing: Pricing
+    prices: ChainPrices
+    """Of the model's chains on the cluster, at the loads of the workload."""
     sets: tuple[ChainSet, ...]
     """Ways to line up the components."""
     num_devices: int
@@ -42,8 +31,6 @@ class Problem:
     fingerprint: Fingerprint
     global_batch: int | None = None
     """Samples of a step; None: the captured batch is one microbatch."""
-    workload: Workload | None = None
-    """None: every sample is like those of the captured batch."""
     stages: Mapping[str, int] = field(default_factory=dict)
     """Chain name -> number of stages, where that is decided."""
     replicas: Mapping[str, int] = field(default_factory=dict)
@@ -58,19 +45,20 @@ class Problem:
     """(producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent."""
     beat_s: float = float("inf")
     """Candidates that take longer need not be proposed: a step of this many seconds is known."""
-    _priced: dict[tuple[object, ...], tuple[ChainSpec, PricedChain]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _decided: dict[int, tuple[ChainSet, Decided]] = field(default_factory=dict, repr=False, compare=False)
-    _means: dict[float, Mapping[str, Load]] = field(default_factory=dict, repr=False, compare=False)
-    _worst: dict[float, Mapping[str, Load]] = field(default_factory=dict, repr=False, compare=False)
-    _spread: dict[tuple[float, ...], float] = field(default_factory=dict, repr=False, compare=False)
-    _reduced: dict[tuple[int, Degrees], float] = field(default_factory=dict, repr=False, compare=False)
-    _drawn: dict[tuple[float, ...], Mapping[str, NDArray[np.float64]]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
 
-    @cached_property
+    @property
+    def graph(self) -> ModelGraph:
+        return self.prices.graph
+
+    @property
+    def pricing(self) -> Pricing:
+        return self.prices.pricing
+
+    @property
+    def workload(self) -> Workload | None:
+        return self.prices.workload
+
+    @property
     def loss_component(self) -> str:
         """The component that ends in the loss."""
         return self.graph.loss_component
@@ -79,14 +67,15 @@ class Problem:
     def cluster(self) -> Cluster:
         return self.pricing.cluster
 
-    def decided_replicas(self, chains: ChainSet) -> Decided:
-        """Replicas of each chain of one of the sets; None where the search chooses."""
-        if id(chains) not in self._decided:
-            found = decided_replicas(chains, self.replicas, follow=self.replicas_follow)
-            assert found is not None, f"{chains.chains[-1].name} and others cannot have replicas {self.replicas}"
-            # The chains are kept, so that their id stays their own.
-            self._decided[id(chains)] = (chains, found)
-        return self._decided[id(chains)][1]
+    @cached_property
+    def decided(self) -> Mapping[ChainSet, Decided]:
+        """Chain set -> replicas of each of its chains; None where the search chooses."""
+        found: dict[ChainSet, Decided] = {}
+        for chains in self.sets:
+            own = decided_replicas(chains, self.replicas, follow=self.replicas_follow)
+            assert own is not None, f"{chains.chains[-1].name} and others cannot have replicas {self.replicas}"
+            found[chains] = own
+        return found
 
     def tensor_degrees(self, chain: ChainSpec) -> tuple[int, ...]:
         """Numbers of ranks that may share the tensors of a chain."""
@@ -107,139 +96,10 @@ class Problem:
             * (number or 1)
             * min(self.tensor_degrees(chain))
             * (shards if index == last else 1)
-            for index, (chain, number) in enumerate(zip(chains.chains, self.decided_replicas(chains), strict=True))
+            for index, (chain, number) in enumerate(zip(chains.chains, self.decided[chains], strict=True))
         )
 
     def memory_bytes(self, num_ranks: int) -> int:
         """Memory of one rank; processes beyond the cores of this machine share its memory too."""
         devices = self.cluster.num_devices
         return self.cluster.device.memory_bytes * devices // max(devices, num_ranks)
-
-    def mean_load(self, component: str, setting: Setting, degrees: Degrees, *, last: bool) -> Load | None:
-        """Mean load of a slot of a replica; None where costs are known at one load only.
-
-        Args:
-            last: of the chain that ends in the loss, the replica with the most tokens (as `drawn_loads`); of others any.
-        """
-        samples = setting.samples_of(degrees)
-        if self.workload is None:
-            return self._like_captured(component, samples)
-        if last and self.workload.stats is not None:
-            tokens, squares = self.drawn_loads(setting, degrees, last=True)[component].mean(axis=(0, 1)).tolist()
-            return Load(tokens=tokens, squares=squares)
-        size = max(samples, 1.0)
-        if size not in self._means:
-            self._means[size] = self.workload.mean(size)
-        return self._means[size][component] * (samples / size)
-
-    def worst_load(self, component: str, samples: float) -> Load | None:
-        """Load of the heaviest microbatch of so many samples, at least one."""
-        if self.workload is None:
-            return self._like_captured(component, samples)
-        size = max(samples, 1.0)
-        if size not in self._worst:
-            self._worst[size] = self.workload.worst(size).loads
-        return self._worst[size][component]
-
-    def _like_captured(self, component: str, samples: float) -> Load | None:
-        if component not in self.pricing.table.loads:
-            return None
-        load = self.pricing.table.loads[component]
-        return load if samples == self.graph.num_samples else load * (samples / self.graph.num_samples)
-
-    def drawn_loads(self, setting: Setting, degrees: Degrees, *, last: bool) -> Mapping[str, NDArray[np.float64]]:
-        """Component -> [draws, microbatches, 2]: tokens and squares of a replica of a chain in random steps.
-
-        Samples are taken as they come. A step lasts as long as its slowest replica, so of the last chain's it is the one with the
-        most tokens; the replicas of other chains share the samples of a slot evenly. Empty without a dataset, where all
-        microbatches are alike.
-
-        Args:
-            last: the chain ends in the loss.
-        """
-        if self.workload is None or self.workload.stats is None:
-            return {}
-        key = (setting.num_microbatches, setting.samples, setting.dp, 0 if last else degrees.dp)
-        if key not in self._drawn:
-            steps = [self._step(setting, draw) for draw in range(NUM_DRAWS)]
-            heaviest = [int(step[self.loss_component][..., 0].sum(axis=0).argmax()) for step in steps]
-            self._drawn[key] = {
-                name: np.stack(
-                    [
-                        step[name][:, slowest] if last else step[name].sum(axis=1) / degrees.dp
-                        for step, slowest in zip(steps, heaviest, strict=True)
-                    ]
-                )
-                for name in steps[0]
-            }
-        return self._drawn[key]
-
-    def spread(self, setting: Setting) -> float:
-        """How unequal the microbatches of the last chain are: standard deviation over mean of their tokens."""
-        key = (setting.num_microbatches, setting.samples, setting.dp)
-        if key not in self._spread:
-            loads = self.drawn_loads(setting, Degrees(dp=setting.dp), last=True)
-            self._spread[key] = 0.0
-            if loads:
-                tokens = loads[self.loss_component][..., 0]
-                mean = np.maximum(tokens.mean(axis=1), 1e-9)
-                self._spread[key] = float((tokens.std(axis=1) / mean).mean())
-        return self._spread[key]
-
-    def all_reduce_s(self, num_bytes: int, degrees: Degrees) -> float:
-        """Seconds in which all ranks that hold the same parameters add up so many bytes of gradients."""
-        key = (num_bytes, degrees)
-        if key not in self._reduced:
-            peers = degrees.cp * degrees.dp
-            together = self.cluster.together(peers, degrees.tp)
-            self._reduced[key] = all_reduce_s(num_bytes, peers, self.cluster, ranks_in_a_node=together)
-        return self._reduced[key]
-
-    def _step(self, setting: Setting, draw: int) -> Mapping[str, NDArray[np.float64]]:
-        """Component -> [microbatches, replicas of the last chain, 2]."""
-        key = (setting.num_microbatches, setting.samples, setting.dp, -1.0 - draw)
-        if key not in self._drawn:
-            assert self.workload is not None
-            count = setting.num_microbatches * setting.dp
-            loads = self.workload.draw(count, setting.samples, seed=_SEED + draw)
-            self._drawn[key] = {
-                name: np.stack([rows, loads.squares[name]], axis=-1).reshape(setting.num_microbatches, setting.dp, 2)
-                for name, rows in loads.tokens.items()
-            }
-        return self._drawn[key]
-
-    def priced(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> PricedChain:
-        """What a chain's layers take and hold, for one replica of it. Computed once for each load and sharding."""
-        key = self._key(chain, degrees, setting)
-        if key not in self._priced:
-            self.price(chain, [(degrees, setting)])
-        return self._priced[key][1]
-
-    def price(self, chain: ChainSpec, ways: Iterable[tuple[Degrees, Setting]]) -> None:
-        """Do many of `priced` at once, which is several times faster."""
-        new: dict[Sharding, dict[tuple[object, ...], tuple[Degrees, Setting]]] = {}
-        for degrees, setting in ways:
-            key = self._key(chain, degrees, setting)
-            if key not in self._priced:
-                new.setdefault(degrees.sharding(setting.recompute), {}).setdefault(key, (degrees, setting))
-        for sharding, missing in new.items():
-            loads = [self.loads_of(chain, degrees, setting) for degrees, setting in missing.values()]
-            for key, priced in zip(missing, price_chain(self.pricing, chain, sharding, loads), strict=True):
-                # The chain is kept with its prices, so that its id stays its own.
-                self._priced[key] = (chain, priced)
-
-    def loads_of(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> Loads:
-        """Mean and worst load of each component of a chain."""
-        last = self.loss_component in chain.components
-        return {
-            name: (
-                self.mean_load(name, setting, degrees, last=last),
-                self.worst_load(name, setting.samples_of(degrees)),
-            )
-            for name in chain.components
-        }
-
-    def _key(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> tuple[object, ...]:
-        drawn = self.workload is not None and self.workload.stats is not None
-        loads = (setting.num_microbatches, setting.dp) if drawn and self.loss_component in chain.components else ()
-        return id(chain), degrees.sharding(setting.recompute), setting.samples_of(degrees), loads

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
-from mmcompile.costmodel.compute import layer_times
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.planner.pricing.chains import ChainLayer, ChainSet
-from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.search.problem import Problem
-
-_ValueT = TypeVar("_ValueT", Problem, Pricing)
 
 
 def trains_more(problem: Problem) -> bool:
@@ -39,15 +33,8 @@ def projector_only(problem: Problem) -> Problem:
     finally:
         GradientFlow().run(graph)
         Cost().run(graph)
-    pricing = fresh(problem.pricing, table=table)
-    sets = tuple(_priced_anew(chains, pricing) for chains in problem.sets)
-    return fresh(problem, graph=frozen, pricing=pricing, sets=sets)
-
-
-def fresh(value: _ValueT, **changes: Any) -> _ValueT:
-    """A dataclass with some fields changed and nothing remembered of what it computed: private fields start anew."""
-    kept = {field.name: getattr(value, field.name) for field in fields(value) if not field.name.startswith("_")}
-    return type(value)(**{**kept, **changes})
+    pricing = replace(problem.pricing, table=table)
+    return replace(problem, prices=replace(problem.prices, graph=frozen, pricing=pricing))
 
 
 def _projectors(problem: Problem) -> set[str]:
@@ -60,12 +47,3 @@ def _projectors(problem: Problem) -> set[str]:
         for name in layer.parameters
     }
     return {spec.name for spec in problem.graph.parameters if not named.isdisjoint((spec.name, *spec.aliases))}
-
-
-def _priced_anew(chains: ChainSet, pricing: Pricing) -> ChainSet:
-    def priced(layer: ChainLayer) -> ChainLayer:
-        cost = pricing.table[layer.component][layer.index]
-        return replace(layer, cost=cost, times=layer_times(cost, pricing.cluster.device, pricing.dtype))
-
-    specs = (replace(chain, layers=tuple(map(priced, chain.layers))) for chain in chains.chains)
-    return replace(chains, chains=tuple(specs))

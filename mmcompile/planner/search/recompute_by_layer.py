@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +18,13 @@ from numpy.typing import NDArray
 from mmcompile.config import Recompute
 from mmcompile.planner.plan.constraints import Constraint, MemoryCap
 from mmcompile.planner.pricing.priced_chain import PricedChain, price_chain
-from mmcompile.planner.search.branch_and_bound import FINALISTS, TOLERANCE, BranchAndBound, Judged
+from mmcompile.planner.search.branch_and_bound import FINALISTS, TOLERANCE, BranchAndBound
 from mmcompile.planner.search.candidate import Candidate, CandidateStage
 from mmcompile.planner.search.recompute_choice import LayerWays, Modes, StageChoices, Way, cheapest
 from mmcompile.planner.search.settings import RECOMPUTES
 
 
-def by_layer(engine: BranchAndBound, best: Judged, constraints: Sequence[Constraint] = ()) -> Judged:
+def by_layer(engine: BranchAndBound, best: Candidate, constraints: Sequence[Constraint] = ()) -> Candidate:
     """The fastest of what a search found, with recomputation chosen layer by layer; what was found before if that is as good.
 
     Args:
@@ -45,9 +46,9 @@ def by_layer(engine: BranchAndBound, best: Judged, constraints: Sequence[Constra
     return best
 
 
-def _judged(engine: BranchAndBound, judged: Judged, constraints: Sequence[Constraint] = ()) -> Judged:
-    candidate = relaxed(judged.candidate, constraints)
-    if candidate is judged.candidate:
+def _judged(engine: BranchAndBound, judged: Candidate, constraints: Sequence[Constraint] = ()) -> Candidate:
+    candidate = relaxed(judged, constraints)
+    if candidate is judged:
         return judged
     engine.judge([candidate], judged.strategy)
     return engine.judged[-1]
@@ -94,46 +95,14 @@ def _cap(candidate: Candidate, index: int, constraints: Sequence[Constraint]) ->
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Priced:
-    """A chain in one mode, by layer."""
-
-    input_grad_s: NDArray[np.float64]
-    weight_grad_s: NDArray[np.float64]
-    total_s: NDArray[np.float64]
-    saved_bytes: NDArray[np.int64]
-    worst_bytes: NDArray[np.int64]
-    working_bytes: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, priced: PricedChain) -> _Priced:
-        return cls(
-            input_grad_s=np.diff(priced.input_grad_s),
-            weight_grad_s=np.diff(priced.weight_grad_s),
-            total_s=np.diff(priced.total_s),
-            saved_bytes=np.diff(priced.saved_bytes),
-            worst_bytes=np.diff(priced.worst_bytes),
-            working_bytes=priced.working_bytes,
-        )
-
-    def way(self, layer: int, mode: Recompute | None, in_flight: int) -> Way:
-        held = self.worst_bytes[layer] + (in_flight - 1) * self.saved_bytes[layer] if in_flight else 0
-        return Way(
-            mode=mode,
-            num_bytes=int(held),
-            working_bytes=int(self.working_bytes[layer]) if in_flight else 0,
-            seconds=float(self.total_s[layer]),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _PricedModes:
     """A chain in every mode."""
 
     backward: NDArray[np.bool_]
     """[layers]: whether there is something to win."""
-    kept: _Priced
+    kept: PricedChain
     """Nothing of the stage computed again."""
-    mixed: dict[Recompute, _Priced]
+    mixed: dict[Recompute, PricedChain]
     """Some of the stage computed again."""
     shared_bytes: NDArray[np.int64]
     """[layers]: for backward beside, in every mode, of a stage that begins with the layer; by the mean microbatch."""
@@ -143,16 +112,16 @@ class _PricedModes:
     def of(cls, candidate: Candidate, chain: int) -> _PricedModes:
         problem, spec, degrees = candidate.problem, candidate.chains.chains[chain], candidate.degrees[chain]
         setting = candidate.setting
-        loads = problem.loads_of(spec, degrees, setting)
+        loads = problem.prices.loads_of(spec, degrees, setting)
 
-        def priced(mode: Recompute) -> _Priced:
+        def priced(mode: Recompute) -> PricedChain:
             sharding = replace(degrees.sharding(mode), mixed=True)
-            return _Priced.of(price_chain(problem.pricing, spec, sharding, [loads])[0])
+            return price_chain(problem.pricing, spec, sharding, [loads])[0]
 
-        kept = problem.priced(spec, degrees, replace(setting, recompute="none"))
+        kept = problem.prices.priced(spec, degrees, replace(setting, recompute="none"))
         return cls(
             backward=np.diff(kept.backward) > 0,
-            kept=_Priced.of(kept),
+            kept=kept,
             mixed={mode: priced(mode) for mode in RECOMPUTES},
             shared_bytes=kept.shared_bytes,
             worst_shared_bytes=kept.worst_shared_bytes,
@@ -170,13 +139,13 @@ class _PricedModes:
         layers = range(stage.first, stage.last)
         return StageChoices(
             mixed=[self._ways(layer, stage.in_flight) for layer in layers],
-            kept=[(self.kept.way(layer, self._mode(layer, "none"), stage.in_flight),) for layer in layers],
+            kept=[(_way(self.kept, layer, self._mode(layer, "none"), stage.in_flight),) for layer in layers],
             limit_bytes=limit_bytes - self.fixed_bytes(stage),
         )
 
     def _ways(self, layer: int, in_flight: int) -> LayerWays:
         modes = RECOMPUTES if self.backward[layer] else ("none",)
-        return tuple(self.mixed[mode].way(layer, self._mode(layer, mode), in_flight) for mode in modes)
+        return tuple(_way(self.mixed[mode], layer, self._mode(layer, mode), in_flight) for mode in modes)
 
     def _mode(self, layer: int, mode: Recompute) -> Recompute | None:
         return mode if self.backward[layer] else None
@@ -190,12 +159,30 @@ class _PricedModes:
         ]
         return replace(
             stage,
-            input_grad_s=float(sum(priced.input_grad_s[layer] for priced, layer in own)),
-            weight_grad_s=float(sum(priced.weight_grad_s[layer] for priced, layer in own)),
-            saved_bytes=int(sum(priced.saved_bytes[layer] for priced, layer in own) + self.shared_bytes[stage.first]),
+            input_grad_s=float(sum(_one(priced.input_grad_s, layer) for priced, layer in own)),
+            weight_grad_s=float(sum(_one(priced.weight_grad_s, layer) for priced, layer in own)),
+            saved_bytes=int(
+                sum(_one(priced.saved_bytes, layer) for priced, layer in own) + self.shared_bytes[stage.first]
+            ),
             worst_bytes=int(
-                sum(priced.worst_bytes[layer] for priced, layer in own) + self.worst_shared_bytes[stage.first]
+                sum(_one(priced.worst_bytes, layer) for priced, layer in own) + self.worst_shared_bytes[stage.first]
             ),
             working_bytes=int(max(priced.working_bytes[layer] for priced, layer in own)),
             modes=modes,
         )
+
+
+def _way(priced: PricedChain, layer: int, mode: Recompute | None, in_flight: int) -> Way:
+    """Return what one layer of a chain priced in one mode takes and holds."""
+    held = _one(priced.worst_bytes, layer) + (in_flight - 1) * _one(priced.saved_bytes, layer) if in_flight else 0
+    return Way(
+        mode=mode,
+        num_bytes=int(held),
+        working_bytes=int(priced.working_bytes[layer]) if in_flight else 0,
+        seconds=float(_one(priced.total_s, layer)),
+    )
+
+
+def _one(running: NDArray[Any], layer: int) -> Any:
+    """Return the layer's part of a running sum."""
+    return running[layer + 1] - running[layer]

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import networkx as nx
 
-from mmcompile.errors import PlanError
 from mmcompile.planner.pricing.chains import ChainSet
 
 Decided = tuple[int | None, ...]
@@ -50,31 +49,3 @@ def _named(chains: ChainSet, tower: Sequence[int], wanted: Mapping[str, int]) ->
     for index in tower:
         chain = chains.chains[index]
         yield from (number for name, number in wanted.items() if name == chain.name or name in chain.components)
-
-
-def with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follow: bool) -> list[ChainSet]:
-    """The chain sets that can have the replicas wanted.
-
-    Raises:
-        PlanError: a name that is neither of a chain nor of a component, a number below 1, or none can.
-    """
-    names = dict.fromkeys(name for each in sets for chain in each.chains for name in (chain.name, *chain.components))
-    for name, number in wanted.items():
-        if name not in names:
-            raise PlanError(
-                f"no chain {name!r} to give {number} replicas; chains and components are {', '.join(names)}"
-            )
-        if number < 1:
-            raise PlanError(f"{name} cannot have {number} replicas; give 1 or more")
-    fitting = [chains for chains in sets if decided_replicas(chains, wanted, follow=follow) is not None]
-    if not fitting:
-        asked = ", ".join(f"{name} {number}" for name, number in wanted.items())
-        towers = " | ".join(
-            ", ".join("+".join(chains.chains[index].name for index in tower) for tower in towers_of(chains))
-            for chains in sets
-        )
-        raise PlanError(
-            f"no placement gives {asked} replicas: chains that lead from one encoder to the language model have equally many, "
-            f"and so have components of one chain; they are {towers}"
-        )
-    return fitting

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,7 @@ from mmcompile.costmodel.load import Load, Polynomial
 from mmcompile.planner.plan.geometry import Geometry
 from mmcompile.planner.plan.plan_record import SampleRate
 from mmcompile.planner.pricing.chains import ChainSpec
-from mmcompile.planner.pricing.pricing import Pricing, Sharding
+from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 from mmcompile.planner.search.candidate import Candidate
 
 
@@ -32,47 +31,45 @@ def sample_rates(
         last = problem.loss_component in chain.components
         shardings = [degrees.sharding(mode) for mode in candidate.modes_of(number)]
         for component in chain.components:
-            load = problem.mean_load(component, setting, degrees, last=last)
+            load = problem.prices.mean_load(component, setting, degrees, last=last)
             if load is None:
                 load = pricing.table.loads[component] * (setting.samples_of(degrees) / problem.graph.num_samples)
             if load.tokens <= 0:
                 load = pricing.table.captured_loads[component]
-            slope = _Slope.of(pricing, chain, component, load, shardings)
+            seconds, activation_bytes = _values(pricing, chain, component, load, shardings)
             found.append(
                 SampleRate(
                     chain=chain.name,
                     geometry=geometries[component],
-                    seconds=_polynomial(slope.seconds, load),
-                    activation_bytes=_polynomial(slope.activation_bytes, load),
+                    seconds=_polynomial(seconds, load),
+                    activation_bytes=_polynomial(activation_bytes, load),
                 )
             )
     return tuple(found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Slope:
-    """Values [3] of all layers of a component in a chain: at a load, with twice the tokens, with twice the squares."""
+def _values(
+    pricing: Pricing, chain: ChainSpec, component: str, at: Load, shardings: Sequence[LayerSharding]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return seconds [3] and activation bytes [3] of a component's layers: at a load, at twice its tokens, at twice its squares.
 
-    seconds: NDArray[np.float64]
-    activation_bytes: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, pricing: Pricing, chain: ChainSpec, component: str, at: Load, shardings: Sequence[Sharding]) -> _Slope:
-        """`shardings`: of each layer of the chain."""
-        tokens, squares = at.tokens * np.array([1.0, 2.0, 1.0]), at.squares * np.array([1.0, 1.0, 2.0])
-        seconds, saved = np.zeros(3), np.zeros(3)
-        layers = zip(chain.layers, shardings, strict=True)
-        own = [(layer.index, layer.share, sharding) for layer, sharding in layers if layer.component == component]
-        for share, sharding in dict.fromkeys((share, sharding) for _, share, sharding in own):
-            each, sizes = pricing.bulk(component, tokens * share, squares * share, sharding)
-            group = pricing.groups(component)[[index for index, *kind in own if tuple(kind) == (share, sharding)]]
-            seconds += each[group].sum(axis=(0, 2))
-            saved += sizes.activation[group].sum(axis=0)
-        return cls(seconds=seconds, activation_bytes=saved)
+    Args:
+        shardings: of each layer of the chain.
+    """
+    tokens, squares = at.tokens * np.array([1.0, 2.0, 1.0]), at.squares * np.array([1.0, 1.0, 2.0])
+    seconds, saved = np.zeros(3), np.zeros(3)
+    layers = zip(chain.layers, shardings, strict=True)
+    own = [(layer.index, layer.share, sharding) for layer, sharding in layers if layer.component == component]
+    for share, sharding in dict.fromkeys((share, sharding) for _, share, sharding in own):
+        each, sizes = pricing.bulk(component, tokens * share, squares * share, sharding)
+        group = pricing.groups(component)[[index for index, *kind in own if tuple(kind) == (share, sharding)]]
+        seconds += each[group].sum(axis=(0, 2))
+        saved += sizes.activation[group].sum(axis=0)
+    return seconds, saved
 
 
 def _polynomial(values: NDArray[np.float64], at: Load) -> Polynomial:
-    """Through the values of a slope. More rows never cost less: what rounding makes of nothing is nothing."""
+    """Return the polynomial through the values of `_values`. More rows never cost less; rounding errors below 0 are dropped."""
     by_tokens, by_squares = (max(float(value - values[0]), 0.0) for value in values[1:])
     return Polynomial(
         fixed=float(values[0]) - by_tokens - by_squares,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mmcompile.config import EncoderPlacement, Recompute, ScheduleKind
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import PlanError
-from mmcompile.planner.pricing.pricing import Sharding
+from mmcompile.planner.pricing.chains import ChainSet
+from mmcompile.planner.pricing.pricing import LayerSharding
 
 SCHEDULES: tuple[ScheduleKind, ...] = ("1f1b", "zb-h1", "eager-1f1b", "gpipe")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -33,8 +34,8 @@ class Degrees:
         """Ranks of one stage of all replicas."""
         return self.tp * self.cp * self.dp
 
-    def sharding(self, recompute: Recompute) -> Sharding:
-        return Sharding(tp=self.tp, cp=self.cp, fsdp=self.dp if self.fsdp else 1, recompute=recompute)
+    def sharding(self, recompute: Recompute) -> LayerSharding:
+        return LayerSharding(tp=self.tp, cp=self.cp, fsdp=self.dp if self.fsdp else 1, recompute=recompute)
 
     def __str__(self) -> str:
         words = [f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp)) if size > 1]
@@ -57,6 +58,45 @@ class Setting:
     def samples_of(self, degrees: Degrees) -> float:
         """Samples of a slot of one replica of a chain: those of all replicas of the last chain are shared evenly."""
         return self.samples * self.dp / degrees.dp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """Everything of a candidate but its cuts and the ranks of its stages."""
+
+    chains: ChainSet
+    setting: Setting
+    degrees: tuple[Degrees, ...]
+    """Degrees of each chain."""
+    counts: tuple[int, ...]
+    """Number of stages of each chain."""
+    guess_s: float = field(default=0.0, compare=False)
+    """Rough seconds of a step, where combinations are ordered by them."""
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(own.ranks * count for own, count in zip(self.degrees, self.counts, strict=True))
+
+    def text(self, *, many: bool) -> str:
+        """Return the combination in a few words, for lists of alternatives.
+
+        Args:
+            many: microbatches are chosen, so they are named.
+        """
+        each = ", ".join(
+            f"{chain.name} {count}" + (f" ({own})" if str(own) else "")
+            for chain, count, own in zip(self.chains.chains, self.counts, self.degrees, strict=True)
+        )
+        setting = self.setting
+        words = [
+            f"projector {self.chains.placement}" if self.chains.placement else "",
+            "colocated" if self.chains.colocated else "",
+            setting.schedule if setting.schedule != "1f1b" else "",
+            f"recompute {setting.recompute}" if setting.recompute != "none" else "",
+            f"{setting.num_microbatches} microbatches" if many else "",
+        ]
+        kept = ", ".join(filter(None, words))
+        return f"{each} ({kept})" if kept else each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mmcompile.costmodel.comm import p2p_seconds
-from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
+from mmcompile.planner.pricing.chains import ChainSpec
+from mmcompile.planner.pricing.priced_chain import PricedChain
 from mmcompile.planner.search.candidate import Ranges, holder
 from mmcompile.planner.search.partition import PartitionLayer, Split, partition
-from mmcompile.planner.search.problem import OPTIMIZER_STATES, PricedChain, Problem
-from mmcompile.planner.search.settings import Degrees, Setting
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,26 +22,19 @@ class Splitter:
     problem: Problem
     _tables: dict[tuple[object, ...], tuple[Split | None, ...]] = field(default_factory=dict, repr=False)
 
-    def parts(
-        self,
-        chains: ChainSet,
-        setting: Setting,
-        degrees: Sequence[Degrees],
-        counts: Sequence[int],
-        memory_bytes: int | None,
-    ) -> list[Ranges] | int:
+    def parts(self, combination: Combination, memory_bytes: int | None) -> list[Ranges] | int:
         """Layer ranges of each chain's stages; or the index of a chain that does not fit the memory in so many stages.
 
         Chains near the loss come first: they set the distance to it, and so the microbatches in flight, of the others.
 
         Args:
-            counts: stages of each chain.
             memory_bytes: of one stage; None for no limit.
         """
+        chains, setting, counts = combination.chains, combination.setting, combination.counts
         parts: list[Ranges] = [()] * len(counts)
         tails = [0] * len(counts)  # stages between the end of each chain and the loss
         for chain in reversed(range(len(counts))):
-            spec, own = chains.chains[chain], degrees[chain]
+            spec, own = chains.chains[chain], combination.degrees[chain]
             split = self.table(spec, setting, own, tails[chain], memory_bytes, counts[chain])[counts[chain] - 1]
             if split is None:
                 return chain
@@ -68,12 +61,12 @@ class Splitter:
         """
         most = min(len(chain.layers), max(max_stages, self._most(degrees)))
         flights = min(setting.num_microbatches, tail + most)
-        priced = self.problem.priced(chain, degrees, setting)
+        priced = self.problem.prices.priced(chain, degrees, setting)
         if not priced.saved_bytes[-1]:
             tail = flights = 0  # nothing is kept: the distance to the loss does not matter
-        key = (id(priced), degrees, setting.schedule, flights, tail, memory_bytes, most)
+        key = (priced, degrees, setting.schedule, flights, tail, memory_bytes, most)
         if key not in self._tables:
-            layers, limit, flights = _scheduled(self.layers(priced, degrees), priced, setting, flights, memory_bytes)
+            layers, limit, flights = _scheduled(self.layers(priced, degrees), setting, flights, memory_bytes)
             self._tables[key] = partition(layers, most, memory_bytes=limit, tail=tail, num_microbatches=flights)
         return self._tables[key]
 
@@ -89,8 +82,9 @@ class Splitter:
         backward = np.diff(priced.backward).tolist()
         saved = np.diff(priced.saved_bytes)
         extra = np.diff(priced.worst_bytes) - saved
-        fixed = np.diff(priced.parameter_bytes) + (1 + OPTIMIZER_STATES) * np.diff(priced.trainable_bytes) + extra
+        fixed = np.diff(priced.state_bytes) + extra
         begin_extra = priced.worst_shared_bytes - priced.shared_bytes
+        working = priced.working_bytes.tolist()
         sends = [p2p_seconds(num_bytes, link) for num_bytes in priced.output_bytes.tolist()]
         return [
             PartitionLayer(
@@ -99,6 +93,7 @@ class Splitter:
                 saved_bytes=int(saved[index]),
                 begin_fixed_bytes=int(begin_extra[index]),
                 begin_saved_bytes=int(priced.shared_bytes[index]),
+                working_bytes=working[index],
                 send_s=sends[index],
                 return_s=sends[index] if backward[index] else 0.0,
             )
@@ -107,7 +102,7 @@ class Splitter:
 
 
 def _scheduled(
-    layers: list[PartitionLayer], priced: PricedChain, setting: Setting, flights: int, memory_bytes: int | None
+    layers: list[PartitionLayer], setting: Setting, flights: int, memory_bytes: int | None
 ) -> tuple[list[PartitionLayer], int | None, int]:
     """Layers, memory limit and microbatches in flight such that 1F1B's `min(depth + 1, n)` counts as the schedule's.
 
@@ -115,21 +110,18 @@ def _scheduled(
     """
     if memory_bytes is None:
         return layers, None, flights
-    working = priced.working_bytes.tolist()
-    least = min(working)
+    least = min(layer.working_bytes for layer in layers)
     times, less, flights = _in_flight(setting, flights)
     layers = [
-        PartitionLayer(
-            seconds=layer.seconds,
+        replace(
+            layer,
             fixed_bytes=layer.fixed_bytes - less * layer.saved_bytes,
             saved_bytes=times * layer.saved_bytes,
             begin_fixed_bytes=layer.begin_fixed_bytes - less * layer.begin_saved_bytes,
             begin_saved_bytes=times * layer.begin_saved_bytes,
-            working_bytes=own - least,
-            send_s=layer.send_s,
-            return_s=layer.return_s,
+            working_bytes=layer.working_bytes - least,
         )
-        for layer, own in zip(layers, working, strict=True)
+        for layer in layers
     ]
     return layers, memory_bytes - least, flights
 

@@ -27,13 +27,13 @@ import numpy as np
 
 from mmcompile.errors import PlanError
 from mmcompile.planner.pricing.chains import ChainEdge, ChainLayer, ChainSet, ChainSpec
+from mmcompile.planner.pricing.priced_chain import PricedChain
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
-from mmcompile.planner.search.branch_and_bound import describe
 from mmcompile.planner.search.candidate import Candidate, Ranges, Strategy, assemble
 from mmcompile.planner.search.combos import SPREAD_COST, Combos
 from mmcompile.planner.search.options import OptionTables
-from mmcompile.planner.search.partition import PartitionLayer, Split, partition
-from mmcompile.planner.search.problem import PricedChain, Problem
+from mmcompile.planner.search.partition import PartitionLayer, Split, equal_ranges, partition
+from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, Setting
 from mmcompile.units import format_bytes
 
@@ -111,7 +111,9 @@ class Frame:
     def bound_s(self) -> float:
         """Of a step: all layers once a microbatch, spread evenly over the stages."""
         chains = self.lines.apart[0].chains
-        each_s = sum(float(self.problem.priced(chain, self.degrees, self.setting).total_s[-1]) for chain in chains)
+        each_s = sum(
+            float(self.problem.prices.priced(chain, self.degrees, self.setting).total_s[-1]) for chain in chains
+        )
         return self.setting.num_microbatches * each_s / self.num_stages
 
     @property
@@ -120,11 +122,11 @@ class Frame:
 
         What all stages hold together is compared with the memory of all; where that is too much, the guess is far up.
         """
-        priced = [self.problem.priced(chain, self.degrees, self.setting) for chain in self.lines.apart[0].chains]
+        priced = [self.problem.prices.priced(chain, self.degrees, self.setting) for chain in self.lines.apart[0].chains]
         count = self.setting.num_microbatches
         stages = min(self.num_stages, sum(len(chain.layers) for chain in self.lines.apart[0].chains))
         each_s = sum(float(own.total_s[-1]) for own in priced)
-        uneven = 1.0 + SPREAD_COST * self.problem.spread(self.setting) * sqrt(log(stages))
+        uneven = 1.0 + SPREAD_COST * self.problem.prices.spread(self.setting) * sqrt(log(stages))
         held = sum(own.held_bytes(stages, count) for own in priced)
         tight = 1.0 if held <= stages * self.problem.memory_bytes(1) else 1000.0
         return tight * each_s * (1.0 + (count - 1) * uneven / stages)
@@ -137,7 +139,7 @@ class Frame:
 
     def splits(self, chain: ChainSpec, max_stages: int) -> tuple[Split, ...]:
         """Best splits of a chain into 1, 2, ... stages by forward time alone."""
-        priced = self.problem.priced(chain, self.degrees, self.setting)
+        priced = self.problem.prices.priced(chain, self.degrees, self.setting)
         most = max(1, min(max_stages, len(chain.layers)))
         return tuple(split for split in partition(_by_forward(priced), most) if split is not None)
 
@@ -283,12 +285,12 @@ def _replicated(frame: Frame) -> Iterator[Candidate]:
 
 def _equal_layers(frame: Frame) -> Iterator[Candidate]:
     line = frame.lines.line
-    yield frame.assemble(line, [_equal_ranges(0, len(line.chains[0].layers), frame.num_stages)])
+    yield frame.assemble(line, [equal_ranges(0, len(line.chains[0].layers), frame.num_stages)])
 
 
 def _pinned(frame: Frame) -> Iterator[Candidate]:
     offset = len(frame.lines.encoders.layers)
-    ranges = _equal_ranges(offset, offset + len(frame.lines.language.layers), frame.num_stages)
+    ranges = equal_ranges(offset, offset + len(frame.lines.language.layers), frame.num_stages)
     yield frame.assemble(frame.lines.line, [((0, ranges[0][1]), *ranges[1:])])
 
 
@@ -316,21 +318,11 @@ def _by_forward(priced: PricedChain) -> list[PartitionLayer]:
     return [PartitionLayer(seconds=seconds) for seconds in np.diff(priced.forward_s).tolist()]
 
 
-def _equal_ranges(first: int, last: int, count: int) -> tuple[tuple[int, int], ...]:
-    """At most `count` ranges whose sizes differ by one at most, the longer ones first."""
-    count = min(count, last - first)
-    size, longer = divmod(last - first, count)
-    ends = [first + index * size + min(index, longer) for index in range(count + 1)]
-    return tuple(zip(ends, ends[1:], strict=False))
-
-
 def _nothing_fits(name: str, problem: Problem, smallest: Candidate | None) -> str:
     if smallest is None:
         least = min(len(chains.chains) for chains in Lines(problem=problem).apart) * min(problem.space.tp)
         return f"strategy {name} finds no layout on {problem.num_devices} devices of {problem.cluster}; it needs {least} or more"
-    what = describe(
-        smallest.chains, smallest.setting, smallest.degrees, smallest.counts, many=problem.global_batch is not None
-    )
+    what = smallest.combination.text(many=problem.global_batch is not None)
     return (
         f"strategy {name} fits no layout: the smallest ({what}) needs {format_bytes(max(smallest.rank_bytes))} on one "
         f"device, {problem.cluster} has {format_bytes(problem.memory_bytes(smallest.num_ranks))}; allow more recomputation or "

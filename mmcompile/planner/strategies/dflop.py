@@ -27,8 +27,9 @@ from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.combos import Combos
 from mmcompile.planner.search.options import Array, Index, OptionTables
-from mmcompile.planner.search.problem import OPTIMIZER_STATES, Problem
-from mmcompile.planner.search.settings import Degrees, Setting
+from mmcompile.planner.search.partition import equal_ranges
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 _MAX_TRIED = 64
 """Best by its own estimate that are held against our memory model."""
@@ -61,30 +62,22 @@ class _Module:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    makespan_s: float
-    setting: Setting
-    degrees: tuple[Degrees, Degrees]
-    pp: tuple[int, int]
-
-
 def dflop(problem: Problem) -> Sequence[Candidate]:
     """The candidate of Algorithm 1; none for a model without encoders, or with nothing that fits."""
     pairs = [chains for chains in problem.sets if len(chains.chains) == 2]
     if not pairs:
         return ()
     chains = pairs[0]
-    found = sorted(_configurations(problem, chains), key=lambda each: each.makespan_s)
+    found = sorted(_configurations(problem, chains), key=lambda each: each.guess_s)
     for each in found[:_MAX_TRIED]:
-        parts = [_equal(len(chain.layers), pp) for chain, pp in zip(chains.chains, each.pp, strict=True)]
+        parts = [equal_ranges(0, len(chain.layers), pp) for chain, pp in zip(chains.chains, each.counts, strict=True)]
         candidate = assemble(problem, chains, each.setting, each.degrees, parts)
         if max(candidate.rank_bytes) <= problem.memory_bytes(candidate.num_ranks):
             return (candidate,)
     return ()
 
 
-def _configurations(problem: Problem, chains: ChainSet) -> Iterator[_Found]:
+def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
     """The best few of each setting."""
     combos = Combos(problem=problem, tables=OptionTables(problem=problem))
     limit = problem.memory_bytes(1)
@@ -92,7 +85,7 @@ def _configurations(problem: Problem, chains: ChainSet) -> Iterator[_Found]:
 
     def module(chain: ChainSpec, setting: Setting, choices: tuple[Degrees, ...]) -> _Module:
         drawn = (setting.num_microbatches, setting.dp) if chain is chains.chains[-1] else ()
-        key = (id(chain), choices, setting.samples * setting.dp, setting.recompute, drawn)
+        key = (chain, choices, setting.samples * setting.dp, setting.recompute, drawn)
         if key not in modules:
             modules[key] = _module(problem, chain, setting, choices)
         return modules[key]
@@ -115,11 +108,12 @@ def _configurations(problem: Problem, chains: ChainSet) -> Iterator[_Found]:
         rows, columns = np.nonzero(fits)
         for index in np.argsort(makespan_s[rows, columns], kind="stable")[:8].tolist():
             row, column = int(rows[index]), int(columns[index])
-            yield _Found(
-                makespan_s=float(makespan_s[row, column]),
+            yield Combination(
+                chains=chains,
+                guess_s=float(makespan_s[row, column]),
                 setting=setting,
                 degrees=(encoder.degrees[encoder.which[row]], language.degrees[language.which[column]]),
-                pp=(int(encoder.pp[row]), int(language.pp[column])),
+                counts=(int(encoder.pp[row]), int(language.pp[column])),
             )
 
 
@@ -129,8 +123,8 @@ def _module(problem: Problem, chain: ChainSpec, setting: Setting, choices: tuple
     for which, degrees in enumerate(choices):
         most = min(len(chain.layers), (problem.num_devices - 1) // degrees.ranks)
         pp = np.arange(1, most + 1) if fixed is None else np.arange(fixed, min(fixed, most) + 1)
-        priced = problem.priced(chain, degrees, setting)
-        state = float(priced.parameter_bytes[-1] + (1 + OPTIMIZER_STATES) * priced.trainable_bytes[-1])
+        priced = problem.prices.priced(chain, degrees, setting)
+        state = float(priced.state_bytes[-1])
         stage = np.array([[float(priced.total_s[-1])], [state], [float(priced.saved_bytes[-1])]]) / pp
         columns.append(np.stack([np.full(len(pp), which), pp, pp * degrees.ranks, *stage]))
     table = np.concatenate(columns, axis=1)
@@ -143,10 +137,3 @@ def _module(problem: Problem, chain: ChainSpec, setting: Setting, choices: tuple
         state_bytes=table[4],
         saved_bytes=table[5],
     )
-
-
-def _equal(num_layers: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Ranges of as many layers each; the first have one more where it does not come out even."""
-    size, longer = divmod(num_layers, count)
-    ends = [index * size + min(index, longer) for index in range(count + 1)]
-    return tuple(zip(ends, ends[1:], strict=False))

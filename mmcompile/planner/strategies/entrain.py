@@ -15,7 +15,7 @@ Source: Entrain, Algorithm 3 (dissertation of Oobleck / Cornstarch / Entrain, §
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from mmcompile.data.allocation import allocate
@@ -24,19 +24,11 @@ from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.combos import Combos
 from mmcompile.planner.search.options import OptionTables
 from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.settings import Degrees, Setting
+from mmcompile.planner.search.settings import Combination, Degrees
 from mmcompile.planner.search.splitter import Splitter
 
 _MAX_SPLIT = 48
 """Best by rough estimate that are split exactly."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Topology:
-    rough_s: float
-    setting: Setting
-    degrees: tuple[Degrees, ...]
-    counts: tuple[int, ...]
 
 
 def entrain(problem: Problem) -> Sequence[Candidate]:
@@ -46,8 +38,8 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
         return ()
     chains, splitter = apart[0], Splitter(problem=problem)
     best: tuple[float, Candidate] | None = None
-    for each in sorted(_topologies(problem, chains), key=lambda each: each.rough_s)[:_MAX_SPLIT]:
-        candidate = _drafted(problem, splitter, chains, each)
+    for each in sorted(_topologies(problem, chains), key=lambda each: each.guess_s)[:_MAX_SPLIT]:
+        candidate = _drafted(problem, splitter, each)
         if candidate is not None:
             seconds = _step_s(candidate)
             if best is None or seconds < best[0]:
@@ -55,7 +47,7 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
     return () if best is None else (best[1],)
 
 
-def _topologies(problem: Problem, chains: ChainSet) -> Iterator[_Topology]:
+def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
     """Every factorisation of every allocation, with Eq. 4.2 for stages as even as layers could be."""
     combos = Combos(problem=problem, tables=OptionTables(problem=problem))
     tables = combos.tables
@@ -65,7 +57,7 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[_Topology]:
             continue
         setting = replace(setting, schedule="1f1b" if "1f1b" in problem.space.schedules else setting.schedule)
         whole = Degrees(dp=setting.dp)
-        work = {chain.name: float(problem.priced(chain, whole, setting).total_s[-1]) for chain in chains.chains}
+        work = {chain.name: float(problem.prices.priced(chain, whole, setting).total_s[-1]) for chain in chains.chains}
         shares = allocate(work, per_replica)
         ways: list[list[tuple[Degrees, int, float, float]]] = []
         for index, chain in enumerate(chains.chains):
@@ -76,7 +68,7 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[_Topology]:
                 if left or not 1 <= pp <= len(chain.layers) or problem.stages.get(chain.name, pp) != pp:
                     continue
                 degrees = Degrees(tp=tp, cp=cp, dp=setting.dp)
-                priced = problem.priced(chain, degrees, setting)
+                priced = problem.prices.priced(chain, degrees, setting)
                 slowest_s = float(tables.slowest(priced, setting, len(chain.layers), last=last)[pp - 1])
                 if slowest_s < float("inf"):
                     own.append((degrees, pp, slowest_s, float(priced.total_s[-1])))
@@ -84,19 +76,19 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[_Topology]:
         for chosen in product(*ways):
             slowest_s = max(each[2] for each in chosen)
             rough_s = sum(each[3] for each in chosen) + (setting.num_microbatches - 1) * slowest_s
-            yield _Topology(
-                rough_s=rough_s,
+            yield Combination(
+                chains=chains,
+                guess_s=rough_s,
                 setting=setting,
                 degrees=tuple(each[0] for each in chosen),
                 counts=tuple(each[1] for each in chosen),
             )
 
 
-def _drafted(problem: Problem, splitter: Splitter, chains: ChainSet, each: _Topology) -> Candidate | None:
+def _drafted(problem: Problem, splitter: Splitter, each: Combination) -> Candidate | None:
     """Tier 1, and the limit of the memory."""
-    limit = problem.memory_bytes(problem.num_devices)
-    parts = splitter.parts(chains, each.setting, each.degrees, each.counts, limit)
-    return None if isinstance(parts, int) else assemble(problem, chains, each.setting, each.degrees, parts)
+    parts = splitter.parts(each, problem.memory_bytes(problem.num_devices))
+    return None if isinstance(parts, int) else assemble(problem, each.chains, each.setting, each.degrees, parts)
 
 
 def _step_s(candidate: Candidate) -> float:

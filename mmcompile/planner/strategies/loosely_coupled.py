@@ -19,7 +19,7 @@ from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.combos import SPREAD_COST, Combos
 from mmcompile.planner.search.options import OptionTables
 from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.settings import Degrees, Setting
+from mmcompile.planner.search.settings import Combination, Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter
 
 _MAX_FRAMES = 32
@@ -75,8 +75,8 @@ def _frames(problem: Problem, tables: OptionTables) -> Iterator[tuple[float, int
                     last = chains.chains[-1]
                     stages = min(problem.num_devices // degrees.ranks, len(last.layers))
                     if stages:
-                        priced = problem.priced(last, degrees, setting)
-                        uneven = 1.0 + SPREAD_COST * problem.spread(setting) * sqrt(log(stages))
+                        priced = problem.prices.priced(last, degrees, setting)
+                        uneven = 1.0 + SPREAD_COST * problem.prices.spread(setting) * sqrt(log(stages))
                         guess_s = float(priced.total_s[-1]) * (1.0 + (setting.num_microbatches - 1) * uneven / stages)
                         tight = priced.held_bytes(stages, setting.num_microbatches) > stages * problem.memory_bytes(1)
                         yield guess_s * (1000.0 if tight else 1.0), number, chains, setting, degrees
@@ -90,19 +90,19 @@ def _counts(
     most = min(len(last.layers), problem.num_devices // degrees.ranks)
     if most < 1:
         return
-    priced = problem.priced(last, degrees, setting)
+    priced = problem.prices.priced(last, degrees, setting)
     targets = tables.slowest(priced, setting, most, last=True)
     path_s, needed = float(priced.total_s[-1]), np.arange(1, most + 1) * degrees.ranks
     encoder = replace(degrees, cp=1)
     for chain in chains.chains[:-1]:
-        own = problem.priced(chain, encoder, setting)
+        own = problem.prices.priced(chain, encoder, setting)
         slowest_s = tables.slowest(own, setting, len(chain.layers), last=False)
         # Falls with the number of stages, so the first that is fast enough is found by bisection.
         fewest = 1 + len(slowest_s) - np.searchsorted(np.minimum.accumulate(slowest_s)[::-1], targets, side="right")
         needed = needed + np.where(fewest > len(slowest_s), problem.num_devices + 1, fewest * encoder.ranks)
         path_s += float(own.total_s[-1])
     # Stages that work on unequal microbatches at the same time wait for the largest of them.
-    uneven = 1.0 + SPREAD_COST * problem.spread(setting) * np.sqrt(np.log(np.arange(1, most + 1)))
+    uneven = 1.0 + SPREAD_COST * problem.prices.spread(setting) * np.sqrt(np.log(np.arange(1, most + 1)))
     possible = np.isfinite(targets)
     guess_s = path_s + (setting.num_microbatches - 1) * np.where(possible, targets, 0.0) * uneven
     for index in np.flatnonzero(possible & (needed <= problem.num_devices)).tolist():
@@ -133,7 +133,8 @@ def _drafted(problem: Problem, splitter: Splitter, option: _Option) -> Candidate
             return None
         counts.append(fewest)
     counts.append(option.stages)
-    if sum(own.ranks * count for own, count in zip(degrees, counts, strict=True)) > problem.num_devices:
+    combination = Combination(chains=chains, setting=setting, degrees=tuple(degrees), counts=tuple(counts))
+    if combination.num_ranks > problem.num_devices:
         return None
-    parts = splitter.parts(chains, setting, degrees, counts, memory_bytes)
+    parts = splitter.parts(combination, memory_bytes)
     return None if isinstance(parts, int) else assemble(problem, chains, setting, degrees, parts)

@@ -67,7 +67,7 @@ def _chain(splitter: Splitter, chains: ChainSet, index: int, setting: Setting, c
 
 def _shared(splitter: Splitter, chain: ChainSpec, setting: Setting, devices: int) -> SharedLayers:
     degrees = Degrees(tp=devices, dp=setting.dp)
-    priced = splitter.problem.priced(chain, degrees, setting)
+    priced = splitter.problem.prices.priced(chain, degrees, setting)
     layers = splitter.layers(priced, degrees)
     working = priced.working_bytes.tolist()
     # Activations computed again are alive one layer at a time: most layers' are set aside once, the rest of a larger one

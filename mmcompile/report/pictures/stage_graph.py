@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from mmcompile.planner.plan.layout import Layout, Node, lay_out
+from mmcompile.planner.plan.layout import DiagramLayout, Node, lay_out
 from mmcompile.planner.plan.line_art import line_art
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Link, Stage
@@ -52,7 +52,7 @@ def stage_graph_svg(plan: Plan) -> str:
     return svg.document(parts)
 
 
-def _layout(plan: Plan) -> Layout:
+def _layout(plan: Plan) -> DiagramLayout:
     deepest = max(stage.depth for stage in plan.stages)
     nodes = [
         Node(name=stage.name, column=deepest - stage.depth, row=row, lines=_stage_lines(stage))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from mmcompile.planner.plan.layout import Box, Layout, Path
+from mmcompile.planner.plan.layout import DiagramBox, DiagramLayout, Path
 
 _CELL_WIDTH, _CELL_HEIGHT, _MARGIN = 7.5, 17.0, 12.0
 """Pixels of a character cell, and around the picture."""
@@ -20,7 +20,7 @@ _MARKER = (
 class Svg:
     """Draws the parts of one layout, cell by cell scaled to pixels."""
 
-    layout: Layout
+    layout: DiagramLayout
 
     def document(self, body: Iterable[str]) -> str:
         """Return the whole file around its parts."""
@@ -40,7 +40,7 @@ class Svg:
             f"<title>{title}</title></polyline>"
         )
 
-    def box(self, box: Box, colour: str) -> Iterator[str]:
+    def box(self, box: DiagramBox, colour: str) -> Iterator[str]:
         """Yield a filled box with its lines, the first in bold."""
         x, y = _x(box.x), _y(box.y)
         size = f'width="{box.width * _CELL_WIDTH:.1f}" height="{box.height * _CELL_HEIGHT:.1f}"'

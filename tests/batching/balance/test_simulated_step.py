@@ -7,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from support.oracles.check_schedule import check_units
 from support.plans.hand_plan import Part, hand_plan
 
 from mmcompile.batching.balance.arrival_order import Arrival
@@ -20,7 +21,6 @@ from mmcompile.config import ScheduleKind
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.errors import ConfigError, PlanError, VerifyError
 from mmcompile.planner.schedule.schedule import ActionKind, CrossEdge, schedule_units
-from mmcompile.planner.schedule.verify import check_units
 
 KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 WHOLE_BACKWARD: tuple[ScheduleKind, ...] = ("gpipe", "1f1b", "eager-1f1b")

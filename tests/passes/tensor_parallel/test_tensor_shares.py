@@ -21,7 +21,7 @@ from mmcompile.passes.pipeline import Pipeline
 from mmcompile.passes.tensor_parallel.tensor_axes import tensor_axes
 from mmcompile.passes.tensor_parallel.tensor_parallel import TensorParallel
 from mmcompile.passes.values import num_bytes, op_name, tensors
-from mmcompile.planner.pricing.pricing import Pricing, Sharding
+from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 
 FORWARD = ("mmcompile.tp_sum",)
 BACKWARD = ("mmcompile.tp_copy", "mmcompile.tp_exit")
@@ -106,13 +106,13 @@ def test_layers_are_priced_at_what_they_exchange() -> None:
     for part in axes:
         wanted = counted(sharded(graph, {part: 2}), part)
         for (cost, _), share, whole in zip(
-            pricing.layers(part, table.loads[part], Sharding(tp=2)), wanted, table[part], strict=True
+            pricing.layers(part, table.loads[part], LayerSharding(tp=2)), wanted, table[part], strict=True
         ):
             forward = share.sums * all_reduce_s(share.summed_bytes / max(share.sums, 1), 2, cluster)
             assert cost.forward_exchange_s == pytest.approx(forward, rel=1e-6)
             held = whole.parameter_bytes - share.parameter_bytes // 2
             assert cost.parameter_bytes == held
-        twice = [cost for cost, _ in pricing.layers(part, table.loads[part] * 2.0, Sharding(tp=2))]
+        twice = [cost for cost, _ in pricing.layers(part, table.loads[part] * 2.0, LayerSharding(tp=2))]
         for cost, share in zip(twice, wanted, strict=True):
             forward = share.sums * all_reduce_s(2 * share.summed_bytes / max(share.sums, 1), 2, cluster)
             assert cost.forward_exchange_s == pytest.approx(forward, rel=1e-6)

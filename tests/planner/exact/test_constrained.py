@@ -11,13 +11,15 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.exact.constrained import Constrained, constrained, exact_problem, splits_of
-from mmcompile.planner.exact.split_problem import PER_SECOND, broken, slowest_ps, stage_bytes, tails
+from mmcompile.planner.exact.split_problem import broken, slowest_ps, stage_bytes, tails
 from mmcompile.planner.plan.constraints import parse_constraint
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.outcome import plan_of
+from mmcompile.planner.search.partition import PER_SECOND
 from mmcompile.planner.search.settings import SearchSpace
-from mmcompile.planner.strategies.search import problem_of, searched
+from mmcompile.planner.strategies.search import searched
 
 GRAPH = toy_graph(
     {
@@ -57,7 +59,7 @@ def stage_of(candidate: Candidate, name: str) -> str:
 
 def test_the_exact_problem_of_a_candidate_costs_what_the_candidate_costs() -> None:
     for judged in search().judged[:10]:
-        candidate = judged.candidate
+        candidate = judged
         own = exact_problem(candidate)
         splits = splits_of(candidate)
         assert broken(own, splits) == ()
@@ -69,7 +71,7 @@ def test_the_exact_problem_of_a_candidate_costs_what_the_candidate_costs() -> No
 
 def test_layers_that_are_wanted_together_or_apart_are() -> None:
     found = under("together:language_model.2,language_model.5", "apart:language_model.6,language_model.7")
-    candidate = found.best.candidate
+    candidate = found.best
     assert stage_of(candidate, "language_model.layers.2") == stage_of(candidate, "language_model.layers.5")
     assert stage_of(candidate, "language_model.layers.6") != stage_of(candidate, "language_model.layers.7")
     assert found.exact.proved
@@ -89,9 +91,9 @@ def test_what_the_search_found_is_kept_if_it_meets_the_constraints() -> None:
     engine = search()
     best = engine.best()
     assert best is not None
-    held = max(best.candidate.rank_bytes)
+    held = max(best.rank_bytes)
     found = under(f"memory:{held + 1}B", engine=engine)
-    assert found.best.candidate.counts == best.candidate.counts
+    assert found.best.counts == best.counts
     assert found.best.iteration_s == best.iteration_s
     assert not any(note.startswith("the constraints cost") for note in found.notes)
 
@@ -101,7 +103,7 @@ def test_without_constraints_there_is_a_certificate() -> None:
     best = engine.best()
     assert best is not None
     found = under(engine=engine)
-    assert (found.best.candidate.counts, found.best.iteration_s) == (best.candidate.counts, best.iteration_s)
+    assert (found.best.counts, found.best.iteration_s) == (best.counts, best.iteration_s)
     assert len(found.notes) == 1 and "no split is better" in found.notes[0]
 
 
@@ -110,29 +112,27 @@ def test_only_what_meets_the_constraints_is_left_in_the_engine() -> None:
     found = under("together:language_model.0,language_model.4", engine=engine)
     assert found.best in engine.judged
     for judged in engine.judged:
-        problem = exact_problem(judged.candidate, [parse_constraint("together:language_model.0,language_model.4")])
-        assert broken(problem, splits_of(judged.candidate)) == ()
+        problem = exact_problem(judged, [parse_constraint("together:language_model.0,language_model.4")])
+        assert broken(problem, splits_of(judged)) == ()
     assert plan_of(engine, found.best).predicted.iteration_s == found.best.iteration_s
 
 
 def test_memory_of_every_stage() -> None:
     found = under("memory:40GB")
-    assert max(found.best.candidate.rank_bytes) <= 40 * 10**9
+    assert max(found.best.rank_bytes) <= 40 * 10**9
 
 
 def test_a_rank() -> None:
     found = under("on:language_model.-1=rank7")
-    last = found.best.candidate.stages[-1]
+    last = found.best.stages[-1]
     assert 7 in last.ranks and last.last == 12
 
 
 def test_stage_counts_change_where_they_must() -> None:
     found = under("stages:language_model=2")
-    counts = dict(
-        zip((chain.name for chain in found.best.candidate.chains.chains), found.best.candidate.counts, strict=True)
-    )
+    counts = dict(zip((chain.name for chain in found.best.chains.chains), found.best.counts, strict=True))
     assert counts["language_model"] == 2
-    assert found.best.candidate.num_ranks <= 8
+    assert found.best.num_ranks <= 8
 
 
 def test_a_tied_head_that_does_not_fit_is_refused() -> None:
@@ -158,15 +158,13 @@ def test_a_name_that_no_candidate_has_is_refused() -> None:
 def test_a_name_that_some_chains_have_chooses_them() -> None:
     # A projector with its encoder has no chain of its own.
     found = under("stages:projector=1")
-    assert "projector" in [chain.name for chain in found.best.candidate.chains.chains]
+    assert "projector" in [chain.name for chain in found.best.chains.chains]
 
 
 def test_equal_tp() -> None:
     space = SearchSpace(tp=(1, 2), schedules=("1f1b",))
     found = under("equal-tp", engine=search(space=space))
-    assert len({degrees.tp for degrees in found.best.candidate.degrees}) == 1
+    assert len({degrees.tp for degrees in found.best.degrees}) == 1
     assert all(
-        before.last == after.first
-        for before, after in pairwise(found.best.candidate.stages)
-        if before.chain == after.chain
+        before.last == after.first for before, after in pairwise(found.best.stages) if before.chain == after.chain
     )

@@ -24,9 +24,8 @@ from support.plans.exact_cases import (
 from mmcompile.errors import PlanError
 from mmcompile.planner.exact.conflict import Conflict
 from mmcompile.planner.exact.seed import seed
-from mmcompile.planner.exact.solver import Certificate, Exact, certify, solve
+from mmcompile.planner.exact.solver import Exact, solve
 from mmcompile.planner.exact.split_problem import (
-    ChainSplit,
     ExactChain,
     ExactProblem,
     Feed,
@@ -36,7 +35,7 @@ from mmcompile.planner.exact.split_problem import (
     stage_bytes,
 )
 from mmcompile.planner.plan.constraints import parse_constraint
-from mmcompile.planner.search.partition import PartitionLayer, partition
+from mmcompile.planner.search.partition import PartitionLayer, Split, partition
 
 
 @pytest.mark.parametrize("number", range(50))
@@ -144,7 +143,7 @@ def test_every_chain_is_split_well_not_only_the_slowest() -> None:
         chain("v", equal_layers(6), low=2, high=2, feeds=(Feed(target=1),)),
         chain("l", equal_layers(8, 5.0), low=4, high=4),
     ]
-    start = (ChainSplit(boundaries=(0, 1, 6)), ChainSplit(boundaries=(0, 2, 4, 6, 8)))
+    start = (Split(boundaries=(0, 1, 6)), Split(boundaries=(0, 2, 4, 6, 8)))
     for seeded in (True, False):
         found = solve(problem(chains), start=start, seeded=seeded)
         assert isinstance(found, Exact)
@@ -231,16 +230,6 @@ def test_when_the_time_is_up_there_is_an_answer_and_a_bound(budget_s: float) -> 
 def test_without_a_seed_and_without_time_there_is_an_error() -> None:
     with pytest.raises(PlanError, match="0 s were up before a split that meets every demand was found, or excluded"):
         solve(large(), seeded=False, budget_s=0)
-
-
-def test_a_certificate_for_the_best_and_a_better_plan_for_the_rest() -> None:
-    asked = problem([chain("l", equal_layers(6, 2.0), low=3, high=3)])
-    best = certify(asked, (ChainSplit(boundaries=(0, 2, 4, 6)),))
-    assert isinstance(best, Certificate) and best.holds
-    assert best.text == "no plan is better than 4.00 s in the slowest stage"
-    worse = certify(asked, (ChainSplit(boundaries=(0, 1, 2, 6)),))
-    assert isinstance(worse, Certificate) and not worse.holds
-    assert worse.text == "a better plan: 4.00 s in the slowest stage instead of 8.00 s, boundaries [0, 2, 4, 6]"
 
 
 def test_the_same_question_gets_the_same_answer() -> None:

@@ -7,7 +7,7 @@ from support.plans.exact_cases import chain, equal_layers
 
 from mmcompile.errors import ConfigError
 from mmcompile.planner.exact.demands import demands
-from mmcompile.planner.exact.rules import Cap, Count, Demand, InStage, Never, NoCut, SameTp, SomeCut
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, InStage, Never, SameTp
 from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.plan.constraints import Apart, EqualTp, MemoryCap, On, StageRange, Together, parse_constraint
 
@@ -88,10 +88,10 @@ def demanded(*texts: str, chains: list[ExactChain] = CHAINS, memory_bytes: int |
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("together:lm.1,lm.4", NoCut(chain=1, first=1, last=4)),
-        ("together:lm.-1,model.lm.layers.0", NoCut(chain=1, first=0, last=5)),
-        ("together:lm,lm.2", NoCut(chain=1, first=0, last=5)),
-        ("apart:lm.4,*lm*.1", SomeCut(chain=1, first=1, last=4)),
+        ("together:lm.1,lm.4", Cuts(chain=1, first=1, last=4, some=False)),
+        ("together:lm.-1,model.lm.layers.0", Cuts(chain=1, first=0, last=5, some=False)),
+        ("together:lm,lm.2", Cuts(chain=1, first=0, last=5, some=False)),
+        ("apart:lm.4,*lm*.1", Cuts(chain=1, first=1, last=4, some=True)),
         ("on:vision=0", InStage(chain=0, first=0, last=3, stage=0)),
         ("on:lm.5=rank2", InStage(chain=1, first=5, last=6, stage=1)),
         ("memory:7B", Cap(num_bytes=7)),

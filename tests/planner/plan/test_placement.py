@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.plans.hand_plan import Part, hand_plan
+from support.plans.search_plan import search
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
 from mmcompile.costmodel.cluster import Cluster
@@ -14,7 +15,6 @@ from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.plan.placement import Placement, check_runnable, lockstep_of, replica_name, shard_names
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Link
-from mmcompile.planner.strategies.search import search
 from mmcompile.report.predict import predict
 
 GRAPH = toy_graph(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.plans.search_plan import search
 from support.plans.template_jobs import even_template
 from support.plans.toy_plan import FINGERPRINT, vision_language
 
@@ -18,7 +19,6 @@ from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.planner.plan.plan_record import Link, SharedValue
 from mmcompile.planner.resilience.resilience import Resilience
 from mmcompile.planner.resilience.template import Template, TemplateStage
-from mmcompile.planner.strategies.search import search
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.tensor_parallel.tensor_axes import tensor_axes
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.pricing.pricing import Pricing, Sharding
+from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 from mmcompile.planner.search.settings import RECOMPUTES
 
 LONG = Size(samples=4, length=200, media=2)
@@ -104,9 +104,9 @@ def test_ranks_that_share_tensors_keep_what_is_predicted(name: str, degree: int)
             found_bytes = kept_by_first_ranks(model, found, batch, plan)
         for stage in plan.stages:
             costs = [
-                pricing.layers(part.component, None, Sharding(tp=shared.get(part.component, 1), recompute=recompute))[
-                    at
-                ]
+                pricing.layers(
+                    part.component, None, LayerSharding(tp=shared.get(part.component, 1), recompute=recompute)
+                )[at]
                 for part in stage.segments
                 for at in range(part.first, part.last)
             ]

@@ -144,7 +144,7 @@ def test_folding_keeps_every_stage_once() -> None:
     plan = crowded()
     for rows in (1, 6, 10, 1000):
         folds = folded(plan.chains, rows)
-        assert [stage for fold in folds for stage in fold.stages] == list(plan.stages)
+        assert [stage for fold in folds for stage in fold] == list(plan.stages)
     assert len(folded(plan.chains, 1000)) == len(plan.stages)
     assert len(folded(plan.chains, 10)) == len(plan.chains)
 

@@ -8,20 +8,18 @@ from typing import Any
 import pytest
 from support.plans.toy_plan import cost, frozen, toy_graph, vision_language
 
-from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
 from mmcompile.planner.pricing.chains import ChainEdge, chain_sets
 
-DEVICE = Cluster.parse("1x1xH100").device
 ENCODER, PROJECTOR, LANGUAGE_MODEL = ComponentKind.ENCODER, ComponentKind.PROJECTOR, ComponentKind.LANGUAGE_MODEL
 
 
 def lined_up(
     graph: ModelGraph, costs: Mapping[str, Sequence[LayerCost]], **options: Any
 ) -> dict[str | None, list[tuple[str, tuple[str, ...]]]]:
-    sets = chain_sets(graph, costs, DEVICE, "bfloat16", **options)
+    sets = chain_sets(graph, costs, **options)
     return {each.placement: [(chain.name, chain.components) for chain in each.chains] for each in sets}
 
 
@@ -39,13 +37,13 @@ def test_a_projector_joins_its_encoder_stays_alone_or_joins_the_language_model()
 
 def test_edges_are_between_layers_of_chains() -> None:
     graph, costs = vision_language(encoder=6, language=8)
-    (joined,) = chain_sets(graph, costs, DEVICE, "bfloat16", projector="with_encoder")
+    (joined,) = chain_sets(graph, costs, projector="with_encoder")
     assert joined.edges == (
         ChainEdge(source=0, source_layer=5, target=0, target_layer=6),
         ChainEdge(source=0, source_layer=6, target=1, target_layer=0),
     )
     entries = {("projector", "language_model"): 3}
-    (late,) = chain_sets(graph, costs, DEVICE, "bfloat16", projector="with_language_model", entries=entries)
+    (late,) = chain_sets(graph, costs, projector="with_language_model", entries=entries)
     assert late.edges[1] == ChainEdge(source=1, source_layer=0, target=1, target_layer=4)
 
 
@@ -107,9 +105,3 @@ def test_costs_must_match_the_layers() -> None:
 def test_an_unknown_placement_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="projector 'left' is not one of with_encoder, alone, with_language_model"):
         lined_up(*vision_language(), projector="left")
-
-
-def test_the_longest_path_counts_each_layer_once_forward_and_once_backward() -> None:
-    graph, costs = vision_language(encoder=6, language=8)
-    for each in chain_sets(graph, costs, DEVICE, "bfloat16"):
-        assert each.longest_path_s() == pytest.approx(sum(chain.total_s for chain in each.chains))

@@ -14,10 +14,10 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerTimes, layer_times, seconds
 from mmcompile.costmodel.load import NO_LOAD, Load
 from mmcompile.ir.graph import ComponentKind
-from mmcompile.planner.pricing.pricing import WHOLE, Pricing, Sharding
-from mmcompile.planner.search.projector_only import fresh
+from mmcompile.passes.cost.cost_table import CostTable
+from mmcompile.planner.pricing.pricing import WHOLE, LayerSharding, Pricing
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
-from mmcompile.planner.strategies.search import problem_of
 
 CLUSTER = Cluster.parse("2x8xH100")
 GRAPH, TABLE = vision_language_72b()
@@ -42,7 +42,7 @@ def test_a_layer_costs_what_the_table_says_at_the_load() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_many_loads_at_once_give_the_same_seconds_and_bytes(component: str, recompute: str, tp: int) -> None:
-    sharding = Sharding(tp=tp, recompute=recompute)  # type: ignore[arg-type]
+    sharding = LayerSharding(tp=tp, recompute=recompute)  # type: ignore[arg-type]
     seconds, sizes = PRICING.bulk(component, *columns(LOADS), sharding)
     group = PRICING.groups(component)
     for index, load in enumerate(LOADS):
@@ -68,13 +68,13 @@ def test_many_loads_at_once_give_the_same_seconds_and_bytes(component: str, reco
 
 def test_ranks_that_share_tokens_compute_encoders_whole() -> None:
     """In one line with the language model, which alone shares its tokens; tensors are shared all the same."""
-    pricing = fresh(PRICING, token_sharing=frozenset({"language_model"}))
+    pricing = replace(PRICING, token_sharing=frozenset({"language_model"}))
     for component, cp in (("vision", 1), ("projector", 1), ("language_model", 4)):
         for tp in (1, 2):
-            wanted = PRICING.layers(component, LOADS[1], Sharding(tp=tp, cp=cp))
-            assert pricing.layers(component, LOADS[1], Sharding(tp=tp, cp=4)) == wanted
+            wanted = PRICING.layers(component, LOADS[1], LayerSharding(tp=tp, cp=cp))
+            assert pricing.layers(component, LOADS[1], LayerSharding(tp=tp, cp=4)) == wanted
             bulk = [
-                priced.bulk(component, *columns(LOADS), Sharding(tp=tp, cp=n))[0]
+                priced.bulk(component, *columns(LOADS), LayerSharding(tp=tp, cp=n))[0]
                 for priced, n in ((pricing, 4), (PRICING, cp))
             ]
             assert np.array_equal(bulk[0], bulk[1])
@@ -90,7 +90,7 @@ def test_problems_know_whose_tokens_are_shared() -> None:
     space = SearchSpace(cp=(2,), placements=("colocated",), microbatches=(2,))
     problem = problem_of(graph, costs, CLUSTER, dtype="bfloat16", fingerprint=FINGERPRINT, space=space, global_batch=2)
     (chain,) = problem.sets[0].chains
-    priced = problem.priced(chain, Degrees(cp=2), Setting(num_microbatches=2, samples=1))
+    priced = problem.prices.priced(chain, Degrees(cp=2), Setting(num_microbatches=2, samples=1))
     device = CLUSTER.device
 
     def seconds_of(gflops: float) -> float:
@@ -114,25 +114,25 @@ def test_durations_are_those_of_the_layers_and_nothing_without_tokens() -> None:
 def test_tensor_and_token_ranks_share_the_work_and_the_merging_layer_stays_whole() -> None:
     load = LOADS[2]
     whole = PRICING.layers("language_model", load)
-    tokens = PRICING.layers("language_model", load, Sharding(cp=4))
-    tensors = PRICING.layers("language_model", load, Sharding(tp=8))
+    tokens = PRICING.layers("language_model", load, LayerSharding(cp=4))
+    tensors = PRICING.layers("language_model", load, LayerSharding(tp=8))
     assert tokens[0] == whole[0]
     assert tokens[1][0].forward_flops == whole[1][0].forward_flops // 4
     assert tokens[1][0].parameter_bytes == whole[1][0].parameter_bytes
     assert tensors[1][0].parameter_bytes == whole[1][0].parameter_bytes // 8
-    spread = PRICING.layers("language_model", load, Sharding(fsdp=16))
+    spread = PRICING.layers("language_model", load, LayerSharding(fsdp=16))
     assert spread[1][0].parameter_bytes == whole[1][0].parameter_bytes // 16
     assert spread[1][0].forward_flops == whole[1][0].forward_flops
 
 
 def test_costs_that_are_already_one_ranks_are_not_shared_again() -> None:
-    given = replace(PRICING, given_cp=4, _shared={}, _priced={}, _affine={})
-    assert given.layers("language_model", LOADS[2], Sharding(cp=4)) == PRICING.layers("language_model", LOADS[2])
+    given = replace(PRICING, given_cp=4)
+    assert given.layers("language_model", LOADS[2], LayerSharding(cp=4)) == PRICING.layers("language_model", LOADS[2])
 
 
 def test_costs_without_growth_hold_for_every_load() -> None:
     costs = {"vision": (frozen(10), frozen(10), cost(5))}
-    pricing = Pricing.of_costs(costs, CLUSTER, "bfloat16")
+    pricing = Pricing(table=CostTable(layers=costs), cluster=CLUSTER, dtype="bfloat16")
     assert pricing.layers("vision", LOADS[0]) == pricing.layers("vision", LOADS[4])
     assert list(pricing.groups("vision")) == [0, 0, 1]
     seconds, _ = pricing.bulk("vision", *columns(LOADS))
@@ -175,8 +175,8 @@ def test_measured_kinds_replace_the_roofline_and_carry_over_to_other_layouts() -
     assert measured.forward_s == pytest.approx(1e-6 * load.tokens)
     assert pricing.layers("language_model", load)[0] == PRICING.layers("language_model", load)[0]
     # With four ranks a layer gains what the roofline says it gains.
-    analytic = [PRICING.layers("language_model", load, sharding)[1][1] for sharding in (WHOLE, Sharding(tp=4))]
-    shared = pricing.layers("language_model", load, Sharding(tp=4))[1][1]
+    analytic = [PRICING.layers("language_model", load, sharding)[1][1] for sharding in (WHOLE, LayerSharding(tp=4))]
+    shared = pricing.layers("language_model", load, LayerSharding(tp=4))[1][1]
     assert shared.forward_s / measured.forward_s == pytest.approx(analytic[1].forward_s / analytic[0].forward_s)
 
 
@@ -191,5 +191,7 @@ def test_measured_kinds_count_in_durations_of_many_microbatches() -> None:
 
 def test_a_measurement_of_the_layout_itself_wins() -> None:
     pricing, load = calibrated(1e-6, tp=4), LOADS[2]
-    assert pricing.layers("language_model", load, Sharding(tp=4))[1][1].forward_s == pytest.approx(1e-6 * load.tokens)
+    assert pricing.layers("language_model", load, LayerSharding(tp=4))[1][1].forward_s == pytest.approx(
+        1e-6 * load.tokens
+    )
     assert pricing.layers("language_model", load)[1] == PRICING.layers("language_model", load)[1]

@@ -11,8 +11,7 @@ from support.plans.plan_flows import ToyStage, chain, random_case
 
 from mmcompile.config import ScheduleKind
 from mmcompile.planner.plan.plan_record import BubbleShare
-from mmcompile.planner.schedule.bubbles import attribute
-from mmcompile.planner.schedule.equalize import Case, equal_microbatches, equal_stages
+from mmcompile.planner.schedule.bubbles import Case, attribute, equal_microbatches, equal_stages
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
 from mmcompile.planner.schedule.simulate import Durations, StageDuration, simulate
 

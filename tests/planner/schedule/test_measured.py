@@ -10,7 +10,7 @@ from mmcompile.costmodel.calibration import RuntimeCosts
 from mmcompile.costmodel.cluster import Interconnect
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.planner.plan.placement import PlacedStage
-from mmcompile.planner.schedule.measured import MeasuredStep, Messages, Trained, predict_measured
+from mmcompile.planner.schedule.measured import LinkMessages, MeasuredStep, Trained, predict_measured
 
 FREE = RuntimeCosts(
     forward_s=0.0,
@@ -25,7 +25,7 @@ FREE = RuntimeCosts(
 )
 STAGES = tuple(PlacedStage(name=f"lm.{i}", ranks=(i,), depth=1 - i) for i in range(2))
 LAYERS = LayerTimes(forward_s=1.0, input_grad_s=1.2, weight_grad_s=0.8)
-LINK = Messages(source="lm.0", target="lm.1", sizes=(1000, 24), gradient_sizes=(1000,))
+LINK = LinkMessages(source="lm.0", target="lm.1", sizes=(1000, 24), gradient_sizes=(1000,))
 
 
 def predict(

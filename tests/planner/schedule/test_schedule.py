@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from support.oracles.check_schedule import check_schedule
 from support.plans.plan_flows import ToyStage, chain, random_case
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
@@ -24,7 +25,6 @@ from mmcompile.planner.schedule.schedule import (
     in_flight,
     schedule_units,
 )
-from mmcompile.planner.schedule.verify import check_schedule
 
 KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 

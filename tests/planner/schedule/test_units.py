@@ -10,6 +10,7 @@ from typing import get_args
 
 import networkx as nx
 import pytest
+from support.oracles.check_schedule import check_schedule, check_units
 from support.plans.plan_flows import ToyStage, chain
 from support.plans.plan_towers import TowerCase, random_towers
 
@@ -27,7 +28,6 @@ from mmcompile.planner.schedule.schedule import (
     schedule_units,
 )
 from mmcompile.planner.schedule.simulate import StageDuration, simulate
-from mmcompile.planner.schedule.verify import check_schedule, check_units
 
 KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 ByNumber = dict[str, dict[int, StageDuration]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.oracles.check_schedule import check_schedule, format_grid
 from support.plans.plan_flows import random_case
 
 from mmcompile.config import ScheduleKind
 from mmcompile.errors import VerifyError
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, Schedule, build_schedule
-from mmcompile.planner.schedule.verify import check_schedule, format_grid
 
 GOOD = """\
 stages: a b

@@ -11,10 +11,10 @@ from mmcompile.config import ScheduleKind
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate, assemble
-from mmcompile.planner.search.settings import SCHEDULES, Degrees, Setting
+from mmcompile.planner.search.settings import SCHEDULES, Combination, Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter
-from mmcompile.planner.strategies.search import problem_of
 
 CLUSTER = Cluster.parse("3x4xL4")
 
@@ -41,9 +41,10 @@ def random_candidate(seed: int, schedule: ScheduleKind = "1f1b", *, ranks: bool 
     graph = toy_graph(kinds, edges)
     problem = problem_of(graph, costs, CLUSTER, dtype="bfloat16", fingerprint=FINGERPRINT, num_microbatches=1)
     (chains,) = problem.sets
-    counts = [rng.randint(1, min(3, len(chain.layers))) for chain in chains.chains]
-    degrees = [Degrees()] * len(counts)
-    parts = Splitter(problem=problem).parts(chains, setting, degrees, counts, None)
+    counts = tuple(rng.randint(1, min(3, len(chain.layers))) for chain in chains.chains)
+    degrees = (Degrees(),) * len(counts)
+    combination = Combination(chains=chains, setting=setting, degrees=degrees, counts=counts)
+    parts = Splitter(problem=problem).parts(combination, None)
     assert not isinstance(parts, int)
     placed = [(rng.randrange(2),) for _ in range(sum(counts))] if ranks else None
     return assemble(problem, chains, setting, degrees, parts, placed)

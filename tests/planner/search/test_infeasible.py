@@ -12,10 +12,11 @@ from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.infeasible import Relaxation, Way, explain, fits, nearest, relaxations
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import SearchSpace
-from mmcompile.planner.strategies.search import problem_of, searched
+from mmcompile.planner.strategies.search import searched
 
 GB = 10**9
 GRAPH = toy_graph(
@@ -77,7 +78,7 @@ def test_what_is_said_to_work_does() -> None:
             if (said,) == words:
                 engine, best = searched(make())
                 assert best is not None, relaxation.words
-                assert max(best.candidate.rank_bytes) <= engine.problem.memory_bytes(best.candidate.num_ranks)
+                assert max(best.rank_bytes) <= engine.problem.memory_bytes(best.num_ranks)
 
 
 def test_more_nodes_are_the_fewest_that_work() -> None:
@@ -107,7 +108,7 @@ def test_nothing_works() -> None:
 
 
 def test_processes_of_this_machine_get_no_more_memory_by_being_more() -> None:
-    asked = replace(problem(), pricing=problem("1x4xA40").pricing)
+    asked = replace(problem(), prices=problem("1x4xA40").prices)
     local = problem_of(
         GRAPH,
         {"vision": (frozen(1),) * 4, "language_model": (cost(1, parameter_bytes=10**14),) * 16},

@@ -7,10 +7,10 @@ from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.comm import p2p_seconds
 from mmcompile.ir.graph import ComponentKind
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.messages import place
 from mmcompile.planner.search.settings import Degrees, Setting
-from mmcompile.planner.strategies.search import problem_of
 
 CLUSTER = Cluster.parse("2x8xH100")
 

@@ -17,13 +17,14 @@ from mmcompile.costmodel.compute import LayerCost, layer_times
 from mmcompile.costmodel.memory import recomputed_layers, stage_activation_bytes
 from mmcompile.planner.plan.constraints import MemoryCap
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.search.branch_and_bound import BranchAndBound, Judged
+from mmcompile.planner.pricing.priced_chain import OPTIMIZER_STATES
+from mmcompile.planner.search.branch_and_bound import BranchAndBound
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate, CandidateStage
 from mmcompile.planner.search.outcome import plan_of
-from mmcompile.planner.search.problem import OPTIMIZER_STATES
 from mmcompile.planner.search.recompute_by_layer import by_layer, relaxed
 from mmcompile.planner.search.settings import RECOMPUTES, SearchSpace
-from mmcompile.planner.strategies.search import problem_of, searched
+from mmcompile.planner.strategies.search import searched
 from mmcompile.planning import recomputes_by_layer, search_space
 
 GIB = 2**30
@@ -54,7 +55,7 @@ def costs_of() -> dict[str, tuple[LayerCost, ...]]:
 COSTS = costs_of()
 
 
-def found(gib: float, *, recomputes: tuple[Recompute, ...] = RECOMPUTES) -> tuple[BranchAndBound, Judged]:
+def found(gib: float, *, recomputes: tuple[Recompute, ...] = RECOMPUTES) -> tuple[BranchAndBound, Candidate]:
     """The search's own outcome: one mode for all layers; on devices with so much memory."""
     cluster = Cluster.parse("1x4xH100")
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=round(gib * GIB)))
@@ -91,7 +92,7 @@ def priced(candidate: Candidate, stage: CandidateStage, modes: tuple[Recompute |
 @pytest.mark.parametrize("gib", [12.0, 2.6, 1.9, 1.5, 1.3, 1.1])
 def test_each_stage_is_as_fast_as_its_memory_allows(gib: float) -> None:
     _, best = found(gib)
-    before, after = best.candidate, relaxed(best.candidate)
+    before, after = best, relaxed(best)
     limit = before.problem.memory_bytes(before.num_ranks)
     assert max(after.rank_bytes) <= limit
     for one, other in zip(before.stages, after.stages, strict=True):
@@ -114,14 +115,14 @@ def test_each_stage_is_as_fast_as_its_memory_allows(gib: float) -> None:
 
 def test_a_search_starts_from_none_and_relaxes_what_it_had_to_recompute() -> None:
     _, best = found(12.0)
-    assert relaxed(best.candidate) is best.candidate and best.candidate.setting.recompute == "none"
+    assert relaxed(best) is best and best.setting.recompute == "none"
     engine, best = found(2.6)
-    after = relaxed(best.candidate)
+    after = relaxed(best)
     engine.judge([after])
     again = engine.judged[-1]
     assert again.iteration_s < best.iteration_s, "the step gets shorter"
     plan = plan_of(engine, again)
-    assert plan.recompute == "mixed" != best.candidate.setting.recompute
+    assert plan.recompute == "mixed" != best.setting.recompute
     assert Plan.from_json(plan.to_json()) == plan
     counts = Counter(mode for stage in plan.stages for mode in stage.recompute)
     assert counts.keys() >= {None, "none"}, "the frozen encoder has nothing to win"
@@ -140,16 +141,16 @@ def _time_lost(modes: Mapping[tuple[str, int], Recompute]) -> int:
 def test_other_cuts_may_be_faster_once_layers_are_relaxed() -> None:
     """One mode for all fits with uneven stages when selective, with even ones when full; relaxed, even stages win."""
     engine, best = found(2.0)
-    own = relaxed(best.candidate)
+    own = relaxed(best)
     engine.judge([own])
     alone = engine.judged[-1]
-    assert best.candidate.setting.recompute == "selective" and alone.iteration_s <= best.iteration_s
+    assert best.setting.recompute == "selective" and alone.iteration_s <= best.iteration_s
     chosen = by_layer(*found(2.0))
-    assert chosen.candidate.setting.recompute == "full" and chosen.iteration_s < 0.95 * alone.iteration_s
-    assert max(chosen.candidate.rank_bytes) <= chosen.candidate.problem.memory_bytes(chosen.candidate.num_ranks)
+    assert chosen.setting.recompute == "full" and chosen.iteration_s < 0.95 * alone.iteration_s
+    assert max(chosen.rank_bytes) <= chosen.problem.memory_bytes(chosen.num_ranks)
     constrained = by_layer(engine, best, [MemoryCap(num_bytes=2 * GIB)])
-    assert [(stage.first, stage.last) for stage in constrained.candidate.stages] == [
-        (stage.first, stage.last) for stage in best.candidate.stages
+    assert [(stage.first, stage.last) for stage in constrained.stages] == [
+        (stage.first, stage.last) for stage in best.stages
     ]
 
 
@@ -162,8 +163,8 @@ def test_a_step_never_gets_longer(gib: float) -> None:
 def test_a_memory_cap_is_kept_to() -> None:
     _, best = found(6.0, recomputes=("full",))
     free, capped = (
-        relaxed(best.candidate),
-        relaxed(best.candidate, [MemoryCap(num_bytes=2 * GIB, where="language_model.0")]),
+        relaxed(best),
+        relaxed(best, [MemoryCap(num_bytes=2 * GIB, where="language_model.0")]),
     )
     index = free.names.index("language_model.0")
     assert free.stages[index].total_bytes > 2 * GIB >= capped.stages[index].total_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.plans.every_candidate import every_candidate
+from support.plans.search_plan import search
 from support.plans.toy_plan import FINGERPRINT, cost, toy_graph, vision_language
 
 from mmcompile.costmodel.cluster import Cluster
@@ -12,10 +13,11 @@ from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.search import combos
 from mmcompile.planner.search.bounds import expected_s
-from mmcompile.planner.search.branch_and_bound import BranchAndBound
+from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.replicas import decided_replicas, towers_of
 from mmcompile.planner.search.settings import SearchSpace
-from mmcompile.planner.strategies.search import TOLERANCE, problem_of, search, searched
+from mmcompile.planner.strategies.search import searched
 
 WIDE = Cluster.parse("2x8xH100")
 
@@ -160,10 +162,10 @@ def test_chains_of_a_tower_have_equally_many(listed: bool, monkeypatch: pytest.M
     )
     engine, best = searched(problem)
     assert best is not None
-    chosen = [group.degrees(index) for group in engine.groups for index in range(len(group))]
+    chosen = [group[index].degrees for group in engine.groups for index in range(len(group))]
     assert len({own[0].dp for own in chosen}) > 1
     assert all(own[0].dp == own[1].dp for own in chosen)
-    assert best.candidate.degrees[0].dp == best.candidate.degrees[1].dp
+    assert best.degrees[0].dp == best.degrees[1].dp
     if listed:
         keeping = [
             candidate

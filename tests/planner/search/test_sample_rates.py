@@ -12,11 +12,11 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.costmodel.load import Load
 from mmcompile.planner.plan.plan_record import SampleRate
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.sample_rates import sample_rates
 from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
-from mmcompile.planner.strategies.search import problem_of
 
 CLUSTER = Cluster.parse("8x8xH100")
 
@@ -94,7 +94,7 @@ def test_rates_at_the_mean_load_are_the_predictions(
         last = index == len(found.degrees) - 1
         seconds = saved = 0.0
         for rate in own:
-            load = found.problem.mean_load(rate.geometry.component, found.setting, degrees, last=last)
+            load = found.problem.prices.mean_load(rate.geometry.component, found.setting, degrees, last=last)
             assert load is not None
             seconds += rate.seconds.at(load)
             saved += rate.activation_bytes.at(load)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from support.plans.every_candidate import every_candidate
+from support.plans.search_plan import search
 from support.plans.sized_plan import block, mixed_samples, table_of, vision_language_72b, workload
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph, vision_language
 
@@ -19,11 +20,12 @@ from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.search.bounds import expected_s
-from mmcompile.planner.search.branch_and_bound import BranchAndBound, other_cuts
+from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound, other_cuts
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import SearchSpace
-from mmcompile.planner.strategies.search import TOLERANCE, anything_fits, problem_of, search, searched
+from mmcompile.planner.strategies.search import searched
 
 Case = tuple[ModelGraph, dict[str, tuple[LayerCost, ...]]]
 
@@ -78,7 +80,7 @@ def test_every_combination_is_bounded_from_below(seed: int) -> None:
     bounds: list[float] = []
     for group in engine.groups:
         for index in range(len(group)):
-            candidate = engine.draft(group.chains, group.setting, group.degrees(index), group.counts(index))
+            candidate = engine.draft(group[index])
             if candidate is not None:
                 candidates.append(candidate)
                 bounds.append(float(group.bound_s[index]))
@@ -154,7 +156,7 @@ def test_every_candidate_does_the_whole_step(devices: int) -> None:
     engine, best = searched(problem)
     assert best is not None
     for judged in engine.judged:
-        setting, degrees = judged.candidate.setting, judged.candidate.degrees
+        setting, degrees = judged.setting, judged.degrees
         assert setting.samples * setting.num_microbatches * setting.dp == 8
         assert degrees[-1].dp == setting.dp
 
@@ -273,26 +275,6 @@ def test_wishes_that_are_no_step_are_refused(options: dict[str, object], message
 def test_an_empty_choice_is_refused() -> None:
     with pytest.raises(PlanError, match="the search space has no tp to choose from"):
         SearchSpace(tp=())
-
-
-def test_whether_anything_fits_is_known_without_a_plan() -> None:
-    graph, table = vision_language_72b()
-    answers: list[str | None] = []
-    for text in ("8x8xH100", "1x8xA40"):
-        where = Cluster.parse(text)
-        problem = problem_of(
-            graph,
-            table,
-            where,
-            dtype="bfloat16",
-            fingerprint=FINGERPRINT,
-            global_batch=64,
-            space=SearchSpace.everything(where),
-        )
-        answers.append(anything_fits(problem))
-    assert answers[0] is None
-    assert answers[1] is not None
-    assert answers[1].startswith("no plan fits 8 devices of 1x8xA40: each has 44.7 GiB")
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ from support.plans.toy_plan import FINGERPRINT, cost, toy_graph
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.graph import ComponentKind
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Ranges, assemble
 from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
+from mmcompile.planner.search.settings import Combination, Degrees, SearchSpace, Setting
 from mmcompile.planner.search.splitter import Splitter
-from mmcompile.planner.strategies.search import problem_of
 
 DEGREES = Degrees(dp=4, fsdp=True)
 SETTING = Setting(num_microbatches=2, samples=1, dp=4)
@@ -54,7 +54,8 @@ def test_one_line_of_sharded_replicas_fits_what_its_stages_hold(problem: Problem
     cuts = [(0, *cut, 10) for cut in combinations(range(1, 10), count - 1)]
     least = min(needs(problem, tuple(zip(cut, cut[1:], strict=False))) for cut in cuts)
     splitter = Splitter(problem=problem)
-    parts = splitter.parts(chains, SETTING, [DEGREES], [count], least)
+    combination = Combination(chains=chains, setting=SETTING, degrees=(DEGREES,), counts=(count,))
+    parts = splitter.parts(combination, least)
     assert not isinstance(parts, int)
     assert needs(problem, parts[0]) == least
-    assert splitter.parts(chains, SETTING, [DEGREES], [count], least - 1) == 0
+    assert splitter.parts(combination, least - 1) == 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.plans.search_plan import search
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
 from mmcompile.costmodel.cluster import Cluster
@@ -21,10 +22,10 @@ from mmcompile.planner.pricing.chains import chain_sets
 from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.search.bounds import expected_s
 from mmcompile.planner.search.candidate import Candidate
+from mmcompile.planner.search.chain_prices import ChainPrices
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.planner.strategies.baselines import BASELINES, baseline
-from mmcompile.planner.strategies.search import search
 
 GRAPH = toy_graph(
     {
@@ -52,9 +53,10 @@ def problem(
 ) -> Problem:
     where = Cluster.parse(cluster)
     return Problem(
-        graph=GRAPH,
-        pricing=Pricing.of_costs(costs, where, "bfloat16"),
-        sets=chain_sets(GRAPH, costs, where.device, "bfloat16"),
+        prices=ChainPrices(
+            graph=GRAPH, pricing=Pricing(table=CostTable(layers=costs), cluster=where, dtype="bfloat16")
+        ),
+        sets=chain_sets(GRAPH, costs),
         num_devices=where.num_devices,
         space=space or SearchSpace(microbatches=(16,)),
         fingerprint=FINGERPRINT,
@@ -186,7 +188,7 @@ def test_a_degree_that_does_not_divide_is_priced_as_ranks_run_it() -> None:
         tensor_shares={"vision": {8: (half,) * 6}},
     )
     whole = problem(space=SearchSpace(tp=(8,), microbatches=(16,)))
-    found = baseline("equal-layers", replace(whole, pricing=pricing))
+    found = baseline("equal-layers", replace(whole, prices=replace(whole.prices, pricing=pricing)))
     assert found.degrees == (Degrees(tp=8),)
 
     def flops(costs: Sequence[LayerCost]) -> float:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.plans.search_plan import search
 from support.plans.sized_plan import mixed_samples, vision_language_72b, workload
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
@@ -14,14 +15,14 @@ from mmcompile.costmodel.compute import LayerCost
 from mmcompile.data.allocation import allocate
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.planner.search.splitter import Splitter
 from mmcompile.planner.strategies.dflop import dflop
 from mmcompile.planner.strategies.entrain import entrain
 from mmcompile.planner.strategies.loosely_coupled import loosely_coupled
-from mmcompile.planner.strategies.search import problem_of, search, searched
-from mmcompile.planner.strategies.strategies import AUTO, STRATEGIES, strategy_of
+from mmcompile.planner.strategies.search import AUTO, STRATEGIES, searched, strategy_of
 
 
 def toy() -> tuple[ModelGraph, dict[str, tuple[LayerCost, ...]]]:
@@ -118,8 +119,8 @@ def test_dflop_takes_the_least_of_its_formula_on_all_devices() -> None:
         )
         vision, language_model = candidate.chains.chains
         slowest_s = max(
-            float(problem.priced(vision, encoder, setting).total_s[-1]) / pp,
-            float(problem.priced(language_model, language, setting).total_s[-1]) / stages,
+            float(problem.prices.priced(vision, encoder, setting).total_s[-1]) / pp,
+            float(problem.prices.priced(language_model, language, setting).total_s[-1]) / stages,
         )
         return (microbatches + pp + stages - 1) * slowest_s
 
@@ -144,7 +145,7 @@ def test_entrain_allocates_in_proportion_to_work() -> None:
     problem = toy_problem(space=SearchSpace(tp=(1, 2), dp=(1,), microbatches=(8,)))
     (candidate,) = entrain(problem)
     work = {
-        chain.name: float(problem.priced(chain, Degrees(), candidate.setting).total_s[-1])
+        chain.name: float(problem.prices.priced(chain, Degrees(), candidate.setting).total_s[-1])
         for chain in candidate.chains.chains
     }
     given = {

@@ -13,9 +13,9 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.resilience.nodes import Cover
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
-from mmcompile.planner.strategies.search import problem_of
 from mmcompile.planner.templates.generate import generate
 from mmcompile.planner.templates.layer_costs import layer_table
 from mmcompile.planner.templates.layer_table import ChainLayers, LayerTable, SharedLayers
@@ -99,7 +99,7 @@ def test_prices_are_those_of_the_planner() -> None:
     assert value.memory_bytes == problem.cluster.device.memory_bytes
     for spec, chain in zip(chains.chains, value.chains, strict=True):
         for shared in chain.shared:
-            priced = problem.priced(spec, Degrees(tp=shared.devices), setting)
+            priced = problem.prices.priced(spec, Degrees(tp=shared.devices), setting)
             assert sum(shared.forward_s) + sum(shared.backward_s) == pytest.approx(float(priced.total_s[-1]))
             assert sum(shared.activation_bytes) == priced.saved_bytes[-1]
             assert sum(shared.parameter_bytes) >= priced.parameter_bytes[-1] + 3 * priced.trainable_bytes[-1]

@@ -21,10 +21,11 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.resilience.instantiate import instantiate
 from mmcompile.planner.resilience.membership import MembershipPlan, Stop
 from mmcompile.planner.resilience.resilience import Resilience
+from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import SearchSpace
-from mmcompile.planner.strategies.search import problem_of, searched
+from mmcompile.planner.strategies.search import searched
 from mmcompile.planner.templates.plan_resilience import notes_of, plan_resilience
 
 BATCH = FAMILIES["llava"].batch()
@@ -222,7 +223,7 @@ def best_of(cluster: str, strategy: str = "auto", global_batch: int | None = Non
     )
     _, best = searched(problem, strategy)
     assert best is not None
-    return problem, best.candidate
+    return problem, best
 
 
 def test_layers_that_run_in_several_stages_have_no_templates() -> None:
@@ -238,8 +239,8 @@ def test_a_projector_alone_is_advised_to_join_where_that_helps() -> None:
     _, best = searched(replace(problem, sets=(alone,)))
     assert best is not None
     with pytest.raises(PlanError, match="use 6 nodes, .*; projector 'with_encoder' instead of 'alone' has templates"):
-        plan_resilience(problem, best.candidate, 1)
-    assert plan_resilience(problem, best.candidate, 0).sizes == (3, 4, 5)
+        plan_resilience(problem, best, 1)
+    assert plan_resilience(problem, best, 0).sizes == (3, 4, 5)
 
 
 def test_what_templates_do_otherwise_is_noted() -> None:
@@ -262,7 +263,7 @@ def test_node_counts_that_stay_partly_unused_are_noted() -> None:
     )
     _, best = searched(problem)
     assert best is not None
-    found = plan_resilience(problem, best.candidate, 1)
+    found = plan_resilience(problem, best, 1)
     assert found.sizes == (1, 2) and found.cover.uncovered == (9, 10, 11, 12)
-    (note,) = notes_of(found, best.candidate, constrained=False)
+    (note,) = notes_of(found, best, constrained=False)
     assert note.startswith("templates: a step has 4 microbatches") and note.endswith("6 would do")

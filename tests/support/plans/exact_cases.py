@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from typing import TypedDict
 
 from mmcompile.planner.exact.demands import demands
-from mmcompile.planner.exact.split_problem import ChainSplit, ExactChain, ExactProblem, Feed, Splits, Variant
+from mmcompile.planner.exact.split_problem import ExactChain, ExactProblem, Feed, Splits, Variant
 from mmcompile.planner.plan.constraints import parse_constraint
-from mmcompile.planner.plan.layer_names import LayerLabel
-from mmcompile.planner.search.partition import PartitionLayer
+from mmcompile.planner.pricing.chains import ChainLayer
+from mmcompile.planner.search.partition import PartitionLayer, Split
 
 
 class Options(TypedDict):
@@ -43,6 +44,13 @@ def random_layers(rng: random.Random, count: int) -> tuple[PartitionLayer, ...]:
     )
 
 
+def _working(layers: Sequence[PartitionLayer], working: tuple[int, ...]) -> tuple[PartitionLayer, ...]:
+    """The layers with these working bytes; as they are if () is given."""
+    if not working:
+        return tuple(layers)
+    return tuple(replace(layer, working_bytes=own) for layer, own in zip(layers, working, strict=True))
+
+
 def chain(
     name: str,
     *variants: Sequence[PartitionLayer],
@@ -56,9 +64,9 @@ def chain(
     count = len(variants[0])
     return ExactChain(
         name=name,
-        labels=tuple(LayerLabel(component=name, index=i, name=f"model.{name}.layers.{i}") for i in range(count)),
+        labels=tuple(ChainLayer(component=name, index=i, name=f"model.{name}.layers.{i}") for i in range(count)),
         variants=tuple(
-            Variant(layers=tuple(layers), working_bytes=working, tp=number + 1, devices=number + 1)
+            Variant(layers=_working(layers, working), tp=number + 1, devices=number + 1)
             for number, layers in enumerate(variants)
         ),
         low=low,
@@ -146,7 +154,7 @@ def all_splits(chains: Sequence[ExactChain]) -> Iterator[Splits]:
             for c in combinations(range(1, own.num_layers), n)
         ]
         ways.append(
-            [ChainSplit(boundaries=(0, *c, own.num_layers), variant=v) for c in cuts for v in range(len(own.variants))]
+            [Split(boundaries=(0, *c, own.num_layers), variant=v) for c in cuts for v in range(len(own.variants))]
         )
     return product(*ways)
 

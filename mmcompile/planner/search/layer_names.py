@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from mmcompile.errors import ConfigError
+from mmcompile.planner.pricing.chains import ChainLayer
 
 _MAX_LISTED = 6
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerLabel:
-    """What one layer of a chain is called."""
-
-    component: str
-    index: int
-    """Within the component."""
-    name: str
-    """Module path."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NamedChain:
-    """A chain's name and the labels of its layers, first to last."""
-
-    name: str
-    labels: tuple[LayerLabel, ...]
+LayersByChain = Mapping[str, Sequence[ChainLayer]]
+"""Chain name -> its layers, first to last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +26,8 @@ class Place:
     last: int
 
 
-def find(text: str, chains: Sequence[NamedChain], *, where: str) -> Place:
-    """The layer or component a text names.
+def find(text: str, chains: LayersByChain, *, where: str) -> Place:
+    """Return the layers that a text names: one layer, or a component.
 
     Args:
         where: named in errors: the constraint it stands in.
@@ -69,44 +54,38 @@ def find(text: str, chains: Sequence[NamedChain], *, where: str) -> Place:
     return _only(text, [whole] if whole else [], chains, where)
 
 
-def chain_index(text: str, chains: Sequence[NamedChain], *, where: str) -> int:
-    """The chain of a name. Raises ConfigError if there is none; it lists those there are."""
-    for index, chain in enumerate(chains):
-        if chain.name == text:
+def chain_index(text: str, chains: LayersByChain, *, where: str) -> int:
+    """Return the index of a chain. Raises ConfigError if there is none; it lists those there are."""
+    for index, name in enumerate(chains):
+        if name == text:
             return index
-    names = ", ".join(chain.name for chain in chains)
-    raise ConfigError(f"{where}: there is no chain {text!r}; chains are {names}")
+    raise ConfigError(f"{where}: there is no chain {text!r}; chains are {', '.join(chains)}")
 
 
-def short_name(chains: Sequence[NamedChain], place: Place) -> str:
-    """`component.index` of a layer, or the component of several."""
-    label = chains[place.chain].labels[place.first]
-    return f"{label.component}.{label.index}" if place.last - place.first == 1 else label.component
-
-
-def _layers(chains: Sequence[NamedChain]) -> list[tuple[Place, LayerLabel]]:
+def _layers(chains: LayersByChain) -> list[tuple[Place, ChainLayer]]:
     return [
         (Place(chain=index, first=position, last=position + 1), label)
-        for index, chain in enumerate(chains)
-        for position, label in enumerate(chain.labels)
+        for index, layers in enumerate(chains.values())
+        for position, label in enumerate(layers)
     ]
 
 
-def _component(name: str, chains: Sequence[NamedChain]) -> Place | None:
+def _component(name: str, chains: LayersByChain) -> Place | None:
     own = [place for place, label in _layers(chains) if label.component == name]
     return Place(chain=own[0].chain, first=own[0].first, last=own[-1].last) if own else None
 
 
-def _only(text: str, found: Sequence[Place], chains: Sequence[NamedChain], where: str) -> Place:
+def _only(text: str, found: Sequence[Place], chains: LayersByChain, where: str) -> Place:
     if len(found) == 1:
         return found[0]
     if found:
-        names = [chains[place.chain].labels[place.first].name for place in found]
+        lines = list(chains.values())
+        names = [lines[place.chain][place.first].name for place in found]
         raise ConfigError(f"{where}: {text!r} matches {len(found)} layers, name one: {_few(names)}")
     raise ConfigError(f"{where}: {text!r} names no layer or component; {_known(text, chains)}")
 
 
-def _known(text: str, chains: Sequence[NamedChain]) -> str:
+def _known(text: str, chains: LayersByChain) -> str:
     labels = [label for _, label in _layers(chains)]
     names = [*(label.name for label in labels), *(f"{label.component}.{label.index}" for label in labels)]
     close = get_close_matches(text, dict.fromkeys(names), n=_MAX_LISTED, cutoff=0.6)

@@ -1,0 +1,276 @@
+"""`problem_of`: from costs and what is asked to the problem that a search solves; refuses what no candidate can meet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from mmcompile.config import ProjectorPlacement
+from mmcompile.costmodel.calibration import Calibration
+from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.compute import LayerCost
+from mmcompile.costmodel.sharding import TensorShare
+from mmcompile.errors import PlanError
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.passes.cost.cost_table import CostTable
+from mmcompile.planner.plan.plan_record import Fingerprint
+from mmcompile.planner.pricing.chains import ChainSet, chain_sets, joined_chain
+from mmcompile.planner.pricing.pricing import Pricing
+from mmcompile.planner.pricing.workload import Workload
+from mmcompile.planner.search.chain_prices import ChainPrices
+from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.replicas import decided_replicas, towers_of
+from mmcompile.planner.search.settings import SearchSpace
+
+Costs = CostTable | Mapping[str, tuple[LayerCost, ...]]
+
+
+def problem_of(
+    graph: ModelGraph,
+    costs: Costs,
+    cluster: Cluster,
+    *,
+    dtype: str,
+    fingerprint: Fingerprint,
+    num_microbatches: int | None = None,
+    stages: Mapping[str, int] | None = None,
+    replicas: Mapping[str, int] | None = None,
+    tensor_parallel: Mapping[str, int] | None = None,
+    tensor_degrees: Mapping[str, tuple[int, ...]] | None = None,
+    tensor_shares: Mapping[str, Mapping[int, tuple[TensorShare, ...]]] | None = None,
+    fsdp: Collection[str] = (),
+    projector: ProjectorPlacement | None = None,
+    num_devices: int | None = None,
+    entries: Mapping[tuple[str, str], int] | None = None,
+    shards: int = 1,
+    space: SearchSpace | None = None,
+    global_batch: int | None = None,
+    workload: Workload | None = None,
+    kinds: Mapping[str, tuple[str, ...]] | None = None,
+    calibration: Calibration | None = None,
+) -> Problem:
+    """What is to be planned.
+
+    Args:
+        graph: its components and the edges between them.
+        costs: the table of the cost pass; or component name -> cost of each layer, which then hold for every load.
+        cluster: where to run.
+        dtype: of the computation, `"bfloat16"`.
+        fingerprint: what the plan is made for.
+        num_microbatches: of a step, of one replica of the last chain; None where the space has several.
+        stages: chain name -> number of stages, for chains whose count is decided. A chain is named after its encoder or
+            language model, a projector alone after itself.
+        replicas: chain or component name -> replicas, for chains whose number is decided; others of the same tower get as many.
+            Without a global batch, chains left get as many as the last, which has 1 if it is not named.
+        tensor_parallel: chain or component name -> ranks that share its tensors, 1 for those not named; None: any of the space.
+        tensor_degrees: component name -> numbers of ranks that can share its tensors (`tensor_axes`); absent: all can.
+        tensor_shares: component name -> number of ranks -> what they exchange and hold in parts, by layer; absent: assumed.
+        fsdp: chains and components whose replicas share their parameters.
+        projector: where projectors go; None lets the simulator choose.
+        num_devices: use only so many devices.
+        entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
+        shards: ranks that share each stage of the last chain; `costs` are those of one shard.
+        space: what may be chosen; by default what the engine runs.
+        global_batch: samples of a step; None: the captured batch is one microbatch of one replica of the last chain.
+        workload: what samples bring to components; by default all are like those of the captured batch.
+        kinds: component -> kind of each layer, for the calibration.
+        calibration: measured seconds of kinds of layers.
+
+    Raises:
+        PlanError: unknown chain names, more stages than layers or devices, replicas that no chains can have.
+        ConfigError: `projector` has no effect, or the device has no figure for `dtype`.
+    """
+    if num_microbatches is not None and num_microbatches < 1:
+        raise PlanError(f"num_microbatches is {num_microbatches}; a step has at least one")
+    if global_batch is not None and global_batch < 1:
+        raise PlanError(f"global_batch is {global_batch}; a step has at least one sample")
+    budget = _budget(cluster, num_devices)
+    space = _space(space or SearchSpace.runnable(), num_microbatches, shards, global_batch)
+    replicas = replicas or {}
+    table = costs if isinstance(costs, CostTable) else CostTable(layers=costs)
+    sets = chain_sets(graph, table.layers, projector=projector, entries=entries)
+    pricing = Pricing(
+        table=table,
+        cluster=cluster,
+        dtype=dtype,
+        merging=frozenset(consumer for _, consumer, _ in graph.edges),
+        token_sharing=frozenset((graph.loss_component,)),
+        kinds=kinds or {},
+        calibration=calibration,
+        given_cp=shards,
+        tensor_degrees=tensor_degrees or {},
+        tensor_shares=tensor_shares or {},
+    )
+    if "disjoint" not in space.placements:
+        sets = ()
+    if "colocated" in space.placements and projector is None:
+        joined = joined_chain(graph, table.layers, entries=entries)
+        sets = (*sets, *((joined,) if joined is not None else ()))
+    if not sets:
+        sets = chain_sets(graph, table.layers, projector=projector, entries=entries)
+    sets = _with_replicas(_named(sets, stages or {}), replicas, follow=global_batch is None)
+    sets = _with_shared_tensors(sets, tensor_parallel or {})
+    problem = Problem(
+        prices=ChainPrices(graph=graph, pricing=pricing, workload=workload),
+        sets=tuple(sets),
+        num_devices=budget,
+        space=_replicated(space, sets, replicas, global_batch),
+        tensor_parallel=tensor_parallel or {},
+        fsdp=fsdp,
+        fingerprint=fingerprint,
+        global_batch=global_batch,
+        stages=stages or {},
+        replicas=replicas,
+        replicas_follow=global_batch is None,
+        entries=entries or {},
+    )
+    _check_devices(problem)
+    return problem
+
+
+def needs_sharing(problem: Problem, chains: ChainSet) -> bool:
+    """Fewer devices than chains, and nothing that forbids chains to share them."""
+    alone = all(number in (None, 1) for number in problem.decided[chains])
+    return not problem.stages and alone and problem.space.cp == (1,) and problem.num_devices < len(chains.chains)
+
+
+def _budget(cluster: Cluster, num_devices: int | None) -> int:
+    if num_devices is None:
+        return cluster.num_devices
+    if num_devices < 1 or (num_devices > cluster.num_devices and not cluster.is_local):
+        raise PlanError(f"num_devices is {num_devices}; cluster {cluster} has {cluster.num_devices}, use 1 to as many")
+    return num_devices
+
+
+def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global_batch: int | None) -> SearchSpace:
+    """The space with what is decided."""
+    if num_microbatches is not None:
+        space = replace(space, microbatches=(num_microbatches,))
+    if shards > 1:
+        space = replace(space, cp=(shards,))
+    if global_batch is None and space.microbatches is None:
+        raise PlanError("num_microbatches or global_batch is needed: one of them says how much a step is")
+    return space
+
+
+def _replicated(
+    space: SearchSpace, sets: Sequence[ChainSet], replicas: Mapping[str, int], global_batch: int | None
+) -> SearchSpace:
+    """The space with the replicas of the last chain that are decided."""
+    wanted = [decided_replicas(chains, replicas, follow=global_batch is None) for chains in sets]
+    numbers = {each[-1] for each in wanted if each is not None}
+    decided = tuple(sorted(number for number in numbers if number is not None))
+    if len(decided) == len(numbers):
+        space = replace(space, dp=decided)
+    if global_batch is not None and space.dp is not None and all(global_batch % dp for dp in space.dp):
+        raise PlanError(f"global_batch is {global_batch}; none of {space.dp} replicas gets whole samples")
+    return space
+
+
+def _check_devices(problem: Problem) -> None:
+    """Refuse stages that need more devices than there are."""
+    shards, stages = min(problem.space.cp), problem.stages
+    needs = [problem.least_ranks(chains, shards) for chains in problem.sets]
+    possible = problem.cluster.is_local or any(needs_sharing(problem, chains) for chains in problem.sets)
+    if min(needs) > problem.num_devices and not possible:
+        asked = f"{named_counts(stages)}, " if stages else ""
+        last = problem.sets[0].chains[-1]
+        width = shards * min(problem.tensor_degrees(last))
+        shared = f", {width} ranks for each of {last.name}" if width > 1 else ""
+        copies = f", replicas {named_counts(problem.replicas)}" if problem.replicas else ""
+        raise PlanError(
+            f"stages ({asked}at least one for every other chain{shared}{copies}) need {min(needs)} devices, got "
+            f"{problem.num_devices} of {problem.cluster}; ask for fewer stages{' or replicas' * bool(copies)} or a larger cluster"
+        )
+
+
+def named_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _named(sets: Sequence[ChainSet], stages: Mapping[str, int]) -> list[ChainSet]:
+    """The chain sets that have every chain named, with enough layers."""
+    longest: dict[str, int] = {}
+    for chains in sets:
+        for chain in chains.chains:
+            longest[chain.name] = max(longest.get(chain.name, 0), len(chain.layers))
+    for name, count in stages.items():
+        if name not in longest:
+            raise PlanError(f"no chain {name!r} to give {count} stages; chains are {', '.join(longest)}")
+        if not 1 <= count <= longest[name]:
+            raise PlanError(f"{name} has {longest[name]} layers, cannot be {count} stages; use 1 to {longest[name]}")
+    fitting = [chains for chains in sets if _fits(chains, stages)]
+    if not fitting:
+        raise PlanError(f"no placement of the projector gives stages {dict(stages)}; chains are {_chain_texts(sets)}")
+    return fitting
+
+
+def _fits(chains: ChainSet, stages: Mapping[str, int]) -> bool:
+    sizes = {chain.name: len(chain.layers) for chain in chains.chains}
+    return all(count <= sizes.get(name, 0) for name, count in stages.items())
+
+
+def _chain_texts(sets: Sequence[ChainSet]) -> str:
+    texts = (", ".join(f"{c.name} ({len(c.layers)} layers)" for c in chains.chains) for chains in sets)
+    return " | ".join(texts)
+
+
+def _with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follow: bool) -> list[ChainSet]:
+    """The chain sets that can have the replicas wanted.
+
+    Raises:
+        PlanError: a name that is neither of a chain nor of a component, a number below 1, or none can.
+    """
+    names = dict.fromkeys(name for each in sets for chain in each.chains for name in (chain.name, *chain.components))
+    for name, number in wanted.items():
+        if name not in names:
+            raise PlanError(
+                f"no chain {name!r} to give {number} replicas; chains and components are {', '.join(names)}"
+            )
+        if number < 1:
+            raise PlanError(f"{name} cannot have {number} replicas; give 1 or more")
+    fitting = [chains for chains in sets if decided_replicas(chains, wanted, follow=follow) is not None]
+    if not fitting:
+        asked = ", ".join(f"{name} {number}" for name, number in wanted.items())
+        towers = " | ".join(
+            ", ".join("+".join(chains.chains[index].name for index in tower) for tower in towers_of(chains))
+            for chains in sets
+        )
+        raise PlanError(
+            f"no placement gives {asked} replicas: chains that lead from one encoder to the language model have equally many, "
+            f"and so have components of one chain; they are {towers}"
+        )
+    return fitting
+
+
+def _with_shared_tensors(sets: Sequence[ChainSet], wanted: Mapping[str, int]) -> list[ChainSet]:
+    """The chain sets whose chains can have the degrees wanted.
+
+    Args:
+        wanted: chain or component name -> ranks that share its tensors; 1 for those not named.
+
+    Raises:
+        PlanError: a name that is neither of a chain nor of a component, a number below 1, or no set can.
+    """
+    names = dict.fromkeys(name for each in sets for chain in each.chains for name in (chain.name, *chain.components))
+    for name, number in wanted.items():
+        if name not in names:
+            raise PlanError(
+                f"no chain {name!r} to give tensor parallel degree {number}; chains and components are {', '.join(names)}"
+            )
+        if number < 1:
+            raise PlanError(f"{name} cannot have tensor parallel degree {number}; give 1 or more")
+    fitting = [
+        each for each in sets if all(len(_degrees(chain.name, chain.components, wanted)) <= 1 for chain in each.chains)
+    ]
+    if not fitting:
+        chains = " | ".join(", ".join("+".join(chain.components) for chain in each.chains) for each in sets)
+        asked = ", ".join(f"{name} {number}" for name, number in wanted.items())
+        raise PlanError(
+            f"no placement gives tensor parallel degrees {asked}: components of one chain have the same; chains are {chains}"
+        )
+    return fitting
+
+
+def _degrees(name: str, components: Sequence[str], wanted: Mapping[str, int]) -> set[int]:
+    return {wanted[each] for each in (name, *components) if each in wanted}
