@@ -48,7 +48,7 @@ type: $(STAMP)  ## pyright
 
 docs: $(STAMP)  ## build the documentation into site/, without network; rewrites docs/cli.md; warnings and broken links fail
 	$(BIN)/python -P docs/tools/cli_page.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)  ## capture and plan real-size models (7B to 84B) from their configs: seconds and memory
 	$(BIN)/python -P benchmarks/real_size.py

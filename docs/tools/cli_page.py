@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[1] / "cli.md"
 COLUMNS = 120
 HEAD = """# Command line
 
-`mmcompile COMMAND …`; made by `make docs` from what `--help` prints. Every command has `--json`.
+This page is made by `make docs` from what `--help` prints. Every command has `--json`, and `--help` with examples that work.
 
 MODEL is a `config.json`, a folder with one, a Hugging Face id in the local cache, or `package.module:function` returning a
 model or (model, batch). DATA is a folder with a `.safetensors` file for each sample, or `package.module:function` returning a
@@ -24,6 +24,29 @@ list of samples.
 | 0 | done |
 | 1 | a problem was found; the message says what to do. `MMCOMPILE_DEBUG=1` adds the traceback, `--json` prints it as an object |
 | 2 | bad usage |
+
+## At a glance
+
+```
+mmcompile plan examples/configs/llava-1.5-7b.json --cluster 2x8xA100-80G --train projector -o plan.json
+mmcompile check MODEL --stats images/ --cluster 8xH100 --global-batch 64   # will the worst sample fit? what only seems to train?
+mmcompile show plan.json                          # the table and the graph of stages
+mmcompile explain language_model.1 --plan plan.json   # why it is there, what it waits for, what a move would change
+mmcompile diff plan.json other.json               # what differs
+mmcompile simulate --plan plan.json --schedule all    # idle time by cause, memory of each rank, for every schedule
+mmcompile step --plan plan.json --stats images/ --png step.png   # one step balanced: every microbatch before and after
+mmcompile stats images/ -o stats.json             # percentiles of the data, and its worst samples
+mmcompile profile MODEL -o calibration.json       # measure this machine
+mmcompile stages plan.json --emit svg -o plan.svg # or text, dot
+mmcompile stages MODEL --plan plan.json --stage language_model.0 --emit source
+mmcompile plan MODEL --cluster 8xH100 --attention bitfield --context-parallel 4
+mmcompile train MODEL --data DATA --steps 100 --out runs/first --save checkpoint --export model
+mmcompile train MODEL --data DATA --tensor-parallel language_model=2 --autocast all --recompute selective --shard-optimizer
+mmcompile trace runs/first                        # trace.json and timeline.png of its last step
+mmcompile plan MODEL --cluster 16x8xA100-80G --fault-tolerance 1 -o spot.json   # templates for 15 nodes, for 14, …
+mmcompile simulate --plan spot.json --trace spot.csv --emit png -o spot.png   # useful time over a trace of spot instances
+mmcompile train MODEL --data DATA --fault-tolerance 1 --nodes 5 --reduction fixed   # nodes played here by processes
+```
 """
 
 
