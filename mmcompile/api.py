@@ -246,8 +246,8 @@ def parallelize(
         batch: one microbatch, with every modality in it; its values are not trained on. Made from the config for Hugging Face
             models of common conventions when not given.
         plan: as made by `plan`; by default it is made here, for `cluster`.
-        cluster, num_microbatches, stages, projector, schedule, recompute, autocast, attention, context_parallel,
-            tensor_parallel, replicas, fsdp: as for `plan`, when none is given.
+        cluster: as for `plan`, when no plan is given; likewise num_microbatches, stages, projector, schedule, recompute,
+            autocast, attention, context_parallel, tensor_parallel, replicas and fsdp.
         packing: as for `plan`. With a plan for packed samples it is needed too: what stands for a microbatch.
         balance: which samples each replica of each encoder and of the language model computes together: a balancer's name
             (`mmcompile.batching.balance.registry`), or a balancer. `"auto"` takes the one whose step is predicted to be shortest,

@@ -35,7 +35,7 @@ class Plan(PlanRecord):
 
         Raises:
             PlanError: not JSON (with the position), another version, a missing, unknown or ill-typed field (with its path), a
-            recomputation for more or fewer layers than a stage has, or templates that do not run the plan's layers.
+                recomputation for more or fewer layers than a stage has, or templates that do not run the plan's layers.
         """
         try:
             raw = msgspec.json.decode(text)
