@@ -127,7 +127,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    assert {path.stem for path in (tmp_path / "site").glob("*.html")} >= {Path(page).stem for page in ROOT.glob("docs/*.md")}
+    assert {path.stem for path in (tmp_path / "site").glob("*.html")} >= {
+        Path(page).stem for page in ROOT.glob("docs/*.md")
+    }
 
 
 def test_the_readme_is_short() -> None:
