@@ -94,7 +94,6 @@ ALLOWED: dict[str, int] = {
     "mmcompile": 39,
     "batching": 100,
     "cli": 36,
-    "planner": 275,
     "runtime": 412,
 }
 

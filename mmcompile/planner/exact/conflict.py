@@ -25,12 +25,13 @@ class Conflict:
 
     demands: tuple[Demand, ...]
     why: str
-    """Of a demand that fails alone; "" where the words say it."""
+    """Reason why a demand fails alone; "" if its words give it."""
     remedies: tuple[str, ...]
-    """What would do, each alone."""
+    """Changes of which each alone makes the demands possible."""
 
     @property
     def text(self) -> str:
+        """The conflict and its remedies in words."""
         first, *others = [f"'{demand.words}'" for demand in self.demands]
         verdict = f"conflicts with {' and '.join(others)}" if others else "cannot be met"
         reason = f": {self.why}" if self.why else ""
@@ -104,7 +105,7 @@ def _too_big(problem: ExactProblem, cap: Cap) -> str:
 
 
 def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
-    """What would do in the place of each demand, by the DP."""
+    """Yield a possible replacement of each demand, by the DP."""
     for demand in demands:
         others = replace(problem, demands=tuple(other for other in problem.demands if other is not demand))
         best = seed(others).splits

@@ -1,7 +1,7 @@
-"""What the search found, cut anew under a user's constraints.
+"""Cuts under a user's constraints, for the candidates of the search.
 
 Candidates come fastest first. Each keeps its degrees, setting and stage counts, and is cut by the DP under the constraints;
-the simulator judges what comes out, until the next candidate is slower than the best so far even without constraints. Then Z3
+the simulator judges the results, until the next candidate is slower than the best so far even without constraints. Then Z3
 proves the cuts of the best, or improves them. Where no candidate's stage counts can meet the constraints, stages are given out
 anew over the devices.
 """
@@ -38,7 +38,7 @@ class Constrained:
     best: Candidate
     exact: Exact
     notes: tuple[str, ...]
-    """What was demanded, what it costs, and the certificate of the cuts: for `Plan.notes`."""
+    """Demands, their cost, and the certificate of the cuts: for `Plan.notes`."""
 
 
 def constrained(
@@ -102,7 +102,7 @@ def exact_problem(
 
 
 def splits_of(candidate: Candidate) -> Splits:
-    """Where a candidate is cut."""
+    """Return the cuts of a candidate."""
     return tuple(
         Split(boundaries=(0, *(stage.last for stage in candidate.stages if stage.chain == index)))
         for index in range(len(candidate.degrees))

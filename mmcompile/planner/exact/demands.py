@@ -1,4 +1,4 @@
-"""What constraints mean for given chains: names found, and each put as a rule about cuts, counts, bytes or degrees."""
+"""Constraints for given chains: names are looked up, and each becomes a rule about cuts, counts, bytes or degrees."""
 
 from __future__ import annotations
 

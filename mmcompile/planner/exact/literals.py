@@ -20,6 +20,7 @@ Bad = NDArray[np.bool_]
 
 
 def negated(bit: Bit) -> Bit:
+    """Return the negation of a literal."""
     return not bit if isinstance(bit, bool) else cast(z3.BoolRef, z3.Not(bit))
 
 
@@ -38,6 +39,7 @@ class ChainLiterals:
 
     @classmethod
     def of(cls, add: Callable[..., None], index: int, chain: ExactChain) -> ChainLiterals:
+        """Return the literals of a chain, with the clauses that order its boundaries."""
         count, most = chain.num_layers, min(chain.high, chain.num_layers)
         one_of = [z3.Bool(f"variant{index}_{number}") for number in range(len(chain.variants))]
         found = cls(
@@ -64,6 +66,7 @@ class ChainLiterals:
                 self.add(negated(variant), negated(other))
 
     def at_most(self, k: int, i: int) -> Bit:
+        """Return the literal that the k-th boundary from the end is at most i."""
         if i < 0:
             return False
         if k == 0:
@@ -86,6 +89,7 @@ class ChainLiterals:
         return self.at_most(count - 1, 0)
 
     def is_count(self, count: int) -> Bit:
+        """Return the literal that the chain has so many stages."""
         return self.between(count - 1, 0, self.num_layers) if count >= self.most else self._is_count(count)
 
     def _is_count(self, count: int) -> Bit:
@@ -93,9 +97,11 @@ class ChainLiterals:
         return done if before is False else cast(z3.BoolRef, z3.And(done, negated(before)))
 
     def is_(self, variant: int) -> Bit:
+        """Return the literal that the chain has a variant."""
         return self.variants[variant]
 
     def is_not(self, variant: int) -> Bit:
+        """Return the literal that the chain does not have a variant."""
         return negated(self.variants[variant])
 
     def forbid(self, k: int, bad: Bad, unless: tuple[Bit, ...]) -> None:
@@ -139,7 +145,7 @@ class ChainLiterals:
         return found
 
     def read(self, model: z3.ModelRef) -> Split:
-        """The split that a model says."""
+        """Return the split of a model of Z3."""
         boundaries = [self.num_layers]
         k = 0
         while boundaries[0] > 0:

@@ -1,4 +1,4 @@
-"""What can be demanded of a split. Chains and layers are indices; a cut at i lies between layers i-1 and i."""
+"""Rules about a split. Chains and layers are indices; a cut at i lies between layers i-1 and i."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ class Count:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SameTp:
+    """Chains have the same tensor-parallel degree."""
+
     chains: tuple[int, ...]
 
 
@@ -68,9 +70,9 @@ Rule = Cuts | InStage | Cap | Count | SameTp | Devices | Never
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """A rule and how to say it."""
+    """A rule with its words."""
 
     rule: Rule
     words: str
     asked: bool = True
-    """By the user; False for what the devices and the layout impose."""
+    """True for demands of the user; False for those of the devices and the layout."""

@@ -26,10 +26,12 @@ _MAX_REALISED = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seed:
+    """A split by the DP, with a lower bound."""
+
     splits: Splits | None
     """Meets every demand; None if none was found, which proves nothing."""
     bound_ps: int
-    """No split is faster; INFINITE if there is none, 0 if degrees have too many combinations to tell."""
+    """Lower bound of the slowest stage in picoseconds; INFINITE if no split exists, 0 if there are too many degrees to bound."""
 
 
 def seed(problem: ExactProblem) -> Seed:

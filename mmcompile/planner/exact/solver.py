@@ -1,9 +1,9 @@
 """Exact split of chains into stages under a user's demands, with a certificate: by Z3, seeded by the DP, in bounded time.
 
-The DP (`mmcompile.planner.exact.seed`) gives a split and a lower bound at once. Z3 is then asked whether a split exists
-whose slowest stage is faster than the best one known, until it says no (the certificate) or the time is up: then the
-answer has the best split, the best bound and the gap between them. What cannot be met is answered with a smallest set
-of demands that conflict, in words.
+The DP (`mmcompile.planner.exact.seed`) gives a split and a lower bound at once. Z3 is then asked whether a split exists whose
+slowest stage is faster than the best one known, until it proves that none exists (the certificate) or the time is up: then the
+answer has the best split, the best bound and the gap between them. What cannot be met is answered with a smallest set of demands
+that conflict, in words.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Exact:
 
     @property
     def gap(self) -> float:
+        """Relative gap between the slowest stage and the bound."""
         return self.slowest_s / self.bound_s - 1 if self.bound_s else 0.0
 
     @property

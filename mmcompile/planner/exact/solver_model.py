@@ -1,6 +1,6 @@
 """The splitting problem in Z3: Boolean order literals for boundaries, clauses for everything else.
 
-For each chain, `x[k][i]` says that the k-th boundary from the end is at most i: the k-th stage from the end begins at or
+For each chain, `x[k][i]` means that the k-th boundary from the end is at most i: the k-th stage from the end begins at or
 before layer i. Boundaries fall strictly until they reach 0; from there on stages are empty, so that the number of
 stages is free. What a pair of neighbouring boundaries must not be (too slow, too big, an embedding without its head)
 is a set of clauses of two to four literals, most of them of the form "if this stage ends at j or later it begins at f or
@@ -32,9 +32,11 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
+        """Return the deadline after so many seconds."""
         return cls(time.monotonic() + seconds)
 
     def left(self) -> float:
+        """Seconds left."""
         return self.at - time.monotonic()
 
     def check(self) -> None:
@@ -44,7 +46,7 @@ class Deadline:
 
 
 class Model:
-    """A Z3 solver that knows a problem; asked with a limit, it finds a split with no slower stage, or that there is none."""
+    """A Z3 solver for a problem: given a limit, it finds a split with no slower stage, or proves that there is none."""
 
     def __init__(self, problem: ExactProblem, deadline: Deadline) -> None:
         """Raises TimeoutError if the deadline passes while the clauses are made."""

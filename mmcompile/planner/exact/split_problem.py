@@ -31,7 +31,7 @@ class Variant(StageTables):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
-    """What leaves the end of a chain enters before layer `entry` of chain `target`, which comes later."""
+    """Edge between chains: the output of a chain enters before layer `entry` of chain `target`, which comes later."""
 
     target: int
     entry: int = 0
@@ -52,8 +52,10 @@ class ExactChain:
     feeds: tuple[Feed, ...] = ()
     """Empty for the chain that ends in the loss."""
     ranks: tuple[tuple[int, ...], ...] = ()
-    """Of each stage, first to last, if the number of stages is decided: `low` and `high` are that number then. Stages that
-    share ranks run in turn."""
+    """Ranks of each stage, first to last, if the number of stages is decided: `low` and `high` are that number then.
+
+    Stages that share ranks run in turn.
+    """
 
     def __post_init__(self) -> None:
         assert not self.ranks or self.low == self.high == len(self.ranks), (
@@ -62,6 +64,7 @@ class ExactChain:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers."""
         return len(self.labels)
 
 
@@ -162,7 +165,7 @@ def _capped(problem: ExactProblem, splits: Splits, rule: Cap) -> Sequence[int]:
 
 
 def covers(rule: Cap, chain: int, stage: int) -> bool:
-    """Whether a cap speaks of a stage, counted from 0."""
+    """Return whether a cap concerns a stage, counted from 0."""
     return rule.chain in (None, chain) and rule.stage in (None, stage)
 
 

@@ -1,4 +1,4 @@
-"""What holds a plan back: its slowest rank, its fullest rank, its largest cause of idle time; and what to do about each."""
+"""Bottlenecks of a plan: its slowest rank, its fullest rank, its largest cause of idle time; and a remedy for each."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class Bottleneck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLoad:
-    """What the stages of one rank (alike on every rank of their group) take of it."""
+    """Load of one rank by its stages, the same on every rank of their group."""
 
     stages: tuple[Stage, ...]
 
     @property
     def name(self) -> str:
+        """Names of the stages."""
         return " + ".join(stage.name for stage in self.stages)
 
     @property
@@ -50,10 +51,12 @@ class RankLoad:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all stages."""
         return sum(stage.prediction.total_bytes for stage in self.stages)
 
     @property
     def in_flight(self) -> int:
+        """Most microbatches in flight."""
         return max(stage.prediction.in_flight for stage in self.stages)
 
 

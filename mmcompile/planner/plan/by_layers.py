@@ -42,7 +42,7 @@ def by_layers(plan: Plan) -> Plan:
 
 
 def layer_name(layer: LayerId) -> str:
-    """What programs call it."""
+    """Return the name of a layer in programs."""
     return f"{layer.chain}.{layer.index}"
 
 

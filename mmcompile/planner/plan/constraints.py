@@ -1,4 +1,4 @@
-"""What a user may demand of a plan, as text: `together:A,B`, `apart:A,B`, `on:A=0`, `memory:40GiB`, `stages:C=2..4`, `equal-tp`.
+"""Constraints of a user on a plan, as text: `together:A,B`, `on:A=0`, `memory:40GiB`, `stages:C=2..4`, `equal-tp`.
 
     together:A,B[,...]        these are in one stage
     apart:A,B                 no stage holds layers of both
@@ -47,6 +47,7 @@ class Together:
 
     @property
     def words(self) -> str:
+        """The constraint in words."""
         return f"{_listed(self.layers)} share a stage"
 
 
@@ -61,6 +62,7 @@ class Apart:
 
     @property
     def words(self) -> str:
+        """The constraint in words."""
         return f"{_listed(self.layers)} are in different stages"
 
 
@@ -78,6 +80,7 @@ class On:
 
     @property
     def words(self) -> str:
+        """The constraint in words."""
         return f"{self.layer} is on {f'stage {self.stage}' if self.rank is None else f'rank {self.rank}'}"
 
 
@@ -94,12 +97,13 @@ class MemoryCap:
 
     @property
     def words(self) -> str:
+        """The constraint in words."""
         return f"memory <= {_size(self.num_bytes, ' ')}{' on ' if self.where else ''}{self.where}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRange:
-    """How many stages a chain may have."""
+    """Number of stages that a chain may have."""
 
     chain: str
     low: int = 1
@@ -112,6 +116,7 @@ class StageRange:
 
     @property
     def words(self) -> str:
+        """The constraint in words."""
         if self.low == self.high:
             return f"{self.chain} has {_stages(self.low)}"
         if self.high is None:
@@ -130,6 +135,7 @@ class EqualTp:
 
     @property
     def words(self) -> str:
+        """The constraint in words."""
         return f"{_listed(self.components) if self.components else 'all chains'} have equal tp"
 
 

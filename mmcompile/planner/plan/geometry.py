@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 Media = Literal["image", "audio"]
 Modality = Literal["image", "audio", "text", "sample"]
-"""What a component's rows are made of. `sample`: none of the others, so as many for every sample."""
+"""Kind of a component's rows. `sample`: none of the others, so as many for every sample."""
 
 MEDIA_WORDS: Mapping[Media, tuple[str, ...]] = {
     "image": ("pixel", "image", "video", "vision", "visual", "frame"),
@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaInput:
-    """A float input of images or sounds, whose shape tells their lengths where no grid does."""
+    """A float input of images or sounds, whose shape gives their lengths where no grid does."""
 
     name: str
     item_dims: int
@@ -31,7 +31,7 @@ class MediaInput:
     patch: tuple[int, int] = (0, 0)
     """Pixels of a patch, height and width: an image is as long as it has patches. (0, 0): lengths go with the elements."""
     length: float = 0.0
-    """Of an image or sound of `elements` elements, or of so many that `mask` marks."""
+    """Rows of an image or sound of `elements` elements, or of so many that `mask` marks."""
     elements: int = 0
     mask: str = ""
     """Input [images or sounds, steps] that marks what the model takes; "" where it takes all, padding too."""
@@ -60,10 +60,12 @@ class Geometry:
     pads: bool = False
     """All sequences of a microbatch are as long as its longest."""
     media: tuple[MediaInput, ...] = ()
-    """Of images or sounds: inputs that have their sizes where no grid has."""
+    """Inputs of images or sounds that give their sizes where no grid does."""
     sources: tuple[str, ...] = ()
-    """Inputs that the component reads, where its modality does not tell whether a sample has any; a sample without any of them
-    brings it nothing. (): all do that hold the modality."""
+    """Inputs that the component reads, if its modality does not determine whether a sample has any.
+
+    A sample without all of them adds nothing. (): every input of the modality.
+    """
 
     def squares(self, lengths: Array) -> Array:
         """Pairs of rows that attend to each other in images, sounds or sequences of these lengths."""

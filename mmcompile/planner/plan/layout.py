@@ -20,7 +20,7 @@ _COLUMN_GAP = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """What to draw: a key, the grid cell it wants, and its lines of text."""
+    """A box to draw: a key, its grid cell, and its lines of text."""
 
     name: str
     column: int

@@ -14,7 +14,7 @@ from mmcompile.planner.plan.plan_record import Chain, Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedStage:
-    """A replica of a stage, or one shard of it, on one rank, as far as ranks need to know it (`Placed` of the schedule)."""
+    """A replica of a stage, or one shard of it, on one rank (`Placed` of the schedule)."""
 
     name: str
     """`language_model.0`; `language_model.0#1` is its replica 1, where there are several; `language_model.0#1@0` the first
@@ -28,20 +28,21 @@ class PlacedStage:
     tp: int = 1
     """Ranks that share the tensors of every layer. Where there are more shards, they share the tokens of every sequence."""
     program: str = ""
-    """What programs call it: the name without the replica; "" where it is `name`."""
+    """Name in programs, without the replica; "" if it is `name`."""
     tower: str = ""
-    """What is balanced as one with this stage: see `mmcompile.batching.step_plan`."""
+    """Balance group of the stage: see `mmcompile.batching.step_plan`."""
     replica: int = 0
     sharing: tuple[int, ...] = ()
     """Ranks of this shard's replicas, in order, where they share its parameters; () where each holds them whole."""
 
     @property
     def program_name(self) -> str:
+        """Name in programs."""
         return self.program or self.name
 
     @property
     def shard(self) -> int:
-        """Which one this is."""
+        """Index of this shard in its group."""
         return self.group.index(self.ranks[0]) if self.group else 0
 
     @property
@@ -69,16 +70,16 @@ class PlacedStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """All replicas and shards of a plan's stages, and the microbatches of a step: what the engine needs to know of it."""
+    """All replicas and shards of a plan's stages, and the microbatches of a step, for the engine."""
 
     stages: tuple[PlacedStage, ...]
     num_microbatches: int
-    """Of each replica."""
+    """Number of microbatches of each replica."""
     schedule: ScheduleKind = "1f1b"
     towers: tuple[str, ...] = ("",)
-    """What is balanced as one; the language model is last."""
+    """Names of the balance groups; the language model is last."""
     num_replicas: tuple[int, ...] = (1,)
-    """Of each tower."""
+    """Number of replicas of each balance group."""
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
@@ -169,10 +170,10 @@ def lockstep_of(stages: Sequence[PlacedStage]) -> list[list[int]]:
 
 
 def shard_names(stage: Stage, num_replicas: int = 1) -> tuple[str, ...]:
-    """What programs call the shards of a replica (`language_model.0@1` is the second); the stage's own name if it is whole.
+    """Return the names of a replica's shards in programs (`language_model.0@1` is the second); the stage's own if it is whole.
 
     Args:
-        num_replicas: that the stage's ranks are shared by.
+        num_replicas: replicas that share the stage's ranks.
     """
     count = len(stage.ranks) // num_replicas
     if count == 1:
@@ -181,12 +182,12 @@ def shard_names(stage: Stage, num_replicas: int = 1) -> tuple[str, ...]:
 
 
 def shard_name(name: str, index: int) -> str:
-    """Of a stage or of a value that differs by shard."""
+    """Return the name of a shard of a stage, or of a value that differs by shard."""
     return f"{name}@{index}"
 
 
 def replica_name(stage: str, replica: int) -> str:
-    """Of a replica of a stage, or of a shard of one, where there are several replicas: `language_model.0#1@0`."""
+    """Return the name of a replica of a stage or shard, if there are several replicas: `language_model.0#1@0`."""
     name, mark, shard = stage.partition("@")
     return f"{name}#{replica}{mark}{shard}"
 

@@ -17,7 +17,7 @@ from mmcompile.planner.plan.table import format_plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(PlanRecord):
-    """Where every layer runs. `str(plan)` is the table; `to_json` / `from_json` round-trip it."""
+    """Assignment of every layer to devices, with predictions. `str(plan)` is the table; `to_json` / `from_json` round-trip it."""
 
     def __str__(self) -> str:
         return format_plan(self)
@@ -94,7 +94,7 @@ def check_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
 
 
 def _check_modes(plan: Plan) -> None:
-    """Raise PlanError where a stage says it for more or fewer layers than it has."""
+    """Raise PlanError if a stage has recomputation modes for more or fewer layers than it has."""
     for stage in plan.stages:
         if stage.recompute and len(stage.recompute) != len(stage.layer_names):
             raise PlanError(

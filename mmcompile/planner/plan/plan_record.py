@@ -22,7 +22,7 @@ PLAN_VERSION = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What a plan was made for. A plan whose fingerprint differs from the model at hand is refused."""
+    """Model and versions that a plan was made for. A plan whose fingerprint differs from the model's is refused."""
 
     model: str
     """Class name."""
@@ -57,10 +57,12 @@ class StagePrediction:
 
     @property
     def backward_s(self) -> float:
+        """Seconds of input and weight gradient."""
         return self.input_grad_s + self.weight_grad_s
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and activations."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
@@ -81,8 +83,10 @@ class Stage:
     """Longest path, in stages, to the loss stage (0 there). Sets the 1F1B warm-up."""
     prediction: StagePrediction
     recompute: tuple[Recompute | None, ...] = ()
-    """What each layer computes again in its backward; None for a layer without products there, which has nothing to win. ():
-    every layer keeps all it needs."""
+    """Recomputation of each layer; None for a layer without products in its backward, which has nothing to win.
+
+    (): every layer keeps all activations.
+    """
 
     @property
     def modes(self) -> Mapping[tuple[str, int], Recompute]:
@@ -184,15 +188,15 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRate:
-    """What samples cost one component of a chain, in one replica: a price for any sample, without the model.
+    """Cost of samples in one component of a chain, in one replica: a price for any sample, without the model.
 
-    Polynomials are in the load that samples bring (`geometry`). They hold near the loads that the plan was made for, where their
+    Polynomials are in the load of samples (`geometry`). They hold near the loads that the plan was made for, where their
     values with the fixed parts are the plan's predictions. Fixed parts are paid once a microbatch, and are not a sample's.
     """
 
     chain: str
     geometry: Geometry
-    """Of the component: how sizes of a sample become rows."""
+    """Rule that turns sizes of a sample into rows of the component."""
     seconds: Polynomial
     """Forward and backward through all stages, with what is computed again; of one rank where several share the work."""
     activation_bytes: Polynomial
@@ -201,12 +205,12 @@ class SampleRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Whether samples may be packed into one row of tokens."""
+    """Result of the check whether samples may be packed into one row of tokens."""
 
     isolates: bool
     """Nothing of a sample reaches another one of its row, forward or backward."""
     reason: str
-    """How they are kept apart, or where they meet."""
+    """Explanation of how samples are kept apart, or where they mix."""
 
     def __str__(self) -> str:
         return (
@@ -227,36 +231,38 @@ class PlanRecord:
     predicted: Prediction
     rejected: tuple[Rejected, ...] = ()
     attention: Attention = "model"
-    """How the language model attends: as the model does, or by words of one int64 a token (`bitfield-attention`)."""
+    """Attention of the language model: the model's own, or words of one int64 a token (`bitfield-attention`)."""
     autocast: tuple[str, ...] = ()
     """Components whose products are computed in bfloat16, from float32 parameters, as under `torch.autocast`."""
     head_stride: int = 0
     """Key/value heads that context-parallel ranks exchange at a time; 0 for all."""
     schedule: ScheduleKind = "1f1b"
     strategy: str = "auto"
-    """Who decided: `auto`, a published search or a baseline (`mmcompile.planner.strategies.search`)."""
+    """Strategy that made the plan: `auto`, a published search or a baseline (`mmcompile.planner.strategies`)."""
     microbatch_samples: float = 0.0
     """Samples of one microbatch of one replica of the last chain, on average; 0 where only the captured batch is known."""
     data: str = ""
-    """What the predictions average over, in words: a dataset with its number of samples; "" for the captured batch."""
+    """Dataset that the predictions average over, with its number of samples; "" for the captured batch."""
     costs: str = "analytic"
-    """Where the durations come from: `analytic`, or the calibration with device, dtype, and layer kinds measured."""
+    """Source of the durations: `analytic`, or the calibration with device, dtype, and layer kinds measured."""
     cuts: tuple[Cut, ...] = ()
     notes: tuple[str, ...] = ()
-    """What a reader should know: assumptions, limits of the search, constraints that bind."""
+    """Remarks for the reader: assumptions, limits of the search, constraints that bind."""
     sample_rates: tuple[SampleRate, ...] = ()
     """One for each component, chain by chain; () for a plan that prices no samples."""
     packing: Packing | None = None
-    """Whether samples may be packed into rows; None where it was not asked for."""
+    """Result of the packing check; None if it was not requested."""
     resilience: Resilience | None = None
     """Pipelines for the day nodes die; None where no fault tolerance was asked for."""
     version: int = PLAN_VERSION
 
     @property
     def stages(self) -> tuple[Stage, ...]:
+        """All stages, chain by chain."""
         return tuple(stage for chain in self.chains for stage in chain.stages)
 
     def stage(self, name: str) -> Stage:
+        """Return the stage of a name. Raises KeyError, with the valid names, if there is none."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -264,7 +270,7 @@ class PlanRecord:
 
     @property
     def recompute(self) -> Recompute | Literal["mixed"]:
-        """What all layers compute again, if they are alike in it."""
+        """Recomputation of all layers if it is the same, else "mixed"."""
         return uniform_mode(self.stages)
 
     @property
@@ -284,6 +290,7 @@ class PlanRecord:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks."""
         return 1 + max(rank for stage in self.stages for rank in stage.ranks)
 
 

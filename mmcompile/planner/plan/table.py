@@ -1,4 +1,4 @@
-"""A plan as plain text of at most forty lines, whatever its size.
+"""A plan as plain text of at most forty lines, for plans of any size.
 
 Header, chains as boxes, stages, prediction, bottlenecks and what node failures leave come first; templates, cuts, rejected
 alternatives, notes, links and shared values share the rest, and count what does not fit.
@@ -26,7 +26,7 @@ _LABEL = 13
 
 
 def format_plan(plan: PlanRecord) -> str:
-    """What a reader needs to judge a plan: what runs where, how long, in how much memory, what holds it back and why so."""
+    """Return the facts by which to judge a plan: layout, times, memory, bottlenecks and reasons."""
     head = [*_header(plan), "", *_boxes(plan), "", *stage_table(plan.chains, _MAX_STAGE_ROWS), ""]
     head += _labelled("predicted", _prediction(plan))
     head += _labelled("bottlenecks", [str(one) for one in bottlenecks(plan)])
@@ -86,7 +86,7 @@ def _boxes(plan: PlanRecord) -> list[str]:
 
 
 def _edges(plan: PlanRecord) -> list[tuple[str, str]]:
-    """Which chain feeds which: from the links, or, before stages are lowered, everything the last."""
+    """Return which chain feeds which: from the links, or, before there are any, every other chain the last."""
     owner = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
     pairs = dict.fromkeys((owner[link.source], owner[link.target]) for link in plan.links)
     crossing = [pair for pair in pairs if pair[0] != pair[1]]
@@ -172,7 +172,7 @@ def _rest(plan: PlanRecord, room: int) -> list[str]:
 
 
 def _deal(wanted: Mapping[str, int], room: int) -> dict[str, int]:
-    """Lines for each section: one each, then in turns, until all have what they want or nothing is left."""
+    """Return the lines of each section: one each, then in turns, until all are complete or none is left."""
     given = {name: 0 for name in wanted}
     while room > 0 and given != wanted:
         for name, count in wanted.items():
@@ -183,7 +183,7 @@ def _deal(wanted: Mapping[str, int], room: int) -> dict[str, int]:
 
 
 def _first(lines: Sequence[str], count: int) -> list[str]:
-    """The first lines; the last of them says how many are left out."""
+    """Return the first lines; the last of them has the number left out."""
     shown = list(lines[:count])
     if len(lines) > count:
         shown[-1] += f" (and {len(lines) - count} more)"

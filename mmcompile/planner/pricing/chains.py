@@ -51,7 +51,7 @@ class ChainSet:
     """One way to line up the components: chains in topological order (the last ends in the loss) and their edges."""
 
     placement: ProjectorPlacement | None
-    """Where projectors went; None for a model without any."""
+    """Placement of projectors; None for a model without any."""
     chains: tuple[ChainSpec, ...]
     edges: tuple[ChainEdge, ...]
     colocated: bool = False

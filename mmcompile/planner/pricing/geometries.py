@@ -71,7 +71,7 @@ def geometries(
 def _sources(
     component: Component, modality: Modality, inputs: Mapping[Modality, tuple[MediaInput, ...]]
 ) -> tuple[str, ...]:
-    """What tells that a sample has something for a component: that it has any modality does not, or not of which encoder."""
+    """Return the inputs that show whether a sample has work for a component, if the modality alone does not."""
     if modality == "sample":
         return component.sources
     everyone = [own.name for own in inputs.get(modality, ())]
@@ -80,7 +80,7 @@ def _sources(
 
 
 def _modality_of(component: Component) -> Modality:
-    """What a component's rows are made of, by the names of the inputs that reach it."""
+    """Return the modality of a component's rows, by the names of the inputs that reach it."""
     if component.kind == ComponentKind.LANGUAGE_MODEL or any(_is_text(name) for name in component.sources):
         return "text"
     hits: list[Modality] = [
@@ -145,7 +145,7 @@ def _input(
 
 
 def _marks(mask: Tensor, value: Tensor) -> bool:
-    """Whether a tensor can mark steps [items, steps] of an input."""
+    """Return whether a tensor can mark steps [items, steps] of an input."""
     return (
         not mask.is_floating_point()
         and mask.dim() == 2

@@ -34,9 +34,9 @@ class PricedChain:
     parameter_bytes: NDArray[np.int64]
     trainable_bytes: NDArray[np.int64]
     saved_bytes: NDArray[np.int64]
-    """For backward, by the mean microbatch."""
+    """Bytes kept for backward by the mean microbatch."""
     worst_bytes: NDArray[np.int64]
-    """For backward, by the worst microbatch."""
+    """Bytes kept for backward by the worst microbatch."""
     working_bytes: NDArray[np.int64]
     """[layers]: while the layer runs its backward, by the worst microbatch."""
     shared_bytes: NDArray[np.int64]
@@ -64,7 +64,7 @@ class PricedChain:
         return self.parameter_bytes + (1 + OPTIMIZER_STATES) * self.trainable_bytes
 
     def held_bytes(self, num_stages: int, num_microbatches: int) -> float:
-        """What all stages of a 1F1B pipeline that ends in the loss hold together, if they have equal parts of the chain."""
+        """Return the bytes of all stages of a 1F1B pipeline that ends in the loss, if they have equal parts of the chain."""
         filled = min(num_stages, num_microbatches)
         in_flight = (filled * (filled + 1) / 2 + (num_stages - filled) * num_microbatches) / num_stages
         return float(self.state_bytes[-1]) + in_flight * float(self.saved_bytes[-1])
@@ -78,9 +78,9 @@ class Body:
     seconds: float
     """Forward and backward of one."""
     fixed_bytes: int
-    """Held whatever is in flight, the excess of the worst microbatch over the mean included."""
+    """Bytes that do not depend on the microbatches in flight, with the excess of the worst microbatch over the mean."""
     saved_bytes: int
-    """For backward, by the mean microbatch."""
+    """Bytes kept for backward by the mean microbatch."""
     working_bytes: int
 
 

@@ -48,7 +48,7 @@ _TIMED = 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSharding:
-    """How the ranks of one replica share a layer, and what its backward computes again."""
+    """Sharding of a layer over the ranks of one replica, and the recomputation in its backward."""
 
     tp: int = 1
     """Ranks that share its tensors."""
@@ -69,7 +69,7 @@ class LayerBytes:
     """Bytes of one layer of each group of a component, at many loads [groups, n]."""
 
     backward: NDArray[np.bool_]
-    """Whether it runs one."""
+    """True for layers that run a backward."""
     parameter: NDArray[np.int64]
     trainable: NDArray[np.int64]
     activation: NDArray[np.int64]
@@ -103,13 +103,15 @@ class Pricing:
     token_sharing: frozenset[str] | None = None
     """Components whose tokens ranks can share; of others each does all of the work. None: of all components."""
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Component -> kind of each layer, as the calibration knows them."""
+    """Component -> kind of each layer, as named in the calibration."""
     calibration: Calibration | None = None
     given_cp: int = 1
     """Costs are already those of one of so many ranks that share the tokens."""
     tensor_degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Component -> numbers of ranks that can share its tensors; at any other, each does all of its work, if `tensor_shares` does
-    not know better. Absent: all can."""
+    """Component -> tensor-parallel degrees that are possible.
+
+    At any other, each rank does all of its work, unless `tensor_shares` has shares for it. Absent: all are.
+    """
     tensor_shares: Mapping[str, Mapping[int, tuple[TensorShare, ...]]] = field(default_factory=dict)
     """Component -> number of ranks -> what those that share the tensors of each layer exchange at the captured load, and hold in
     parts. Absent: `TensorShare.assumed`."""
@@ -155,7 +157,7 @@ class Pricing:
     def bulk(
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> tuple[NDArray[np.float64], LayerBytes]:
-        """What `layers` says of each group at each of many loads [n], of any sizes, to rounding.
+        """Return the prices of `layers` for each group at each of many loads [n], of any sizes, to rounding.
 
         Returns:
             [groups, n, 3] seconds of forward, input gradient, weight gradient; and bytes [groups, n].
@@ -289,7 +291,7 @@ class Pricing:
         return self._shared[key]
 
     def _rows(self, component: str, load: Load | None) -> float:
-        """How many times the captured rows a load has."""
+        """Return the rows of a load as a multiple of the captured rows."""
         if load is None or component not in self.table.growing:
             return 1.0
         captured = self.table.captured_loads[component].tokens

@@ -79,6 +79,7 @@ class SampleSizes:
 
     @classmethod
     def of_shapes(cls, shapes: Sequence[SampleShape]) -> SampleSizes:
+        """Return the sizes of sample shapes."""
         return cls(
             texts=Lengths.of([(float(shape.text_tokens),) for shape in shapes]),
             images=Lengths.of([shape.images for shape in shapes]),
@@ -107,7 +108,7 @@ class SampleSizes:
         )
 
     def rows(self, geometry: Geometry) -> SampleRows:
-        """What each sample brings to a component."""
+        """Return the rows and squared lengths of each sample in a component."""
         lengths = self._lengths(geometry)
         return SampleRows(
             rows=lengths.sums(lengths.values) * geometry.rows_per_unit,
@@ -163,7 +164,7 @@ def token_ids(batch: Mapping[str, object]) -> Tensor | None:
 
 
 def token_mask(batch: Mapping[str, object], ids: Tensor) -> Tensor | None:
-    """Which of the token ids are no padding [sequences, length]; None where the batch does not say."""
+    """Return which of the token ids are no padding [sequences, length]; None if the batch has no mask."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.numel() == ids.numel() and mask.dim() <= 2:
         return mask if mask.shape == ids.shape else mask.reshape(ids.shape)
@@ -226,7 +227,7 @@ def _item_lengths(own: MediaInput, value: Tensor, mask: object = None) -> list[f
 
 @cache
 def grid_of(name: str) -> tuple[Media, ...]:
-    """What an input tells the sizes of, by its name."""
+    """Return the modalities whose sizes an input holds, by its name."""
     if not name.endswith(_GRIDS):
         return ()
     return tuple(modality for modality, words in MEDIA_WORDS.items() if any(word in name for word in words))

@@ -1,4 +1,4 @@
-"""What it costs when several ranks share the tokens of the language model.
+"""Costs of context parallelism: several ranks share the tokens of the language model.
 
 Each rank does its part of the layers after the first by `costmodel.sharding.context_parallel`, with the heads exchanged in groups
 of `head_stride`; embedding and merge stay whole.

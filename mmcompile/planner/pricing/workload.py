@@ -48,7 +48,7 @@ class WorstMicrobatch:
 
 
 _Ranking = tuple[SampleRows, tuple[str, ...]]
-"""What samples bring to one component and their names, heaviest first."""
+"""Rows and names of samples in one component, heaviest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,7 @@ class Workload:
         return MicrobatchLoads(tokens=tokens, squares=squares, samples=sizes)
 
     def worst(self, samples_per_microbatch: float) -> WorstMicrobatch:
-        """For each component, the heaviest microbatch that the dataset's samples can make.
+        """Return for each component the heaviest microbatch that the dataset's samples can make.
 
         By rows, then by squared lengths. Each sample is taken once, or more often if the dataset has fewer than that. The
         dataset's worst samples are among them even where it was sampled.

@@ -3,7 +3,7 @@
 The step is simulated as it is, and then again
 
     1. with links that take no time,
-    2. and with equal microbatches: each takes part in everything that any takes part in, for its mean time,
+    2. and with equal microbatches: each runs in every stage in which any runs, for its mean time,
     3. and with equal stages: every rank has the mean work of all ranks.
 
 What is idle after 3 is the warm-up (filling and draining: (S - 1) / (M + S - 1) in a chain of S stages); what a step takes
@@ -85,7 +85,7 @@ def _share(chain: str, ranks: Sequence[int], ladder: Sequence[Timeline], makespa
 
 
 def equal_microbatches(case: Case) -> Case:
-    """Every microbatch takes part in all that any does, for the mean time over all microbatches."""
+    """Return the case with every microbatch in all stages in which any runs, for the mean time over all microbatches."""
     if not case.flows:
         return case
     flow = _union(case.stages, case.flows)
@@ -94,10 +94,10 @@ def equal_microbatches(case: Case) -> Case:
 
 
 def equal_stages(case: Case) -> Case:
-    """Every rank has the mean seconds of all ranks, as forwards and backwards in the mean proportion of its kind.
+    """Return the case with the mean seconds of all ranks on every rank, as forwards and backwards in their mean proportion.
 
     Ranks that only run forwards stay so, they have a mean of their own. Stages of one rank share in proportion to what
-    they have. Stages that no microbatch passes through take part as well, beside the others.
+    they have. Stages without microbatches count as well, beside the others.
 
     Args:
         case: with equal microbatches.
@@ -127,7 +127,7 @@ def equal_stages(case: Case) -> Case:
 
 
 def _part(wanted: StageDuration, own: StageDuration, total: StageDuration, count: int) -> StageDuration:
-    """What one of a rank's stages gets of what the rank should have."""
+    """Return the share of one of a rank's stages in the seconds that the rank should have."""
     forward = own.forward_s / total.forward_s if total.forward_s else 1 / count
     backward = own.backward_s / total.backward_s if total.backward_s else 0.0
     return _scaled(wanted, forward, backward)
@@ -151,7 +151,7 @@ def _union(stages: Sequence[Placed], flows: Sequence[Flow]) -> Flow:
 
 
 def _mean(name: str, case: Case) -> StageDuration:
-    """What a stage really runs in all microbatches, over their number."""
+    """Return the mean duration of a stage over all microbatches that it runs."""
     given = case.durations[name]
     parts: list[StageDuration] = []
     for microbatch, flow in enumerate(case.flows):

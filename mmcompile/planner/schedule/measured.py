@@ -13,7 +13,7 @@ from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkMessages:
-    """What crosses from one stage to another for one microbatch."""
+    """Messages from one stage to another for one microbatch."""
 
     source: str
     target: str
@@ -25,12 +25,13 @@ class LinkMessages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """What a rank's optimizer updates."""
+    """Parameters that a rank's optimizer updates."""
 
     num_bytes: int = 0
     num_tensors: int = 0
 
     def seconds(self, runtime: RuntimeCosts) -> float:
+        """Return the seconds of the update."""
         return self.num_bytes * runtime.optimizer_s_per_byte + self.num_tensors * runtime.optimizer_s_per_tensor
 
 
@@ -42,7 +43,7 @@ class MeasuredStep:
     prepare_s: float
     """Rank 0 collates and plans; the others wait."""
     optimizer_s: float
-    """Of rank 0; what others take longer delays their next step."""
+    """Seconds of rank 0's optimizer; longer ones of other ranks delay their next step."""
     timeline: Timeline
 
 
@@ -109,7 +110,7 @@ def _handling_s(sizes: Sequence[int], runtime: RuntimeCosts) -> float:
 
 
 def _link_s(crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> dict[tuple[str, str], float]:
-    """What a message takes beyond the work that both ranks have with it, which their actions hold already."""
+    """Return the seconds of a message beyond the work of both ranks, which their actions hold already."""
     found: dict[tuple[str, str], float] = {}
     for link in crossing:
         for pair, sizes in (

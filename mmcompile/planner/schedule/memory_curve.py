@@ -25,6 +25,7 @@ class SavedBytes:
 
     @property
     def until_weight_grad(self) -> int:
+        """Bytes kept until the weight gradient."""
         return self.activation_bytes if self.weight_grad_bytes is None else self.weight_grad_bytes
 
 
@@ -38,6 +39,7 @@ class MemoryCurve:
 
     @property
     def peak_bytes(self) -> int:
+        """Largest bytes over the step."""
         return max(num_bytes for _, num_bytes in self.points)
 
 

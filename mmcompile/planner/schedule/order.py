@@ -1,4 +1,4 @@
-"""The order in which ranks run forwards and backwards: integer keys, one rule a kind of schedule.
+"""Order of forwards and backwards on each rank: integer keys, one rule for each kind of schedule.
 
 Let r(s) be the longest path from stage s to a sink, counting only edges that cross ranks, and M the number of
 microbatches. Each rank runs what it has by ascending key:
@@ -15,8 +15,8 @@ interleave by the same keys.
 **eager-1f1b.** A message under way takes time too: counting the link as a stage of its own doubles the warm-up to 2d, so
 that the next input is there when a stage turns to it. It pays with d more microbatches in flight.
 
-**zb-h1.** A backward is I, the input gradient, which stages before wait for, and W, the weight gradient, which nobody waits
-for. I runs in the place of the backward, its gradients leave at once, W follows. So nothing ever starts later than under
+**zb-h1.** A backward is I, the input gradient, which stages before wait for, and W, the weight gradient, on which no stage
+  depends. I runs in the place of the backward, its gradients leave at once, W follows. So nothing ever starts later than under
 1f1b, no stage holds more, and each hop of the way back costs I instead of I + W: a chain of equal stages idles (S - 1)(F + I)
 instead of (S - 1)(F + I + W). The paper's H1 saves W once more a hop by letting the stages near the loss hold as many
 microbatches as the first; here they do not, since the stage at the loss also holds logits.
@@ -108,10 +108,10 @@ def crossings(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageOrder:
-    """What is sent right after each computation, and what is received right before it."""
+    """Messages sent right after each computation, and received right before it."""
 
     sends: Mapping[Side, Sequence[Side]]
-    """By sender: the receivers."""
+    """Sender -> the receivers."""
     receives: Mapping[Side, Sequence[tuple[Side, Side]]]
     """(receiver, sender), by the computation before which it is received: the receiver's, or an earlier one of its stage."""
 

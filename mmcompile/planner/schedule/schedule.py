@@ -29,7 +29,7 @@ class FlowEdge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """What one microbatch does: the stages that have work, the edges between them, the stages that run a backward."""
+    """Work of one microbatch: stages with work, edges between them, and stages that run a backward."""
 
     stages: tuple[str, ...]
     edges: tuple[FlowEdge, ...]
@@ -37,7 +37,7 @@ class Flow:
 
 
 class ActionKind(StrEnum):
-    """What a rank does next. F, B, I and W compute; the others move the tensors of one edge of one microbatch."""
+    """Kind of an action of a rank. F, B, I and W compute; the others move the tensors of one edge of one microbatch."""
 
     F = "F"
     B = "B"
@@ -53,24 +53,26 @@ class ActionKind(StrEnum):
 
     @property
     def is_compute(self) -> bool:
+        """True for F, B, I and W."""
         return self in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 
     @property
     def is_send(self) -> bool:
+        """True for sends."""
         return self in (ActionKind.SEND_F, ActionKind.SEND_B)
 
     @property
     def is_receive(self) -> bool:
+        """True for receives."""
         return self in (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """What one microbatch of some of the stages does, and when. A step in which all stages compute the same samples together has
-    one unit a microbatch; otherwise each tower of each replica has units of its own, joined by `CrossEdge`s."""
+    """Work of one microbatch in some of the stages, with its slots."""
 
     number: int
-    """What actions call it; unique among units that share a stage."""
+    """Number of the unit in actions; unique among units that share a stage."""
     slot: int
     """Place of its forward among microbatches."""
     backward_slot: int
@@ -106,7 +108,7 @@ class Action:
     peer: int | None = None
     """The stage on the other side of a send or receive."""
     peer_microbatch: int | None = None
-    """What the other side calls its microbatch, if not as this side does."""
+    """Microbatch number on the other side, if it differs from this side's."""
 
     @property
     def other(self) -> int:
@@ -142,7 +144,7 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What every rank does in one step. `str` prints one line a rank, `parse` reads it back."""
+    """Actions of every rank in one step. `str` prints one line a rank, `parse` reads it back."""
 
     stages: tuple[str, ...]
     """Stage names; an action's stage is an index into them."""
@@ -168,12 +170,16 @@ class Schedule:
 
 
 class Placed(Protocol):
-    """A stage, as far as a schedule needs to know it (`mmcompile.planner.plan.plan.Stage` is one)."""
+    """A stage, as a schedule sees it (`mmcompile.planner.plan.plan.Stage` is one)."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the stage."""
+
     @property
-    def ranks(self) -> tuple[int, ...]: ...
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the stage."""
+
     @property
     def depth(self) -> int:
         """Longest path, in stages, to the loss stage."""
@@ -222,7 +228,7 @@ def schedule_units(
 ) -> Schedule:
     """Order one step whose stages do not all compute the same samples together. `build_schedule` is the case without `edges`.
 
-    It cannot deadlock, and sends and receives of two stages are in the same order on both sides, whatever the slots. As long as
+    It cannot deadlock, and sends and receives of two stages are in the same order on both sides, for any slots. As long as
     no edge leads more than one slot on, each receive stands right before its own computation. A message for a later slot than
     that would be overtaken by messages sent after it: it is received with the first of those.
 
@@ -232,7 +238,7 @@ def schedule_units(
         edges: between units.
         kind: as for `build_schedule`.
         num_slots: microbatches of each replica.
-        only: the rank whose actions are wanted; the lists of others are empty then. None for all.
+        only: the rank whose actions are needed; the lists of others are empty then. None for all.
         together: stages, by index, that exchange values while they compute: their ranks run them in the same order.
 
     Raises:
@@ -333,7 +339,7 @@ class _Peers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Program:
-    """What each stage of one flow does for a microbatch, by indices: peers on other ranks, ascending."""
+    """Work of each stage of one flow for a microbatch, by indices: peers on other ranks, ascending."""
 
     stages: tuple[int, ...]
     backward: tuple[int, ...]

@@ -27,6 +27,7 @@ class StageDuration:
 
     @property
     def backward_s(self) -> float:
+        """Seconds of input and weight gradient."""
         return self.input_grad_s + self.weight_grad_s
 
 
@@ -38,7 +39,7 @@ Durations = Mapping[str, StageDuration | Sequence[StageDuration] | Mapping[int, 
 class Event:
     """One action in time [s], predicted or measured.
 
-    Predicted times count from the start of the step, and a SEND lasts until the message has arrived (its rank goes on
+    Predicted times count from the start of the step, and a SEND lasts until the message has arrived (its rank continues
     meanwhile). Measured times are on the wall clock, which ranks of one machine share.
     """
 
@@ -57,7 +58,7 @@ class Timeline:
     events: tuple[Event, ...] = field(repr=False)
     """F, B, I, W and SEND events, by start; () if they were not recorded."""
     makespan_s: float
-    """When the last computation ends."""
+    """Seconds until the last computation ends."""
     busy_s: tuple[float, ...]
     """Computing seconds of each rank."""
 
@@ -75,18 +76,18 @@ def simulate(
     *,
     record: bool = True,
 ) -> Timeline:
-    """Play a schedule.
+    """Simulate a schedule.
 
     Args:
         schedule: what each rank does, in order.
-        durations: of every stage, the same for all microbatches or one for each; those that it does not compute may be missing
-            from a mapping.
+        durations: durations of every stage, the same for all microbatches or one for each; those that it does not compute may be
+            missing from a mapping.
         link_s: (sending stage, receiving stage) -> seconds of one message; an absent pair costs nothing.
         record: False leaves `Timeline.events` empty, which is several times faster.
 
     Raises:
         PlanError: a stage has no durations, or none for a microbatch that it computes.
-        VerifyError: the schedule deadlocks (`check_schedule` says where).
+        VerifyError: the schedule deadlocks (`check_schedule` finds where).
     """
     index = {name: position for position, name in enumerate(schedule.stages)}
     state = _State(
@@ -195,7 +196,7 @@ class _State:
     num_stages: int
     seconds: Sequence[_Seconds]
     link_s: Mapping[int, float]
-    """By channel: source * num_stages + target."""
+    """Seconds of a message by channel: source * num_stages + target."""
     clock: list[float]
     busy: list[float]
     events: list[_Record] | None

@@ -1,1 +1,1 @@
-"""Which layout: prices, candidates, our search, published searches and baselines, all judged by the simulator."""
+"""Search of a layout: prices, candidates, our search, published searches and baselines, all judged by the simulator."""

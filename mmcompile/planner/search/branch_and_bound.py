@@ -25,7 +25,7 @@ from mmcompile.planner.search.settings import RECOMPUTES, SCHEDULES, Combination
 from mmcompile.planner.search.splitter import Splitter
 
 TOLERANCE = 0.005
-"""Times closer than this are equal, for costs cannot tell them apart: the simpler plan wins."""
+"""Relative difference below which times are equal, as costs are no more exact: the simpler plan wins."""
 _BATCH = 24
 """Combinations split before the next are judged."""
 _PATIENCE = 48
@@ -37,7 +37,7 @@ _MAX_ROUNDS = 6
 FINALISTS = 12
 """Candidates tried with every schedule, and with cuts moved."""
 _POLISHED = 3
-"""Of the finalists, those whose cuts are moved where not all combinations are listed."""
+"""Number of finalists whose cuts are moved where not all combinations are listed."""
 _POLISH_SIZE = 200_000
 """Durations (draws x stages x microbatches x 3) simulated to move cuts."""
 _MAX_INSERTED = 6
@@ -48,7 +48,7 @@ _POLISH_SLACK = 0.05
 
 @dataclass(kw_only=True)
 class BranchAndBound:
-    """One search. Its fields say afterwards what was looked at."""
+    """One search. Its fields hold afterwards which candidates were tried."""
 
     problem: Problem
     judged: list[Candidate] = field(default_factory=list)
@@ -61,24 +61,27 @@ class BranchAndBound:
 
     @cached_property
     def splitter(self) -> Splitter:
+        """Splitter of the problem."""
         return Splitter(problem=self.problem)
 
     @cached_property
     def combos(self) -> Combos:
+        """Combinations of degrees and stage counts."""
         return Combos(problem=self.problem, tables=OptionTables(problem=self.problem))
 
     @cached_property
     def groups(self) -> list[CombinationGroup]:
+        """Groups of combinations, most promising first."""
         return self.combos.groups()
 
     @property
     def all_too_big(self) -> tuple[TooBig, ...]:
-        """What the memory does not hold, those closest to it first: found by splitting, then by bounds."""
+        """Combinations that exceed the memory, those closest to it first: found by splitting, then by bounds."""
         return (*self.too_big, *self.combos.tables.too_big.values())
 
     @property
     def everything(self) -> bool:
-        """Whether all combinations were listed."""
+        """True if all combinations were listed."""
         return all(self.combos.listed)
 
     def run(self) -> None:
@@ -110,12 +113,14 @@ class BranchAndBound:
         return None
 
     def best(self) -> Candidate | None:
+        """Simplest of the fastest candidates; None if there is none."""
         limit_s = self.fastest_s * (1 + TOLERANCE / 2)
         close = (judged for judged in self.judged if judged.iteration_s <= limit_s)
         return min(close, key=_simplest, default=None)
 
     @property
     def fastest_s(self) -> float:
+        """Seconds of the fastest candidate."""
         return min((judged.iteration_s for judged in self.judged), default=float("inf"))
 
     @property
@@ -269,7 +274,7 @@ class BranchAndBound:
                         yield found
 
     def _own(self, candidate: Candidate) -> bool:
-        """Whether it is of the search's space and no two stages share ranks."""
+        """Return whether a candidate is of the search's space and no two stages share ranks."""
         return not candidate.shares_ranks and any(candidate.chains is chains for chains in self.problem.sets)
 
 

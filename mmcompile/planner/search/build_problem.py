@@ -49,30 +49,30 @@ def problem_of(
     kinds: Mapping[str, tuple[str, ...]] | None = None,
     calibration: Calibration | None = None,
 ) -> Problem:
-    """What is to be planned.
+    """Return the planning problem.
 
     Args:
         graph: its components and the edges between them.
         costs: the table of the cost pass; or component name -> cost of each layer, which then hold for every load.
         cluster: where to run.
-        dtype: of the computation, `"bfloat16"`.
-        fingerprint: what the plan is made for.
-        num_microbatches: of a step, of one replica of the last chain; None where the space has several.
+        dtype: dtype of the computation, `"bfloat16"`.
+        fingerprint: model and versions that the plan is for.
+        num_microbatches: microbatches of a step, of one replica of the last chain; None where the space has several.
         stages: chain name -> number of stages, for chains whose count is decided. A chain is named after its encoder or
             language model, a projector alone after itself.
         replicas: chain or component name -> replicas, for chains whose number is decided; others of the same tower get as many.
             Without a global batch, chains left get as many as the last, which has 1 if it is not named.
         tensor_parallel: chain or component name -> ranks that share its tensors, 1 for those not named; None: any of the space.
         tensor_degrees: component name -> numbers of ranks that can share its tensors (`tensor_axes`); absent: all can.
-        tensor_shares: component name -> number of ranks -> what they exchange and hold in parts, by layer; absent: assumed.
+        tensor_shares: component name -> number of ranks -> their exchanges and shares, by layer; absent: assumed.
         fsdp: chains and components whose replicas share their parameters.
-        projector: where projectors go; None lets the simulator choose.
+        projector: placement of projectors; None lets the simulator choose.
         num_devices: use only so many devices.
         entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
         shards: ranks that share each stage of the last chain; `costs` are those of one shard.
-        space: what may be chosen; by default what the engine runs.
+        space: choices of the search; by default those that the engine runs.
         global_batch: samples of a step; None: the captured batch is one microbatch of one replica of the last chain.
-        workload: what samples bring to components; by default all are like those of the captured batch.
+        workload: loads of samples in components; by default those of the captured batch.
         kinds: component -> kind of each layer, for the calibration.
         calibration: measured seconds of kinds of layers.
 
@@ -216,7 +216,7 @@ def _chain_texts(sets: Sequence[ChainSet]) -> str:
 
 
 def _with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follow: bool) -> list[ChainSet]:
-    """The chain sets that can have the replicas wanted.
+    """Return the chain sets that can have the given replicas.
 
     Raises:
         PlanError: a name that is neither of a chain nor of a component, a number below 1, or none can.
@@ -244,7 +244,7 @@ def _with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follo
 
 
 def _with_shared_tensors(sets: Sequence[ChainSet], wanted: Mapping[str, int]) -> list[ChainSet]:
-    """The chain sets whose chains can have the degrees wanted.
+    """Return the chain sets whose chains can have the given degrees.
 
     Args:
         wanted: chain or component name -> ranks that share its tensors; 1 for those not named.

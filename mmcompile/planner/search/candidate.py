@@ -1,6 +1,6 @@
 """`Candidate`: one way to run a model: chains cut, sharded, replicated, placed, and ready to be judged.
 
-Any plan of the vocabulary can be assembled: a chain set says how components are lined up (all in one line, or copies of a
+Any plan of the vocabulary can be assembled: a chain set has the order of components (all in one line, or copies of a
 component in several places of a line too), `Degrees` how each chain is spread, the ranges where it is cut.
 """
 
@@ -44,26 +44,28 @@ class CandidateStage:
     depth: int
     has_backward: bool
     forward_s: float
-    """By the mean microbatch, as the other seconds."""
+    """Forward seconds of the mean microbatch, as the other seconds."""
     input_grad_s: float
     weight_grad_s: float
     parameter_bytes: int
     trainable_bytes: int
     saved_bytes: int
-    """For backward, of the mean microbatch."""
+    """Bytes kept for backward by the mean microbatch."""
     worst_bytes: int
-    """For backward, of the worst microbatch."""
+    """Bytes kept for backward by the worst microbatch."""
     working_bytes: int
     in_flight: int
     modes: tuple[Recompute | None, ...] | None = None
-    """What each layer computes again, None for a layer with nothing to win; None: that of the setting."""
+    """Recomputation of each layer, None for a layer with nothing to win; None: that of the setting."""
 
     @property
     def backward_s(self) -> float:
+        """Seconds of input and weight gradient."""
         return self.input_grad_s + self.weight_grad_s
 
     @property
     def total_s(self) -> float:
+        """Seconds of forward and backward."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
     @property
@@ -75,6 +77,7 @@ class CandidateStage:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and activations."""
         return self.parameter_bytes + (1 + OPTIMIZER_STATES) * self.trainable_bytes + self.activation_bytes
 
 
@@ -104,6 +107,7 @@ class Candidate:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks."""
         return 1 + max(max(stage.ranks) for stage in self.stages)
 
     @property
@@ -118,6 +122,7 @@ class Candidate:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the stages, `chain.position`."""
         return tuple(f"{self.chains.chains[stage.chain].name}.{stage.position}" for stage in self.stages)
 
     @cached_property
@@ -223,7 +228,7 @@ class Candidate:
         return np.moveaxis(seconds.reshape(len(own), draws, count, 3), 0, 1)
 
     def modes_of(self, chain: int) -> list[Recompute]:
-        """What each layer of a chain computes again."""
+        """Return the recomputation of each layer of a chain."""
         found: list[Recompute] = []
         for stage in (own for own in self.stages if own.chain == chain):
             for mode in stage.modes or (self.setting.recompute,) * (stage.last - stage.first):
@@ -231,7 +236,7 @@ class Candidate:
         return found
 
     def flow(self) -> Flow:
-        """What one microbatch does: it passes through every stage."""
+        """Return the flow of one microbatch: it passes through every stage."""
         names = self.names
         return Flow(
             stages=names,
@@ -243,6 +248,7 @@ class Candidate:
         )
 
     def to_chains(self) -> tuple[Chain, ...]:
+        """Return the chains of a plan."""
         stages = self.to_stages()
         return tuple(
             Chain(
@@ -258,6 +264,7 @@ class Candidate:
         )
 
     def to_stages(self) -> tuple[Stage, ...]:
+        """Return the stages of a plan."""
         return tuple(self._stage(name, stage) for name, stage in zip(self.names, self.stages, strict=True))
 
     def _stage(self, name: str, stage: CandidateStage) -> Stage:

@@ -107,7 +107,7 @@ class ChainPrices:
         return self._drawn[key]
 
     def spread(self, setting: Setting) -> float:
-        """How unequal the microbatches of the last chain are: standard deviation over mean of their tokens."""
+        """Return the coefficient of variation of the last chain's microbatches: standard deviation over mean of their tokens."""
         key = (setting.num_microbatches, setting.samples, setting.dp)
         if key not in self._spread:
             loads = self.drawn_loads(setting, Degrees(dp=setting.dp), last=True)
@@ -141,7 +141,7 @@ class ChainPrices:
         return self._drawn[key]
 
     def priced(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> PricedChain:
-        """What a chain's layers take and hold, for one replica of it. Computed once for each load and sharding."""
+        """Return the prices of a chain's layers, for one replica of it. Computed once for each load and sharding."""
         key = self._key(chain, degrees, setting)
         if key not in self._priced:
             self.price(chain, [(degrees, setting)])

@@ -40,7 +40,7 @@ SPREAD_COST = 0.4
 _MAX_PAIRS = 64
 """Chain sets with settings up to which all are listed."""
 _NEAR = 1.3
-"""Of more, those are listed whose least guess is within this of the least of all."""
+"""Factor over the least guess of all, within which combinations are listed if there are too many."""
 _KEPT = 2
 """Options of the encoders that each option of the last chain meets, otherwise."""
 _KEPT_EACH = 48
@@ -54,7 +54,7 @@ class CombinationGroup:
     chains: ChainSet
     setting: Setting
     options: tuple[Options, ...]
-    """Of each chain."""
+    """Options of each chain."""
     chosen: Index
     """[combinations, chains]: the option of each chain."""
     ranks: Index
@@ -82,7 +82,7 @@ class Combos:
     problem: Problem
     tables: OptionTables
     listed: list[bool] = field(default_factory=list)
-    """Whether everything was listed; filled by `groups`."""
+    """True for each set whose combinations were all listed; filled by `groups`."""
     left_out: list[float] = field(default_factory=list)
     """Bounds of the chain sets and settings that were not listed; filled by `groups`."""
     _joined: dict[tuple[ChainSet | Options, ...], JoinedEncoders] = field(default_factory=dict, repr=False)
@@ -102,6 +102,7 @@ class Combos:
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
+        """Settings to combine."""
         return tuple(_settings(self.problem, _primary(self.problem.space.schedules)))
 
     def max_ranks(self, chains: ChainSet) -> int:

@@ -26,7 +26,7 @@ _MAX_NODES = 64
 """Times the nodes asked for that are tried."""
 
 Way = tuple[str, Callable[[], Problem]]
-"""What is said of a request, and the problem it makes."""
+"""Words of a request, and the function that makes its problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Relaxation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nearest:
-    """What was found."""
+    """Relaxations that work, that fail, and that were not tried."""
 
     works: tuple[str, ...]
     """One request a relaxation, in their order."""
@@ -76,7 +76,7 @@ def explain(problem: Problem, *, budget_s: float = _BUDGET_S) -> str:
 
 
 def fits(problem: Problem) -> bool:
-    """Whether some candidate of the problem's space fits the memory."""
+    """Return whether some candidate of the problem's space fits the memory."""
     return BranchAndBound(problem=problem).first() is not None
 
 
@@ -135,7 +135,7 @@ def _first(ways: Sequence[Way], rising: bool, works: Callable[[Problem], bool]) 
 
 
 def relaxations(problem: Problem) -> tuple[Relaxation, ...]:
-    """What could be given up, the cheapest first; only what is not given up already."""
+    """Return possible relaxations, the cheapest first, without those already given."""
     single = [
         Relaxation(words="recompute full", ways=tuple(_recomputes(problem))),
         Relaxation(words="tensor parallelism", ways=tuple(_tensors(problem))),
@@ -255,7 +255,7 @@ def _changed(
 
 
 def _needs(problem: Problem) -> Iterator[str]:
-    """What the model needs in all, against what the devices have."""
+    """Yield the memory that the model needs in all, against that of the devices."""
     each = problem.memory_bytes(1)
     together = each * problem.num_devices
     setting = replace(BranchAndBound(problem=problem).combos.settings[-1], dp=1)

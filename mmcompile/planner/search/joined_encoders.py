@@ -25,13 +25,14 @@ class JoinedEncoders:
     path_s: Array
     """Longest path through encoders, forward and backward."""
     before_s: Array
-    """What certainly passes before the last chain's first stage begins and after it ends."""
+    """Seconds that certainly pass before the last chain's first stage begins and after it ends."""
     tail_s: Array
 
     @classmethod
     def of(
         cls, chains: ChainSet, options: Sequence[Options], schedule: ScheduleKind, *, everything: bool
     ) -> JoinedEncoders:
+        """Return the combinations of all encoders' options."""
         zero = np.zeros(1)
         chosen = np.zeros((1, 0), dtype=np.int64)
         ranks, slowest_s, tail_s = np.zeros(1, dtype=np.int64), zero, zero
@@ -73,9 +74,9 @@ class _Bound:
     """Encoders whose replicas must be those of another: several chains of one tower."""
 
     replicas: tuple[Index, ...]
-    """Of each encoder [options]; 0 where it is a tower of its own."""
+    """Number of replicas of each encoder [options]; 0 if it is a balance group of its own."""
     towers: tuple[tuple[int, ...], ...]
-    """Of several chains."""
+    """Balance groups of several chains."""
 
     @classmethod
     def of(cls, chains: ChainSet, options: Sequence[Options]) -> _Bound:

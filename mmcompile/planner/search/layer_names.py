@@ -1,4 +1,4 @@
-"""Which layers a user's words mean: a module path, `component.index`, a component, or a glob that matches one layer."""
+"""Names of layers in a user's words: a module path, `component.index`, a component, or a glob that matches one layer."""
 
 from __future__ import annotations
 

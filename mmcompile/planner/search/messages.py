@@ -1,4 +1,4 @@
-"""Where stages lie, and what a message between two of them takes."""
+"""Places of stages, and the seconds of a message between two of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StageMessages:
 
     cluster: Cluster
     degrees: Sequence[Degrees]
-    """Of each chain."""
+    """Degrees of each chain."""
     priced: Sequence[PricedChain]
 
     def num_bytes(self, target: int, sent: Sent) -> int:
@@ -55,7 +55,7 @@ class StageMessages:
         )
 
     def seconds(self, source: End, target: End, sent: Sent) -> float:
-        """Of one message: every rank sends its share to its peer, at once.
+        """Return the seconds of one message: every rank sends its share to its peer, at once.
 
         Where the two sides are spread differently, the side with fewer ranks is the slower; a receiver that shares tensors
         then gathers the shares of its group, for each rank reads the whole.

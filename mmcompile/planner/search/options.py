@@ -1,4 +1,4 @@
-"""What a chain could be, for all degrees and stage counts at once: bounds in arrays, before anything is split.
+"""Options of a chain for all degrees and stage counts at once: bounds in arrays, before anything is split.
 
 Take `S` stages and the `n` alike layers that most of a chain is made of (its body). The stage count is possible only if the
 memory holds the body, `cap(k)` layers of it at most in the k-th stage from the loss; and the slowest stage takes at least
@@ -39,7 +39,7 @@ class Options:
     """Index into `degrees`."""
     stages: Index
     ranks: Index
-    """Of all replicas."""
+    """Number of ranks of all replicas."""
     slowest_s: Array
     """No split's slowest stage is faster."""
     path_s: Array
@@ -55,6 +55,7 @@ class Options:
         return len(self.which)
 
     def take(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> Options:
+        """Return some of the options."""
         return Options(
             degrees=self.degrees,
             which=self.which[chosen],
@@ -76,7 +77,7 @@ class TooBig:
     chain: str
     limit_bytes: int
     number: int = 1
-    """Of combinations, or of stage counts of one chain."""
+    """Number of combinations, or of stage counts of one chain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class OptionTables:
 
     problem: Problem
     too_big: dict[str, TooBig] = field(default_factory=dict, repr=False)
-    """What was left out, by its text."""
+    """Options left out, by their text."""
     _slowest: dict[tuple[object, ...], Array] = field(default_factory=dict, repr=False)
     _known: dict[tuple[object, ...], Options] = field(default_factory=dict, repr=False)
 

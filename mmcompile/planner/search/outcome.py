@@ -42,10 +42,10 @@ def plan_of(engine: BranchAndBound, best: Candidate, *, strategy: str = "auto") 
 
 
 def predicted(best: Candidate, lower_bound_s: float = float("inf")) -> Prediction:
-    """What the simulator says of a judged candidate.
+    """Return the simulator's prediction for a judged candidate.
 
     Args:
-        lower_bound_s: that holds for all alternatives; it is bounded by what holds for this one.
+        lower_bound_s: lower bound of all alternatives; it is capped at that of this one.
     """
     cluster = best.problem.cluster
     devices = min(best.num_ranks, cluster.num_devices)
@@ -65,7 +65,7 @@ def predicted(best: Candidate, lower_bound_s: float = float("inf")) -> Predictio
 
 
 def _bubbles(candidate: Candidate) -> tuple[BubbleShare, ...]:
-    """Of all draws together: a longer step counts more."""
+    """Return the bubbles of all draws together: a longer step counts more."""
     names = candidate.names
     flow = candidate.flow()
     chains = {

@@ -63,7 +63,7 @@ class Split:
 
     boundaries: tuple[int, ...]
     bottleneck_ps: int = field(default=0, compare=False)
-    """Picoseconds of the slowest stage, its sends included; 0 where nobody computed it."""
+    """Picoseconds of the slowest stage, its sends included; 0 if not computed."""
     variant: int = 0
     """Index of the chain's degrees, where there are several to choose from."""
 
@@ -77,6 +77,7 @@ class Split:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first, end) layer of each stage."""
         return tuple(pairwise(self.boundaries))
 
 

@@ -22,7 +22,7 @@ class Problem:
     """A model with its prices, where to run it, on what data, and what may be chosen."""
 
     prices: ChainPrices
-    """Of the model's chains on the cluster, at the loads of the workload."""
+    """Prices of the model's chains on the cluster, at the loads of the workload."""
     sets: tuple[ChainSet, ...]
     """Ways to line up the components."""
     num_devices: int
@@ -65,6 +65,7 @@ class Problem:
 
     @property
     def cluster(self) -> Cluster:
+        """Cluster of the prices."""
         return self.pricing.cluster
 
     @cached_property
@@ -85,7 +86,7 @@ class Problem:
         return tuple(named) or (1,)
 
     def shares_parameters(self, chain: ChainSpec, replicas: int) -> bool:
-        """Whether so many replicas of a chain share its parameters."""
+        """Return whether so many replicas of a chain share its parameters."""
         return replicas > 1 and any(name in self.fsdp for name in (chain.name, *chain.components))
 
     def least_ranks(self, chains: ChainSet, shards: int) -> int:

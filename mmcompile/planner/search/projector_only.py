@@ -11,7 +11,7 @@ from mmcompile.planner.search.problem import Problem
 
 
 def trains_more(problem: Problem) -> bool:
-    """Whether there are projectors, and more than them is trained; False where costs cannot be made anew."""
+    """Return whether more than the projectors is trained; False if there are none, or costs cannot be computed anew."""
     names = _projectors(problem)
     trained = {spec.name for spec in problem.graph.parameters if spec.trainable}
     return bool(names) and not trained <= names and problem.pricing.given_cp == 1

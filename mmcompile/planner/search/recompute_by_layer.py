@@ -87,7 +87,7 @@ def relaxed(candidate: Candidate, constraints: Sequence[Constraint] = ()) -> Can
 
 
 def _cap(candidate: Candidate, index: int, constraints: Sequence[Constraint]) -> int | None:
-    """The most that a stage may need, where a constraint says so."""
+    """Return the memory cap of a stage by the constraints; None without one."""
     stage = candidate.stages[index]
     places = {"", candidate.chains.chains[stage.chain].name, candidate.names[index], *(f"rank{r}" for r in stage.ranks)}
     caps = [each.num_bytes for each in constraints if isinstance(each, MemoryCap) and each.where in places]
@@ -128,7 +128,7 @@ class _PricedModes:
         )
 
     def fixed_bytes(self, stage: CandidateStage) -> int:
-        """What a stage holds whatever it computes again."""
+        """Return the bytes of a stage that do not depend on its recomputation."""
         held = stage.total_bytes - stage.activation_bytes
         if not stage.in_flight:
             return held

@@ -1,13 +1,13 @@
-"""What each layer of a rank computes again: as much as its memory needs, for the least time, exactly.
+"""Recomputation of each layer of a rank: as much as its memory requires, for the least time, exactly.
 
 A stage holds, beside what does not depend on the choice,
 
     bytes = sum over layers l of bytes[l, mode(l)] + max over layers l of working[l, mode(l)]
 
-and takes the sum of seconds[l, mode(l)]; a rank with several stages holds and takes the sum of theirs. Wanted is the fastest
+and takes the sum of seconds[l, mode(l)]; a rank with several stages holds and takes the sum of theirs. The goal is the fastest
 choice of modes whose bytes are within a limit: a multiple-choice knapsack. It is solved with Pareto fronts (points that no other
 beats in bytes and seconds): layers that are alike are counted, not told apart; the fronts of two kinds of layers are added point
-by point, and what is beaten or too large is dropped. The maximum is decided first, once for each value it may have.
+by point, and points that are beaten or too large are dropped. The maximum is decided first, once for each value it may have.
 
 Source: Nemhauser and Ullmann, Discrete Dynamic Programming and Capital Allocation (1969), for the fronts.
 """
@@ -42,12 +42,12 @@ LayerWays = tuple[Way, ...]
 StageWays = Sequence[LayerWays]
 """The ways of each layer; the same number in the same order where layers are alike."""
 Modes = tuple[Recompute | None, ...]
-"""Of each layer of a stage."""
+"""Recomputation of each layer of a stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageChoices:
-    """How a stage may be run."""
+    """Ways to run a stage."""
 
     mixed: StageWays
     """Layer by layer."""
@@ -93,7 +93,7 @@ class _Front:
     def of(
         cls, num_bytes: NDArray[np.int64], seconds: NDArray[np.float64], picks: NDArray[np.int32], limit: int
     ) -> _Front:
-        """Of any points: those within the limit that none beats."""
+        """Return the front of any points: those within the limit that none beats."""
         order = np.lexsort((seconds, num_bytes))
         order = order[num_bytes[order] <= limit]
         falling = np.minimum.accumulate(seconds[order])
@@ -188,7 +188,7 @@ _ORDER: tuple[Recompute | None, ...] = ("full", "selective", "none", None)
 
 
 def _modes(stage: StageChoices, picks: Sequence[int]) -> Modes:
-    """Of each layer, from the layers of each kind that run each way."""
+    """Return the mode of each layer, from the layers of each kind that run each way."""
     if picks[0]:
         return tuple(ways[0].mode for ways in stage.kept)
     modes: list[Recompute | None] = [None] * len(stage.mixed)

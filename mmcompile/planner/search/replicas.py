@@ -25,7 +25,7 @@ def towers_of(chains: ChainSet) -> tuple[tuple[int, ...], ...]:
 
 
 def decided_replicas(chains: ChainSet, wanted: Mapping[str, int], *, follow: bool) -> Decided | None:
-    """Replicas of each chain; None if a chain, or a tower, is wanted with two different numbers.
+    """Return the replicas of each chain; None if a chain or balance group is given two different numbers.
 
     Args:
         wanted: chain or component name -> replicas.

@@ -1,4 +1,4 @@
-"""What a search decides besides the cuts: degrees of a chain, settings of a whole plan, and the space of both."""
+"""Decisions of a search besides the cuts: degrees of a chain, settings of a whole plan, and the space of both."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Degrees:
         return self.tp * self.cp * self.dp
 
     def sharding(self, recompute: Recompute) -> LayerSharding:
+        """Return the sharding of a chain's layers."""
         return LayerSharding(tp=self.tp, cp=self.cp, fsdp=self.dp if self.fsdp else 1, recompute=recompute)
 
     def __str__(self) -> str:
@@ -44,12 +45,12 @@ class Degrees:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What holds for a whole plan."""
+    """Decisions for a whole plan."""
 
     num_microbatches: int
-    """Of one replica of the last chain."""
+    """Number of microbatches of one replica of the last chain."""
     samples: float
-    """Of one microbatch of one replica of the last chain."""
+    """Samples of one microbatch of one replica of the last chain."""
     dp: int = 1
     """Replicas of the last chain."""
     schedule: ScheduleKind = "1f1b"
@@ -101,13 +102,13 @@ class Combination:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchSpace:
-    """What a search may choose from."""
+    """Choices that a search may make."""
 
     tp: tuple[int, ...] = (1,)
     cp: tuple[int, ...] = (1,)
-    """For the last chain; other chains have 1."""
+    """Context-parallel degrees of the last chain; other chains have 1."""
     dp: tuple[int, ...] | None = (1,)
-    """For the last chain; None: every divisor of the global batch. Other chains have divisors and multiples of it."""
+    """Replicas of the last chain; None: every divisor of the global batch. Other chains have divisors and multiples of it."""
     schedules: tuple[ScheduleKind, ...] = ("1f1b",)
     recomputes: tuple[Recompute, ...] = ("none",)
     placements: tuple[EncoderPlacement, ...] = ("disjoint",)
@@ -121,7 +122,7 @@ class SearchSpace:
 
     @classmethod
     def runnable(cls, num_microbatches: int | None = None) -> SearchSpace:
-        """What the engine runs: tp 1, one replica, 1F1B, nothing computed again."""
+        """Return the space that the engine runs: tp 1, one replica, 1F1B, no recomputation."""
         return cls(microbatches=None if num_microbatches is None else (num_microbatches,))
 
     @classmethod

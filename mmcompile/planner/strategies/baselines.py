@@ -40,7 +40,7 @@ from mmcompile.units import format_bytes
 _MAX_FITTING = 8
 """Settings and degrees of a baseline that fit and are judged: the fastest by guess."""
 _MAX_FRAMES = 24
-"""Those that are laid out to find them."""
+"""Most frames laid out to find the best."""
 _AT_ONCE = 32
 """Candidates simulated together."""
 
@@ -87,6 +87,7 @@ class Lines:
 
     @cached_property
     def language(self) -> ChainSpec:
+        """Language model without the encoders of the line."""
         line = self.line.chains[0]
         return ChainSpec(
             name=line.name, components=line.components[-1:], layers=line.layers[len(self.encoders.layers) :]
@@ -95,7 +96,7 @@ class Lines:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """What a baseline fills: a setting, one tensor-parallel degree, and the stages that the devices of a replica make."""
+    """Setting of a baseline: one tensor-parallel degree, and the stages that the devices of a replica make."""
 
     problem: Problem
     lines: Lines
@@ -105,11 +106,12 @@ class Frame:
 
     @property
     def degrees(self) -> Degrees:
+        """Degrees of all chains."""
         return Degrees(tp=self.tp, dp=self.setting.dp)
 
     @property
     def bound_s(self) -> float:
-        """Of a step: all layers once a microbatch, spread evenly over the stages."""
+        """Lower bound of a step's seconds: all layers once a microbatch, spread evenly over the stages."""
         chains = self.lines.apart[0].chains
         each_s = sum(
             float(self.problem.prices.priced(chain, self.degrees, self.setting).total_s[-1]) for chain in chains
@@ -118,7 +120,7 @@ class Frame:
 
     @property
     def guess_s(self) -> float:
-        """As `bound_s`, with the pipeline filled and drained, and stages waiting for unequal microbatches.
+        """Guess of a step's seconds: `bound_s` with the pipeline filled and drained, and stages waiting for unequal microbatches.
 
         What all stages hold together is compared with the memory of all; where that is too much, the guess is far up.
         """
@@ -132,9 +134,11 @@ class Frame:
         return tight * each_s * (1.0 + (count - 1) * uneven / stages)
 
     def fits(self, candidate: Candidate) -> bool:
+        """Return whether a candidate fits the memory."""
         return max(candidate.rank_bytes) <= self.problem.memory_bytes(candidate.num_ranks)
 
     def assemble(self, chains: ChainSet, parts: Sequence[Ranges]) -> Candidate:
+        """Return the candidate of these cuts."""
         return assemble(self.problem, chains, self.setting, [self.degrees] * len(chains.chains), parts)
 
     def splits(self, chain: ChainSpec, max_stages: int) -> tuple[Split, ...]:
@@ -222,7 +226,7 @@ def _frames(problem: Problem) -> Iterator[Frame]:
 
 
 def _replicas(problem: Problem) -> Iterator[Frame]:
-    """For each tensor-parallel degree as many replicas as can share the batch, whatever replicas the search may choose.
+    """Yield, for each tensor-parallel degree, as many replicas as can share the batch, even if the search may not.
 
     Microbatches are those of the space, if a replica's share of the batch divides so.
     """

@@ -44,11 +44,11 @@ class _Module:
     pp: Index
     ranks: Index
     duration_s: Array
-    """Of one of its equal stages."""
+    """Seconds of one of its equal stages."""
     state_bytes: Array
-    """Of a stage: parameters, gradients, optimizer."""
+    """Bytes of a stage's parameters, gradients and optimizer state."""
     saved_bytes: Array
-    """Of a stage: activations of the mean microbatch."""
+    """Bytes of a stage's activations of the mean microbatch."""
 
     def take(self, chosen: NDArray[np.bool_]) -> _Module:
         return _Module(

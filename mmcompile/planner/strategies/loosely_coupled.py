@@ -37,7 +37,7 @@ class _Option:
     setting: Setting
     degrees: Degrees
     stages: int
-    """Of the last chain."""
+    """Number of stages of the last chain."""
 
 
 def loosely_coupled(problem: Problem) -> Sequence[Candidate]:

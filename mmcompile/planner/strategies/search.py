@@ -45,7 +45,7 @@ def strategy_of(name: str) -> Strategy:
 
 
 def searched(problem: Problem, strategy: str = AUTO) -> tuple[BranchAndBound, Candidate | None]:
-    """Run a strategy: the fastest candidate, and the engine that knows the others; None if nothing fits the memory.
+    """Run a strategy: return the fastest candidate, and the engine with the others; None if nothing fits the memory.
 
     Raises:
         ConfigError: no strategy of that name, or the space leaves it nothing to begin with.
@@ -82,7 +82,7 @@ def searched(problem: Problem, strategy: str = AUTO) -> tuple[BranchAndBound, Ca
 
 
 def _within(problem: Problem, candidate: Candidate) -> bool:
-    """Whether a candidate, whoever proposes it, keeps to what may be chosen."""
+    """Return whether a candidate of any strategy keeps to the allowed choices."""
     space, setting = problem.space, candidate.setting
     placing = "colocated" if candidate.chains.colocated else "disjoint"
     return (
@@ -102,7 +102,7 @@ def _within(problem: Problem, candidate: Candidate) -> bool:
 
 
 def _keeps_replicas(problem: Problem, candidate: Candidate) -> bool:
-    """Whether chains have the replicas decided, and as many as others of their tower."""
+    """Return whether chains have the replicas decided, and as many as others of their balance group."""
     wanted = decided_replicas(candidate.chains, problem.replicas, follow=problem.replicas_follow)
     own = [degrees.dp for degrees in candidate.degrees]
     return (
