@@ -38,7 +38,7 @@ WANTED = 45
 
 _COLUMNS = (
     "family",
-    "road",
+    "mode",
     "captured batch",
     "other values",
     "longer text",
@@ -71,7 +71,7 @@ class Row:
 
     family: str
     passed: bool
-    road: str = ""
+    mode: str = ""
     nodes: int = 0
     capture_s: float = 0.0
     components: tuple[tuple[str, int], ...] = ()
@@ -86,7 +86,7 @@ class Row:
     other_size: Check | None = None
     """More samples, longer text and, where the model takes it, more media a sample."""
     reasons: tuple[str, ...] = ()
-    """Why better roads were left, or what failed."""
+    """Why better modes do not hold, or what failed."""
 
 
 def check_family(family: Family) -> Row:
@@ -105,7 +105,7 @@ def check_family(family: Family) -> Row:
     return Row(
         family=family.name,
         passed=first.within(TOLERANCE) and other_values.ok and longer_text.ok and other_size.ok,
-        road=graph.road.value,
+        mode=graph.mode.value,
         nodes=sum(node.op == "call_function" for node in graph.module.graph.nodes),
         capture_s=capture_s,
         components=tuple((component.name, len(component.layers)) for component in graph.components),
@@ -191,7 +191,7 @@ def _line(row: Row) -> str:
     components = ", ".join(f"{name} {layers}" for name, layers in row.components)
     cells = (
         row.family,
-        row.road or "FAILED",
+        row.mode or "FAILED",
         _short(row.captured_batch),
         _cell(row.other_values),
         _cell(row.longer_text),

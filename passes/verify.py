@@ -13,7 +13,7 @@ from torch import fx
 
 from mmcompile.errors import VerifyError
 from mmcompile.ir.compat import HigherOrderOperator, OpOverload
-from mmcompile.ir.graph import META_KEY, ModelGraph, Road, dtype_name, info
+from mmcompile.ir.graph import META_KEY, CaptureMode, ModelGraph, dtype_name, info
 from mmcompile.passes.base import Analysis, Fact
 from mmcompile.passes.gradient_flow import is_no_grad_region, trainable_names
 from mmcompile.passes.text import around
@@ -233,7 +233,7 @@ def _static_shapes(graph: ModelGraph) -> Iterator[Violation]:
             for tensor in tensors(node)
             for size in tensor.shape
         )
-        if unknown or (graph.road is Road.SYMBOLIC and not info(node).shared):
+        if unknown or (graph.mode is CaptureMode.SYMBOLIC and not info(node).shared):
             yield Violation(
                 message=f"the shape of {node.name} depends on values ({op_name(node)}); fold or pad it at capture",
                 node=node,

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from mmcompile.errors import BatchError, CaptureError
 from mmcompile.ir.components import find_structure
-from mmcompile.ir.graph import Component, ModelGraph, ParameterSpec, Road, dtype_name
+from mmcompile.ir.graph import CaptureMode, Component, ModelGraph, ParameterSpec, dtype_name
 from mmcompile.ir.host_shapes import HostProgram
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.sizes import Sizes, shape_of
@@ -52,7 +52,7 @@ def capture(
 
     Raises:
         BatchError: the model refused the batch (wrong number of image tokens, a missing input, no loss).
-        CaptureError: no road worked; the message has one reason per road.
+        CaptureError: no mode worked; the message has one reason per mode.
     """
     batch = completed(model, batch)
     wanted = {name: frozenset(dims) for name, dims in (varying or {}).items()}
@@ -73,7 +73,7 @@ def capture(
         parameters=parameters,
         buffers=buffers,
         loss=trace.loss,
-        road=Road.SYMBOLIC if trace.sizes.dynamic() else Road.BUCKET,
+        mode=CaptureMode.SYMBOLIC if trace.sizes.dynamic() else CaptureMode.BUCKET,
         reasons=(*reasons, *_fixed(kept, trace.sizes.dynamic())),
         dynamic=trace.sizes.dynamic(),
         hints={str(symbol): value for symbol, value in (trace.sizes.bind(tensors) or {}).items()},
@@ -134,7 +134,7 @@ def _trace(
     if varying:
         try:
             return export_step(model, batch, varying), ()
-        except Exception as error:  # export raises whatever the model's own Python raises; the fixed road decides
+        except Exception as error:  # export raises whatever the model's own Python raises; the fixed mode decides
             reasons = (f"symbolic sizes: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",)
     try:
         return export_step(model, batch), reasons

@@ -31,7 +31,7 @@ class ComponentKind(StrEnum):
     LANGUAGE_MODEL = "language_model"
 
 
-class Road(StrEnum):
+class CaptureMode(StrEnum):
     """Mode in which a graph was captured, best first."""
 
     SYMBOLIC = "symbolic"  # one graph for every size of its dynamic dims
@@ -185,7 +185,7 @@ class ModelGraph:
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[str, ...]
     loss: LossInfo
-    road: Road
+    mode: CaptureMode
     reasons: tuple[str, ...] = ()
     """Reasons against each better capture mode, one line each."""
     dynamic: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from support.oracles.eager import difference, eager_outcome, graph_outcome, hold
 from torch import Tensor, nn
 
 from mmcompile.ir.capture import Capture, capture
-from mmcompile.ir.graph import Road
+from mmcompile.ir.graph import CaptureMode
 from mmcompile.ir.sizes import Sizes, evaluate
 
 s, t = sympy.symbols("s t", integer=True, positive=True)
@@ -106,7 +106,7 @@ def symbolic() -> tuple[nn.Module, Capture]:
 
 def test_a_captured_graph_holds_for_other_sizes(symbolic: tuple[nn.Module, Capture]) -> None:
     model, found = symbolic
-    assert found.graph.road is Road.SYMBOLIC
+    assert found.graph.mode is CaptureMode.SYMBOLIC
     assert found.graph.dynamic["input_ids"] == (0, 1)
     assert any(spec.shape != (2, 11) for spec in found.graph.inputs)
     for samples, length in [(2, 11), (3, 14), (5, 9), (2, 19)]:

@@ -13,7 +13,7 @@ from support.graphs.hand_graph import SmallModel, build_graph, small_batch, smal
 from torch import fx, nn
 
 from mmcompile.errors import VerifyError
-from mmcompile.ir.graph import META_KEY, LossInfo, ModelGraph, Road, annotate, info
+from mmcompile.ir.graph import META_KEY, CaptureMode, LossInfo, ModelGraph, annotate, info
 from mmcompile.passes.verify import Verify
 
 aten = torch.ops.aten
@@ -144,7 +144,7 @@ def loss_is_no_scalar(graph: ModelGraph) -> ModelGraph:
 
 def symbolic_nonzero(graph: ModelGraph) -> ModelGraph:
     insert(graph, "linear_8", aten.nonzero.default, (node(graph, "linear_8"),), shared=False)
-    return replace(graph, road=Road.SYMBOLIC)
+    return replace(graph, mode=CaptureMode.SYMBOLIC)
 
 
 def in_place(graph: ModelGraph) -> ModelGraph:
@@ -214,7 +214,7 @@ def test_a_boolean_index_is_fine_where_values_are_known_and_an_integer_index_eve
             return (x * 2)[:, torch.tensor([1, 0])].sum()
 
     graph = build_graph(Picks(), {"x": torch.randn(3, 4)}, {"layer": ("language_model", 0)})
-    Verify().run(replace(graph, road=Road.SYMBOLIC))
+    Verify().run(replace(graph, mode=CaptureMode.SYMBOLIC))
 
 
 def test_an_unknown_region_is_reported() -> None:

@@ -14,7 +14,7 @@ from zoo import FAMILIES
 
 from mmcompile.costmodel.load import Load
 from mmcompile.ir.capture import capture
-from mmcompile.ir.graph import Road, info
+from mmcompile.ir.graph import CaptureMode, info
 from mmcompile.kernels.packed_attention.packed_ops import packed_attention
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.cost.cost_table import CostTable
@@ -150,7 +150,7 @@ def test_size_symbols_decide_where_there_are_any() -> None:
 def test_shapes_of_one_size_say_what_size_symbols_say(name: str) -> None:
     family = FAMILIES[name]
     graph = capture(family.build(), family.batch(), dynamic=family.second_batch()).graph
-    assert graph.road == Road.SYMBOLIC
+    assert graph.mode == CaptureMode.SYMBOLIC
     nodes = [node for node in graph.module.graph.nodes if node.op == "call_function" and not info(node).shared]
     by_component = {c.name: [n for n in nodes if info(n).component == c.name] for c in graph.components}
     sequences = captured_sequences(graph, by_component)

@@ -19,7 +19,7 @@ from mmcompile.costmodel.compute import LayerCost
 from mmcompile.errors import ConfigError, MaskError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.copy import copied
-from mmcompile.ir.graph import ModelGraph, Road
+from mmcompile.ir.graph import CaptureMode, ModelGraph
 from mmcompile.ir.host_shapes import hoist
 from mmcompile.ir.inputs import with_positions
 from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs
@@ -102,7 +102,7 @@ def test_a_symbolic_capture_runs_other_sizes() -> None:
     """Length and number of samples are free: words follow both."""
     family = ALL["text_chain"]
     model, _, found = captured("text_chain", "symbolic")
-    assert found.graph.road is Road.SYMBOLIC
+    assert found.graph.mode is CaptureMode.SYMBOLIC
     made = rewritten(found)
     for size in (Size(samples=3, length=41), Size(samples=5, length=20)):
         other = family.draw(size, seed=7, dtype=torch.float64)

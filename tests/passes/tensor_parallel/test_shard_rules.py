@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from mmcompile.ir.graph import LossInfo, ModelGraph, Road
+from mmcompile.ir.graph import CaptureMode, LossInfo, ModelGraph
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.passes.tensor_parallel.attention_rules import heads_read
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts, LayerFacts
@@ -105,5 +105,5 @@ def _no_model() -> ModelGraph:
         parameters=(),
         buffers=(),
         loss=LossInfo(per_token=False),
-        road=Road.PLAIN,
+        mode=CaptureMode.PLAIN,
     )

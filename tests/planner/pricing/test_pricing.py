@@ -1,4 +1,4 @@
-"""Prices of layers: the exact road and the road of many loads agree; shardings, calibrations and empty microbatches."""
+"""Prices of layers: exact prices and those of many loads agree; shardings, calibrations and empty microbatches."""
 
 from __future__ import annotations
 

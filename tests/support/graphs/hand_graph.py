@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from mmcompile.ir.graph import (
     META_KEY,
+    CaptureMode,
     Component,
     ComponentKind,
     Layer,
@@ -18,7 +19,6 @@ from mmcompile.ir.graph import (
     ModelGraph,
     NodeInfo,
     ParameterSpec,
-    Road,
     dtype_name,
 )
 from mmcompile.ir.tensor_spec import TensorSpec
@@ -204,7 +204,7 @@ def build_graph(
         parameters=_parameter_specs(model),
         buffers=tuple(name for name, _ in model.named_buffers()),
         loss=LossInfo(per_token=per_token),
-        road=Road.BUCKET,
+        mode=CaptureMode.BUCKET,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from mmcompile.costmodel.compute import LayerCost
-from mmcompile.ir.graph import Component, ComponentKind, Layer, LossInfo, ModelGraph, Road
+from mmcompile.ir.graph import CaptureMode, Component, ComponentKind, Layer, LossInfo, ModelGraph
 from mmcompile.planner.plan.plan_record import Fingerprint
 
 FINGERPRINT = Fingerprint(model="Toy", parameters="00ff", torch="2.13.0", transformers="5.24.0")
@@ -65,7 +65,7 @@ def toy_graph(kinds: Mapping[str, tuple[ComponentKind, int]], edges: Sequence[tu
         parameters=(),
         buffers=(),
         loss=LossInfo(per_token=True),
-        road=Road.BUCKET,
+        mode=CaptureMode.BUCKET,
     )
 
 
