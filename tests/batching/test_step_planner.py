@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from parity.layouts import PARTS
+from support.parity.layouts import PARTS
 from zoo import ALL, samples
 
 import mmcompile as mm
@@ -131,7 +131,9 @@ def test_media_are_padded_alike_where_no_order_will_do_and_it_is_said() -> None:
 
 def test_errors_call_samples_by_their_place_in_the_step() -> None:
     drawn = [dict(sample) for sample in _family("llava")[-1]]
-    drawn[3]["labels"] = drawn[3]["labels"].to(torch.int32)
+    labels = drawn[3]["labels"]
+    assert isinstance(labels, torch.Tensor)
+    drawn[3]["labels"] = labels.to(torch.int32)
     with pytest.raises(BatchError, match=r"'labels' of sample 3 has shape"):
         _planner("llava", balancer("arrival")).plan(1, drawn)
 

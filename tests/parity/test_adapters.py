@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from support.oracles.one_process import accumulate
+from support.oracles.one_process import OneProcess
 from torch import nn
 from zoo import ALL, samples
 
@@ -45,11 +45,8 @@ def test_adapters_train_as_in_one_process(tensor_parallel: int) -> None:
         ],
         lr=REST_RATE,
     )
-    losses = []
-    for step in steps:
-        losses.append(accumulate(alone, step, MICROBATCHES)[0])
-        adamw.step()
-        adamw.zero_grad()
+    plain = OneProcess(model=alone, optimizer=adamw)
+    losses = [plain.step(step, MICROBATCHES).loss for step in steps]
     with mm.parallelize(
         _model(),
         collate(steps[0][:2]),

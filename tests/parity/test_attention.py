@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from parity.layouts import PARTS, Freeze
-from parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
 from support.oracles.one_process import ADAMW
+from support.parity.layouts import PARTS, Freeze
+from support.parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
 from torch import Tensor, nn
 from zoo import ALL, Batch, samples
 

@@ -10,10 +10,10 @@ from typing import Literal
 
 import pytest
 import torch
-from parity.layouts import PARTS, Freeze
-from parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
 from support.oracles.eager import Outcome, difference
 from support.oracles.one_process import ADAMW
+from support.parity.layouts import PARTS, Freeze
+from support.parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
 from support.processes.time_limit import time_limit
 
 import mmcompile as mm

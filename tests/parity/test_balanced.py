@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from parity.balanced_steps import (
+from support.oracles.eager import Outcome, difference
+from support.oracles.one_process import ADAMW
+from support.parity.balanced_steps import (
     LEARNING_RATE,
     MIXED,
     SGD,
@@ -28,10 +30,8 @@ from parity.balanced_steps import (
     in_an_engine,
     in_one_process,
 )
-from parity.layouts import PARTS, Freeze, freeze
-from parity.three_steps import assert_same_parameters
-from support.oracles.eager import Outcome, difference
-from support.oracles.one_process import ADAMW
+from support.parity.layouts import PARTS, Freeze, freeze
+from support.parity.three_steps import assert_same_parameters
 from support.processes.time_limit import time_limit
 from torch import nn
 from zoo import ALL, Batch

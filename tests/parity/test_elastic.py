@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from parity.layouts import PARTS, Freeze
-from parity.three_steps import assert_same_parameters, in_one_process, model_of, steps_of
 from support.oracles.one_process import ADAMW
+from support.parity.layouts import PARTS, Freeze
+from support.parity.three_steps import assert_same_parameters, in_one_process, model_of, steps_of
 
 import mmcompile as mm
 from mmcompile.data.collate import collate

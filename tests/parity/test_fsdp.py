@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from parity.layouts import PARTS, Freeze
-from parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
 from support.oracles.one_process import ADAMW
+from support.parity.layouts import PARTS, Freeze
+from support.parity.three_steps import MICROBATCHES, assert_same_parameters, in_one_process, model_of, steps_of
 from support.paths import TESTS
 from support.processes.reporting_adamw import FOLDER, ReportingAdamW, reported
 from support.processes.time_limit import time_limit

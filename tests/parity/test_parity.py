@@ -11,9 +11,9 @@ from itertools import product
 
 import pytest
 import torch
-from parity.layouts import LAYOUTS, PARTS, Freeze, Layout, stages
-from parity.three_steps import assert_same_parameters, in_one_process, model_of, steps_of
 from support.oracles.one_process import ADAMW
+from support.parity.layouts import LAYOUTS, PARTS, Freeze, Layout, stages
+from support.parity.three_steps import assert_same_parameters, in_one_process, model_of, steps_of
 from zoo import PARITY_FAMILIES
 
 import mmcompile as mm

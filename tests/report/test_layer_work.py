@@ -12,4 +12,5 @@ def test_a_polynomial_is_what_its_text_says() -> None:
     polynomial = Polynomial(fixed=3, per_token=2, per_square=0.5)
     text = polynomial_text(polynomial)
     assert text == "0.5*q + 2*t + 3"
-    assert float(sympy.sympify(text).subs({"t": 10, "q": 40})) == polynomial.at(Load(tokens=10, squares=40))
+    tokens, squares = sympy.symbols("t q")
+    assert float(sympy.sympify(text).subs([(tokens, 10), (squares, 40)])) == polynomial.at(Load(tokens=10, squares=40))

@@ -10,41 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
-from support.oracles.one_process import split_microbatches
-from torch import nn
+from support.oracles.one_process import RETURNED, train
 
 from mmcompile.config import ScheduleKind
-from mmcompile.data.collate import Sample, collate
+from mmcompile.data.collate import Sample
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.runtime.engine import Engine
 
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.8, 0.9))
 SCHEDULER = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.7)
 SPREAD = {"vision": 1, "audio": 2, "lm0": 0, "lm1": 1, "lm2": 2}
-
-
-def one_process(
-    model: HandModel, steps: Sequence[Sequence[Sample]], microbatches: int, clip_norm: float | None
-) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of plain training; the model is trained in place."""
-    optimizer = OPTIMIZER(parameter for parameter in model.parameters() if parameter.requires_grad)
-    scheduler = SCHEDULER(optimizer)
-    losses: list[float] = []
-    norms: list[float] = []
-    for samples in steps:
-        parts = [
-            model(collate([samples[i] for i in group])) for group in split_microbatches(len(samples), microbatches)
-        ]
-        loss = torch.stack([part[0] for part in parts]).sum() / torch.stack([part[1] for part in parts]).sum()
-        if loss.requires_grad:  # not where all that trains is an encoder without input
-            loss.backward()
-        if clip_norm is not None:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip_norm)))
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(float(loss.detach()))
-    return losses, norms
 
 
 def assert_parity(
@@ -55,7 +30,15 @@ def assert_parity(
     compiled: bool = False,
 ) -> None:
     reference = copy.deepcopy(model)
-    losses, norms = one_process(reference, steps, plan.num_microbatches, clip_norm)
+    wanted = train(
+        reference,
+        steps,
+        num_microbatches=plan.num_microbatches,
+        optimizer=OPTIMIZER,
+        scheduler=SCHEDULER,
+        clip_norm=clip_norm,
+        loss=RETURNED,
+    )
     with Engine(
         plan,
         HandSource(model),
@@ -68,8 +51,10 @@ def assert_parity(
         metrics = [engine.step(samples) for samples in steps]
         state = engine.state_dict()
         engine.pull()
-    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-12)
-    assert [m.grad_norm for m in metrics] == (pytest.approx(norms, rel=1e-12) if norms else [None] * len(steps))
+    assert [m.loss for m in metrics] == pytest.approx(list(wanted.losses), rel=1e-12)
+    assert [m.grad_norm for m in metrics] == (
+        pytest.approx(list(wanted.norms), rel=1e-12) if clip_norm is not None else [None] * len(steps)
+    )
     assert [m.num_samples for m in metrics] == [len(samples) for samples in steps]
     expected = reference.state_dict()
     assert state.keys() == expected.keys()

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.graphs.hand_stages import LANGUAGE, HandModel, HandSource, hand_samples
-from support.oracles.one_process import ADAMW, train
-from torch import Tensor, nn
+from support.oracles.one_process import ADAMW, RETURNED, OneProcess, train
+from support.plans.hand_replicas import PLACEMENTS, replicas
+from torch import Tensor
 from zoo import ALL, samples
 
 import mmcompile as mm
-from mmcompile.data.collate import Sample, collate
+from mmcompile.data.collate import collate
 from mmcompile.errors import EngineError
-from mmcompile.planner.plan.placement import PlacedStage, Placement
+from mmcompile.planner.plan.placement import Placement
 from mmcompile.runtime.engine import Engine
 
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -26,57 +27,25 @@ NAMES = ("vision.0", *LANGUAGE)
 CLIP = 0.3
 
 
-def replicas(num_microbatches: int, *ranks: Sequence[int]) -> Placement:
-    """Whole replicas of one tower; per replica, the ranks of vision.0 and language_model.0 to 2."""
-    return Placement(
-        stages=tuple(
-            PlacedStage(name=f"{name}#{replica}", program=name, ranks=(rank,), depth=3 - index, replica=replica)
-            for index, name in enumerate(NAMES)
-            for replica, of_replica in enumerate(ranks)
-            for rank in [of_replica[index]]
-        ),
-        num_microbatches=num_microbatches,
-        num_replicas=(len(ranks),),
-    )
-
-
-def one_process(model: HandModel, optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> tuple[float, float]:
-    """Loss and norm of a step with one sample a microbatch."""
-    parts = [model(collate([sample])) for sample in samples]
-    loss = torch.stack([part[0] for part in parts]).sum() / torch.stack([part[1] for part in parts]).sum()
-    loss.backward()
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach()), norm
-
-
 def check_same(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     for name, tensor in wanted.items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [
-        # Ranks 1 and 2 hold one stage of each replica.
-        replicas(3, (0, 0, 1, 2), (3, 3, 2, 1)),
-        # Rank 0 holds two replicas of the loss stage, and rank 1 all of a third replica.
-        replicas(2, (0, 1, 1, 0), (2, 2, 0, 0), (1, 1, 1, 1)),
-    ],
-)
+@pytest.mark.parametrize("placement", PLACEMENTS.values())
 def test_replicas_with_tied_weights_frozen_parts_and_images_on_some(placement: Placement, tmp_path: Path) -> None:
     model = HandModel(tied=True)
     model.vision.body.requires_grad_(False)
     reference = copy.deepcopy(model)
     optimizer = OPTIMIZER(parameter for parameter in reference.parameters() if parameter.requires_grad)
+    plain = OneProcess(model=reference, optimizer=optimizer, clip_norm=CLIP, loss=RETURNED)
     steps = [hand_samples(6, images=images, seed=seed) for seed, images in enumerate([(0, 1), (), (5,), (0, 3, 4)])]
     with Engine(placement, HandSource(model), model=model, optimizer=OPTIMIZER, clip_norm=CLIP) as engine:
         for samples in steps:
-            loss, norm = one_process(reference, optimizer, samples)
+            wanted = plain.step(samples)
             metrics = engine.step(samples)
-            assert metrics.loss == pytest.approx(loss, rel=1e-12)
-            assert metrics.grad_norm == pytest.approx(norm, rel=1e-12)
+            assert metrics.loss == pytest.approx(wanted.loss, rel=1e-12)
+            assert metrics.grad_norm == pytest.approx(wanted.norm, rel=1e-12)
             assert all(busy > 0 for busy in metrics.busy_s)
         state = engine.state_dict()
         check_same(state, reference.state_dict())
@@ -88,7 +57,7 @@ def test_replicas_with_tied_weights_frozen_parts_and_images_on_some(placement: P
         engine.step(hand_samples(6, seed=9))
         engine.load(tmp_path)
         samples = hand_samples(6, images=(1, 5), seed=10)
-        one_process(reference, optimizer, samples)
+        plain.step(samples)
         engine.step(samples)
         check_same(engine.state_dict(), reference.state_dict())
 

@@ -19,9 +19,9 @@ REPLICATED = ("gate", "keys")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+def results() -> dict[str, list[Result]]:
     """Every case, in one set of processes."""
-    return dict(zip(CASES, on_ranks(list(CASES.values()), tmp_path_factory.mktemp("ranks")), strict=True))
+    return dict(zip(CASES, on_ranks(list(CASES.values())), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

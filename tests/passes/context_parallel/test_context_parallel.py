@@ -69,9 +69,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+def ran() -> dict[str, Ran]:
     """Every case, in one set of processes."""
-    return ran_by({name: _jobs(case) for name, case in CASES.items()}, RANKS, tmp_path_factory.mktemp("ranks"))
+    return ran_by({name: _jobs(case) for name, case in CASES.items()}, RANKS)
 
 
 def _jobs(case: Case) -> tuple[Job, Job]:

@@ -179,9 +179,9 @@ def _jobs(mix: Mix) -> tuple[Job, Job]:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+def ran() -> dict[str, Ran]:
     """Every op that is followed, in one set of processes."""
-    return ran_by({name: _jobs(mix) for name, mix in FOLLOWED.items()}, RANKS, tmp_path_factory.mktemp("ranks"))
+    return ran_by({name: _jobs(mix) for name, mix in FOLLOWED.items()}, RANKS)
 
 
 @pytest.mark.parametrize("name", FOLLOWED)

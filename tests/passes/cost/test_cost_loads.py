@@ -25,6 +25,7 @@ EXACT = (
     "attention_backward_flops",
     "kv_bytes",
 )
+TOKENS, SQUARES = sympy.symbols("t q")
 PERMANENT = ("parameter_bytes", "trainable_bytes")
 NEAR = ("forward_bytes", "backward_bytes", "activation_bytes", "selective_bytes", "full_bytes", "output_bytes")
 
@@ -83,7 +84,9 @@ def test_loads_polynomials_and_the_table_agree() -> None:
         for cost, row in zip(priced[component], polynomials, strict=True):
             for field, polynomial in row.items():
                 assert getattr(cost, field) == pytest.approx(polynomial.at(load), abs=1), field
-                number = sympy.sympify(polynomial_text(polynomial)).subs({"t": load.tokens, "q": load.squares})
+                number = sympy.sympify(polynomial_text(polynomial)).subs(
+                    [(TOKENS, load.tokens), (SQUARES, load.squares)]
+                )
                 assert float(number) == pytest.approx(polynomial.at(load), rel=1e-3)
 
 

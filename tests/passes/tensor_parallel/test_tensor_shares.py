@@ -51,7 +51,8 @@ def counted(graph: ModelGraph, component: str) -> list[TensorShare]:
         own = [specs[name] for name in {first[name] for name in layer.parameters} if name in graph.shards]
         found.append(
             TensorShare(
-                **{name: sent[name][layer.index] for name in ("sums", "copies")},
+                sums=sent["sums"][layer.index],
+                copies=sent["copies"][layer.index],
                 summed_bytes=sent["summed"][layer.index],
                 copied_bytes=sent["copied"][layer.index],
                 parameter_bytes=sum(spec.num_bytes for spec in own),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -13,23 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.graphs.hand_stages import LANGUAGE, HandModel, HandSource, hand_plan, hand_samples
+from support.graphs.hand_stages import hand_plan
 from support.paths import TESTS
+from support.plans.hand_replicas import replicas
+from support.processes.checkpointed_run import batch_of, new_engine
 from torch import Tensor
 
 from mmcompile.data.collate import Sample
 from mmcompile.errors import EngineError
-from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
-from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.monitoring.fail_points import VARIABLE
-
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
-KINDS = ((), (1, 2), (0,))
-
-
-def batch_of(step: int) -> list[Sample]:
-    return hand_samples(4, images=KINDS[step % 3], seed=step)
 
 
 class Data:
@@ -48,33 +40,13 @@ class Data:
         return {"next": self.next}
 
 
-def new_engine(plan: Placement, **options: object) -> Engine:
-    torch.manual_seed(0)
-    model = HandModel(tied=True)
-    return Engine(plan, HandSource(model), model=model, optimizer=ADAMW, clip_norm=1.0, **options)  # type: ignore[arg-type]
-
-
-def replicas(*ranks: Sequence[int]) -> Placement:
-    """Replicas of one tower: for each, the ranks of vision.0 and language_model.0 to 2."""
-    return Placement(
-        stages=tuple(
-            PlacedStage(name=f"{name}#{replica}", program=name, ranks=(rank,), depth=3 - index, replica=replica)
-            for index, name in enumerate(("vision.0", *LANGUAGE))
-            for replica, of_replica in enumerate(ranks)
-            for rank in [of_replica[index]]
-        ),
-        num_microbatches=4 // len(ranks),
-        num_replicas=(len(ranks),),
-    )
-
-
 # Microbatches are the same in all: what the model computes for a sample depends on the others of its microbatch.
 PLANS = {
     1: hand_plan(4, vision=0, lm0=0, lm1=0, lm2=0),
-    2: replicas((0, 0, 0, 0), (1, 1, 1, 1)),
+    2: replicas(2, (0, 0, 0, 0), (1, 1, 1, 1)),
     3: hand_plan(4, vision=2, lm0=0, lm1=1, lm2=1),
-    4: replicas((0, 0, 1, 1), (2, 2, 3, 3)),
-    6: replicas((2, 0, 1, 1), (5, 3, 4, 3)),
+    4: replicas(2, (0, 0, 1, 1), (2, 2, 3, 3)),
+    6: replicas(2, (2, 0, 1, 1), (5, 3, 4, 3)),
 }
 NUM_STEPS = 6
 SAVED_AFTER = 3
@@ -167,8 +139,7 @@ def test_training_goes_on_while_a_save_is_written_until_a_rank_dies(
 
 SCRIPT = """
 import sys
-sys.path.insert(0, sys.argv[2])
-from runtime.checkpoint.test_checkpoint_ranks import *
+from support.processes.checkpointed_run import batch_of, hand_plan, new_engine, set_strike
 
 with new_engine(hand_plan(2, vision=1, lm0=0, lm1=1, lm2=0)) as engine:
     engine.step(batch_of(0))
@@ -209,7 +180,7 @@ def test_a_kill_during_a_save_leaves_a_whole_checkpoint(tmp_path: Path, point: s
     if step is not None:
         environment[VARIABLE] = json.dumps([strike])
     done = subprocess.run(
-        [sys.executable, "-P", "-c", script, tmp_path / "saved", TESTS], env=environment, capture_output=True, text=True
+        [sys.executable, "-P", "-c", script, tmp_path / "saved"], env=environment, capture_output=True, text=True
     )
     assert marker.exists(), done.stderr
     if rank == 0:
@@ -224,8 +195,3 @@ def test_a_kill_during_a_save_leaves_a_whole_checkpoint(tmp_path: Path, point: s
         engine.step(batch_of(2))
         engine.save(tmp_path / "saved")
     assert sorted(os.listdir(tmp_path)) == ["saved", "struck"]
-
-
-def set_strike(strike: Mapping[str, object]) -> None:
-    """From now on, in this process."""
-    os.environ[VARIABLE] = json.dumps([strike])

@@ -311,7 +311,7 @@ def test_other_frozen_weights_are_refused(tmp_path: Path) -> None:
         f"blocks.1.{name}" for name, _ in partly.blocks[1].named_parameters()
     }
     with torch.no_grad():
-        partly.blocks[1].up.weight.add_(1.0)
+        partly.get_parameter("blocks.1.up.weight").add_(1.0)
     with (
         Engine(one_rank, HandSource(partly), optimizer=ADAMW) as engine,
         pytest.raises(

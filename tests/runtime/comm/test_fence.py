@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runtime.control.test_stream import PREPARE
-from support.processes.fence_ranks import Worlds
+from support.processes.control_world import PREPARE
+from support.processes.fence_ranks import run_world
+from support.processes.spawn_ranks import JobProcess
 
 from mmcompile.runtime.comm import fence as fence_module
 from mmcompile.runtime.comm.fence import Fence, fence_works, of_gloo, of_store
@@ -39,10 +40,9 @@ RELEASED_MS = 2000.0
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
+def worlds() -> Iterator[JobProcess]:
+    with JobProcess() as process:
+        yield process
 
 
 def pair(fence: Fence | None = None, meanwhile: Callable[[], None] = lambda: None) -> list[Groups]:
@@ -97,8 +97,8 @@ def accepted(server: socket.socket) -> tuple[socket.socket, socket.socket]:
 # One process
 
 
-def test_fence_works_here_and_leaves_nothing(worlds: Worlds) -> None:
-    found = worlds.run("tried")
+def test_fence_works_here_and_leaves_nothing(worlds: JobProcess) -> None:
+    found = worlds.call(run_world, "tried")
     assert found["works"]
     assert found["after"]["fds"] == found["before"]["fds"]
     assert found["after"]["threads"] <= found["before"]["threads"]
@@ -311,8 +311,8 @@ def check(found: dict[str, Any], size: int, rest: int) -> None:
     [["receive", "receive", "receive"], ["idle", "receive", "send"], ["idle", "broadcast", "broadcast"]],
     ids=" ".join,
 )
-def test_waits_for_live_ranks_end_at_once(worlds: Worlds, how: list[str], fenced: bool) -> None:
-    found = worlds.run("blocked", how=how, fenced=fenced)
+def test_waits_for_live_ranks_end_at_once(worlds: JobProcess, how: list[str], fenced: bool) -> None:
+    found = worlds.call(run_world, "blocked", how=how, fenced=fenced)
     check(found, 3, 3)
     released = [left["released_ms"] for left in found["left"]]
     assert [each is None for each in released] == [each == "idle" for each in how]
@@ -320,22 +320,22 @@ def test_waits_for_live_ranks_end_at_once(worlds: Worlds, how: list[str], fenced
 
 @pytest.mark.parametrize("fenced", [True, False])
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_waits_for_dead_and_stopped_ranks_end_at_once(worlds: Worlds, sign: signal.Signals, fenced: bool) -> None:
-    found = worlds.run("blocked", how=["receive", "send", "idle"], victim=2, sign=int(sign), fenced=fenced)
+def test_waits_for_dead_and_stopped_ranks_end_at_once(worlds: JobProcess, sign: signal.Signals, fenced: bool) -> None:
+    found = worlds.call(run_world, "blocked", how=["receive", "send", "idle"], victim=2, sign=int(sign), fenced=fenced)
     check(found, 3, 2)
 
 
 @pytest.mark.parametrize("fenced", [True, False])
-def test_a_thread_that_computes_is_waited_for(worlds: Worlds, fenced: bool) -> None:
-    found = worlds.run("blocked", how=["receive", "compute", "broadcast"], fenced=fenced)
+def test_a_thread_that_computes_is_waited_for(worlds: JobProcess, fenced: bool) -> None:
+    found = worlds.call(run_world, "blocked", how=["receive", "compute", "broadcast"], fenced=fenced)
     check(found, 3, 3)
     assert found["left"][1]["count"] == -1
 
 
 @pytest.mark.parametrize("fenced", [True, False])
 @pytest.mark.parametrize("publishes", [False, True])
-def test_a_rank_that_does_not_come_holds_up_nobody(worlds: Worlds, publishes: bool, fenced: bool) -> None:
-    found = worlds.run("missing", publishes=publishes, fenced=fenced)
+def test_a_rank_that_does_not_come_holds_up_nobody(worlds: JobProcess, publishes: bool, fenced: bool) -> None:
+    found = worlds.call(run_world, "missing", publishes=publishes, fenced=fenced)
     assert found["second"] == [5.0, 5.0]
     for left in found["left"]:
         assert left["leave_ms"] < RELEASED_MS
@@ -344,8 +344,8 @@ def test_a_rank_that_does_not_come_holds_up_nobody(worlds: Worlds, publishes: bo
 
 
 @pytest.mark.parametrize("fenced", [True, False])
-def test_generations_leave_nothing_behind(worlds: Worlds, fenced: bool) -> None:
-    found = worlds.run("many", num_generations=50, num_ranks=3, fenced=fenced)
+def test_generations_leave_nothing_behind(worlds: JobProcess, fenced: bool) -> None:
+    found = worlds.call(run_world, "many", num_generations=50, num_ranks=3, fenced=fenced)
     assert found["totals"] == [[sum(rank + number for rank in range(3))] * 3 for number in range(1, 51)]
     for member in range(3):
         lefts = [left[member] for left in found["lefts"]]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import pytest
-from runtime.control.test_stream import PREPARE
+from support.processes.control_world import PREPARE
 
 from mmcompile.runtime.control.membership_client import MembershipClient, Released, Superseded
 from mmcompile.runtime.control.messages import (

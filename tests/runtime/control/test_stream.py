@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.processes.control_world import PREPARE
 
 from mmcompile.errors import ConfigError
 from mmcompile.runtime.control import secret
 from mmcompile.runtime.control.messages import (
     Advice,
     Commit,
-    Generation,
     Heartbeat,
     Message,
     ProtocolError,
@@ -27,19 +27,6 @@ from mmcompile.runtime.control.stream import Stream
 from mmcompile.runtime.control.times import Times
 
 LIMIT = 2**20
-PREPARE = Generation(
-    number=3,
-    rank=1,
-    world_size=2,
-    nodes=("a", "b"),
-    joined=(),
-    active=2,
-    committed=7,
-    cursor=None,
-    payload='{"x": [1]}',
-    store="h:1",
-    cause="ü\n",
-)
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from support.processes.elastic_checks import Chaos
-from support.processes.elastic_jobs import Runs
+from support.processes.spawn_ranks import JobProcess
 
 
 @pytest.fixture(scope="session")
 def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
-    with Runs() as runs:
+    with JobProcess() as runs:
         yield Chaos(runs=runs, folder=tmp_path_factory.mktemp("reference"))

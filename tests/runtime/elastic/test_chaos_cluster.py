@@ -140,7 +140,7 @@ def test_random_faults(chaos: Chaos, tmp_path: Path, seed: int) -> None:
     run = strike(run, draw.choice(("sending", "receiving")), draw.choice(actions))
     for record in ("prepared", "activated"):
         run = strike(run, f"{draw.choice(('before', 'after'))}-log-{record}", generation=draw.randrange(2, 8))
-    answer = chaos.runs.do(run)
+    answer = chaos.do(run)
     if answer.error:
         # Fewer than four nodes were left for a moment.
         assert "are left and 4 are needed" in answer.error, answer.error

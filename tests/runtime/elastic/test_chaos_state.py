@@ -78,7 +78,7 @@ def test_lost_state_while_saving_comes_back_from_the_checkpoint_before(chaos: Ch
 def test_lost_state_before_the_first_checkpoint(chaos: Chaos, tmp_path: Path) -> None:
     run = strike(Run(folder=str(tmp_path), kind="five"), "reduced", rank=1, step=4)
     run = strike(run, "superseded", rank=3, generation=1)
-    answer = chaos.runs.do(run)
+    answer = chaos.do(run)
     assert "no node holds language_model" in answer.error
     assert "there is no checkpoint" in answer.error
     assert answer.steps == (1, 2, 3)
@@ -87,7 +87,7 @@ def test_lost_state_before_the_first_checkpoint(chaos: Chaos, tmp_path: Path) ->
 def test_too_few_nodes_save_what_they_hold(chaos: Chaos, tmp_path: Path) -> None:
     run = strike(Run(folder=str(tmp_path), kind="five"), "backward", rank=4, step=3)
     run = strike(run, "backward", rank=1, step=6)
-    answer = chaos.runs.do(run)
+    answer = chaos.do(run)
     assert "3 nodes are left and 4 are needed" in answer.error
     assert answer.steps == (1, 2, 3, 4, 5)
     check_saved(chaos, run, answer)
@@ -100,7 +100,7 @@ def test_a_node_dies_while_the_state_is_saved_at_last(chaos: Chaos, tmp_path: Pa
     run = strike(run, "committed", rank=2, step=5)
     # The first two nodes hold everything between them.
     run = strike(run, "gathering", rank=2)
-    answer = chaos.runs.do(run)
+    answer = chaos.do(run)
     assert "2 nodes are left and 4 are needed" in answer.error
     assert answer.steps == (1, 2, 3, 4, 5)
     check_saved(chaos, run, answer)
@@ -114,7 +114,7 @@ def test_a_node_dies_while_the_state_is_saved_at_last(chaos: Chaos, tmp_path: Pa
     ],
 )
 def test_bad_data_ends_training(chaos: Chaos, tmp_path: Path, data: Data, error: str) -> None:
-    answer = chaos.runs.do(Run(folder=str(tmp_path), kind="five", data=data))
+    answer = chaos.do(Run(folder=str(tmp_path), kind="five", data=data))
     assert error in answer.error
     events = list(EventReader(tmp_path / "events.jsonl").read())
     assert not [event for event in events if event.kind is EventKind.DETECTED], "no node is to blame"
@@ -129,7 +129,7 @@ def test_bad_data_ends_training(chaos: Chaos, tmp_path: Path, data: Data, error:
 def test_what_no_node_can_compute_ends_training(chaos: Chaos, tmp_path: Path) -> None:
     """A token that is no word: it looks like a node that fails, and then like the next one."""
     run = Run(folder=str(tmp_path), kind="five", data="poisoned", max_restarts=8, max_attempts=3)
-    answer = chaos.runs.do(run)
+    answer = chaos.do(run)
     # By then, nodes were faster to come back than to be lost, or they were not.
     ends = ("3 generations in a row without a committed step", "are left and 4 are needed")
     assert any(end in answer.error for end in ends), answer.error
@@ -142,7 +142,7 @@ def test_what_no_node_can_compute_ends_training(chaos: Chaos, tmp_path: Path) ->
 
 @SLOW
 def test_replicas_that_drift_apart_end_training(chaos: Chaos, tmp_path: Path) -> None:
-    answer = chaos.runs.do(Run(folder=str(tmp_path), kind="five", drifts=True))
+    answer = chaos.do(Run(folder=str(tmp_path), kind="five", drifts=True))
     assert "replicas of layer" in answer.error
     assert answer.steps == (1, 2, 3, 4, 5, 6)
     events = list(EventReader(tmp_path / "events.jsonl").read())

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.optim.test_param_groups import ADAMW, GROUPS, RATES, scheduled
 from support.graphs.hand_stages import HandModel
 from support.models.elastic_model import batches
+from support.models.grouped_adamw import ADAMW, GROUPS, RATES, scheduled
 from support.models.layer_models import OPTIMIZERS, bits, initial, layer, layers, specs
 from support.plans.hand_plan import Part, hand_plan
 

@@ -142,9 +142,9 @@ CASES = cases()
 
 
 @pytest.fixture(scope="module")
-def shares(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TowerShare]]:
+def shares() -> dict[str, list[TowerShare]]:
     jobs = [case.job(step) for step, case in enumerate(CASES.values(), 1)]
-    found = run_towers(jobs, NUM_RANKS, tmp_path_factory.mktemp("towers"))
+    found = run_towers(jobs, NUM_RANKS)
     return dict(zip(CASES, found, strict=True))
 
 

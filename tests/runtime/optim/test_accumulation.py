@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime.optim.test_sharded_optimizer import PLACEMENTS
 from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
+from support.plans.hand_replicas import PLACEMENTS
 from support.processes.local_ranks import LocalRanks
 from torch import Tensor
 

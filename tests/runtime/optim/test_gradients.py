@@ -208,11 +208,11 @@ def bad_case() -> Case:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Held]]:
+def ranks() -> list[list[Held]]:
     """All cases with all reductions, then all spreads, then the bad one."""
     cases = [replace(CASES[name], reduction=reduction) for name, reduction in KEYS]
     cases += [spread(seed)[0] for seed in range(NUM_SPREADS)]
-    return summed([*cases, bad_case()], NUM_RANKS, tmp_path_factory.mktemp("ranks"))
+    return summed([*cases, bad_case()], NUM_RANKS)
 
 
 @pytest.mark.parametrize(("name", "reduction"), KEYS)

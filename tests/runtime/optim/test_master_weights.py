@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from runtime.optim.test_sharded_optimizer import replicas
 from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
+from support.plans.hand_replicas import replicas
 from support.processes.local_ranks import LocalRanks
 from torch import Tensor, nn
 

@@ -3,68 +3,47 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runtime.optim.test_sharded_optimizer import replicas
 from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
+from support.models.grouped_adamw import ADAMW, GROUPS, scheduled
+from support.oracles.one_process import RETURNED, OneProcess
+from support.plans.hand_replicas import replicas
 from torch import nn
 
-from mmcompile.data.collate import Sample, collate
 from mmcompile.errors import CheckpointError, ConfigError
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.optim.optimizer import OptimizerSpec, RankOptimizer
 from mmcompile.runtime.optim.param_groups import ParameterGroup, check_matches, group_of
 
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-GROUPS = (
-    ParameterGroup(match="vision", lr=1e-3, settings={"betas": (0.8, 0.9)}),
-    ParameterGroup(match=("*.bias", "embed"), weight_decay=0.0),
-)
-RATES = (lambda step: 1 / (1 + step), lambda step: 0.5**step, lambda step: 1.0 + 0.1 * step)
 ONE_RANK = hand_plan(2, lm0=0, lm1=0, lm2=0)
 
 
-def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, list(RATES))
+def plain_process(model: HandModel) -> OneProcess:
+    """Return a process with torch's own groups, scheduler and clipping, and one sample a microbatch."""
+    model = copy.deepcopy(model)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    first = {name: p for name, p in named.items() if name.startswith("vision.")}
+    second = {n: p for n, p in named.items() if (n.endswith(".bias") or n == "embed.weight") and n not in first}
+    rest = [p for name, p in named.items() if name not in first and name not in second]
+    groups: list[dict[str, Any]] = [
+        {"params": list(first.values()), "lr": 1e-3, "betas": (0.8, 0.9)},
+        {"params": list(second.values()), "weight_decay": 0.0},
+        {"params": rest},
+    ]
+    optimizer = ADAMW(groups)
+    return OneProcess(model=model, optimizer=optimizer, scheduler=scheduled(optimizer), clip_norm=0.2, loss=RETURNED)
 
 
-class OneProcess:
-    """torch's own groups, scheduler and clipping, with one sample a microbatch."""
-
-    def __init__(self, model: HandModel) -> None:
-        self.model = copy.deepcopy(model)
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        first = {name: p for name, p in named.items() if name.startswith("vision.")}
-        second = {n: p for n, p in named.items() if (n.endswith(".bias") or n == "embed.weight") and n not in first}
-        rest = [p for name, p in named.items() if name not in first and name not in second]
-        groups: list[dict[str, Any]] = [
-            {"params": list(first.values()), "lr": 1e-3, "betas": (0.8, 0.9)},
-            {"params": list(second.values()), "weight_decay": 0.0},
-            {"params": rest},
-        ]
-        self.optimizer = ADAMW(groups)
-        self.scheduler = scheduled(self.optimizer)
-
-    def step(self, *calls: Sequence[Sample]) -> float:
-        """The norm of the gradients of all calls together."""
-        parts = [self.model(collate([sample])) for samples in calls for sample in samples]
-        (torch.stack([p[0] for p in parts]).sum() / torch.stack([p[1] for p in parts]).sum()).backward()
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), 0.2))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        return norm
-
-    def check(self, engine: Engine) -> None:
-        state = engine.state_dict()
-        for name, tensor in self.model.named_parameters():
-            torch.testing.assert_close(state[name], tensor.detach(), rtol=0, atol=1e-9)
-        assert engine.learning_rates == pytest.approx([group["lr"] for group in self.optimizer.param_groups])
+def check(plain: OneProcess, engine: Engine) -> None:
+    """Parameters and learning rates are equal."""
+    state = engine.state_dict()
+    for name, tensor in plain.model.named_parameters():
+        torch.testing.assert_close(state[name], tensor.detach(), rtol=0, atol=1e-9)
+    assert engine.learning_rates == pytest.approx([group["lr"] for group in plain.optimizer.param_groups])
 
 
 def test_all_at_once_in_real_processes(tmp_path: Path) -> None:
@@ -72,7 +51,7 @@ def test_all_at_once_in_real_processes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = HandModel(tied=True)
     model.vision.body.requires_grad_(False)
-    plain = OneProcess(model)
+    plain = plain_process(model)
     placement = replicas(3, (0, 0, 0, 1), (1, 1, 0, 1))
     batches = [
         hand_samples(4, images=images, seed=seed) for seed, images in enumerate([(0,), (), (1, 2), (), (3,), ()])
@@ -93,18 +72,18 @@ def test_all_at_once_in_real_processes(tmp_path: Path) -> None:
 
     with engine() as first:
         norms = [metrics.grad_norm for metrics in first.train(batches[:4])]
-        wanted = [plain.step(*batches[:2]), plain.step(*batches[2:4])]
+        wanted = [plain.step([*batches[0], *batches[1]]).norm, plain.step([*batches[2], *batches[3]]).norm]
         assert norms[::2] == [None, None]
         assert [norm for norm in norms[1::2] if norm is not None] == pytest.approx(wanted, rel=1e-9)
-        plain.check(first)
+        check(plain, first)
         first.save(tmp_path)
     with engine() as second:
         second.load(tmp_path)
         assert second.num_steps == 2
         for samples in batches[4:]:
             second.step(samples)
-        plain.step(*batches[4:])
-        plain.check(second)
+        plain.step([*batches[4], *batches[5]])
+        check(plain, second)
 
 
 def test_learning_rates_by_hand() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.graphs.hand_stages import LANGUAGE, HandModel, HandSource, hand_samples
-from torch import Tensor, nn
+from support.oracles import one_process
+from torch import Tensor
 
 from mmcompile.config import Reduction
-from mmcompile.data.collate import Sample, collate
+from mmcompile.data.collate import Sample
 from mmcompile.errors import ConfigError, EngineError
 from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.runtime.checkpoint import whole_checkpoint as checkpoint
@@ -127,19 +128,9 @@ def test_fixed_gives_the_same_bits_in_every_layout(tmp_path: Path) -> None:
 def test_replicas_train_as_one_process_does(reduction: Reduction, tmp_path: Path) -> None:
     run = train(LAYOUTS["two replicas that cross"], reduction, torch.float64, tmp_path)
     model = copy.deepcopy(model_of(torch.float64))
-    optimizer = ADAMW(parameter for parameter in model.parameters() if parameter.requires_grad)
-    losses: list[float] = []
-    norms: list[float] = []
-    for samples in steps(torch.float64):
-        parts = [model(collate([sample])) for sample in samples]
-        loss = torch.stack([part[0] for part in parts]).sum() / torch.stack([part[1] for part in parts]).sum()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert run.losses == pytest.approx(losses, rel=1e-12)
-    assert run.norms == pytest.approx(norms, rel=1e-12)
+    wanted = one_process.train(model, steps(torch.float64), optimizer=ADAMW, clip_norm=CLIP, loss=one_process.RETURNED)
+    assert run.losses == pytest.approx(list(wanted.losses), rel=1e-12)
+    assert run.norms == pytest.approx(list(wanted.norms), rel=1e-12)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(run.weights[name], parameter.detach(), rtol=0, atol=1e-12)

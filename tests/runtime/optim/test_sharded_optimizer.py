@@ -6,21 +6,23 @@ import copy
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from support.graphs.hand_stages import LANGUAGE, HandModel, HandSource, hand_plan, hand_samples
+from support.oracles import one_process
+from support.plans.hand_replicas import PLACEMENTS, replicas
 from support.processes.local_ranks import LocalRanks
 from torch import Tensor, nn
 
 from mmcompile.codegen.program import PreparedMicrobatch
 from mmcompile.config import Reduction
-from mmcompile.data.collate import Value, collate
+from mmcompile.data.collate import Value
 from mmcompile.errors import ConfigError
-from mmcompile.planner.plan.placement import PlacedStage, Placement
+from mmcompile.planner.plan.placement import Placement
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.optim.optimizer import OptimizerSpec
 from mmcompile.runtime.optim.sharded_optimizer import assign_updaters
@@ -34,26 +36,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def replicas(num_microbatches: int, *ranks: Sequence[int]) -> Placement:
-    """Whole replicas of one tower; per replica, the ranks of vision.0 and language_model.0 to 2."""
-    return Placement(
-        stages=tuple(
-            PlacedStage(name=f"{name}#{replica}", program=name, ranks=(rank,), depth=3 - index, replica=replica)
-            for index, name in enumerate(("vision.0", *LANGUAGE))
-            for replica, of_replica in enumerate(ranks)
-            for rank in [of_replica[index]]
-        ),
-        num_microbatches=num_microbatches,
-        num_replicas=(len(ranks),),
-    )
-
-
-PLACEMENTS = {
-    # Ranks 1 and 2 hold one stage of each replica; the tied embedding is on four ranks.
-    "crossed": replicas(3, (0, 0, 1, 2), (3, 3, 2, 1)),
-    # Rank 0 holds two replicas of the loss stage, and rank 1 all of a third replica.
-    "stacked": replicas(2, (0, 1, 1, 0), (2, 2, 0, 0), (1, 1, 1, 1)),
-}
 STEPS = [hand_samples(6, images=images, seed=seed) for seed, images in enumerate([(0, 1), (), (5,), (0, 3, 4)])]
 
 
@@ -92,20 +74,6 @@ def state_bytes(updated: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
     }
 
 
-def one_process(optimizer: str) -> tuple[HandModel, list[float]]:
-    """The model after four steps with one sample a microbatch, and squared norms."""
-    model = copy.deepcopy(model_with_a_frozen_part())
-    plain = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
-    norms: list[float] = []
-    for samples in STEPS:
-        parts = [model(collate([sample])) for sample in samples]
-        (torch.stack([p[0] for p in parts]).sum() / torch.stack([p[1] for p in parts]).sum()).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)) ** 2)
-        plain.step()
-        plain.zero_grad()
-    return model, norms
-
-
 @pytest.mark.parametrize(
     ("name", "optimizer"), [*(("crossed", optimizer) for optimizer in OPTIMIZERS), ("stacked", "adamw")]
 )
@@ -122,8 +90,9 @@ def test_state_is_held_once_and_nothing_else_changes(name: str, optimizer: str) 
     one_copy = {parameter: size for mine in state for parameter, size in mine.items()}
     assert sum(sum(mine.values()) for mine in sharded_state) == sum(one_copy.values())
 
-    model, wanted_norms = one_process(optimizer)
-    assert norms == pytest.approx(wanted_norms, rel=1e-9)
+    model = copy.deepcopy(model_with_a_frozen_part())
+    wanted = one_process.train(model, STEPS, optimizer=OPTIMIZERS[optimizer], clip_norm=CLIP, loss=one_process.RETURNED)
+    assert norms == pytest.approx([norm**2 for norm in wanted.norms], rel=1e-9)
     for parameter, tensor in model.named_parameters():
         if tensor.requires_grad and not parameter.startswith("audio"):
             torch.testing.assert_close(weights[parameter], tensor.detach(), rtol=0, atol=1e-9)

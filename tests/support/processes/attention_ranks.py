@@ -1,16 +1,11 @@
 """Context-parallel attention in real gloo processes: what each rank computes of a case, and the same case in one process."""
 
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from mmcompile.kernels.bitfield_attention import bitfield_attention_reference
@@ -22,8 +17,8 @@ from mmcompile.kernels.bitfield_attention.parallel.attention import (
 )
 from mmcompile.kernels.bitfield_attention.parallel.token_blocks import BlockPolicy, TokenBlocks, distribute
 from mmcompile.kernels.bitfield_attention.parallel.token_ops import shard_tokens
-from mmcompile.kernels.process_groups import register_group
 from support.oracles.masks_oracle import random_words
+from support.processes.spawn_ranks import RankContext, spawn_ranks
 
 BLOCK = 16
 GROUP = "ranks"
@@ -97,26 +92,18 @@ def in_one_process(case: Case) -> Result:
     return _result(case, out, lse, wide, wide)
 
 
-def on_ranks(cases: Sequence[Case], num_ranks: int, folder: Path) -> list[list[Result]]:
-    """Run all cases in one set of processes; per case, the results of the ranks."""
-    torch.save(list(cases), folder / "cases")
-    mp.spawn(_rank, args=(num_ranks, folder), nprocs=num_ranks)
-    by_rank = [torch.load(folder / f"results_{rank}", weights_only=False) for rank in range(num_ranks)]
-    return [[results[index] for results in by_rank] for index in range(len(cases))]
+def on_ranks(cases: Sequence[Case], num_ranks: int) -> list[list[Result]]:
+    """Run all cases in one set of processes; per case, return the results of the ranks."""
+    return spawn_ranks(_on_rank, [(case, case is cases[0]) for case in cases], num_ranks)
 
 
-def _rank(rank: int, num_ranks: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    assert dist.group.WORLD is not None
-    register_group(GROUP, dist.group.WORLD)
-    cases: list[Case] = torch.load(folder / "cases", weights_only=False)
-    torch.save([_share(case, rank, num_ranks) for case in cases], folder / f"results_{rank}")
-    if num_ranks == 2:
-        _check_ops(cases[0], rank, num_ranks)
-    dist.barrier()
-    dist.destroy_process_group()
+def _on_rank(context: RankContext, job: tuple[Case, bool]) -> Result:
+    """Run one rank's part of a case; of the first, check the ops too."""
+    case, is_first = job
+    context.register(GROUP)
+    if is_first and context.num_ranks == 2:
+        _check_ops(case, context.rank, context.num_ranks)
+    return _share(case, context.rank, context.num_ranks)
 
 
 def _share(case: Case, rank: int, num_ranks: int) -> Result:

@@ -1,7 +1,7 @@
-"""A small training job for the control plane, and a process that runs such jobs one after the other.
+"""A small training job for the control plane.
 
 Each step adds a function of its microbatch ids to a sum that all workers hold, over a gloo group made anew for each generation.
-Started as a program it loads torch once, then forks the processes of one job after the other: `control_jobs.Jobs`.
+A `JobProcess` runs `run_job`, which forks the processes of a job.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -14,12 +14,10 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -299,45 +297,3 @@ def _act(cluster: LocalCluster, act: Act) -> None:
                 os.kill(pid, signal.SIGSTOP if act.do == "stop_node" else signal.SIGCONT)
         case _:
             raise ValueError(act.do)
-
-
-@dataclass(kw_only=True, slots=True)
-class Jobs:
-    """A process that runs jobs."""
-
-    process: subprocess.Popen[str] = field(
-        default_factory=lambda: subprocess.Popen(
-            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-    )
-
-    def run(self, job: Job) -> dict[str, object]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(msgspec.json.encode(job).decode() + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        if "error" in answer:
-            raise AssertionError(answer["error"])
-        return answer
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(10)
-
-
-def _main(run: Callable[[Job], dict[str, object]]) -> None:
-    answers = os.dup(1)
-    # What the processes of a job print goes where errors go.
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        try:
-            answer = run(msgspec.json.decode(line, type=Job))
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        os.write(answers, json.dumps(answer).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    _main(run_job)

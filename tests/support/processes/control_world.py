@@ -30,6 +30,21 @@ from mmcompile.runtime.control.messages import (
     Suspend,
 )
 
+PREPARE = Generation(
+    number=3,
+    rank=1,
+    world_size=2,
+    nodes=("a", "b"),
+    joined=(),
+    active=2,
+    committed=7,
+    cursor=None,
+    payload='{"x": [1]}',
+    store="h:1",
+    cause="ü\n",
+)
+"""The order to get ready for generation 3, which takes over from generation 2 after step 7."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnyNodes:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
 from mmcompile.planner.resilience.copies import LayerCopy
 from mmcompile.planner.resilience.job import LayerId, WorkerId
@@ -21,7 +15,7 @@ from mmcompile.runtime.comm.groups import Backend, Groups, Work
 from mmcompile.runtime.elastic.layer_copies import CHUNK_BYTES, CopyReport, run_copies
 from mmcompile.runtime.elastic.layer_store import LayerStore, digest_of
 from support.models.layer_models import layer, layers, trained_store
-from support.paths import TESTS
+from support.processes.spawn_ranks import RankContext, spawn_ranks
 
 NUM_RANKS = 4
 RANK_OF = (2, 0, 3, 1)
@@ -102,30 +96,15 @@ def device(node: int) -> WorkerId:
     return WorkerId(node=f"node{node}", index=0)
 
 
-def copied(cases: Sequence[Case], folder: Path) -> list[list[Outcome]]:
-    """Run all cases in one set of processes; per case, the outcome of each node. After a failed case, groups are new."""
-    torch.save(list(cases), folder / "cases")
-    code = "import sys, pathlib; from support.processes import copy_ranks; copy_ranks.fork_ranks(pathlib.Path(sys.argv[1]))"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run([sys.executable, "-P", "-c", code, str(folder)], check=True, env=env, timeout=300)
-    by_rank = [torch.load(folder / f"outcomes_{rank}", weights_only=False) for rank in range(NUM_RANKS)]
-    return [[by_rank[rank][index] for rank in RANK_OF] for index in range(len(cases))]
+def copied(cases: Sequence[Case]) -> list[list[Outcome]]:
+    """Run all cases in one set of processes; per case, return the outcome of each node. Each case has groups of its own."""
+    numbered = list(enumerate(cases))
+    return [[by_rank[rank] for rank in RANK_OF] for by_rank in spawn_ranks(_on_rank, numbered, NUM_RANKS)]
 
 
-def fork_ranks(folder: Path) -> None:
-    """In a process that does nothing else: it loads torch once for all ranks."""
-    start_processes(_rank, args=(folder,), nprocs=NUM_RANKS, start_method="fork")
-
-
-def _rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), NUM_RANKS)  # pyright: ignore[reportPrivateImportUsage]
-    cases: list[Case] = torch.load(folder / "cases", weights_only=False)
-    outcomes: list[Outcome] = []
-    for index, case in enumerate(cases):
-        prefix = dist.PrefixStore(str(index), store)  # pyright: ignore[reportPrivateImportUsage]
-        outcomes.append(_run(Groups.connect(prefix, rank, NUM_RANKS, torch.device("cpu"), local=True), case))
-    torch.save(outcomes, folder / f"outcomes_{rank}")
+def _on_rank(context: RankContext, job: tuple[int, Case]) -> Outcome:
+    number, case = job
+    return _run(context.connect(str(number)), case)
 
 
 def _run(groups: Groups, case: Case) -> Outcome:

@@ -19,7 +19,8 @@ from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.generation_plan import GenerationPlan, StepRecord
 from mmcompile.runtime.monitoring.fail_points import Action, Strike
 from support.models.elastic_model import BATCH, SAMPLES, Data, batches
-from support.processes.elastic_jobs import KINDS, MICROBATCHES, Answer, Run, Runs
+from support.processes.elastic_jobs import KINDS, MICROBATCHES, Answer, Run, do
+from support.processes.spawn_ranks import JobProcess
 
 LEASE = 10.0
 """Deadline where a silent process must be waited for; the lease is a fifth of it."""
@@ -54,9 +55,13 @@ class Trained:
 class Chaos:
     """Runs, and what they must come to."""
 
-    runs: Runs
+    runs: JobProcess
     folder: Path
     _known: dict[tuple[int, Data, int], Trained] = field(default_factory=dict, repr=False)
+
+    def do(self, run: Run) -> Answer:
+        """Do a run in the process that does all of them."""
+        return self.runs.call(do, run, timeout_s=run.timeout_s + 240)
 
     def reference(self, run: Run) -> Trained:
         """What the model learns if nothing fails. It does not depend on the pipelines."""
@@ -67,7 +72,7 @@ class Chaos:
             calm = Run(
                 folder=str(folder), kind="wide" if devices == 2 else "five", data=run.data, num_steps=run.num_steps
             )
-            assert self.runs.do(calm).error == ""
+            assert self.do(calm).error == ""
             assert not [
                 event for event in EventReader(folder / "events.jsonl").read() if event.kind is EventKind.DETECTED
             ]
@@ -124,7 +129,7 @@ def check(chaos: Chaos, run: Run, *, left: int, steps: Sequence[int] | None = No
         steps: that are committed, in order; by default each once.
     """
     folder = Path(run.folder)
-    answer = chaos.runs.do(run)
+    answer = chaos.do(run)
     events = check_outcome(chaos, run, answer)
     for fault in run.strikes:
         assert fault.marker is None or Path(fault.marker).exists(), f"{fault} did not strike"

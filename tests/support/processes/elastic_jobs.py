@@ -1,7 +1,7 @@
-"""Runs of a tiny multimodal model on nodes that die, and a process that does such runs one after the other.
+"""Runs of a tiny multimodal model on nodes that die.
 
-Started as a program it loads torch and transformers once, captures and plans each kind of cluster once, then forks the
-processes of one run after the other: `elastic_jobs.Runs`.
+A `JobProcess` does runs one after the other: it loads torch and transformers once, captures and plans each kind of cluster
+once, then forks the processes of a run.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +31,6 @@ from mmcompile.runtime.elastic.elastic_job import ElasticJob
 from mmcompile.runtime.monitoring.fail_points import VARIABLE, Action, Strike
 from mmcompile.runtime.optim.optimizer import OptimizerSpec
 from support.models.elastic_model import Data, batches, join, llava, sample
-from support.paths import TESTS
 from support.processes.control_jobs import Act, children
 from support.processes.drifting import DriftingSGD
 
@@ -228,57 +225,3 @@ def _act(engine: ElasticEngine, folder: Path, act: Act) -> None:
                 os.kill(pid, signal.SIGSTOP if act.do == "stop_node" else signal.SIGCONT)
         case _:
             raise ValueError(act.do)
-
-
-def _start() -> subprocess.Popen[str]:
-    tests = str(TESTS)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-P", __file__]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-
-
-@dataclass(kw_only=True, slots=True)
-class Runs:
-    """A process that does runs."""
-
-    process: subprocess.Popen[str] = field(default_factory=_start)
-
-    def do(self, run: Run) -> Answer:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(msgspec.json.encode(run).decode() + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        if "failed" in answer:
-            raise AssertionError(answer["failed"])
-        return msgspec.convert(answer, Answer)
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(60)
-
-    def __enter__(self) -> Runs:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _main() -> None:
-    answers = os.dup(1)
-    # What the processes of a run print goes where errors go.
-    os.dup2(2, 1)
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        try:
-            answer = msgspec.json.encode(do(msgspec.json.decode(line, type=Run)))
-        except Exception as error:
-            answer = json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode()
-        os.write(answers, answer + b"\n")
-
-
-if __name__ == "__main__":
-    _main()

@@ -1,7 +1,4 @@
-"""Ranks that go through generations as a test tells them, and a process that runs such worlds one after the other.
-
-Started as a program it loads torch once, then forks the store and the ranks of one world after the other.
-"""
+"""Ranks that go through generations as a test tells them: a store and ranks forked from a `JobProcess`."""
 
 # pyright: reportPrivateImportUsage=false
 # torch.distributed re-exports its C++ classes without saying so.
@@ -15,8 +12,6 @@ import os
 import signal
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -416,48 +411,11 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-@dataclass(kw_only=True, slots=True)
-class Worlds:
-    """A process that runs worlds."""
-
-    process: subprocess.Popen[str] = field(
-        default_factory=lambda: subprocess.Popen(
-            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-    )
-
-    def run(self, scenario: str, *, fenced: bool = True, **options: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"scenario": scenario, "fenced": fenced, "options": options}) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        if "error" in answer:
-            raise AssertionError(answer["error"])
-        return answer
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(WAIT_S)
-
-
-def _main() -> None:
-    answers = os.dup(1)
-    # What the processes of a world print goes where errors go.
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        order = json.loads(line)
-        world = World(fenced=order["fenced"])
-        try:
-            answer = SCENARIOS[order["scenario"]](world, **order["options"])
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                world.close()
-        os.write(answers, json.dumps(answer).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    _main()
+def run_world(scenario: str, *, fenced: bool = True, **options: Any) -> dict[str, Any]:
+    """Run a scenario in a world forked from this process."""
+    world = World(fenced=fenced)
+    try:
+        return SCENARIOS[scenario](world, **options)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            world.close()

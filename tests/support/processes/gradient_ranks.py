@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from mmcompile.config import Reduction
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.optim.carried_sums import CarriedSums
 from mmcompile.runtime.optim.gradients import GradientSums, Shared
 from mmcompile.runtime.optim.master_weights import HALF, MasterWeights
+from support.processes.spawn_ranks import RankContext, spawn_ranks
 
 BUCKET_BYTES = 2**17
 Gradients = Mapping[str, Tensor | None]
@@ -49,12 +46,13 @@ class Held:
     faults: Mapping[str, float]
 
 
-def summed(cases: Sequence[Case], num_ranks: int, folder: Path) -> list[list[Held]]:
-    """Sum all cases in one set of processes; per case, what each rank holds then."""
-    torch.save(list(cases), folder / "cases")
-    spawn(_rank, args=(num_ranks, folder), nprocs=num_ranks)
-    by_rank = [torch.load(folder / f"gradients_{rank}", weights_only=False) for rank in range(num_ranks)]
-    return [[mine[index] for mine in by_rank] for index in range(len(cases))]
+def summed(cases: Sequence[Case], num_ranks: int) -> list[list[Held]]:
+    """Sum all cases in one set of processes; per case, return what each rank holds then."""
+    return spawn_ranks(_on_rank, cases, num_ranks)
+
+
+def _on_rank(context: RankContext, case: Case) -> Held:
+    return run_case(context.groups, case)
 
 
 def run_case(groups: Groups, case: Case) -> Held:
@@ -96,13 +94,3 @@ def _backward(parameters: Mapping[str, nn.Parameter], given: Gradients) -> None:
         if gradient is not None:
             # A copy, since autograd may keep what it is given, and add to it.
             parameters[name].view_as(parameters[name]).backward(gradient.clone())
-
-
-def _rank(rank: int, num_ranks: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), num_ranks)  # pyright: ignore[reportPrivateImportUsage]
-    groups = Groups.connect(store, rank, num_ranks, torch.device("cpu"), local=True)
-    cases: list[Case] = torch.load(folder / "cases", weights_only=False)
-    torch.save([run_case(groups, case) for case in cases], folder / f"gradients_{rank}")
-    # All have what they need once rank 0 heard of all.
-    groups.all_reduce(torch.zeros(1))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from mmcompile.codegen.load import load_stage
 from mmcompile.codegen.program import PatternPrograms, StageProgram
-from mmcompile.kernels.process_groups import register_group
 from mmcompile.planner.plan.placement import shard_name
+from support.processes.spawn_ranks import RankContext, spawn_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,33 +55,18 @@ class Ran:
             assert (got - wanted).abs().max() <= 1e-9 * wanted.abs().max() + 1e-13, name
 
 
-def ran_by(jobs: Mapping[str, tuple[Job, Job]], num_ranks: int, folder: Path) -> dict[str, Ran]:
+def ran_by(jobs: Mapping[str, tuple[Job, Job]], num_ranks: int) -> dict[str, Ran]:
     """Run (job of the ranks, job of one rank) pairs."""
-    shares = run_ranks([spread for spread, _ in jobs.values()], num_ranks, folder)
+    shares = spawn_ranks(_on_rank, [spread for spread, _ in jobs.values()], num_ranks)
     return {
         name: Ran(shares=found, whole=share(whole, 0))
         for (name, (_, whole)), found in zip(jobs.items(), shares, strict=True)
     }
 
 
-def run_ranks(jobs: Sequence[Job], num_ranks: int, folder: Path) -> list[list[Share]]:
-    """Run all jobs in one set of processes; per job, the shares of the ranks."""
-    torch.save(list(jobs), folder / "jobs")
-    spawn(_rank, args=(num_ranks, folder), nprocs=num_ranks)
-    by_rank = [torch.load(folder / f"shares_{rank}", weights_only=False) for rank in range(num_ranks)]
-    return [[shares[index] for shares in by_rank] for index in range(len(jobs))]
-
-
-def _rank(rank: int, num_ranks: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    group = dist.group.WORLD
-    assert group is not None
-    register_group("cp", group)
-    jobs: list[Job] = torch.load(folder / "jobs", weights_only=False)
-    torch.save([share(job, rank) for job in jobs], folder / f"shares_{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+def _on_rank(context: RankContext, job: Job) -> Share:
+    context.register("cp")
+    return share(job, context.rank)
 
 
 def share(job: Job, rank: int) -> Share:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from mmcompile.ir.nodes import token_loss
 from mmcompile.ir.tensor_shard import TensorShard
-from mmcompile.kernels.process_groups import register_group
 from mmcompile.kernels.tensor_parallel.boundary_ops import tp_copy, tp_enter, tp_exit, tp_heads, tp_slice, tp_sum
 from mmcompile.kernels.tensor_parallel.vocabulary import tp_embedding, tp_token_loss
+from support.processes.spawn_ranks import RankContext, spawn_ranks
 
 RANKS = 2
 GROUP = "ranks"
@@ -95,22 +92,18 @@ def _flat(case: Case, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return (logits.transpose(1, 2), labels) if case.batched else (logits.flatten(0, 1), labels.flatten())
 
 
-def on_ranks(cases: list[Case], folder: Path) -> list[list[Result]]:
-    """Per case the results of the ranks, which run all cases in one set of processes; gradients of parts are joined."""
-    spawn(_rank, args=(cases, folder), nprocs=RANKS)
-    by_rank = [torch.load(folder / f"results_{rank}", weights_only=False) for rank in range(RANKS)]
-    return [[results[index] for results in by_rank] for index in range(len(cases))]
+def on_ranks(cases: list[Case]) -> list[list[Result]]:
+    """Run all cases in one set of processes; per case, return the results of the ranks, each with gradients of its parts."""
+    return spawn_ranks(_on_rank, [(case, case is cases[0]) for case in cases], RANKS)
 
 
-def _rank(rank: int, cases: list[Case], folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    assert dist.group.WORLD is not None
-    register_group(GROUP, dist.group.WORLD)
-    torch.save([_share(case, rank) for case in cases], folder / f"results_{rank}")
-    _check_ops()
-    dist.barrier()
-    dist.destroy_process_group()
+def _on_rank(context: RankContext, job: tuple[Case, bool]) -> Result:
+    """Run one rank's part of a case; with the first, check the ops too."""
+    case, is_first = job
+    context.register(GROUP)
+    if is_first:
+        _check_ops()
+    return _share(case, context.rank)
 
 
 def _share(case: Case, rank: int) -> Result:

@@ -1,18 +1,11 @@
 """Ranks of hand-written towers as real gloo processes, each driven by the executor alone: no engine, no optimizer."""
 
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from mmcompile.batching.schedule_units import num_slots, units_of
 from mmcompile.config import ScheduleKind
@@ -24,6 +17,7 @@ from mmcompile.runtime.executor.p2p import Mail
 from mmcompile.runtime.monitoring.status import StatusBoard
 from mmcompile.runtime.optim.gradients import GradientSums
 from support.graphs.hand_towers import TowerStep, parameters, programs_of
+from support.processes.spawn_ranks import RankContext, spawn_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,38 +39,13 @@ class TowerShare:
     seconds: Tensor
 
 
-def run_towers(
-    jobs: Sequence[TowerJob], num_ranks: int, folder: Path, *, timeout_s: float = 60
-) -> list[list[TowerShare]]:
-    """Run all jobs in one set of processes; per job, the shares of the ranks.
-
-    Raises:
-        TimeoutError: ranks hang, `timeout_s` after all have started.
-    """
-    torch.save(list(jobs), folder / "jobs")
-    running = spawn(_process, args=(num_ranks, folder), nprocs=num_ranks, join=False)
-    assert running is not None
-    last = None
-    while not running.join(timeout=0.2):
-        if last is None and len(list(folder.glob("started_*"))) == num_ranks:
-            last = time.monotonic() + timeout_s
-        if last is not None and time.monotonic() > last:
-            for process in running.processes:
-                assert process is not None
-                process.kill()
-            raise TimeoutError(f"ranks still run after {timeout_s} s")
-    by_rank = [torch.load(folder / f"shares_{rank}", weights_only=False) for rank in range(num_ranks)]
-    return [[shares[index] for shares in by_rank] for index in range(len(jobs))]
+def run_towers(jobs: Sequence[TowerJob], num_ranks: int) -> list[list[TowerShare]]:
+    """Run all jobs in one set of processes; per job, return the shares of the ranks."""
+    return spawn_ranks(_on_rank, jobs, num_ranks, timeout_s=60)
 
 
-def _process(rank: int, num_ranks: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", num_ranks)
-    groups = Groups.connect(store, rank, num_ranks, torch.device("cpu"), local=True)
-    (folder / f"started_{rank}").touch()
-    jobs: list[TowerJob] = torch.load(folder / "jobs", weights_only=False)
-    torch.save([share_of(job, groups) for job in jobs], folder / f"shares_{rank}")
-    groups.all_reduce(torch.zeros(1))
+def _on_rank(context: RankContext, job: TowerJob) -> TowerShare:
+    return share_of(job, context.groups)
 
 
 def share_of(job: TowerJob, groups: Groups) -> TowerShare:

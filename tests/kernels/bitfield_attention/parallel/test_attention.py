@@ -71,9 +71,9 @@ class Ran:
 
 
 @pytest.fixture(scope="module", params=(2, pytest.param(4, marks=pytest.mark.slow)), ids=("2_ranks", "4_ranks"))
-def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ran(request: pytest.FixtureRequest) -> Ran:
     """Every case, in one set of processes."""
-    results = on_ranks(list(CASES.values()), request.param, tmp_path_factory.mktemp("ranks"))
+    results = on_ranks(list(CASES.values()), request.param)
     return Ran(num_ranks=request.param, results=dict(zip(CASES, results, strict=True)))
 
 

@@ -9,8 +9,6 @@ from typing import ClassVar, final
 
 import numpy as np
 import torch
-from support.oracles.eager import Outcome
-from support.oracles.one_process import IGNORE, accumulate
 from torch import Tensor, nn
 from zoo import ALL, Batch, Draw, Size
 from zoo.parts import AUDIO, IMAGE, conversation
@@ -18,6 +16,8 @@ from zoo.parts import AUDIO, IMAGE, conversation
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts, assignment_of
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.runtime.engine import Engine
+from support.oracles.eager import Outcome
+from support.oracles.one_process import IGNORE, train
 
 LEARNING_RATE = 0.1
 SGD = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
@@ -125,18 +125,18 @@ def in_one_process(
     model: nn.Module, steps: Sequence[Sequence[Batch]], optimizer: Callable[..., torch.optim.Optimizer]
 ) -> Trained:
     """Train the eager model in place, each sample a microbatch of its own: no padding, no company, no order."""
-    chosen = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    outcomes: list[Outcome] = []
-    counts: list[int] = []
-    for samples in steps:
-        loss, count = accumulate(model, samples, len(samples))
-        gradients = {name: p.grad.clone() for name, p in _names(model) if p.grad is not None}
-        outcomes.append(Outcome(loss=loss, gradients=gradients))
-        counts.append(count)
-        chosen.step()
-        chosen.zero_grad()
-    parameters = {name: p.detach().clone() for name, p in _names(model)}
-    return Trained(outcomes=tuple(outcomes), num_tokens=tuple(counts), parameters=parameters)
+    run = train(model, steps, optimizer=optimizer)
+    original = {id(parameter): name for name, parameter in model.named_parameters()}
+    outcomes = [
+        Outcome(
+            loss=step.loss,
+            gradients={
+                name: step.gradients[original[id(p)]] for name, p in _names(model) if original[id(p)] in step.gradients
+            },
+        )
+        for step in run.steps
+    ]
+    return Trained(outcomes=tuple(outcomes), num_tokens=run.num_tokens, parameters=run.parameters)
 
 
 def in_an_engine(engine: Engine, steps: Sequence[Sequence[Batch]], learning_rate: float | None) -> Trained:

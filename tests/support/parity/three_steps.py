@@ -6,10 +6,11 @@ import functools
 from collections.abc import Mapping
 
 import torch
-from parity.layouts import PARTS, Freeze, freeze
-from support.oracles.one_process import TrainingRun, train
 from torch import Tensor, nn
 from zoo import ALL, Batch, samples
+
+from support.oracles.one_process import TrainingRun, train
+from support.parity.layouts import PARTS, Freeze, freeze
 
 MICROBATCHES = 2
 """Of a step, where nothing is said."""

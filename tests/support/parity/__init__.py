@@ -1,0 +1,1 @@
+"""Training of published families in one process and in engines, compared step by step."""
