@@ -1,4 +1,4 @@
-"""Why no split meets the demands: a smallest set that conflicts, in words, and what would do."""
+"""Explanation why no split meets the demands: a smallest set that conflicts, in words, with remedies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mmcompile.planner.search.partition import PER_SECOND
 from mmcompile.units import format_bytes, format_seconds
 
 _WIDENED = 8
-"""Stages of a chain that an explanation considers beyond those asked for."""
+"""Stages of a chain that an explanation considers beyond the demanded ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """Demands that no split meets together. Left out, any one of them makes the others possible."""
+    """Demands that no split meets together. Without any one of them, the others are possible."""
 
     demands: tuple[Demand, ...]
     why: str
@@ -39,7 +39,7 @@ class Conflict:
 
 
 def conflict(problem: ExactProblem, budget_s: float) -> Conflict:
-    """A smallest set of demands that no split meets, for a problem that has no split.
+    """Return a smallest set of demands that no split meets, for a problem that has no split.
 
     Raises:
         PlanError: the time was up first.
@@ -75,7 +75,7 @@ def _widened(problem: ExactProblem) -> ExactProblem:
 
 
 def _why(problem: ExactProblem, demand: Demand) -> str:
-    """Why a demand fails alone."""
+    """Return why a demand fails alone."""
     match demand.rule:
         case Never() as rule:
             return rule.why
@@ -92,7 +92,7 @@ def _why(problem: ExactProblem, demand: Demand) -> str:
 
 
 def _too_big(problem: ExactProblem, cap: Cap) -> str:
-    """The layer that alone needs more than a cap, as near to the loss as can be; "" if there is none."""
+    """Describe the layer that alone needs more than a cap, as near to the loss as can be; "" if there is none."""
     least = least_tails(problem)
     for index, chain in enumerate(problem.chains):
         alone = [variant.needs(problem.in_flight(least[index])).diagonal(1) for variant in chain.variants]
@@ -127,7 +127,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _least_cap(others: ExactProblem, demand: Demand, cap: Cap) -> int:
-    """The least bytes, to a thousandth, for which the DP finds a split."""
+    """Return the least bytes, to a thousandth, for which the DP finds a split."""
 
     def fits(num_bytes: int) -> bool:
         changed = replace(demand, rule=replace(cap, num_bytes=num_bytes))

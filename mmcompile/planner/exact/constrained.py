@@ -26,9 +26,9 @@ from mmcompile.planner.search.splitter import Splitter
 from mmcompile.units import format_seconds
 
 _MAX_TRIED = 24
-"""Candidates of the search that are cut anew."""
+"""Most candidates of the search that are cut anew."""
 _MAX_ANEW = 4
-"""Candidates whose stages are given out anew."""
+"""Most candidates whose stages are given out anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def constrained(
 def exact_problem(
     candidate: Candidate, constraints: Sequence[Constraint] = (), *, devices: int | None = None
 ) -> ExactProblem:
-    """The splitting problem of a candidate, its degrees and setting fixed.
+    """Return the splitting problem of a candidate, its degrees and setting fixed.
 
     Args:
         devices: that all stages may have together, their number free; None keeps the candidate's counts and ranks.
@@ -136,7 +136,7 @@ def _chain(candidate: Candidate, index: int, devices: int | None) -> ExactChain:
 
 
 def _readable(found: Sequence[Candidate], constraints: Sequence[Constraint]) -> Iterator[Candidate]:
-    """Candidates whose chains have all that the constraints name; chains differ by where projectors go."""
+    """Return candidates whose chains have all names of the constraints; chains differ by the placement of projectors."""
     refusal: ConfigError | None = None
     readable = 0
     for judged in found:
@@ -195,7 +195,7 @@ def _anew(
 
 
 def _different(found: Iterable[Candidate]) -> Iterator[Candidate]:
-    """The first of those with the same chains, degrees and setting; a few."""
+    """Return the first of the candidates with equal chains, degrees and setting; a few."""
     seen: set[tuple[object, ...]] = set()
     for judged in found:
         key = (judged.chains, judged.degrees, judged.setting)

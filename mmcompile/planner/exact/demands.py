@@ -20,7 +20,7 @@ def demands(
     counts: Sequence[int] | None = None,
     devices: int | None = None,
 ) -> tuple[Demand, ...]:
-    """Demands of a user, of the devices and of a layout, those of the user first.
+    """Return the demands of a user, of the devices and of a layout, those of the user first.
 
     Args:
         constraints: what the user asks for.
@@ -47,7 +47,7 @@ def demands(
 def _rules(
     constraint: Constraint, chains: Sequence[ExactChain], counts: Sequence[int] | None, memory_bytes: int | None
 ) -> Iterator[Rule]:
-    """The rule of a constraint; none if it holds for every split."""
+    """Return the rule of a constraint; none if it holds for every split."""
     where = str(constraint)
     match constraint:
         case Together():
@@ -138,7 +138,7 @@ def _cap(
 
 
 def _stages_on(where: str, rank: int, chains: Sequence[ExactChain]) -> list[tuple[int, int]]:
-    """(chain, stage) pairs that a rank runs."""
+    """Return (chain, stage) pairs that a rank runs."""
     if not all(chain.ranks for chain in chains):
         raise ConfigError(
             f"{where}: ranks are known once the number of stages is; name a stage instead, or fix the stages"

@@ -16,7 +16,7 @@ from mmcompile.planner.search.partition import Split, Table
 Bit = z3.BoolRef | bool
 """A literal, or a constant that is folded away."""
 Bad = NDArray[np.bool_]
-"""[N+1, N+1]: stages of layers i..j-1 that must not be."""
+"""Stages of layers i..j-1 that are forbidden, [N+1, N+1]."""
 
 
 def negated(bit: Bit) -> Bit:
@@ -26,14 +26,14 @@ def negated(bit: Bit) -> Bit:
 
 @dataclass(frozen=True, slots=True)
 class ChainLiterals:
-    """Boundary k from the end is at most i: `at_most(k, i)`. Boundary 0 is the end, boundary `most` is 0."""
+    """Literals of a chain: `at_most(k, i)` means that boundary k from the end is at most i. Boundary 0 is the end."""
 
     add: Callable[..., None]
-    """Adds a clause."""
+    """Function that adds a clause."""
     index: int
     num_layers: int
     most: int
-    """The most stages there can be."""
+    """Most stages of the chain; this boundary is 0."""
     boundaries: tuple[tuple[z3.BoolRef, ...], ...]
     variants: tuple[Bit, ...]
 
@@ -76,7 +76,7 @@ class ChainLiterals:
         return self.boundaries[k][i]
 
     def between(self, k: int, first: int, last: int) -> Bit:
-        """Boundary k comes after `first`, up to and including `last`."""
+        """Return the literal that boundary k comes after `first`, up to and including `last`."""
         after, until = negated(self.at_most(k, first)), self.at_most(k, last)
         if isinstance(after, bool):
             return after and until
@@ -85,7 +85,7 @@ class ChainLiterals:
         return cast(z3.BoolRef, z3.And(after, until))
 
     def fewer_than(self, count: int) -> Bit:
-        """Fewer stages than `count`."""
+        """Return the literal that there are fewer stages than `count`."""
         return self.at_most(count - 1, 0)
 
     def is_count(self, count: int) -> Bit:
@@ -105,7 +105,7 @@ class ChainLiterals:
         return negated(self.variants[variant])
 
     def forbid(self, k: int, bad: Bad, unless: tuple[Bit, ...]) -> None:
-        """The k-th stage from the end is none of the bad ones, unless one of the literals holds."""
+        """Forbid bad ranges for the k-th stage from the end, unless one of the literals holds."""
         size = self.num_layers
         ends = [size] if k == 1 else range(1, size - k + 2)
         # Where each end lets the stage begin at the earliest; the end itself where it is not possible at all.
@@ -130,14 +130,14 @@ class ChainLiterals:
                 self.add(*unless, *here, negated(self.at_most(k, start)), self.at_most(k, start - 1))
 
     def value(self, k: int, table: Table) -> z3.ArithRef:
-        """A number that equals `table[i]` where boundary k is i."""
+        """Return a number that equals `table[i]` where boundary k is i."""
         found = z3.FreshReal("value")
         for i, value in enumerate(table):
             self.add(negated(self.at_most(k, i)), self.at_most(k, i - 1), found == int(value))
         return found
 
     def largest(self, k: int, values: Sequence[int]) -> z3.ArithRef:
-        """A number, at least the value [num_layers] of every layer in the k-th stage from the end, and at least 0."""
+        """Return a number, at least the value [num_layers] of every layer in the k-th stage from the end, and at least 0."""
         found = z3.FreshReal("largest")
         self.add(found >= 0)
         for layer, value in enumerate(values):

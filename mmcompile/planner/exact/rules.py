@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cuts:
-    """At least one cut, or none, after `first`, up to and including `last`."""
+    """Require at least one cut, or none, after `first`, up to and including `last`."""
 
     chain: int
     first: int
     last: int
     some: bool
-    """At least one; else none."""
+    """True to require at least one cut; False for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InStage:
-    """Layers `first` to `last` (excluded) lie in stage `stage` of their chain, counted from 0 at the beginning."""
+    """Require that layers `first` to `last` (excluded) lie in stage `stage` of their chain, counted from 0."""
 
     chain: int
     first: int
@@ -28,7 +28,7 @@ class InStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cap:
-    """The most bytes of a stage: of every stage, of every stage of a chain, or of one stage counted from 0."""
+    """Most bytes of a stage: of every stage, of every stage of a chain, or of one stage counted from 0."""
 
     num_bytes: int
     chain: int | None = None
@@ -53,14 +53,14 @@ class SameTp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Devices:
-    """All stages together have at most so many."""
+    """Most devices of all stages together."""
 
     most: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Never:
-    """Holds for no split."""
+    """Rule that holds for no split."""
 
     why: str
 

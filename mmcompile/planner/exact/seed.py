@@ -19,9 +19,9 @@ from mmcompile.planner.exact.split_problem import ExactProblem, Splits, broken, 
 from mmcompile.planner.search.partition import INFINITE, Split, Table, cheapest_splits
 
 _MAX_COMBINATIONS = 256
-"""Ways to choose degrees for all chains that are tried."""
+"""Most ways to choose degrees for all chains that are tried."""
 _MAX_REALISED = 32
-"""Target times whose stage counts are tried with the real distances to the loss."""
+"""Most target times whose stage counts are tried with the real distances to the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Seed:
     """A split by the DP, with a lower bound."""
 
     splits: Splits | None
-    """Meets every demand; None if none was found, which proves nothing."""
+    """Splits that meet every demand; None if none was found, which proves nothing."""
     bound_ps: int
     """Lower bound of the slowest stage in picoseconds; INFINITE if no split exists, 0 if there are too many degrees to bound."""
 
@@ -56,7 +56,7 @@ def seed(problem: ExactProblem) -> Seed:
 
 
 def _counts_allowed(problem: ExactProblem, chain: int) -> range:
-    """Stage counts that the chain's own range, its layers and the demands on counts leave."""
+    """Return stage counts that the chain's own range, its layers and the demands on counts allow."""
     own = problem.chains[chain]
     low, high = own.low, min(own.high, own.num_layers)
     for demand in problem.demands:
@@ -66,7 +66,7 @@ def _counts_allowed(problem: ExactProblem, chain: int) -> range:
 
 
 def narrowed(problem: ExactProblem) -> ExactProblem | None:
-    """The same problem with the stage counts that the demands leave as the chains' own; None if they leave none."""
+    """Return the problem with the stage counts that the demands leave as the chains' own; None if they leave none."""
     counts = [_counts_allowed(problem, chain) for chain in range(len(problem.chains))]
     if not all(counts):
         return None
@@ -75,7 +75,7 @@ def narrowed(problem: ExactProblem) -> ExactProblem | None:
 
 
 def least_tails(problem: ExactProblem) -> list[int]:
-    """The fewest stages there can be between each chain's end and the loss."""
+    """Return the fewest stages there can be between each chain's end and the loss."""
     least = [0] * len(problem.chains)
     for index in reversed(range(len(least))):
         for feed in problem.chains[index].feeds:
@@ -107,7 +107,7 @@ class _ChainSplits:
         return self.known[key]
 
     def _chain(self, chain: int, variant: int, tail: int, count: int) -> dict[int, Split]:
-        """All counts up to `count`; demands on positions are those for exactly `count` stages."""
+        """Return splits for all counts up to `count`; demands on positions are those for exactly `count` stages."""
         costs = (_cost(self.problem, chain, variant, tail, k, count) for k in range(1, count + 1))
         found = enumerate(cheapest_splits(costs), start=1)
         return {k: replace(split, variant=variant) for k, split in found if split is not None}
@@ -123,7 +123,7 @@ def _depends_on_position(problem: ExactProblem, chain: int) -> bool:
 
 
 def _cost(problem: ExactProblem, chain: int, variant: int, tail: int, k: int, count: int) -> Table:
-    """[N+1, N+1]: picoseconds of layers i..j-1 as the k-th stage from the end of `count`; infinite if forbidden."""
+    """Return picoseconds of layers i..j-1 as the k-th stage from the end of `count`, [N+1, N+1]; infinite if forbidden."""
     own = problem.chains[chain].variants[variant]
     start, end = np.arange(len(own.times))[:, None], np.arange(len(own.times))[None, :]
     bad = np.zeros(own.times.shape, dtype=bool)
@@ -145,7 +145,7 @@ def _cost(problem: ExactProblem, chain: int, variant: int, tail: int, k: int, co
 
 
 def _variants(problem: ExactProblem) -> Iterator[tuple[int, ...]]:
-    """Choices of degrees that keep the demands for equal tp."""
+    """Return choices of degrees that keep the demands for equal tp."""
     same = [demand.rule.chains for demand in problem.demands if isinstance(demand.rule, SameTp)]
     choices = product(*(range(len(chain.variants)) for chain in problem.chains))
     for number, chosen in enumerate(choices):
@@ -159,7 +159,7 @@ def _variants(problem: ExactProblem) -> Iterator[tuple[int, ...]]:
 def _targets(
     problem: ExactProblem, dp: _ChainSplits, variants: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Target times from the least, each with the fewest stages of every chain that meet it within the devices."""
+    """Return target times from the least, each with the fewest stages of every chain that meet it within the devices."""
     least = least_tails(problem)
     options = [dp.splits(chain, variant, least[chain]) for chain, variant in enumerate(variants)]
     if not all(options):

@@ -30,18 +30,18 @@ BUDGET_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """The best split found and what is known of better ones."""
+    """Best split found, and the bound on better ones."""
 
     splits: Splits
-    """One a chain."""
+    """One split for each chain."""
     slowest_s: float
     """Seconds of the slowest stage, its sends included."""
     bound_s: float
-    """No split that meets the demands has a faster slowest stage."""
+    """Lower bound of the slowest stage's seconds, over all splits that meet the demands."""
     proved: bool
-    """Z3 found that no split is faster than this one."""
+    """True if Z3 proved that no split is faster than this one."""
     seconds: float
-    """Spent."""
+    """Seconds spent."""
 
     @property
     def gap(self) -> float:
@@ -112,7 +112,7 @@ def solve(
 
 @dataclass(kw_only=True)
 class _Minimisation:
-    """The search's state: it is an answer whenever the time is up."""
+    """State of the search: it is an answer at any time."""
 
     problem: ExactProblem
     deadline: Deadline
@@ -177,7 +177,7 @@ class _Minimisation:
             self.bound_ps = self._time(self.best, chains)
 
     def _time(self, splits: Splits | None, chains: set[int]) -> int:
-        """Picoseconds of the slowest stage of some chains; of all, with those that share ranks as one."""
+        """Return picoseconds of the slowest stage of some chains; of all, with those that share ranks as one."""
         if splits is None:
             return INFINITE
         if len(chains) == len(self.problem.chains):
@@ -186,14 +186,14 @@ class _Minimisation:
         return max(max(times[chain]) for chain in chains)
 
     def _middle(self, bound_ps: int, best_ps: int) -> int | None:
-        """A limit between the bound and the best; None if there is only the step to the next better."""
+        """Return a limit between the bound and the best; None if there is only the step to the next better."""
         if not self.values:
             return (bound_ps + best_ps) // 2 if bound_ps < best_ps - 1 else None
         low, high = bisect_left(self.values, bound_ps), bisect_left(self.values, best_ps)
         return self.values[(low + high - 1) // 2] if low < high - 1 else None
 
     def _above(self, limit_ps: int) -> int:
-        """The next time there can be above a limit that is too tight."""
+        """Return the next possible time above a limit that is too tight."""
         return self.values[bisect_left(self.values, limit_ps + 1)] if self.values else limit_ps + 1
 
 
@@ -206,6 +206,6 @@ def _values(problem: ExactProblem) -> list[int]:
 
 
 def _biggest_layer_ps(problem: ExactProblem) -> int:
-    """No split is faster than the biggest layer, by the degrees that suit it best."""
+    """Return the time of the biggest layer, by its best degrees, a bound of every split."""
     tables = [[variant.times.diagonal(1) for variant in chain.variants] for chain in problem.chains]
     return max(int(np.min(own, axis=0).max()) for own in tables)

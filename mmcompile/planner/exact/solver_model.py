@@ -26,7 +26,7 @@ from mmcompile.planner.exact.split_problem import ExactProblem, Splits, covers, 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment of `time.monotonic`."""
+    """A point in time of `time.monotonic`."""
 
     at: float
 
@@ -40,7 +40,7 @@ class Deadline:
         return self.at - time.monotonic()
 
     def check(self) -> None:
-        """Raises TimeoutError once the moment is past."""
+        """Raise TimeoutError after the deadline."""
         if self.left() <= 0:
             raise TimeoutError
 
@@ -64,7 +64,7 @@ class Model:
         self._busy = [_sum([self._measured(c, s, "picoseconds") for c, s in group]) for group in self._groups]
 
     def add(self, *literals: Bit) -> None:
-        """A clause; constants are folded. Raises TimeoutError once the deadline is past."""
+        """Add a clause; constants are folded. Raises TimeoutError after the deadline."""
         self._deadline.check()
         if any(literal is True for literal in literals):
             return
@@ -72,7 +72,7 @@ class Model:
         self._solver.add(z3.Or(kept) if kept else z3.BoolVal(False))
 
     def within(self, limits: Sequence[int]) -> Splits | None:
-        """A split that meets every demand with no stage slower than its chain's limit [ps]; None: there is none.
+        """Return a split that meets every demand with no stage slower than its chain's limit [ps]; None: there is none.
 
         Stages that share ranks are together no slower than the largest of the limits.
 
@@ -92,7 +92,7 @@ class Model:
             self._solver.pop()
 
     def core(self) -> tuple[int, ...] | None:
-        """Indices of demands that cannot all be met, none of which can be left out; None if all can be met.
+        """Return indices of demands that cannot all be met, none of which can be left out; None if all can be met.
 
         Raises:
             TimeoutError: the deadline passed first.
@@ -124,7 +124,7 @@ class Model:
         return tuple(chain.read(model) for chain in self._chains)
 
     def _tail_literals(self) -> list[list[Bit]]:
-        """[chain][d]: the chain's tail is at least d (true if it must be); up to the most it can be."""
+        """Return literals [chain][d]: the chain's tail is at least d (true if it must be); up to the most it can be."""
         least = least_tails(self._problem)
         found: list[list[Bit]] = [[] for _ in self._chains]
         for index in reversed(range(len(found))):
@@ -224,7 +224,7 @@ class Model:
         self._solver.add(z3.Or(off, z3.PbLe(terms, rule.most)))
 
     def _measured(self, chain: int, stage: int, what: Literal["picoseconds", "bytes"]) -> z3.ArithRef:
-        """A number, at least the picoseconds or bytes of a stage of a chain whose number of stages is decided."""
+        """Return a number, at least the picoseconds or bytes of a stage of a chain whose number of stages is decided."""
         key = f"{what}{chain}_{stage}"
         if key not in self._measures:
             total = self._measures[key] = z3.Real(key)

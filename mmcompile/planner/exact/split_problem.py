@@ -50,7 +50,7 @@ class ExactChain:
     high: int
     """Most stages."""
     feeds: tuple[Feed, ...] = ()
-    """Empty for the chain that ends in the loss."""
+    """Edges to other chains; empty for the chain that ends in the loss."""
     ranks: tuple[tuple[int, ...], ...] = ()
     """Ranks of each stage, first to last, if the number of stages is decided: `low` and `high` are that number then.
 
@@ -83,7 +83,7 @@ Splits = tuple[Split, ...]
 
 
 def tails(problem: ExactProblem, splits: Splits) -> list[int]:
-    """Stages between each chain's end and the loss."""
+    """Return the stages between each chain's end and the loss."""
     found = [0] * len(splits)
     for index in reversed(range(len(splits))):
         for feed in problem.chains[index].feeds:
@@ -94,7 +94,7 @@ def tails(problem: ExactProblem, splits: Splits) -> list[int]:
 
 
 def stage_bytes(problem: ExactProblem, splits: Splits) -> list[list[int]]:
-    """Bytes of every stage, chain by chain."""
+    """Return the bytes of every stage, chain by chain."""
     used: list[list[int]] = []
     for chain, split, tail in zip(problem.chains, splits, tails(problem, splits), strict=True):
         variant, count = chain.variants[split.variant], split.num_stages
@@ -109,7 +109,7 @@ def stage_bytes(problem: ExactProblem, splits: Splits) -> list[list[int]]:
 
 
 def stage_times(problem: ExactProblem, splits: Splits) -> list[list[int]]:
-    """Picoseconds of every stage, chain by chain."""
+    """Return the picoseconds of every stage, chain by chain."""
     return [
         [int(chain.variants[split.variant].times[ends]) for ends in split.ranges]
         for chain, split in zip(problem.chains, splits, strict=True)
@@ -117,7 +117,7 @@ def stage_times(problem: ExactProblem, splits: Splits) -> list[list[int]]:
 
 
 def sharing(problem: ExactProblem) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Groups of two or more (chain, stage) that run on the same ranks; needs ranks that are equal or apart."""
+    """Return groups of two or more (chain, stage) that run on the same ranks; needs ranks that are equal or apart."""
     groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for index, chain in enumerate(problem.chains):
         for stage, ranks in enumerate(chain.ranks):
@@ -126,14 +126,14 @@ def sharing(problem: ExactProblem) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def slowest_ps(problem: ExactProblem, splits: Splits) -> int:
-    """Picoseconds of the slowest stage; of stages that share ranks, their sum."""
+    """Return the picoseconds of the slowest stage; of stages that share ranks, their sum."""
     times = stage_times(problem, splits)
     shared = (sum(times[chain][stage] for chain, stage in group) for group in sharing(problem))
     return max([max(map(max, times)), *shared])
 
 
 def broken(problem: ExactProblem, splits: Splits) -> tuple[Demand, ...]:
-    """Demands that a split does not meet."""
+    """Return the demands that a split does not meet."""
     return tuple(demand for demand in problem.demands if not _holds(problem, splits, demand.rule))
 
 
@@ -157,7 +157,7 @@ def _holds(problem: ExactProblem, splits: Splits, rule: Rule) -> bool:
 
 
 def _capped(problem: ExactProblem, splits: Splits, rule: Cap) -> Sequence[int]:
-    """Bytes of every stage, or rank shared by stages, that a cap speaks of."""
+    """Return the bytes of every stage, or rank shared by stages, that a cap concerns."""
     used = stage_bytes(problem, splits)
     chosen = [(c, s) for c, stages in enumerate(used) for s in range(len(stages)) if covers(rule, c, s)]
     shared = [group for group in sharing(problem) if any(stage in chosen for stage in group)]

@@ -1,7 +1,7 @@
-"""`towers`: the chains of a plan that are balanced as one.
+"""`towers`: balance groups of a plan, sets of chains whose samples are balanced as one.
 
-A microbatch belongs to one tower. What crosses between the chains of a tower keeps its composition; what crosses to the
-language model's tower is exchanged sample by sample (`mmcompile.batching.step_plan.RowExchange`).
+A microbatch belongs to one tower. Values between the chains of a tower keep their composition; values for the language model's
+tower are exchanged sample by sample (`mmcompile.batching.step_plan.RowExchange`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mmcompile.planner.plan.plan_record import Chain
 
 
 def towers(plan: Plan) -> dict[str, tuple[Chain, ...]]:
-    """Chains by tower, in the order of the plan; the language model's tower last.
+    """Return the chains by tower, in the order of the plan; the language model's tower last.
 
     The language model's tower is the last chain with every chain that it feeds, through others too; any other is a set of
     chains joined by links. A tower is named after its first chain.
@@ -38,7 +38,7 @@ def towers(plan: Plan) -> dict[str, tuple[Chain, ...]]:
 
 
 def _feeds(plan: Plan) -> list[tuple[str, str]]:
-    """(chain, chain that reads what it makes), each pair once."""
+    """Return (chain, chain that reads its output), each pair once."""
     chain_of = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
     pairs = ((chain_of[link.source], chain_of[link.target]) for link in plan.links)
     return [(source, target) for source, target in dict.fromkeys(pairs) if source != target]

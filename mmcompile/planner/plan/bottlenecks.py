@@ -12,9 +12,9 @@ from mmcompile.planner.plan.stage_rows import milliseconds
 from mmcompile.units import format_bytes
 
 EVEN = 0.03
-"""Stages within this share of their mean are even: no other cut helps."""
+"""Deviation from their mean within which stages are even: no other cut helps."""
 TIGHT = 0.9
-"""Memory filled to this share is worth a warning."""
+"""Share of the memory above which a warning is given."""
 
 Cause = Literal["warm_up", "stages", "microbatches", "links"]
 
@@ -25,7 +25,7 @@ class Bottleneck:
 
     kind: Literal["time", "memory", "bubble"]
     where: str
-    """Stages or chain."""
+    """Stages or chain of the bottleneck."""
     what: str
     advice: str
 
@@ -46,7 +46,7 @@ class RankLoad:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of one microbatch."""
+        """Seconds of forward and backward of one microbatch."""
         return sum(stage.prediction.forward_s + stage.prediction.backward_s for stage in self.stages)
 
     @property
@@ -61,7 +61,7 @@ class RankLoad:
 
 
 def rank_loads(plan: PlanRecord) -> tuple[RankLoad, ...]:
-    """Every set of stages that shares a rank, once, in order of ranks."""
+    """Return every set of stages that shares a rank, once, in order of ranks."""
     on_rank: defaultdict[int, list[Stage]] = defaultdict(list)
     for stage in plan.stages:
         for rank in stage.ranks:
@@ -74,13 +74,13 @@ def rank_loads(plan: PlanRecord) -> tuple[RankLoad, ...]:
 
 
 def memory_bytes(plan: PlanRecord) -> int:
-    """Memory of one rank; processes beyond the devices of a local cluster share its memory too."""
+    """Return the memory of one rank; processes beyond the devices of a local cluster share its memory too."""
     devices = plan.cluster.num_devices
     return plan.cluster.device.memory_bytes * devices // max(devices, plan.num_ranks)
 
 
 def bottlenecks(plan: PlanRecord) -> tuple[Bottleneck, Bottleneck, Bottleneck]:
-    """The slowest rank, the fullest rank, the largest cause of idle time."""
+    """Return the slowest rank, the fullest rank, the largest cause of idle time."""
     loads = rank_loads(plan)
     return _slowest(plan, loads), _fullest(plan, loads), _idle(plan, loads)
 
@@ -99,7 +99,7 @@ def _slowest(plan: PlanRecord, loads: tuple[RankLoad, ...]) -> Bottleneck:
 
 
 def times_text(ratio: float) -> str:
-    """`1.2` -> `"20% above"`, `3.1` -> `"3.1 times"`."""
+    """Format a ratio: `1.2` -> `"20% above"`, `3.1` -> `"3.1 times"`."""
     return f"{ratio - 1:.0%} above" if ratio < 2 else f"{ratio:.1f} times"
 
 
@@ -179,7 +179,7 @@ def _idle(plan: PlanRecord, loads: tuple[RankLoad, ...]) -> Bottleneck:
 
 
 def causes(share: BubbleShare) -> dict[Cause, float]:
-    """Cause -> share of the chain's time, in the order of `BubbleShare`."""
+    """Return cause -> share of the chain's time, in the order of `BubbleShare`."""
     return {
         "warm_up": share.warm_up,
         "stages": share.stages,
@@ -226,5 +226,5 @@ def _chain_named(plan: PlanRecord, name: str) -> Chain:
 
 
 def chain_of_stage(plan: PlanRecord, stage: str) -> Chain:
-    """The chain that has a stage of this name."""
+    """Return the chain that has a stage of this name."""
     return next(chain for chain in plan.chains if any(own.name == stage for own in chain.stages))

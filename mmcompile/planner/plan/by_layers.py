@@ -1,7 +1,7 @@
 """`by_layers`: a plan in which every layer is a stage of its own.
 
-Programs cut along it are the same whichever layers stand together on a device, so templates can be exchanged without lowering or
-compiling anything, and a layer computes the same bits in all of them.
+Programs cut along it do not depend on the layers that share a device, so templates can be exchanged without lowering or compiling
+anything, and a layer computes the same bits in all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mmcompile.planner.resilience.job import LayerId
 
 
 def by_layers(plan: Plan) -> Plan:
-    """The layers of a plan, one stage each, of one replica, all on rank 0.
+    """Return the plan with one stage for each layer, of one replica, all on rank 0.
 
     Stages are named by chain and layer (`language_model.7`). Depths are longest paths in layers, as if every chain entered the
     one it feeds at its first layer. Predictions are those of the stage that a layer was in, and mean nothing here.
@@ -47,7 +47,7 @@ def layer_name(layer: LayerId) -> str:
 
 
 def layer_of(stage: str) -> LayerId:
-    """Inverse of `layer_name`."""
+    """Return the layer of a name: the inverse of `layer_name`."""
     chain, _, index = stage.rpartition(".")
     return LayerId(chain=chain, index=int(index))
 
@@ -73,7 +73,7 @@ def _stages(chain: Chain, last_depth: int) -> Iterator[Stage]:
 
 
 def _depths(plan: Plan) -> Mapping[str, int]:
-    """Chain -> depth of its last layer."""
+    """Return chain -> depth of its last layer."""
     chain_of = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
     feeds = {(chain_of[link.source], chain_of[link.target]) for link in plan.links}
     length = {

@@ -53,7 +53,7 @@ class Together:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Apart:
-    """Two layers, or components, that no stage holds both."""
+    """Two layers, or components, of which no stage holds both."""
 
     layers: tuple[str, str]
 
@@ -72,7 +72,7 @@ class On:
 
     layer: str
     stage: int | None = None
-    """Within its chain, from 0."""
+    """Stage within its chain, from 0."""
     rank: int | None = None
 
     def __str__(self) -> str:
@@ -86,11 +86,11 @@ class On:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryCap:
-    """The most a stage may need."""
+    """Most bytes that a stage may need."""
 
     num_bytes: int
     where: str = ""
-    """A chain, a stage `chain.index`, or `rankR`; "" for every stage."""
+    """Place: a chain, a stage `chain.index`, or `rankR`; "" for every stage."""
 
     def __str__(self) -> str:
         return f"memory:{_size(self.num_bytes)}{'@' if self.where else ''}{self.where}"
@@ -169,7 +169,7 @@ def parse_constraint(text: str) -> Constraint:
 
 
 def decided_stages(constraints: Sequence[Constraint]) -> dict[str, int]:
-    """Chain -> number of stages, of the constraints that leave one: a search need not look at others.
+    """Return chain -> number of stages, for chains with one number left: a search need not try others.
 
     Raises:
         ConfigError: two of them differ.
@@ -227,7 +227,7 @@ def _bad(text: str, hint: str) -> ConfigError:
 
 
 def _size(num_bytes: int, space: str = "") -> str:
-    """In the largest unit that gives a whole number, so that it reads back exactly."""
+    """Format bytes in the largest unit that gives a whole number, so that it reads back exactly."""
     unit = next(unit for unit, size in sorted(_UNITS.items(), key=lambda item: -item[1]) if num_bytes % size == 0)
     return f"{num_bytes // _UNITS[unit]}{space}{unit}"
 

@@ -34,7 +34,7 @@ class MediaInput:
     """Rows of an image or sound of `elements` elements, or of so many that `mask` marks."""
     elements: int = 0
     mask: str = ""
-    """Input [images or sounds, steps] that marks what the model takes; "" where it takes all, padding too."""
+    """Input [images or sounds, steps] that marks the steps that the model takes; "" where it takes all, padding too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class Geometry:
     """Positions in the sequence that one patch takes; 0 where images are attended to from outside it."""
     tokens_per_frame: float = 0.0
     pads: bool = False
-    """All sequences of a microbatch are as long as its longest."""
+    """True if all sequences of a microbatch are as long as its longest."""
     media: tuple[MediaInput, ...] = ()
     """Inputs of images or sounds that give their sizes where no grid does."""
     sources: tuple[str, ...] = ()
@@ -68,6 +68,6 @@ class Geometry:
     """
 
     def squares(self, lengths: Array) -> Array:
-        """Pairs of rows that attend to each other in images, sounds or sequences of these lengths."""
+        """Return pairs of rows that attend to each other in images, sounds or sequences of these lengths."""
         rows = self.rows_per_unit * lengths
         return rows * np.minimum(rows, self.window) if self.window else self.pairs_per_unit * lengths * lengths

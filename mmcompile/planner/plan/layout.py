@@ -61,7 +61,7 @@ class DiagramLayout:
     width: int
     height: int
     framed: bool
-    """Boxes have a frame of one cell around them."""
+    """True if boxes have a frame of one cell around them."""
 
 
 def lay_out(

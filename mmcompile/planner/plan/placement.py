@@ -1,4 +1,4 @@
-"""From the stages of a plan to what each rank runs: one placed stage for each replica, and for each shard of its tokens."""
+"""Placement of a plan's stages on ranks: one placed stage for each replica, and for each shard of its tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PlacedStage:
     """`language_model.0`; `language_model.0#1` is its replica 1, where there are several; `language_model.0#1@0` the first
     shard of that."""
     ranks: tuple[int, ...]
-    """The one rank it is on."""
+    """The one rank of the stage, as a tuple."""
     depth: int
     group: tuple[int, ...] = ()
     """Ranks of all shards of the replica, in order of shards: those that share tensors follow each other; () for a stage that
@@ -58,12 +58,12 @@ class PlacedStage:
 
     @property
     def repeats(self) -> bool:
-        """Another shard has the same loss, and the same gradients of all parameters that both hold: they count once."""
+        """True if another shard has the same loss, and the same gradients of all parameters that both hold: they count once."""
         return self.shard % self.tp != 0
 
     @property
     def same_values(self) -> str:
-        """One word for all shards that compute the same where they compute alike, as dropout must be."""
+        """Key that is equal for all shards that compute the same, for example the same dropout."""
         stage = self.program_name.partition("@")[0]
         return shard_name(stage, self.shard // self.tp) if self.token_group else stage
 
@@ -83,7 +83,7 @@ class Placement:
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
-        """Raises PlanError for a plan with axes that ranks cannot run."""
+        """Return the placement of a plan. Raises PlanError for axes that ranks cannot run."""
         check_runnable(plan)
         found = towers(plan)
         tower_of = {chain.name: name for name, chains in found.items() for chain in chains}
@@ -128,7 +128,7 @@ def check_runnable(plan: Plan) -> None:
 
 
 def _not_shared(chain: Chain, schedule: ScheduleKind) -> Iterable[str]:
-    """Why replicas of a chain cannot share its parameters."""
+    """Return why replicas of a chain cannot share its parameters."""
     words = f"replicas of {chain.name} share its parameters (fsdp)"
     if chain.dp == 1:
         yield f"{words}, and there is one"
@@ -139,7 +139,7 @@ def _not_shared(chain: Chain, schedule: ScheduleKind) -> Iterable[str]:
 
 
 def _several_groups(plan: Plan) -> Iterable[str]:
-    """Ranks that would share parameters of one stage with some ranks, and of another with others."""
+    """Return ranks that would share parameters of one stage with some ranks, and of another with others."""
     groups: dict[int, tuple[Stage, tuple[int, ...]]] = {}
     for chain in plan.chains:
         for stage in chain.stages if chain.fsdp else ():
@@ -154,13 +154,13 @@ def _several_groups(plan: Plan) -> Iterable[str]:
 
 
 def _sharing(stage: Stage, chain: Chain, rank: int) -> tuple[int, ...]:
-    """Ranks that hold the same shard of a stage, one of each replica."""
+    """Return ranks that hold the same shard of a stage, one of each replica."""
     shards = chain.tp * chain.cp
     return stage.ranks[stage.ranks.index(rank) % shards :: shards]
 
 
 def lockstep_of(stages: Sequence[PlacedStage]) -> list[list[int]]:
-    """Stages, by index, that exchange values while they compute: shards of one, and replicas that share its parameters."""
+    """Return stages, by index, that exchange values while they compute: shards of one, and replicas that share its parameters."""
     found: dict[tuple[str, int, str], list[int]] = {}
     for index, stage in enumerate(stages):
         if stage.group or stage.sharing:

@@ -1,4 +1,4 @@
-"""`Plan`: which layers run where, when and why. A value: printable, comparable, JSON in and out."""
+"""`Plan`: layers, devices and order of a training step. A value: printable, comparable, JSON in and out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Plan(PlanRecord):
         return format_plan(self)
 
     def to_json(self) -> str:
-        """The plan as indented JSON; `from_json` reads it back to an equal value."""
+        """Return the plan as indented JSON; `from_json` reads it back to an equal value."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
 
     @classmethod
@@ -115,7 +115,7 @@ def _check_templates(plan: Plan) -> None:
 
 
 def _unknown(raw: object, known: object, path: str) -> Iterator[str]:
-    """Paths of fields in `raw` that the value read from it lacks."""
+    """Return paths of fields in `raw` that the value read from it lacks."""
     if isinstance(raw, Mapping) and isinstance(known, Mapping):
         for key, value in raw.items():
             if key in known:

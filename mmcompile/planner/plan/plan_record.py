@@ -25,7 +25,7 @@ class Fingerprint:
     """Model and versions that a plan was made for. A plan whose fingerprint differs from the model's is refused."""
 
     model: str
-    """Class name."""
+    """Class name of the model."""
     parameters: str
     """sha256 over (name, shape, dtype, trainable) of every parameter."""
     torch: str
@@ -52,7 +52,7 @@ class StagePrediction:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Saved for backward, times microbatches in flight."""
+    """Bytes saved for backward, times microbatches in flight."""
     in_flight: int
 
     @property
@@ -78,7 +78,7 @@ class Stage:
     """Global ranks that run the stage, dp * cp * tp of its chain: replica by replica, in each the shards of the tokens, in
     each the shards of the tensors. Colocated stages share ranks."""
     has_backward: bool
-    """False: nothing in it trains and no gradient passes through; it only runs forward."""
+    """False if nothing in the stage trains and no gradient passes through; it only runs forward."""
     depth: int
     """Longest path, in stages, to the loss stage (0 there). Sets the 1F1B warm-up."""
     prediction: StagePrediction
@@ -90,7 +90,7 @@ class Stage:
 
     @property
     def modes(self) -> Mapping[tuple[str, int], Recompute]:
-        """(component, layer) -> what it computes again, of the layers with something to win."""
+        """Return (component, layer) -> recomputation, of the layers with something to win."""
         layers = [(own.component, layer) for own in self.segments for layer in range(own.first, own.last)]
         modes = self.recompute or ("none" if self.has_backward else None,) * len(layers)
         return {layer: mode for layer, mode in zip(layers, modes, strict=True) if mode is not None}
@@ -108,10 +108,13 @@ class Chain:
     cp: int = 1
     """Ranks that share the tokens of a microbatch."""
     dp: int = 1
-    """Replicas. The microbatches of a step are shared between those of the last chain; at each of them, the samples of all
-    its replicas are shared evenly between the replicas of every other chain."""
+    """Replicas.
+
+    The microbatches of a step are shared between those of the last chain; in each slot, the samples of all its replicas are
+    shared evenly between the replicas of every other chain.
+    """
     fsdp: bool = False
-    """Replicas share parameters, gradients and optimizer state, and gather parameters when they are needed."""
+    """True if replicas share parameters, gradients and optimizer state (FSDP), and gather parameters when needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +132,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedValue:
-    """A gradient-free value that several stages need, and what was decided: compute it again, or send it."""
+    """A gradient-free value that several stages need, with the decision to recompute or to send it."""
 
     name: str
     stages: tuple[str, ...]
@@ -147,11 +150,11 @@ class Prediction:
     """Idle share of device time, 0..1."""
     lower_bound_s: float
     gap: float
-    """iteration_s / lower_bound_s - 1."""
+    """Relative gap, iteration_s / lower_bound_s - 1."""
     bubbles: tuple[BubbleShare, ...] = ()
-    """One a chain: where its ranks' idle time comes from."""
+    """Causes of idle time, one entry for each chain."""
     reduce_s: float = 0.0
-    """Part of the iteration: gradients reduced over replicas after the last backward, and the optimizer's step."""
+    """Seconds of the iteration for reducing gradients over replicas after the last backward, and the optimizer's step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,18 +163,18 @@ class BubbleShare:
 
     chain: str
     warm_up: float
-    """Filling and draining the pipeline: there with equal stages and equal microbatches too."""
+    """Share of filling and draining the pipeline: there with equal stages and equal microbatches too."""
     stages: float
-    """Waiting for slower stages."""
+    """Share of waiting for slower stages."""
     microbatches: float
-    """Waiting because microbatches differ."""
+    """Share of waiting because microbatches differ."""
     links: float
-    """Waiting for messages under way."""
+    """Share of waiting for messages under way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Why a stage ends where it does."""
+    """Reason why a stage ends where it does."""
 
     stage: str
     """The stage before the cut."""
@@ -180,7 +183,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """An alternative that lost, and why."""
+    """An alternative that lost, with the reason."""
 
     what: str
     reason: str
@@ -198,9 +201,9 @@ class SampleRate:
     geometry: Geometry
     """Rule that turns sizes of a sample into rows of the component."""
     seconds: Polynomial
-    """Forward and backward through all stages, with what is computed again; of one rank where several share the work."""
+    """Seconds of forward and backward through all stages, recomputation included; of one rank where several share the work."""
     activation_bytes: Polynomial
-    """Saved for backward, of one such rank in all stages."""
+    """Bytes saved for backward, of one such rank in all stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +211,7 @@ class Packing:
     """Result of the check whether samples may be packed into one row of tokens."""
 
     isolates: bool
-    """Nothing of a sample reaches another one of its row, forward or backward."""
+    """True if no value of a sample reaches another one of its row, forward or backward."""
     reason: str
     """Explanation of how samples are kept apart, or where they mix."""
 
@@ -220,7 +223,7 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRecord:
-    """Fields of a plan: where every layer runs, and what that takes."""
+    """Fields of a plan: assignment of every layer, and its cost."""
 
     fingerprint: Fingerprint
     cluster: Cluster
@@ -249,11 +252,11 @@ class PlanRecord:
     notes: tuple[str, ...] = ()
     """Remarks for the reader: assumptions, limits of the search, constraints that bind."""
     sample_rates: tuple[SampleRate, ...] = ()
-    """One for each component, chain by chain; () for a plan that prices no samples."""
+    """Rates for each component, chain by chain; () for a plan that prices no samples."""
     packing: Packing | None = None
     """Result of the packing check; None if it was not requested."""
     resilience: Resilience | None = None
-    """Pipelines for the day nodes die; None where no fault tolerance was asked for."""
+    """Pipelines for other numbers of nodes; None without fault tolerance."""
     version: int = PLAN_VERSION
 
     @property
@@ -275,7 +278,7 @@ class PlanRecord:
 
     @property
     def modes(self) -> Mapping[tuple[str, int], Recompute]:
-        """(component, layer) -> what it computes again, of the layers with something to win."""
+        """(component, layer) -> recomputation, of the layers with something to win."""
         return {place: mode for stage in self.stages for place, mode in stage.modes.items()}
 
     @property

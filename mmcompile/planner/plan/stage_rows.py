@@ -1,4 +1,4 @@
-"""The stages of a plan as rows of a table, few enough to read: runs of stages that are alike become one row."""
+"""The stages of a plan as rows of a table, few enough to read: runs of similar stages become one row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmcompile.config import Recompute
 from mmcompile.planner.plan.plan_record import Chain, Stage, uniform_mode
 
 _TOLERANCES = (0.005, 0.02, 0.1, float("inf"))
-"""Times that differ by less are alike, the first that gives few enough rows; the first is what costs cannot tell apart."""
+"""Relative differences below which times are alike; the first that gives few enough rows is taken."""
 _MAX_RANGES = 2
 
 
@@ -19,13 +19,13 @@ Fold = tuple[Stage, ...]
 
 
 def _fold_name(fold: Fold) -> str:
-    """`language_model.3..14 x12`; the stage's own name if it is alone."""
+    """Name a row: `language_model.3..14 x12`; the stage's own name if it is alone."""
     first, last = fold[0].name, fold[-1].name
     return first if len(fold) == 1 else f"{first}..{last.rpartition('.')[2]} x{len(fold)}"
 
 
 def _fold_layers(fold: Fold) -> str:
-    """First and last layer of each component, counted from 0; in a run also the layers of one stage."""
+    """Return first and last layer of each component, counted from 0; in a run also the layers of one stage."""
     spans: dict[str, tuple[int, int]] = {}
     for segment in (segment for stage in fold for segment in stage.segments):
         first, _ = spans.get(segment.component, (segment.first, 0))
@@ -36,7 +36,7 @@ def _fold_layers(fold: Fold) -> str:
 
 
 def folded(chains: Sequence[Chain], max_rows: int) -> list[Fold]:
-    """All stages in order, as they are if they fit in `max_rows`, else folded as little as needed (at most chain by chain)."""
+    """Return all stages in order; if they exceed `max_rows`, folded as little as needed (at most chain by chain)."""
     folds: list[Fold] = [(stage,) for chain in chains for stage in chain.stages]
     for tolerance in _TOLERANCES:
         if len(folds) <= max_rows:
@@ -46,7 +46,7 @@ def folded(chains: Sequence[Chain], max_rows: int) -> list[Fold]:
 
 
 def stage_table(chains: Sequence[Chain], max_rows: int) -> Iterator[str]:
-    """A header and at most `max_rows` rows; chains beyond that are counted."""
+    """Yield a header and at most `max_rows` rows; chains beyond that are counted."""
     folds = folded(chains, max_rows)
     shown = folds if len(folds) <= max_rows else folds[: max_rows - 1]
     unit, scale = _memory_unit(max(stage.prediction.total_bytes for chain in chains for stage in chain.stages))
@@ -59,7 +59,7 @@ def stage_table(chains: Sequence[Chain], max_rows: int) -> Iterator[str]:
 
 
 def _frozen_share(stages: Iterable[Stage]) -> float | None:
-    """Share of the parameters' bytes that does not train, 0..1; None without parameters."""
+    """Return the share of the parameters' bytes that does not train, 0..1; None without parameters."""
     predictions = [stage.prediction for stage in stages]
     total = sum(prediction.parameter_bytes for prediction in predictions)
     trained = sum(min(prediction.gradient_bytes, prediction.parameter_bytes) for prediction in predictions)
@@ -67,7 +67,10 @@ def _frozen_share(stages: Iterable[Stage]) -> float | None:
 
 
 def recompute_text(stages: Iterable[Stage]) -> str:
-    """`"full"`, or of how many layers: `"selective 2, full 3 of 8 layers"`. Those with nothing to win are not counted."""
+    """Format recomputation: `"full"`, or of how many layers.
+
+    `"selective 2, full 3 of 8 layers"`, those with nothing to win excluded.
+    """
     stages = tuple(stages)
     mode = uniform_mode(stages)
     if mode != "mixed":
@@ -79,7 +82,7 @@ def recompute_text(stages: Iterable[Stage]) -> str:
 
 
 def frozen_text(stages: Iterable[Stage]) -> str:
-    """`"97%"`; `"-"` without parameters. Never rounds to all or nothing what is not."""
+    """Format the frozen share: `"97%"`; `"-"` without parameters. Only exact values are shown as 0% or 100%."""
     share = _frozen_share(stages)
     if share is None:
         return "-"
@@ -89,7 +92,10 @@ def frozen_text(stages: Iterable[Stage]) -> str:
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """`(0, 1, 2, 8, 9)` -> `"0-2,8-9"`; many that repeat: `"0-7,16-23,..,112-119"`, many others: `"0-7,9-11 and 6 more"`."""
+    """Format ranks: `(0, 1, 2, 8, 9)` -> `"0-2,8-9"`; many that repeat: `"0-7,16-23,..,112-119"`, many others.
+
+    `"0-7,9-11 and 6 more"`.
+    """
     ranges: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if ranges and rank == ranges[-1][1] + 1:
@@ -105,23 +111,23 @@ def rank_ranges(ranks: Iterable[int]) -> str:
 
 
 def counted(count: float, what: str) -> str:
-    """`(2, "stage")` -> `"2 stages"`, `(1, "more chain")` -> `"1 more chain"`."""
+    """Format a count: `(2, "stage")` -> `"2 stages"`, `(1, "more chain")` -> `"1 more chain"`."""
     return f"{count:.4g} {what}" + ("s" if count != 1 else "")
 
 
 def milliseconds(seconds: float) -> str:
-    """`0.0271828` -> `"27.18"`: four digits, never an exponent from above."""
+    """Format milliseconds: `0.0271828` -> `"27.18"`: four digits, never an exponent from above."""
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _memory_unit(largest: int) -> tuple[str, int]:
-    """GiB, or MiB for models so small that GiB would print zeros."""
+    """Return GiB, or MiB for models so small that GiB would print zeros."""
     return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 
 
 def columns(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
-    """Rows of cells as lines of equal columns; those in `left` begin at the left."""
+    """Yield rows of cells as lines of equal columns; those in `left` begin at the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (
@@ -184,7 +190,7 @@ def _row(fold: Fold, scale: int) -> tuple[str, ...]:
 
 
 def _span(values: Iterable[float], text: Callable[[float], str]) -> str:
-    """The smallest and the largest as text, or one text if they read alike."""
+    """Format the smallest and the largest value, or one text if both read alike."""
     listed = list(values)
     least, most = text(min(listed)), text(max(listed))
     return least if least == most else f"{least}..{most}"

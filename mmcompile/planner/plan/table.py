@@ -66,7 +66,7 @@ def _batch(plan: PlanRecord) -> str:
 
 
 def _boxes(plan: PlanRecord) -> list[str]:
-    """The chains and which feeds which. Frames go when there are many."""
+    """Return the chains and their edges as boxes. Without frames when there are many."""
     edges = _edges(plan)
     columns_of = _columns(plan.chains, edges)
     parallel = _rows(plan.chains, columns_of)
@@ -96,7 +96,7 @@ def _edges(plan: PlanRecord) -> list[tuple[str, str]]:
 
 
 def _columns(chains: Sequence[Chain], edges: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """Column of each chain: as far right as what it feeds allows."""
+    """Return the column of each chain: as far right as its readers allow."""
     distance = {chain.name: 0 for chain in chains}
     position = {chain.name: index for index, chain in enumerate(chains)}
     for source, target in sorted(edges, key=lambda edge: -position[edge[0]]):
@@ -106,7 +106,7 @@ def _columns(chains: Sequence[Chain], edges: Iterable[tuple[str, str]]) -> dict[
 
 
 def _rows(chains: Sequence[Chain], columns_of: Mapping[str, int]) -> dict[str, int]:
-    """Row of each chain: the first free one of its column."""
+    """Return the row of each chain: the first free one of its column."""
     taken: dict[int, int] = {}
     rows: dict[str, int] = {}
     for chain in chains:
@@ -150,7 +150,7 @@ def _bubble(chain: str, shares: Mapping[Cause, float]) -> str:
 
 
 def _rest(plan: PlanRecord, room: int) -> list[str]:
-    """The sections that shrink, each with at least one line, those that a reader misses most first."""
+    """Return the sections that shrink, each with at least one line, the most important ones first."""
     resilience = plan.resilience
     sections = {
         "templates": [] if resilience is None else resilience.rows(len(resilience.templates)),
@@ -191,7 +191,7 @@ def _first(lines: Sequence[str], count: int) -> list[str]:
 
 
 def _cuts(cuts: Sequence[Cut]) -> list[str]:
-    """Reasons that differ in numbers only stand in one line."""
+    """Return the reasons of cuts; those that differ in numbers only are on one line."""
     groups: dict[tuple[str, str], list[Cut]] = {}
     for cut in cuts:
         chain = cut.stage.rpartition(".")[0]
@@ -208,7 +208,7 @@ def _cut(group: Sequence[Cut]) -> str:
 
 
 def _links(links: Sequence[Link]) -> list[str]:
-    """Largest first; those along one chain that carry the same stand in one line."""
+    """Return the links, largest first; those along one chain with the same tensors are on one line."""
     groups: dict[tuple[object, ...], list[Link]] = {}
     for link in sorted(links, key=lambda link: -link.num_bytes):
         ends = tuple(name.rpartition(".")[0] for name in (link.source, link.target))

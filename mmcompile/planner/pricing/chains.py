@@ -1,4 +1,4 @@
-"""From components to chains: what is planned as one line of layers, and which lines feed which."""
+"""Chains: components planned as one line of layers, and the edges between the lines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ChainLayer:
 
     component: str
     index: int
-    """Within the component."""
+    """Index of the layer within the component."""
     name: str
     """Module path."""
     share: float = 1.0
-    """Part of a microbatch's load that it processes; below 1 where several stages hold a copy of the layer."""
+    """Share of a microbatch's load that it processes; below 1 where several stages hold a copy of the layer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class ChainSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainEdge:
-    """Values that leave after one layer and enter before another, of another chain or further on in the same."""
+    """Values that leave after one layer and enter before another, of another chain or of the same."""
 
     source: int
     """Index of the chain."""
@@ -65,12 +65,12 @@ def chain_sets(
     projector: ProjectorPlacement | None = None,
     entries: Mapping[tuple[str, str], int] | None = None,
 ) -> tuple[ChainSet, ...]:
-    """Every way to line up a model's components that `projector` allows, each once.
+    """Return every way to line up a model's components that `projector` allows, each once.
 
     Args:
         graph: only its components and edges are read.
         costs: component name -> one cost a layer; only their number is read.
-        projector: where projectors go; None tries all three. A projector with several producers (consumers) cannot
+        projector: placement of projectors; None tries all three. A projector with several producers (consumers) cannot
             join one, and stays alone.
         entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
 
@@ -101,7 +101,7 @@ def joined_chain(
     *,
     entries: Mapping[tuple[str, str], int] | None = None,
 ) -> ChainSet | None:
-    """All components as one line, each after what it reads; None for a model of one component. Arguments as `chain_sets`."""
+    """Return all components as one line, each after its inputs; None for a model of one component. Arguments as `chain_sets`."""
     _check(graph, costs, None)
     kinds = {component.name: component.kind for component in graph.components}
     if len(kinds) == 1:
@@ -139,7 +139,7 @@ def _check(graph: ModelGraph, costs: Mapping[str, Sized], projector: ProjectorPl
 def _groups(
     graph: ModelGraph, kinds: Mapping[str, ComponentKind], placement: ProjectorPlacement | None
 ) -> tuple[tuple[str, ...], ...]:
-    """Components of each chain in order, chains in topological order (ties by the model's own order)."""
+    """Return components of each chain in order, chains in topological order (ties by the model's own order)."""
     dag = graph.dag()
     position = {component.name: index for index, component in enumerate(graph.components)}
     order = list(nx.lexicographical_topological_sort(dag, key=position.__getitem__))

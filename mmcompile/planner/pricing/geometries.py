@@ -1,4 +1,4 @@
-"""`Geometry`: how the shape of a sample becomes rows of a component, read from one captured batch."""
+"""Geometries of a model's components: rows for the shape of a sample, read from one captured batch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _is_text(name: str) -> bool:
 
 
 def _sequences(batch: Mapping[str, object]) -> Tensor | None:
-    """Token ids [samples, length] of the batch; padding is -1."""
+    """Return token ids [samples, length] of the batch; padding is -1."""
     ids = token_ids(batch)
     mask = None if ids is None else token_mask(batch, ids)
     return ids if ids is None or mask is None else torch.where(mask.bool(), ids, torch.full_like(ids, -1))
@@ -109,7 +109,7 @@ def _inputs(
     modalities: Mapping[str, Modality],
     modality: Media,
 ) -> tuple[MediaInput, ...]:
-    """Float inputs that hold the images, or sounds; () where a grid names their sizes."""
+    """Return float inputs that hold the images, or sounds; () where a grid has their sizes."""
     readers = [component for component in graph.components if modalities[component.name] == modality]
     readers.sort(key=lambda component: component.kind != ComponentKind.ENCODER)
     inputs = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -127,7 +127,7 @@ def _inputs(
 def _input(
     graph: ModelGraph, encoder: Component, name: str, value: Tensor, inputs: Mapping[str, Tensor], load: Load
 ) -> MediaInput:
-    """Images or sounds of one size each: an item has its patches, or else its part of the encoder's rows.
+    """Return an input of images or sounds of one size each: an item has its patches, or else its part of the encoder's rows.
 
     Where the graph does not take the input itself, the model has packed what a mask marks.
     """
@@ -155,7 +155,7 @@ def _marks(mask: Tensor, value: Tensor) -> bool:
 
 
 def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:
-    """Height and width of the steps of a component's first convolution."""
+    """Return height and width of the steps of a component's first convolution."""
     for node in graph.module.graph.nodes:
         if node.op == "call_function" and info(node).component == component and op_name(node) in _CONVOLUTIONS:
             stride = node.args[3] if len(node.args) > 3 else node.kwargs.get("stride", (1, 1))
@@ -166,7 +166,7 @@ def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:
 
 
 def _rows_into(graph: ModelGraph, component: str, modality: Modality, modalities: Mapping[str, Modality]) -> set[int]:
-    """Row counts of the tensors that components of a modality send to one."""
+    """Return row counts of the tensors that components of a modality send to one."""
     nodes: dict[str, fx.Node] = {node.name: node for node in graph.module.graph.nodes}
     rows: set[int] = set()
     for producer, consumer, names in graph.edges:
@@ -181,7 +181,7 @@ def _above(graph: ModelGraph, component: str, modalities: Mapping[str, Modality]
 
 
 def _placeholders(sequences: Tensor, rows: set[int]) -> int:
-    """Positions held by ids that stand for as many rows as an encoder sends; 0 if it sends none into the sequence.
+    """Return positions held by ids that stand for as many rows as an encoder sends; 0 if it sends none into the sequence.
 
     Where several ids are as frequent, placeholders are those that follow each other most.
     """

@@ -1,4 +1,4 @@
-"""`PricedChain`: what the layers of a chain take and hold in one layout, as running sums."""
+"""`PricedChain`: seconds and bytes of a chain's layers in one layout, as running sums."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from mmcompile.planner.pricing.chains import ChainSpec
 from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 
 OPTIMIZER_STATES = 2
-"""AdamW keeps two states a trainable element, in the parameter's dtype (torch.optim.AdamW)."""
+"""Optimizer states a trainable element in the parameter's dtype, those of AdamW (torch.optim.AdamW)."""
 OPTIMIZER_PASSES = 3 + 2 * OPTIMIZER_STATES
-"""Times its step moves the bytes of the trainable parameters: reads gradients; reads and writes parameters and states."""
+"""Times an optimizer step moves the bytes of the trainable parameters: reads gradients.
+
+Reads and writes parameters and states.
+"""
 
 Loads = Mapping[str, tuple[Load | None, Load | None]]
 """Component -> its mean and its worst load; None where costs are known at one load only."""
@@ -30,7 +33,7 @@ class PricedChain:
     input_grad_s: NDArray[np.float64]
     weight_grad_s: NDArray[np.float64]
     backward: NDArray[np.int64]
-    """Layers that run one."""
+    """True for layers that run a backward, [layers]."""
     parameter_bytes: NDArray[np.int64]
     trainable_bytes: NDArray[np.int64]
     saved_bytes: NDArray[np.int64]
@@ -38,24 +41,24 @@ class PricedChain:
     worst_bytes: NDArray[np.int64]
     """Bytes kept for backward by the worst microbatch."""
     working_bytes: NDArray[np.int64]
-    """[layers]: while the layer runs its backward, by the worst microbatch."""
+    """Bytes while the layer runs its backward, by the worst microbatch, [layers]."""
     shared_bytes: NDArray[np.int64]
-    """[layers]: for backward too, of a stage that begins with the layer, by the mean microbatch."""
+    """Further bytes for backward of a stage that begins with the layer, by the mean microbatch, [layers]."""
     worst_shared_bytes: NDArray[np.int64]
-    """[layers]: the same by the worst microbatch."""
+    """Further bytes for backward of a stage that begins with the layer, by the worst microbatch, [layers]."""
     output_bytes: NDArray[np.int64]
-    """[layers]: of one rank, by the mean microbatch."""
+    """Output bytes of one rank, by the mean microbatch, [layers]."""
     whole_bytes: NDArray[np.int64]
-    """[layers]: output of the whole replica."""
+    """Output bytes of the whole replica, [layers]."""
     slowest_s: float
-    """Forward and backward of the slowest layer."""
+    """Seconds of forward and backward of the slowest layer."""
     waited: float
     """Least part of a layer's time that is not weight gradient."""
     body: Body
 
     @property
     def total_s(self) -> NDArray[np.float64]:
-        """Running sum of forward and backward."""
+        """Running sum of forward and backward seconds."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
     @property
@@ -72,11 +75,11 @@ class PricedChain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Body:
-    """The layers of a chain that are alike and together take the most time."""
+    """The layers of a chain that are equal and together take the most time."""
 
     count: int
     seconds: float
-    """Forward and backward of one."""
+    """Seconds of forward and backward of one layer."""
     fixed_bytes: int
     """Bytes that do not depend on the microbatches in flight, with the excess of the worst microbatch over the mean."""
     saved_bytes: int

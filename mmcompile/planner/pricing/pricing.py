@@ -1,4 +1,4 @@
-"""`Pricing`: what layers cost in any layout and at any load, from one table of costs.
+"""`Pricing`: seconds and bytes of layers in any layout and at any load, from one table of costs.
 
 A layer's cost passes through the recomputation, then tensor, context and data sharding; then it becomes seconds, by the
 roofline or by a calibration. Layers of the same cost are priced once.
@@ -42,7 +42,7 @@ _AMOUNTS = (
     "output_bytes",
     "shared_bytes",
 )
-"""The first `_TIMED` make up the seconds, the others are those of `LayerBytes`."""
+"""Amounts in order: the first `_TIMED` make up the seconds, the others are those of `LayerBytes`."""
 _TIMED = 9
 
 
@@ -51,14 +51,14 @@ class LayerSharding:
     """Sharding of a layer over the ranks of one replica, and the recomputation in its backward."""
 
     tp: int = 1
-    """Ranks that share its tensors."""
+    """Tensor-parallel degree."""
     cp: int = 1
-    """Ranks that share the tokens of a microbatch."""
+    """Context-parallel degree."""
     fsdp: int = 1
-    """Replicas that share its parameters, gathering them when they are needed."""
+    """Replicas that share its parameters (FSDP), gathering them when needed."""
     recompute: Recompute = "none"
     mixed: bool = False
-    """Other layers of its stage compute again otherwise than this one."""
+    """True if other layers of its stage have another recomputation."""
 
 
 WHOLE = LayerSharding()
@@ -83,11 +83,11 @@ class LayerGroup:
     """Layers of one component that cost the same at every load."""
 
     first: int
-    """The first of them."""
+    """Index of the first layer of the group."""
     kind: str
     merges: bool
     shares: tuple[tuple[int, TensorShare], ...]
-    """(Number of ranks, what they share), of each number that is known."""
+    """(Number of ranks, their exchanges and shares), of each number that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,26 +95,28 @@ class Pricing:
     """Prices the layers of one model on one cluster. `kinds` and `calibration` belong together."""
 
     table: CostTable
-    """One without `growing` costs the same at every load."""
+    """Table of costs. One without `growing` costs the same at every load."""
     cluster: Cluster
     dtype: str
     merging: frozenset[str] = frozenset()
     """Components whose first layer merges rows of other components: ranks that share tokens do all of its work."""
     token_sharing: frozenset[str] | None = None
-    """Components whose tokens ranks can share; of others each does all of the work. None: of all components."""
+    """Components whose tokens ranks can share; of others each rank does all of the work. None: all components."""
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Component -> kind of each layer, as named in the calibration."""
     calibration: Calibration | None = None
     given_cp: int = 1
-    """Costs are already those of one of so many ranks that share the tokens."""
+    """Context-parallel degree of the given costs, which are those of one rank."""
     tensor_degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Component -> tensor-parallel degrees that are possible.
 
     At any other, each rank does all of its work, unless `tensor_shares` has shares for it. Absent: all are.
     """
     tensor_shares: Mapping[str, Mapping[int, tuple[TensorShare, ...]]] = field(default_factory=dict)
-    """Component -> number of ranks -> what those that share the tensors of each layer exchange at the captured load, and hold in
-    parts. Absent: `TensorShare.assumed`."""
+    """Component -> number of ranks -> exchanges at the captured load, and shares, of tensor-parallel ranks in each layer.
+
+    Absent: `TensorShare.assumed`.
+    """
     _groups: dict[str, tuple[NDArray[np.int64], tuple[LayerGroup, ...]]] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -134,10 +136,10 @@ class Pricing:
     def layers(
         self, component: str, load: Load | None = None, sharding: LayerSharding = WHOLE
     ) -> tuple[tuple[LayerCost, LayerTimes], ...]:
-        """Cost and seconds of each layer of a component, for one microbatch.
+        """Return cost and seconds of each layer of a component, for one microbatch.
 
         Args:
-            load: what the microbatch brings to the component; None for the captured one.
+            load: load of the microbatch; None for the captured one.
         """
         sharding = self._possible(component, sharding)
         key = (component, load, sharding)
@@ -151,7 +153,7 @@ class Pricing:
         return self._priced[key]
 
     def groups(self, component: str) -> NDArray[np.int64]:
-        """[layers]: number of the group of each layer; layers of a group cost the same at every load."""
+        """Return the number of the group of each layer, [layers]; layers of a group cost the same at every load."""
         return self._grouped(component)[0]
 
     def bulk(
@@ -192,7 +194,7 @@ class Pricing:
     def durations(
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> NDArray[np.float64]:
-        """Seconds of many microbatches in each layer of a component.
+        """Return the seconds of many microbatches in each layer of a component.
 
         Args:
             tokens, squares: [n], the loads.
@@ -205,7 +207,7 @@ class Pricing:
     def group_durations(
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> NDArray[np.float64]:
-        """[groups, n, 3]: `durations` of one layer of each group."""
+        """Return `durations` of one layer of each group, [groups, n, 3]."""
         sharding = self._possible(component, sharding)
         size = self._size(component, float(tokens.mean()))
         loads = np.stack([np.ones_like(tokens), tokens, squares])
@@ -224,7 +226,7 @@ class Pricing:
         return seconds
 
     def _possible(self, component: str, sharding: LayerSharding) -> LayerSharding:
-        """The sharding as far as the component goes along with it."""
+        """Return the sharding as far as the component allows it."""
         if not self._shares_tokens(component):
             sharding = replace(sharding, cp=1)
         degrees = self.tensor_degrees.get(component)
@@ -254,7 +256,7 @@ class Pricing:
         return self._groups[component]
 
     def _costs(self, component: str, load: Load | None) -> tuple[LayerCost, ...]:
-        """Unshared cost of one layer of each group."""
+        """Return the unsharded cost of one layer of each group."""
         key = (component, load)
         if key not in self._tables:
             first = [group.first for group in self._grouped(component)[1]]
@@ -315,7 +317,7 @@ class Pricing:
         )
 
     def _known(self, kind: str, load: Load, tp: int) -> tuple[LayerTimes | None, LayerSharding]:
-        """Measured seconds, and the sharding they were measured in."""
+        """Return measured seconds, and the sharding they were measured in."""
         assert self.calibration is not None
         measured = self.calibration.times(kind, load, tp)
         if measured is None and tp > 1:
@@ -323,7 +325,7 @@ class Pricing:
         return measured, LayerSharding(tp=tp)
 
     def _size(self, component: str, tokens: float) -> int:
-        """Power of two, an even one, by which a load is larger than the captured one.
+        """Return the power of two, an even one, by which a load is larger than the captured one.
 
         Collectives are no straight line over all sizes, so amounts are lines around each power of four.
         """
@@ -333,7 +335,7 @@ class Pricing:
         return 2 * round(log2(tokens / captured) / 2) if tokens > 0 and captured > 0 else 0
 
     def _coefficients(self, component: str, sharding: LayerSharding, size: int) -> NDArray[np.float64]:
-        """[groups, amounts, 3]: each amount as fixed, per token, per square."""
+        """Return each amount as fixed, per token, per square, [groups, amounts, 3]."""
         key = (component, sharding, size)
         if key not in self._affine:
             if component in self.table.growing:
@@ -354,7 +356,7 @@ class Pricing:
         return np.array([[float(getattr(cost, name)) for name in _AMOUNTS] for cost in costs])
 
     def _roofline(self, amounts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[groups, amounts, n] -> [groups, n, 3]: `layer_times`."""
+        """Return seconds [groups, n, 3] of amounts [groups, amounts, n]: `layer_times`."""
         device = self.cluster.device
         flops_per_s, bytes_per_s = device.flops_per_s(self.dtype), device.memory_bytes_per_s
         by_name = np.maximum(amounts, 0.0).transpose(1, 0, 2)
@@ -370,7 +372,10 @@ class Pricing:
         return found
 
     def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], LayerSharding] | None:
-        """[3, 3]: measured forward, input gradient, weight gradient as fixed, per token, per square; in which sharding."""
+        """Return measured forward, input gradient, weight gradient as fixed, per token, per square, [3, 3].
+
+        And their sharding.
+        """
         if component not in self.table.growing:
             return None
         at = self.table.captured_loads[component]
@@ -385,12 +390,12 @@ class Pricing:
 
 
 def _three(at: Load) -> tuple[Load, Load, Load]:
-    """A load, one of more tokens, one of longer sequences."""
+    """Return a load, one of more tokens, one of longer sequences."""
     return at, replace(at, tokens=2 * at.tokens), replace(at, squares=2 * at.squares)
 
 
 def _affine(points: NDArray[np.float64], at: Load) -> NDArray[np.float64]:
-    """Values [3, ...] at the loads of `_three` -> [..., 3]: fixed, per token, per square."""
+    """Return fixed, per token, per square [..., 3] of values [3, ...] at the loads of `_three`."""
     tokens, squares = points[1] - points[0], points[2] - points[0]
     return np.stack(
         [
@@ -403,5 +408,5 @@ def _affine(points: NDArray[np.float64], at: Load) -> NDArray[np.float64]:
 
 
 def _scaled(measured_s: float, analytic_s: float, base_s: float) -> float:
-    """Measured seconds of one layout, carried to another by the ratio of the roofline's."""
+    """Return measured seconds of one layout, carried to another by the ratio of the roofline's."""
     return measured_s * analytic_s / base_s if base_s else analytic_s

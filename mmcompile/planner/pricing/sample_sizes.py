@@ -38,17 +38,17 @@ class SampleRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lengths:
-    """Lengths of things of which samples hold any number."""
+    """Lengths of images, sounds or texts, of which samples hold any number."""
 
     values: Array
-    """[things]"""
+    """Lengths, [things]."""
     owner: NDArray[np.int64]
-    """[things]: the sample that holds it."""
+    """Sample of each thing, [things]."""
     num_samples: int
 
     @classmethod
     def of(cls, each: Sequence[Sequence[float]]) -> Lengths:
-        """From those of each sample."""
+        """Return the lengths of each sample's things."""
         return cls(
             values=np.array([length for own in each for length in own], dtype=np.float64),
             owner=np.repeat(np.arange(len(each)), [len(own) for own in each]),
@@ -56,24 +56,24 @@ class Lengths:
         )
 
     def of_samples(self, kept: NDArray[np.bool_]) -> Lengths:
-        """Without the things of some samples [samples]."""
+        """Return the lengths without the things of some samples [samples]."""
         things = kept[self.owner]
         return Lengths(values=self.values[things], owner=self.owner[things], num_samples=self.num_samples)
 
     def sums(self, values: Array) -> Array:
-        """[samples]: values [things] added up."""
+        """Return sums over each sample, [samples], of values [things]."""
         return np.bincount(self.owner, weights=values, minlength=self.num_samples).astype(np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleSizes:
-    """Lengths of everything that some samples hold."""
+    """Lengths of everything in some samples."""
 
     texts: Lengths
     images: Lengths
     audios: Lengths
     interleaved: bool
-    """Texts are whole sequences, with the positions of images and sounds."""
+    """True if texts are whole sequences, with the positions of images and sounds."""
     inputs: tuple[frozenset[str], ...] = ()
     """Names of the inputs of each sample; () where they are not known."""
 
@@ -89,7 +89,7 @@ class SampleSizes:
 
     @classmethod
     def of_samples(cls, samples: Sequence[Mapping[str, object]], geometries: Iterable[Geometry]) -> SampleSizes:
-        """From what a processor returns for each sample.
+        """Return the sizes of samples as a processor returns them.
 
         Args:
             geometries: of all components of the model: which inputs hold images and sounds is read from them.
@@ -116,7 +116,7 @@ class SampleSizes:
         )
 
     def _lengths(self, geometry: Geometry) -> Lengths:
-        """In the units of the geometry."""
+        """Return lengths in the units of the geometry."""
         match geometry.modality:
             case "image" | "audio":
                 lengths = self.images if geometry.modality == "image" else self.audios
@@ -127,18 +127,18 @@ class SampleSizes:
                 return self._each(geometry)
 
     def _reads(self, geometry: Geometry) -> NDArray[np.bool_]:
-        """[samples]: has any of the inputs that a component reads."""
+        """Return whether each sample has any of the inputs that a component reads, [samples]."""
         return np.array([not own.isdisjoint(geometry.sources) for own in self.inputs], dtype=np.bool_)
 
     def _sequences(self, geometry: Geometry) -> Lengths:
-        """Texts with the positions of images and sounds, for one text a sample."""
+        """Return texts with the positions of images and sounds, for one text a sample."""
         taken = geometry.tokens_per_patch * self.images.sums(self.images.values)
         taken = taken + geometry.tokens_per_frame * self.audios.sums(self.audios.values)
         texts = self.texts
         return Lengths(values=texts.values + taken, owner=texts.owner, num_samples=texts.num_samples)
 
     def _each(self, geometry: Geometry) -> Lengths:
-        """One for every sample that brings anything."""
+        """Return one row for every sample with work for the component."""
         present = np.ones(self.texts.num_samples, dtype=np.bool_)
         media = [
             own
@@ -155,7 +155,7 @@ class SampleSizes:
 
 
 def token_ids(batch: Mapping[str, object]) -> Tensor | None:
-    """Token ids [sequences, length] of a batch; None without any."""
+    """Return token ids [sequences, length] of a batch; None without any."""
     for name in _TOKENS:
         ids = batch.get(name)
         if isinstance(ids, Tensor) and not ids.is_floating_point():
@@ -172,7 +172,7 @@ def token_mask(batch: Mapping[str, object], ids: Tensor) -> Tensor | None:
 
 
 def text_lengths(sample: Mapping[str, object]) -> list[float]:
-    """Tokens of every sequence of a sample, padding not counted."""
+    """Return tokens of every sequence of a sample, padding not counted."""
     ids = token_ids(sample)
     if ids is None:
         return []
@@ -183,14 +183,14 @@ def text_lengths(sample: Mapping[str, object]) -> list[float]:
 
 
 def _marks(mask: Tensor) -> list[int]:
-    """Marks in each row of a mask."""
+    """Return the number of marks in each row of a mask."""
     # numpy counts so few numbers several times as fast as torch, and a whole array faster than its rows.
     marks = (mask if mask.is_cpu and mask.dtype in (torch.int64, torch.bool) else mask.bool().cpu()).numpy()
     return [int(np.count_nonzero(row)) for row in ((marks,) if len(marks) == 1 else marks)]
 
 
 def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence[MediaInput]) -> list[float]:
-    """Patches of every image, or frames of every sound, of a batch or sample.
+    """Return patches of every image, or frames of every sound, of a batch or sample.
 
     Args:
         inputs: that hold them; of no account where a grid names their sizes.

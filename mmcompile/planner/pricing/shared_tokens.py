@@ -37,7 +37,7 @@ class SharedTokens:
 
     @cached_property
     def _calls(self) -> Mapping[int, tuple[fx.Node, ...]]:
-        """Layer -> its attention."""
+        """Return layer -> its attention."""
         calls: dict[int, tuple[fx.Node, ...]] = {}
         for node in self.graph.module.graph.nodes:
             attends = node.target is torch.ops.mmcompile.bitfield_attention.default
@@ -47,7 +47,7 @@ class SharedTokens:
 
     @cached_property
     def head_stride(self) -> int:
-        """Key/value heads exchanged at a time: the fastest for the first attention of the model, by `cp_cost`."""
+        """Return the key/value heads exchanged at a time: the fastest for the first attention of the model, by `cp_cost`."""
         if not self._calls:
             return 0
         first = next(iter(self._calls.values()))[0]
@@ -75,7 +75,7 @@ class SharedTokens:
         return choose_head_stride(call, rates)
 
     def costs(self, costs: Mapping[str, tuple[LayerCost, ...]]) -> dict[str, tuple[LayerCost, ...]]:
-        """Costs of one rank, from those of the whole sequence; other components' are as before.
+        """Return costs of one rank, from those of the whole sequence; other components' are as before.
 
         Args:
             costs: component name -> cost of each layer.

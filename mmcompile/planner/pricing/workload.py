@@ -1,4 +1,4 @@
-"""`Workload`: what a dataset's samples bring to each component of a model, microbatch by microbatch."""
+"""`Workload`: loads of a dataset's samples in each component of a model, microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MicrobatchLoads:
         return len(self.samples)
 
     def __getitem__(self, microbatch: int) -> dict[str, Load]:
-        """Component -> load of one microbatch. A component without rows in it has no work."""
+        """Return component -> load of one microbatch. A component without rows in it has no work."""
         return {
             name: Load(tokens=float(rows[microbatch]), squares=float(self.squares[name][microbatch]))
             for name, rows in self.tokens.items()
@@ -63,7 +63,7 @@ class Workload:
     stats: DatasetStats | None = None
     _rows: Mapping[str, SampleRows] = field(default_factory=dict, repr=False, compare=False)
     _ascending: Mapping[str, SampleRows] = field(default_factory=dict, repr=False, compare=False)
-    """The same, each array sorted on its own."""
+    """Ascending rows and squared lengths, each array sorted on its own."""
     _rankings: Mapping[str, _Ranking] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -99,7 +99,7 @@ class Workload:
         num_samples: int,
         stats: DatasetStats | None = None,
     ) -> Workload:
-        """The workload of known geometries.
+        """Return the workload of known geometries.
 
         Raises:
             PlanError: the dataset is empty.
@@ -126,19 +126,19 @@ class Workload:
         )
 
     def loads(self, samples: Sequence[SampleShape]) -> dict[str, Load]:
-        """Component -> load of the microbatch made of these samples."""
+        """Return component -> load of the microbatch made of these samples."""
         sizes = SampleSizes.of_shapes(samples)
         return {name: _joined(geometry, sizes.rows(geometry)) for name, geometry in self.geometries.items()}
 
     def mean(self, samples_per_microbatch: float) -> dict[str, Load]:
-        """Component -> expected load of a microbatch of random samples (padding included, exactly)."""
+        """Return component -> expected load of a microbatch of random samples (padding included, exactly)."""
         size = _checked(samples_per_microbatch)
         if self.stats is None:
             return self._like_captured(size)
         return {name: _mean(geometry, self._ascending[name], size) for name, geometry in self.geometries.items()}
 
     def draw(self, num_microbatches: int, samples_per_microbatch: float, seed: int = 0) -> MicrobatchLoads:
-        """Loads of microbatches of random samples, each drawn from the whole dataset.
+        """Return loads of microbatches of random samples, each drawn from the whole dataset.
 
         Args:
             num_microbatches: how many.
@@ -183,11 +183,11 @@ class Workload:
         return WorstMicrobatch(loads=loads, samples=names)
 
     def per_sample(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Component -> rows [samples] and squared lengths [samples] that each sample of the dataset brings, without padding."""
+        """Return component -> rows [samples] and squared lengths [samples] of each sample of the dataset, without padding."""
         return {name: (table.rows, table.squares) for name, table in self._rows.items()}
 
     def absent(self) -> tuple[str, ...]:
-        """Components that no sample of the dataset brings any row to."""
+        """Return components for which no sample of the dataset has any row."""
         return tuple(name for name, table in self._rows.items() if not table.rows.any())
 
     def _like_captured(self, samples: float) -> dict[str, Load]:
@@ -206,7 +206,7 @@ def _ranking(table: SampleRows, samples: Sequence[SampleShape]) -> _Ranking:
 
 
 def _joined(geometry: Geometry, table: SampleRows) -> Load:
-    """The load of samples in one microbatch."""
+    """Return the load of samples in one microbatch."""
     if not len(table.rows):
         return NO_LOAD
     if geometry.pads:
@@ -216,7 +216,7 @@ def _joined(geometry: Geometry, table: SampleRows) -> Load:
 
 
 def _mean(geometry: Geometry, ascending: SampleRows, size: float) -> Load:
-    """Expected load of `size` samples drawn at random.
+    """Return the expected load of `size` samples drawn at random.
 
     With padding, the longest of s samples out of n sorted ascending is the i-th with probability (i/n)^s - ((i-1)/n)^s.
     """

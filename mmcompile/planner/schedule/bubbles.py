@@ -1,4 +1,4 @@
-"""`attribute`: why the ranks of each chain are idle, by taking the causes away one after another.
+"""`attribute`: idle time of the ranks of each chain by cause, found by removing the causes one after another.
 
 The step is simulated as it is, and then again
 
@@ -47,7 +47,7 @@ def attribute(
     chains: Mapping[str, Sequence[str]],
     kind: ScheduleKind = "1f1b",
 ) -> tuple[BubbleShare, ...]:
-    """Idle share of the ranks of each chain, by cause (see the module's docstring).
+    """Return the idle share of the ranks of each chain, by cause (see the module's docstring).
 
     Args:
         stages: as in `build_schedule`, with its flows, and kind.

@@ -20,7 +20,7 @@ class LinkMessages:
     sizes: tuple[int, ...]
     """Bytes of each tensor on its way forward."""
     gradient_sizes: tuple[int, ...] = ()
-    """Bytes of those whose gradient comes back."""
+    """Bytes of each gradient on its way back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class MeasuredStep:
 
     iteration_s: float
     prepare_s: float
-    """Rank 0 collates and plans; the others wait."""
+    """Seconds in which rank 0 collates and plans; the others wait."""
     optimizer_s: float
     """Seconds of rank 0's optimizer; longer ones of other ranks delay their next step."""
     timeline: Timeline
@@ -63,7 +63,7 @@ def predict_measured(
         stages: placed, each on one rank.
         times: of each stage, its layers alone.
         messages: between stages, those of one rank too.
-        trained: by rank.
+        trained: trained parameters by rank.
         prepare_s: of one microbatch on rank 0.
         num_microbatches: of the step.
     """
@@ -94,7 +94,7 @@ def predict_measured(
 
 
 def _duration(name: str, own: LayerTimes, crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> StageDuration:
-    """A stage's layers, what the runtime adds to its actions, and the work its rank has with messages."""
+    """Return the duration of a stage: its layers, the runtime's part of its actions, and its rank's work for messages."""
     forward = [size for link in crossing if name in (link.source, link.target) for size in link.sizes]
     backward = [size for link in crossing if name in (link.source, link.target) for size in link.gradient_sizes]
     has_backward = own.backward_s > 0
@@ -125,8 +125,7 @@ def _link_s(crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> dict[tup
 def _delayed(
     durations: Mapping[str, StageDuration], timeline: Timeline, late_s: Mapping[int, float], num_microbatches: int
 ) -> dict[str, Sequence[StageDuration]]:
-    """Let ranks that are late begin later: what does not hide behind the wait for their first message is added to their
-    first forward."""
+    """Delay ranks that are late: add the part that no wait hides to their first forward."""
     delayed: dict[str, Sequence[StageDuration]] = {name: [own] * num_microbatches for name, own in durations.items()}
     begun: set[int] = set()
     for event in timeline.events:

@@ -1,4 +1,4 @@
-"""`memory_curve`: what each rank holds over a simulated step.
+"""`memory_curve`: bytes of each rank over a simulated step.
 
 A forward allocates its activations when it starts. They are freed when the backward B of the same microbatch ends; where the
 backward is split, I frees what W does not need, and W the rest. The forward of a stage that runs no backward for the
@@ -21,7 +21,7 @@ class SavedBytes:
 
     activation_bytes: int
     weight_grad_bytes: int | None = None
-    """The part that W needs; None for all of it."""
+    """Part that W needs; None for all of it."""
 
     @property
     def until_weight_grad(self) -> int:
@@ -35,7 +35,7 @@ class MemoryCurve:
 
     rank: int
     points: tuple[tuple[float, int], ...]
-    """(seconds, bytes from then on), in order; begins at 0 with what is there all the time."""
+    """(seconds, bytes from then on), in order; begins at 0 with the bytes that are there all the time."""
 
     @property
     def peak_bytes(self) -> int:

@@ -52,7 +52,7 @@ class OrderKeys:
     num_microbatches: int
     depth: tuple[int, ...]
     crossings: tuple[int, ...]
-    """r of each stage."""
+    """Longest path of each stage to a sink, in edges that cross ranks."""
 
     def forward_key(self, stage: int, microbatch: int) -> Key:
         ahead, depth = self.crossings[stage], self.depth[stage]
@@ -81,7 +81,7 @@ def crossings(
     depth: Sequence[int],
     together: Iterable[Sequence[int]] = (),
 ) -> tuple[int, ...]:
-    """The longest path of each stage to a sink, in edges that cross ranks.
+    """Return the longest path of each stage to a sink, in edges that cross ranks.
 
     Args:
         edges: pairs of stages; depth falls along each.
@@ -113,7 +113,7 @@ class MessageOrder:
     sends: Mapping[Side, Sequence[Side]]
     """Sender -> the receivers."""
     receives: Mapping[Side, Sequence[tuple[Side, Side]]]
-    """(receiver, sender), by the computation before which it is received: the receiver's, or an earlier one of its stage."""
+    """(receiver, sender) by the computation before which it is received: the receiver's, or an earlier one of its stage."""
 
 
 def in_order_of_sends(pairs: Iterable[tuple[Side, Side]], turn: Callable[[Side], tuple[int, ...]]) -> MessageOrder:

@@ -43,7 +43,7 @@ class ActionKind(StrEnum):
     B = "B"
     """The whole backward, I and W in one."""
     I = "I"  # noqa: E741 (the letter is the field's)
-    """Gradients of the inputs: what stages before wait for."""
+    """Gradients of the inputs, which earlier stages wait for."""
     W = "W"
     """Gradients of the weights, after I."""
     SEND_F = "SEND_F"
@@ -102,7 +102,7 @@ class Action:
     """
 
     stage: int
-    """Index into `Schedule.stages`."""
+    """Index of the stage in `Schedule.stages`."""
     kind: ActionKind
     microbatch: int
     peer: int | None = None
@@ -112,7 +112,7 @@ class Action:
 
     @property
     def other(self) -> int:
-        """The microbatch on the other side of a send or receive."""
+        """Microbatch on the other side of a send or receive."""
         return self.microbatch if self.peer_microbatch is None else self.peer_microbatch
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Inverse of `str`. Raises PlanError with the forms that are valid."""
+        """Return the action of a text: the inverse of `str`. Raises PlanError with the valid forms."""
         match = _ACTION.fullmatch(text.strip())
         if match is not None:
             stage, kind, microbatch, arrow, peer, other = match.groups()
@@ -156,7 +156,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Inverse of `str`. Raises PlanError naming the line that does not read."""
+        """Return the schedule of a text: the inverse of `str`. Raises PlanError naming the line that does not read."""
         head, *lines = text.strip().splitlines()
         if not head.startswith("stages:"):
             raise PlanError(f"a schedule begins with 'stages: NAME ...', got {head!r}")
@@ -187,7 +187,7 @@ class Placed(Protocol):
 
 
 def in_flight(kind: ScheduleKind, depth: int, num_microbatches: int) -> int:
-    """Microbatches whose activations a stage holds at its peak, if it runs a backward (without one it holds none).
+    """Return the microbatches whose activations a stage holds at its peak, if it runs a backward (else it holds none).
 
     Args:
         depth: longest path, in stages, to the loss stage.

@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a schedule: when every action runs, given how long each takes.
+"""Discrete-event simulation of a schedule: start and end of every action, from the duration of each.
 
 A rank runs its actions in order. A send starts when its rank reaches it and costs the rank nothing; messages of one
 directed pair of stages follow one another. A receive waits until its message has arrived: the one of its microbatch on this
@@ -21,9 +21,9 @@ class StageDuration:
 
     forward_s: float
     input_grad_s: float
-    """The part of the backward that stages before wait for."""
+    """Part of the backward that earlier stages wait for."""
     weight_grad_s: float = 0.0
-    """The part of the backward that nothing else waits for."""
+    """Part of the backward that no other action waits for."""
 
     @property
     def backward_s(self) -> float:
