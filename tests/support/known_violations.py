@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-KNOWN_CIRCLES: frozenset[str] = frozenset(
-    {
-        "mmcompile.planner.plan.bottlenecks -> mmcompile.planner.plan.plan",
-        "mmcompile.planner.plan.bottlenecks -> mmcompile.planner.plan.stage_rows",
-        "mmcompile.planner.plan.plan -> mmcompile.planner.plan.recompute",
-        "mmcompile.planner.plan.plan -> mmcompile.planner.plan.table",
-        "mmcompile.planner.plan.recompute -> mmcompile.planner.plan.plan",
-        "mmcompile.planner.plan.stage_rows -> mmcompile.planner.plan.plan",
-        "mmcompile.planner.plan.table -> mmcompile.planner.plan.bottlenecks",
-        "mmcompile.planner.plan.table -> mmcompile.planner.plan.plan",
-        "mmcompile.planner.plan.table -> mmcompile.planner.plan.recompute",
-        "mmcompile.planner.plan.table -> mmcompile.planner.plan.stage_rows",
-    }
-)
+KNOWN_CIRCLES: frozenset[str] = frozenset()
 KNOWN_CLASSES: frozenset[str] = frozenset(
     {
         "Action",

@@ -40,6 +40,7 @@ class DiagramBox:
 
     @property
     def middle(self) -> int:
+        """Row of the middle of the box."""
         return self.y + self.height // 2
 
 

@@ -55,6 +55,7 @@ class OrderKeys:
     """Longest path of each stage to a sink, in edges that cross ranks."""
 
     def forward_key(self, stage: int, microbatch: int) -> Key:
+        """Return the key of a forward: a rank runs its computations by rising keys."""
         ahead, depth = self.crossings[stage], self.depth[stage]
         match self.kind:
             case "gpipe":
@@ -65,6 +66,7 @@ class OrderKeys:
                 return 2 * (microbatch - ahead), -depth, stage
 
     def backward_key(self, stage: int, microbatch: int) -> Key:
+        """Return the key of a backward."""
         behind, depth = self.crossings[stage], self.depth[stage]
         match self.kind:
             case "gpipe":

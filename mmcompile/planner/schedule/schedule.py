@@ -256,7 +256,8 @@ def schedule_units(
         kind=kind, num_microbatches=num_slots, depth=depth, crossings=crossings(pairs, rank, depth, together)
     )
     programs = {flow: _Program.of(flow, index, rank) for flow in dict.fromkeys(unit.flow for unit in units)}
-    peers = _Peers.of(crossing, {(index[name], number): unit for (name, number), unit in named.items()}, rank)
+    sides = {(index[name], number): unit for (name, number), unit in named.items()}
+    values, gradients = _message_orders(crossing, sides, rank)
     split = kind == "zb-h1"
     keyed: list[list[tuple[Key, int, int, list[Action]]]] = [[] for _ in range(1 + max(rank))]
     for unit in units:
@@ -264,12 +265,12 @@ def schedule_units(
         for stage in program.stages:
             if only is not None and rank[stage] != only:
                 continue
-            actions = _forward(stage, number, program, peers)
+            actions = _forward(stage, number, program, values)
             keyed[rank[stage]].append((order.forward_key(stage, unit.slot), unit.slot, number, actions))
         for stage in program.backward:
             if only is not None and rank[stage] != only:
                 continue
-            actions = _backward(stage, number, program, peers, split=split)
+            actions = _backward(stage, number, program, gradients, split=split)
             keyed[rank[stage]].append((order.backward_key(stage, unit.backward_slot), unit.slot, number, actions))
     names = tuple(stage.name for stage in stages)
     return Schedule(stages=names, ranks=tuple(_in_order(items) for items in keyed))
@@ -316,25 +317,17 @@ def _crossing(
     return (source, edge.source[1]), (target, edge.target[1]), edge.gradient
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Peers:
-    """Messages between units, both ways."""
-
-    values: MessageOrder
-    gradients: MessageOrder
-
-    @classmethod
-    def of(cls, edges: Sequence[_Crossing], units: Mapping[Side, Unit], rank: Sequence[int]) -> _Peers:
-        crossing = [edge for edge in edges if rank[edge[0][0]] != rank[edge[1][0]]]
-        return cls(
-            values=in_order_of_sends(
-                ((source, target) for source, target, _ in crossing), lambda side: (units[side].slot,)
-            ),
-            gradients=in_order_of_sends(
-                ((target, source) for source, target, gradient in crossing if gradient),
-                lambda side: (units[side].backward_slot, units[side].slot),
-            ),
-        )
+def _message_orders(
+    edges: Sequence[_Crossing], units: Mapping[Side, Unit], rank: Sequence[int]
+) -> tuple[MessageOrder, MessageOrder]:
+    """Return the order of messages between units: of values, and of gradients."""
+    crossing = [edge for edge in edges if rank[edge[0][0]] != rank[edge[1][0]]]
+    values = ((source, target) for source, target, _ in crossing)
+    gradients = ((target, source) for source, target, gradient in crossing if gradient)
+    return (
+        in_order_of_sends(values, lambda side: (units[side].slot,)),
+        in_order_of_sends(gradients, lambda side: (units[side].backward_slot, units[side].slot)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -363,22 +356,22 @@ class _Program:
         )
 
 
-def _forward(stage: int, number: int, program: _Program, peers: _Peers) -> list[Action]:
+def _forward(stage: int, number: int, program: _Program, between: MessageOrder) -> list[Action]:
     side = (stage, number)
     return [
-        *_messages(ActionKind.RECV_F, side, program.before, peers.values.receives.get(side, ())),
+        *_messages(ActionKind.RECV_F, side, program.before, between.receives.get(side, ())),
         Action(stage=stage, kind=ActionKind.F, microbatch=number),
-        *_messages(ActionKind.SEND_F, side, program.after, _from(side, peers.values)),
+        *_messages(ActionKind.SEND_F, side, program.after, _from(side, between)),
     ]
 
 
-def _backward(stage: int, number: int, program: _Program, peers: _Peers, *, split: bool) -> list[Action]:
+def _backward(stage: int, number: int, program: _Program, between: MessageOrder, *, split: bool) -> list[Action]:
     """`split`: the backward as I and W."""
     side = (stage, number)
     return [
-        *_messages(ActionKind.RECV_B, side, program.gradients_from, peers.gradients.receives.get(side, ())),
+        *_messages(ActionKind.RECV_B, side, program.gradients_from, between.receives.get(side, ())),
         Action(stage=stage, kind=ActionKind.I if split else ActionKind.B, microbatch=number),
-        *_messages(ActionKind.SEND_B, side, program.gradients_to, _from(side, peers.gradients)),
+        *_messages(ActionKind.SEND_B, side, program.gradients_to, _from(side, between)),
         *([Action(stage=stage, kind=ActionKind.W, microbatch=number)] if split else ()),
     ]
 

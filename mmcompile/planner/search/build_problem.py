@@ -185,6 +185,7 @@ def _check_devices(problem: Problem) -> None:
 
 
 def named_counts(counts: Mapping[str, int]) -> str:
+    """Return `vision 2, language_model 4`, for messages."""
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 

@@ -103,6 +103,7 @@ class Candidate:
 
     @property
     def combination(self) -> Combination:
+        """Everything of the candidate but its cuts and ranks."""
         return Combination(chains=self.chains, setting=self.setting, degrees=self.degrees, counts=self.counts)
 
     @property

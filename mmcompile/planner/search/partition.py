@@ -69,10 +69,12 @@ class Split:
 
     @property
     def bottleneck_s(self) -> float:
+        """Seconds of the slowest stage."""
         return self.bottleneck_ps / PER_SECOND
 
     @property
     def num_stages(self) -> int:
+        """Number of stages."""
         return len(self.boundaries) - 1
 
     @property
@@ -94,6 +96,7 @@ class StageTables:
 
     @cached_property
     def ends(self) -> Table:
+        """[N+1]: picoseconds of the first i layers and of sending on what the last of them makes."""
         return self._total + np.array([0, *(_picoseconds(layer.send_s) for layer in self.layers)])
 
     @cached_property

@@ -48,14 +48,17 @@ class Problem:
 
     @property
     def graph(self) -> ModelGraph:
+        """Components of the model and the edges between them."""
         return self.prices.graph
 
     @property
     def pricing(self) -> Pricing:
+        """Prices of single layers."""
         return self.prices.pricing
 
     @property
     def workload(self) -> Workload | None:
+        """Loads that samples bring; None: every sample is like those of the captured batch."""
         return self.prices.workload
 
     @property

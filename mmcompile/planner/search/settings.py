@@ -76,6 +76,7 @@ class Combination:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of all stages and replicas, none shared."""
         return sum(own.ranks * count for own, count in zip(self.degrees, self.counts, strict=True))
 
     def text(self, *, many: bool) -> str:
