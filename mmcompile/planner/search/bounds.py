@@ -1,4 +1,4 @@
-"""Quick looks at candidates: a bound below the makespan, and what the simulator gives, many candidates at a time."""
+"""Fast estimates of candidates: a lower bound of the makespan, and the simulator's makespan of many candidates at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Index = NDArray[np.int64]
 
 
 def lower_bound_s(candidate: Candidate) -> float:
-    """Seconds that a step of the candidate takes at least, if every microbatch is as the mean.
+    """Return a lower bound of the seconds of a candidate's step, if every microbatch is the mean one.
 
     Let F, B be a stage's own times, w its warm-up, M the number of microbatches, `before` the forward path into it,
     `after` the backward path from it upstream, and `round` the path to the loss and back. Under 1F1B the step takes
@@ -57,7 +57,7 @@ def lower_bound_s(candidate: Candidate) -> float:
 def _gap(
     schedule: ScheduleKind, round_s: float, depth: int, microbatches: int, forward_s: float, backward_s: float
 ) -> float:
-    """Idle seconds of a stage between its first action and its last."""
+    """Return the idle seconds of a stage between its first action and its last."""
     if schedule == "gpipe":
         return round_s
     warm_up = 2 * depth if schedule == "eager-1f1b" else depth
@@ -66,7 +66,7 @@ def _gap(
 
 
 def expected_s(candidates: Sequence[Candidate]) -> list[float]:
-    """Seconds of a step of each candidate, the mean over its draws: with what replicas add up after the last backward.
+    """Return the seconds of a step of each candidate, the mean over its draws, with the reduction over replicas.
 
     The makespans are those of the simulator, for candidates whose stages do not share ranks.
     """
@@ -85,16 +85,19 @@ def expected_s(candidates: Sequence[Candidate]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Union:
-    """Several candidates as one set of stages, played in lockstep.
+    """Several candidates as one set of stages, simulated in lockstep.
 
     By the keys of `mmcompile.planner.schedule.order`, in a tick of the clock of keys each stage runs one forward, one backward or
     nothing, and nothing in a tick depends on anything else in it.
     """
 
     seconds: tuple[Array, Array, Array]
-    """[draws, stages, microbatches + 1] each: forward, what is waited for in the backward, the rest; 0 at the end."""
+    """Seconds of forward, of the awaited part of the backward, and of the rest, each [draws, stages, microbatches + 1].
+
+    0 at the end.
+    """
     count: Index
-    """[stages]: microbatches."""
+    """Number of microbatches, [stages]."""
     step: Index
     """Ticks from one microbatch to the next."""
     start: Index
@@ -103,11 +106,11 @@ class _Union:
     """Tick of the first backward."""
     backward: NDArray[np.bool_]
     into: Index
-    """[stages, most edges into one]: numbers of edges, the last number for none."""
+    """Numbers of the edges into each stage, [stages, most edges into one], the last number for none."""
     out: Index
-    """[stages, most gradient edges back into one]"""
+    """Numbers of the gradient edges out of each stage, [stages, most gradient edges back into one]."""
     source: Index
-    """[edges]"""
+    """Source stage of each edge, [edges]."""
     target: Index
     gradient: NDArray[np.bool_]
     link_s: Array
@@ -150,7 +153,7 @@ class _Union:
         )
 
     def play(self) -> Array:
-        """[draws, stages]: when each stage has done everything."""
+        """Return the seconds at which each stage is done, [draws, stages]."""
         draws, num_stages = self.seconds[0].shape[:2]
         most, edges = int(self.count.max()), len(self.source)
         clock = np.zeros((draws, num_stages))
@@ -185,7 +188,7 @@ class _Union:
         return clock
 
     def _edges(self, runs: Index, microbatch: Index, ends: Index) -> tuple[Index, Index]:
-        """Edges with one end in stages that run, and the microbatch each carries."""
+        """Return the edges with one end in stages that run, and the microbatch each carries."""
         carried = np.full(len(self.count), -1)
         carried[runs] = microbatch
         column = carried[ends]
@@ -194,14 +197,14 @@ class _Union:
 
 
 def _padded(durations: Array, draws: int, most: int) -> Array:
-    """[draws, stages, most, 3]: of a candidate with fewer draws all are the same."""
+    """Return durations [draws, stages, most, 3]; the draws of a candidate with fewer are repeated."""
     own, _, count, _ = durations.shape
     wide = np.broadcast_to(durations, (draws, *durations.shape[1:])) if own < draws else durations
     return np.pad(wide, ((0, 0), (0, 0), (0, most - count), (0, 0)))
 
 
 def _rule(schedule: ScheduleKind, depth: int, microbatches: int) -> tuple[int, int, int]:
-    """Ticks between microbatches, of the first forward and of the first backward: `mmcompile.planner.schedule.order`."""
+    """Return ticks between microbatches, of the first forward and of the first backward: `mmcompile.planner.schedule.order`."""
     match schedule:
         case "gpipe":
             return 1, -depth, microbatches + depth
@@ -212,7 +215,7 @@ def _rule(schedule: ScheduleKind, depth: int, microbatches: int) -> tuple[int, i
 
 
 def _lists(ends: Index, num_stages: int, kept: NDArray[np.bool_]) -> Index:
-    """[stages, most]: the edges at each stage, filled up with the number after the last edge."""
+    """Return the edges at each stage, [stages, most], filled up with the number after the last edge."""
     found: list[list[int]] = [[] for _ in range(num_stages)]
     for edge, end in enumerate(ends.tolist()):
         if kept[edge]:

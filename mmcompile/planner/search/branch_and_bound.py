@@ -1,4 +1,4 @@
-"""`BranchAndBound`: from combinations to the fastest candidate. Bounds spare most splits, splits most simulations.
+"""`BranchAndBound`: search for the fastest combination. Bounds spare most splits, splits most simulations.
 
 Combinations come in the order of their guess. Each is split exactly, unless its bound is above the fastest so far; then bounded
 again with its real stages; what is left is judged by the simulator's makespan, the mean over draws of random samples. If
@@ -27,23 +27,23 @@ from mmcompile.planner.search.splitter import Splitter
 TOLERANCE = 0.005
 """Relative difference below which times are equal, as costs are no more exact: the simpler plan wins."""
 _BATCH = 24
-"""Combinations split before the next are judged."""
+"""Number of combinations split before the next are judged."""
 _PATIENCE = 48
-"""Combinations split in a row without a faster one, where not all are listed."""
+"""Number of combinations split in a row without a faster one, after which the search ends, if not all are listed."""
 _MAX_VAIN = 400
-"""Combinations split in a row that do not fit the memory, where not all are listed."""
+"""Number of combinations split in a row that do not fit the memory, after which the search ends, if not all are listed."""
 _MAX_ROUNDS = 6
-"""Times that the neighbours of the fastest are looked at."""
+"""Most rounds of trying the neighbours of the fastest."""
 FINALISTS = 12
-"""Candidates tried with every schedule, and with cuts moved."""
+"""Number of candidates tried with every schedule, and with cuts moved."""
 _POLISHED = 3
 """Number of finalists whose cuts are moved where not all combinations are listed."""
 _POLISH_SIZE = 200_000
-"""Durations (draws x stages x microbatches x 3) simulated to move cuts."""
+"""Number of durations (draws x stages x microbatches x 3) simulated to move cuts."""
 _MAX_INSERTED = 6
-"""Layers of a stage up to which a cut is tried between any two; in a larger one, in the middle."""
+"""Layers of a stage up to which a cut is tried between any two; in a larger one, only in the middle."""
 _POLISH_SLACK = 0.05
-"""Moved cuts whose bound is further above the fastest are not simulated."""
+"""Relative excess of a moved cut's bound over the fastest, above which it is not simulated."""
 
 
 @dataclass(kw_only=True)
@@ -53,11 +53,11 @@ class BranchAndBound:
     problem: Problem
     judged: list[Candidate] = field(default_factory=list)
     too_big: list[TooBig] = field(default_factory=list)
-    """Combinations that were split in vain."""
+    """Combinations of which no split fits."""
     bounded: list[tuple[float, CombinationGroup, int]] = field(default_factory=list)
     """Combinations (group, number in it) that cannot be faster, with their bound."""
     unseen: int = 0
-    """Combinations left when the splits ran out."""
+    """Number of combinations left when the splits ran out."""
 
     @cached_property
     def splitter(self) -> Splitter:
@@ -85,7 +85,7 @@ class BranchAndBound:
         return all(self.combos.listed)
 
     def run(self) -> None:
-        """Look at all combinations. What was judged before is a time to beat."""
+        """Search all combinations. Candidates judged before are a time to beat."""
         self._refine()
         if not self.judged and not self.everything:
             tight = self.first()
@@ -96,7 +96,7 @@ class BranchAndBound:
         self._polish()
 
     def first(self) -> Candidate | None:
-        """Some candidate that fits the memory; None if none was found.
+        """Return some candidate that fits the memory; None if none was found.
 
         Those that need least come first: most computed again, most ranks, smallest microbatches. Splits are limited.
         """
@@ -125,7 +125,7 @@ class BranchAndBound:
 
     @property
     def lower_bound_s(self) -> float:
-        """No combination's step takes less, on average data; infinite without any."""
+        """Lower bound of the step of all combinations, on average data; infinite without any."""
         bounds = [float(group.bound_s.min()) for group in self.groups]
         return min([*bounds, *self.combos.left_out], default=float("inf"))
 
@@ -145,7 +145,7 @@ class BranchAndBound:
             self.judged.append(replace(candidate, iteration_s=seconds, strategy=strategy))
 
     def draft(self, combination: Combination) -> Candidate | None:
-        """Split and assemble; None, and a note of it, if a chain does not fit the memory."""
+        """Split and assemble; return None, and record it, if a chain does not fit the memory."""
         limit = self.problem.memory_bytes(combination.num_ranks)
         parts = self.splitter.parts(combination, limit)
         if not isinstance(parts, int):
@@ -186,7 +186,7 @@ class BranchAndBound:
                 return
 
     def _order(self) -> Iterator[tuple[CombinationGroup, int]]:
-        """Combinations, the best guess first."""
+        """Yield combinations, the best guess first."""
         if not self.groups:
             return
         guess_s = np.concatenate([group.guess_s for group in self.groups])
@@ -197,7 +197,7 @@ class BranchAndBound:
             yield self.groups[owner[position]], int(number[position])
 
     def _neighbours(self) -> None:
-        """A stage more or less in each chain of the fastest, again from what is found."""
+        """Yield combinations with a stage more or less in each chain of the fastest, repeatedly."""
         tried: set[Combination] = set()
         for _ in range(_MAX_ROUNDS):
             before_s = self.fastest_s
@@ -222,7 +222,7 @@ class BranchAndBound:
         )
 
     def _schedules(self) -> None:
-        """The finalists under every schedule that is allowed."""
+        """Yield the finalists under every allowed schedule."""
         finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:FINALISTS]
         batch: list[Candidate] = []
         for best in finalists:
@@ -257,7 +257,7 @@ class BranchAndBound:
             moving = list(better.values())
 
     def _moves(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidate with the cuts of one chain changed a little, where the memory holds that."""
+        """Yield the candidate with the cuts of one chain changed a little, if the memory allows."""
         parts = [
             [(stage.first, stage.last) for stage in candidate.stages if stage.chain == chain]
             for chain in range(len(candidate.degrees))
@@ -279,7 +279,7 @@ class BranchAndBound:
 
 
 def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int, int]]]:
-    """Cuts of a chain that differ a little: one cut, or all, a layer earlier or later; one cut less; one more in a stage.
+    """Yield cuts of a chain that differ a little: one cut, or all, a layer earlier or later; one cut less; one more in a stage.
 
     Args:
         same: keep the number of stages.
@@ -301,7 +301,7 @@ def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int
 
 
 def _simplest(candidate: Candidate) -> tuple[int, int, int, int, float]:
-    """Order of plans that take the same time: fewer devices, fewer stages, the simpler schedule, less recomputed."""
+    """Return the sort key of plans with equal time: fewer devices, fewer stages, the simpler schedule, less recomputation."""
     return (
         candidate.num_ranks,
         len(candidate.stages),

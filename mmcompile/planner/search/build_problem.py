@@ -1,4 +1,4 @@
-"""`problem_of`: from costs and what is asked to the problem that a search solves; refuses what no candidate can meet."""
+"""`problem_of`: the problem that a search solves, from costs and a request; refuses requests that no candidate can meet."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def problem_of(
     Args:
         graph: its components and the edges between them.
         costs: the table of the cost pass; or component name -> cost of each layer, which then hold for every load.
-        cluster: where to run.
+        cluster: cluster to run on.
         dtype: dtype of the computation, `"bfloat16"`.
         fingerprint: model and versions that the plan is for.
         num_microbatches: microbatches of a step, of one replica of the last chain; None where the space has several.
@@ -129,7 +129,7 @@ def problem_of(
 
 
 def needs_sharing(problem: Problem, chains: ChainSet) -> bool:
-    """Fewer devices than chains, and nothing that forbids chains to share them."""
+    """Return whether there are fewer devices than chains, and nothing that forbids chains to share them."""
     alone = all(number in (None, 1) for number in problem.decided[chains])
     return not problem.stages and alone and problem.space.cp == (1,) and problem.num_devices < len(chains.chains)
 
@@ -143,7 +143,7 @@ def _budget(cluster: Cluster, num_devices: int | None) -> int:
 
 
 def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global_batch: int | None) -> SearchSpace:
-    """The space with what is decided."""
+    """Return the space with the decided choices."""
     if num_microbatches is not None:
         space = replace(space, microbatches=(num_microbatches,))
     if shards > 1:
@@ -156,7 +156,7 @@ def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global
 def _replicated(
     space: SearchSpace, sets: Sequence[ChainSet], replicas: Mapping[str, int], global_batch: int | None
 ) -> SearchSpace:
-    """The space with the replicas of the last chain that are decided."""
+    """Return the space with the decided replicas of the last chain."""
     wanted = [decided_replicas(chains, replicas, follow=global_batch is None) for chains in sets]
     numbers = {each[-1] for each in wanted if each is not None}
     decided = tuple(sorted(number for number in numbers if number is not None))
@@ -190,7 +190,7 @@ def named_counts(counts: Mapping[str, int]) -> str:
 
 
 def _named(sets: Sequence[ChainSet], stages: Mapping[str, int]) -> list[ChainSet]:
-    """The chain sets that have every chain named, with enough layers."""
+    """Return the chain sets that have every named chain, with enough layers."""
     longest: dict[str, int] = {}
     for chains in sets:
         for chain in chains.chains:

@@ -36,11 +36,11 @@ class CandidateStage:
 
     chain: int
     position: int
-    """Within the chain."""
+    """Position of the stage within its chain."""
     first: int
     last: int
     ranks: tuple[int, ...]
-    """Replica by replica."""
+    """Ranks, replica by replica."""
     depth: int
     has_backward: bool
     forward_s: float
@@ -70,7 +70,10 @@ class CandidateStage:
 
     @property
     def activation_bytes(self) -> int:
-        """One microbatch in flight is the worst, the others are as the mean; activations computed again come on top."""
+        """Bytes of activations: one microbatch in flight is the worst, the others are the mean.
+
+        Recomputed activations are added.
+        """
         if self.in_flight == 0:
             return 0
         return self.worst_bytes + (self.in_flight - 1) * self.saved_bytes + self.working_bytes
@@ -89,13 +92,13 @@ class Candidate:
     chains: ChainSet = field(repr=False)
     setting: Setting
     degrees: tuple[Degrees, ...]
-    """Per chain."""
+    """Degrees of each chain."""
     stages: tuple[CandidateStage, ...]
     edges: Mapping[tuple[int, int], int]
     """(source stage, target stage) -> forward bytes of a microbatch to one replica of the target; the source has the lower
     number."""
     link_s: Mapping[tuple[int, int], float]
-    """The same pairs -> seconds of one message, either way."""
+    """(source stage, target stage) -> seconds of one message, either way."""
     iteration_s: float = inf
     """Seconds of its step by the simulator; infinite before it is simulated."""
     strategy: str = "auto"
@@ -113,12 +116,12 @@ class Candidate:
 
     @property
     def shares_ranks(self) -> bool:
-        """Some stages run on the same ranks."""
+        """True if some stages run on the same ranks."""
         return len({stage.ranks[0] for stage in self.stages}) < len(self.stages)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Stages of each chain."""
+        """Number of stages of each chain."""
         return tuple(sum(stage.chain == chain for stage in self.stages) for chain in range(len(self.chains.chains)))
 
     @property
@@ -145,7 +148,7 @@ class Candidate:
 
     @cached_property
     def tail_s(self) -> tuple[float, ...]:
-        """Seconds each stage is busy after its last backward: gradients reduced over replicas, the optimizer's step.
+        """Seconds of each stage after its last backward: gradients reduced over replicas, the optimizer's step.
 
         The reduction runs layer by layer beside the last backward; what that does not hide, at least one layer's, is left.
         """
@@ -172,7 +175,7 @@ class Candidate:
         return found
 
     def timelines(self, *, record: bool = False) -> tuple[Timeline, ...]:
-        """One simulated step for each draw."""
+        """Return one simulated step for each draw."""
         flows = [self.flow()] * self.setting.num_microbatches
         schedule = build_schedule(one_rank_each(self), flows, self.setting.schedule)
         link_s = self.link_names_s
@@ -181,7 +184,7 @@ class Candidate:
         )
 
     def longest_path_s(self) -> float:
-        """Seconds of the mean microbatch, forward to the loss and backward again, without messages."""
+        """Return the seconds of the mean microbatch, forward to the loss and backward again, without messages."""
         forward, backward = [0.0] * len(self.stages), [0.0] * len(self.stages)
         for index, stage in enumerate(self.stages):
             before = [source for source, target in self.edges if target == index]
@@ -191,7 +194,7 @@ class Candidate:
 
     @cached_property
     def durations(self) -> NDArray[np.float64]:
-        """[draws, stages, microbatches, 3]: seconds of forward, input gradient, weight gradient, by random samples.
+        """Return seconds of forward, input gradient, weight gradient by random samples, [draws, stages, microbatches, 3].
 
         One draw of equal microbatches where there is no dataset.
         """
@@ -203,7 +206,7 @@ class Candidate:
         return np.concatenate([self._chain_durations(chain) for chain in range(len(self.degrees))], axis=1)
 
     def _chain_durations(self, chain: int) -> NDArray[np.float64]:
-        """[draws, stages of the chain, microbatches, 3]."""
+        """Return the durations of one chain, [draws, stages of the chain, microbatches, 3]."""
         degrees, layers = self.degrees[chain], self.chains.chains[chain].layers
         loads = self.problem.prices.drawn_loads(self.setting, degrees, last=chain == len(self.degrees) - 1)
         modes = self.modes_of(chain)
@@ -297,7 +300,7 @@ class Candidate:
 
 
 Strategy = Callable[[Problem], Sequence[Candidate]]
-"""Proposes candidates for a problem; the simulator decides between them. None if nothing fits the memory."""
+"""Function that proposes candidates for a problem, of which the simulator chooses. None if nothing fits the memory."""
 
 
 def assemble(
@@ -311,9 +314,9 @@ def assemble(
     """Put a candidate together. It is not checked: neither its memory nor the number of its ranks.
 
     Args:
-        degrees: of each chain.
-        parts: of each chain, the layers of its stages.
-        ranks: of each stage, chain by chain, replica by replica; ranks of its own each by default (`place`).
+        degrees: degrees of each chain.
+        parts: layers of the stages of each chain.
+        ranks: ranks of each stage, chain by chain, replica by replica; ranks of its own each by default (`place`).
     """
     assert degrees[-1].dp == setting.dp, f"replicas of the last chain: {degrees[-1].dp}, of the setting: {setting.dp}"
     if ranks is None:
@@ -361,7 +364,7 @@ def _stage_edges(chains: ChainSet, parts: Sequence[Ranges]) -> _Edges:
 
 
 def holder(ranges: Ranges, layer: int) -> int:
-    """The stage of a chain that holds a layer."""
+    """Return the stage of a chain that holds a layer."""
     return next(index for index, (first, last) in enumerate(ranges) if first <= layer < last)
 
 
@@ -378,7 +381,7 @@ def _runs_backward(priced: PricedChain, first: int, last: int) -> bool:
 
 
 def _backward(own: Sequence[bool], edges: _Edges) -> tuple[bool, ...]:
-    """A stage runs a backward if a layer of it does, or if gradient must pass through it to a stage before."""
+    """Return whether a stage runs a backward: a layer of it does, or gradient passes through it to a stage before."""
     backward = list(own)
     for source, target in sorted(edges):
         backward[target] = backward[target] or backward[source]
@@ -415,7 +418,7 @@ def _stage(
 
 
 def one_rank_each(candidate: Candidate) -> list[PlacedStage]:
-    """The stages of a candidate, each on one rank: ranks that share a stage do the same, so the first stands for all."""
+    """Return the stages of a candidate, each on one rank: ranks that share a stage do the same, so the first stands for all."""
     number = {rank: index for index, rank in enumerate(sorted({stage.ranks[0] for stage in candidate.stages}))}
     return [
         PlacedStage(name=name, ranks=(number[stage.ranks[0]],), depth=stage.depth)
@@ -424,7 +427,7 @@ def one_rank_each(candidate: Candidate) -> list[PlacedStage]:
 
 
 def stage_durations(names: Sequence[str], drawn: NDArray[np.float64]) -> dict[str, list[StageDuration]]:
-    """Stage name -> its durations, from [stages, microbatches, 3]."""
+    """Return stage name -> its durations, from [stages, microbatches, 3]."""
     return {
         name: [
             StageDuration(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)

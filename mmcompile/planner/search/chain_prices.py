@@ -1,4 +1,4 @@
-"""`ChainPrices`: what chains cost in any layout, at the loads of a workload, each computed once."""
+"""`ChainPrices`: prices of chains in any layout, at the loads of a workload, each computed once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmcompile.planner.pricing.workload import Workload
 from mmcompile.planner.search.settings import Degrees, Setting
 
 NUM_DRAWS = 4
-"""Steps of random samples that an expected makespan is the mean of."""
+"""Number of steps of random samples over which an expected makespan is the mean."""
 _SEED = 0
 
 _PriceKey = tuple[ChainSpec, LayerSharding, float, tuple[int, ...]]
@@ -27,12 +27,12 @@ _PriceKey = tuple[ChainSpec, LayerSharding, float, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainPrices:
-    """Prices of a model's chains on one cluster. Problems that differ in what may be chosen share one."""
+    """Prices of a model's chains on one cluster. Problems that differ in their choices share one."""
 
     graph: ModelGraph
     pricing: Pricing
     workload: Workload | None = None
-    """None: every sample is like those of the captured batch."""
+    """Loads of samples; None: every sample is like those of the captured batch."""
     _priced: dict[_PriceKey, PricedChain] = field(init=False, default_factory=dict, repr=False)
     _means: dict[float, Mapping[str, Load]] = field(init=False, default_factory=dict, repr=False)
     _worst: dict[float, Mapping[str, Load]] = field(init=False, default_factory=dict, repr=False)
@@ -48,7 +48,7 @@ class ChainPrices:
         return self.graph.loss_component
 
     def mean_load(self, component: str, setting: Setting, degrees: Degrees, *, last: bool) -> Load | None:
-        """Mean load of a slot of a replica; None where costs are known at one load only.
+        """Return the mean load of a slot of a replica; None where costs are known at one load only.
 
         Args:
             last: of the chain that ends in the loss, the replica with the most tokens (as `drawn_loads`); of others any.
@@ -80,7 +80,7 @@ class ChainPrices:
         return load if samples == self.graph.num_samples else load * (samples / self.graph.num_samples)
 
     def drawn_loads(self, setting: Setting, degrees: Degrees, *, last: bool) -> Mapping[str, NDArray[np.float64]]:
-        """Component -> [draws, microbatches, 2]: tokens and squares of a replica of a chain in random steps.
+        """Return component -> tokens and squares of a replica of a chain in random steps, [draws, microbatches, 2].
 
         Samples are taken as they come. A step lasts as long as its slowest replica, so of the last chain's it is the one with the
         most tokens; the replicas of other chains share the samples of a slot evenly. Empty without a dataset, where all
@@ -119,7 +119,7 @@ class ChainPrices:
         return self._spread[key]
 
     def all_reduce_s(self, num_bytes: int, degrees: Degrees) -> float:
-        """Seconds in which all ranks that hold the same parameters add up so many bytes of gradients."""
+        """Return the seconds in which all ranks that hold the same parameters sum so many bytes of gradients."""
         key = (num_bytes, degrees)
         if key not in self._reduced:
             peers = degrees.cp * degrees.dp
@@ -128,7 +128,7 @@ class ChainPrices:
         return self._reduced[key]
 
     def _step(self, setting: Setting, draw: int) -> Mapping[str, NDArray[np.float64]]:
-        """Component -> [microbatches, replicas of the last chain, 2]."""
+        """Return component -> [microbatches, replicas of the last chain, 2]."""
         key = (setting.num_microbatches, setting.samples, setting.dp, -1.0 - draw)
         if key not in self._drawn:
             assert self.workload is not None
@@ -148,7 +148,7 @@ class ChainPrices:
         return self._priced[key]
 
     def price(self, chain: ChainSpec, ways: Iterable[tuple[Degrees, Setting]]) -> None:
-        """Do many of `priced` at once, which is several times faster."""
+        """Price many chains at once, which is several times faster than one by one."""
         new: dict[LayerSharding, dict[_PriceKey, tuple[Degrees, Setting]]] = {}
         for degrees, setting in ways:
             key = self._key(chain, degrees, setting)
@@ -160,7 +160,7 @@ class ChainPrices:
                 self._priced[key] = priced
 
     def loads_of(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> Loads:
-        """Mean and worst load of each component of a chain."""
+        """Return the mean and worst load of each component of a chain."""
         last = self.loss_component in chain.components
         return {
             name: (

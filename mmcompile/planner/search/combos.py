@@ -34,17 +34,17 @@ from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 MAX_LISTED = 4000
-"""Combinations up to which all are considered."""
+"""Number of combinations up to which all are considered."""
 SPREAD_COST = 0.4
-"""[Empirical] Of what the largest of several microbatches exceeds their mean by, the part that stages wait for."""
+"""Share of the excess of the largest of several microbatches over their mean that stages wait for. [Empirical]"""
 _MAX_PAIRS = 64
-"""Chain sets with settings up to which all are listed."""
+"""Number of chain sets with settings up to which all are listed."""
 _NEAR = 1.3
 """Factor over the least guess of all, within which combinations are listed if there are too many."""
 _KEPT = 2
-"""Options of the encoders that each option of the last chain meets, otherwise."""
+"""Number of encoder options that each option of the last chain is combined with, otherwise."""
 _KEPT_EACH = 48
-"""Best guesses kept of each setting, otherwise."""
+"""Number of best guesses kept of each setting, otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class CombinationGroup:
     options: tuple[Options, ...]
     """Options of each chain."""
     chosen: Index
-    """[combinations, chains]: the option of each chain."""
+    """Option of each chain, [combinations, chains]."""
     ranks: Index
     bound_s: Array
     guess_s: Array
@@ -88,7 +88,7 @@ class Combos:
     _joined: dict[tuple[ChainSet | Options, ...], JoinedEncoders] = field(default_factory=dict, repr=False)
 
     def groups(self) -> list[CombinationGroup]:
-        """Groups that have any combination."""
+        """Return the groups that have any combination."""
         self._price()
         prepared = [(chains, setting, self._options(chains, setting)) for chains, setting in self._promising()]
         number = sum(prod(map(len, options)) for _, _, options in prepared) + len(self.left_out) * MAX_LISTED
@@ -106,12 +106,12 @@ class Combos:
         return tuple(_settings(self.problem, _primary(self.problem.space.schedules)))
 
     def max_ranks(self, chains: ChainSet) -> int:
-        """Ranks that a candidate may have: the devices; processes of this machine may share them if stages are demanded."""
+        """Return the ranks that a candidate may have: the devices; local processes may share them if stages are demanded."""
         least = self.problem.least_ranks(chains, min(self.problem.space.cp))
         return max(self.problem.num_devices, least if self.problem.cluster.is_local else 0)
 
     def _promising(self) -> list[tuple[ChainSet, Setting]]:
-        """Chain sets and settings; of many, those whose least guess is not far above the least of all."""
+        """Return chain sets and settings; of many, those whose least guess is not far above the least of all."""
         pairs = [
             (chains, setting)
             for chains in self.problem.sets
@@ -128,7 +128,7 @@ class Combos:
         return [pair for pair, (guess_s, _) in zip(pairs, looks, strict=True) if guess_s <= limit_s]
 
     def _look(self, chains: ChainSet, setting: Setting) -> tuple[float, float]:
-        """Least guess and bound of a step, if the last chain had all devices and its layers could be cut anywhere."""
+        """Return the least guess and bound of a step, if the last chain had all devices and its layers could be cut anywhere."""
         last, count = chains.chains[-1], setting.num_microbatches
         found: list[tuple[float, float]] = [(inf, inf)]
         for degrees in self.degrees(last, setting, last=True):
@@ -178,11 +178,10 @@ class Combos:
     def degrees(
         self, chain: ChainSpec, setting: Setting, *, last: bool, decided: int | None = None
     ) -> Iterator[Degrees]:
-        """Degrees of a chain.
+        r"""Return the degrees of a chain.
 
         Args:
-            last: whether it is the last one, whose replicas are the setting's.
-            decided: replicas of another, where they are.
+            last: True for the last chain, whose replicas are the setting's.\n        decided: decided replicas of another chain.
         """
         shares = self.problem.tensor_degrees(chain)
         if last:
@@ -195,7 +194,7 @@ class Combos:
             yield from (Degrees(tp=tp, dp=dp, fsdp=fsdp) for tp in shares)
 
     def _replicas(self, setting: Setting) -> list[int]:
-        """Replicas of an encoder: divisors of the last chain's, and multiples that leave each a whole sample."""
+        """Return the replicas of an encoder: divisors of the last chain's, and multiples that leave each a whole sample."""
         if self.problem.space.dp == (1,):
             return [1]
         slot = round(setting.dp * setting.samples)
@@ -242,7 +241,7 @@ class Combos:
 def _in_turn(
     setting: Setting, total_s: Array | float, waited: Array | float, stages: Index | int
 ) -> NDArray[np.float64]:
-    """Seconds that the stages of the last chain need at least, one after the other: `bound`'s second part.
+    """Return the seconds that the stages of the last chain need at least, one after the other: `bound`'s second part.
 
     Args:
         total_s: of a microbatch in all stages.
@@ -254,7 +253,7 @@ def _in_turn(
 
 
 def _best(guess_s: Array) -> tuple[Index, Index]:
-    """Row and column of the best guesses: a few in each row, not too many in all."""
+    """Return row and column of the best guesses: a few in each row, not too many in all."""
     count = min(_KEPT, guess_s.shape[1])
     if not count:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -268,7 +267,7 @@ def _best(guess_s: Array) -> tuple[Index, Index]:
 
 
 def _primary(schedules: Sequence[ScheduleKind]) -> ScheduleKind:
-    """The schedule that candidates are first looked at under: ZB-H1 is never slower than 1F1B and holds no more."""
+    """Return the schedule under which candidates are tried first: ZB-H1 is never slower than 1F1B and holds no more."""
     order: Mapping[ScheduleKind, int] = {"zb-h1": 0, "1f1b": 1, "eager-1f1b": 2, "gpipe": 3}
     return min(schedules, key=order.__getitem__)
 

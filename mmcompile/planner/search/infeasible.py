@@ -1,4 +1,4 @@
-"""An impossible request: what needs more than there is, and the nearest requests that work.
+"""Explanation of an impossible request: the lacking resource, and the nearest requests that work.
 
 One thing is given up at a time, the cheapest for the user first: recompute, share tensors, take smaller microbatches, all of
 these, more nodes, less to train. Each is decided as the search decides it: by splitting.
@@ -21,9 +21,9 @@ from mmcompile.units import format_bytes
 
 _BUDGET_S = 20.0
 _WANTED = 3
-"""Requests that work, after which no more are looked for."""
+"""Number of requests that work, after which no more are searched."""
 _MAX_NODES = 64
-"""Times the nodes asked for that are tried."""
+"""Most multiples of the requested nodes that are tried."""
 
 Way = tuple[str, Callable[[], Problem]]
 """Words of a request, and the function that makes its problem."""
@@ -31,12 +31,12 @@ Way = tuple[str, Callable[[], Problem]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relaxation:
-    """Requests that give up one thing, the least of it first."""
+    """Requests that relax one thing, the least relaxed first."""
 
     words: str
     ways: tuple[Way, ...]
     rising: bool = False
-    """Each way fits wherever the one before it does, so that not all need be tried."""
+    """True if each way fits wherever the one before it does, so that not all need be tried."""
     instead_of: str = ""
     """Words of another relaxation with as many ways: of no use unless an earlier way works than of that one."""
     useless_after: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Nearest:
     """Relaxations that work, that fail, and that were not tried."""
 
     works: tuple[str, ...]
-    """One request a relaxation, in their order."""
+    """One request for each relaxation that works, in their order."""
     fails: tuple[str, ...]
     """Relaxations that are not enough."""
     untried: tuple[str, ...]
@@ -56,7 +56,7 @@ class Nearest:
 
 
 def explain(problem: Problem, *, budget_s: float = _BUDGET_S) -> str:
-    """Why nothing fits, and the nearest requests that do: the lines of a PlanError.
+    """Return why nothing fits, and the nearest requests that do: the lines of a PlanError.
 
     Args:
         problem: for which the search found nothing that fits the memory.
@@ -115,7 +115,7 @@ def nearest(
 
 
 def _first(ways: Sequence[Way], rising: bool, works: Callable[[Problem], bool]) -> int | None:
-    """Number of the first way that works."""
+    """Return the number of the first way that works."""
 
     def does(number: int) -> bool:
         return works(ways[number][1]())
@@ -187,7 +187,7 @@ def _tensors(problem: Problem) -> Iterator[Way]:
 
 
 def _microbatches(problem: Problem) -> Iterator[Way]:
-    """More and smaller microbatches of the same step, where their number is decided."""
+    """Yield more and smaller microbatches of the same step, if their number is decided."""
     asked = problem.space.microbatches
     if asked is None:
         return
@@ -200,18 +200,18 @@ def _microbatches(problem: Problem) -> Iterator[Way]:
 
 
 def _batch(problem: Problem) -> int:
-    """Samples of a step."""
+    """Return the samples of a step."""
     asked, replicas = problem.space.microbatches, min(problem.space.dp or (1,))
     return problem.global_batch or problem.graph.num_samples * max(asked or (1,)) * replicas
 
 
 def _share(problem: Problem) -> int:
-    """Samples of a replica in a step, where there are fewest replicas."""
+    """Return the samples of a replica in a step, with the fewest replicas."""
     return _batch(problem) // min(problem.space.dp or (1,))
 
 
 def _everything(problem: Problem) -> Problem:
-    """All that needs no other cluster and no other model."""
+    """Return the problem with all relaxations that need no other cluster and no other model."""
     smaller = any(True for _ in _microbatches(problem))
     space = replace(
         problem.space,
@@ -230,7 +230,7 @@ def _nodes(make: Callable[[], Problem], cluster: Cluster, words: str) -> Iterato
 
 
 def _on(make: Callable[[], Problem], cluster: Cluster) -> Problem:
-    """A problem on another cluster."""
+    """Return a problem on another cluster."""
     problem = make()
     prices = replace(problem.prices, pricing=replace(problem.pricing, cluster=cluster))
     return replace(problem, prices=prices, num_devices=cluster.num_devices)

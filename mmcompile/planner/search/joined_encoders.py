@@ -19,11 +19,11 @@ class JoinedEncoders:
     """Options of all encoders together [combinations]."""
 
     chosen: Index
-    """[combinations, encoders]"""
+    """Option of each encoder, [combinations, encoders]."""
     ranks: Index
     slowest_s: Array
     path_s: Array
-    """Longest path through encoders, forward and backward."""
+    """Seconds of the longest path through encoders, forward and backward."""
     before_s: Array
     """Seconds that certainly pass before the last chain's first stage begins and after it ends."""
     tail_s: Array
@@ -91,19 +91,19 @@ class _Bound:
         )
 
     def chosen(self, joined: Index) -> Index:
-        """[combinations, encoders]: replicas of the encoders chosen so far."""
+        """Return the replicas of the encoders chosen so far, [combinations, encoders]."""
         columns = [self.replicas[chain][joined[:, chain]] for chain in range(joined.shape[1])]
         return np.stack(columns, axis=1)
 
     def allowed(self, joined: Index) -> NDArray[np.bool_]:
-        """[combinations]: the last encoder chosen agrees with those of its tower before it."""
+        """Return whether the last encoder chosen agrees with those of its tower before it, [combinations]."""
         newest, found = joined.shape[1] - 1, self.chosen(joined)
         before = [chain for tower in self.towers if newest in tower for chain in tower if chain < newest]
         return (found[:, before] == found[:, newest : newest + 1]).all(axis=1)
 
 
 def _undominated_each(kinds: Index, ranks: Index, first: Array, second: Array) -> Index:
-    """`undominated` among options of each kind [options, any], in order of kinds."""
+    """Return `undominated` among options of each kind [options, any], in order of kinds."""
     if not kinds.any():
         return undominated(ranks, first, second)
     _, kind = np.unique(kinds, axis=0, return_inverse=True)
@@ -112,7 +112,7 @@ def _undominated_each(kinds: Index, ranks: Index, first: Array, second: Array) -
 
 
 def _path(chains: ChainSet, times: Sequence[Array], chosen: NDArray[np.int64], *, first: bool) -> Array:
-    """[combinations]: longest path through the encoders chosen so far; chains are in topological order.
+    """Return the longest path through the encoders chosen so far, [combinations]; chains are in topological order.
 
     Args:
         times: of each encoder [options].

@@ -19,7 +19,7 @@ End = tuple[int, Sequence[int]]
 
 
 def place(degrees: Sequence[Degrees], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Ranks of every stage, chain by chain, no two stages sharing any.
+    """Return ranks of every stage, chain by chain, no two stages sharing any.
 
     Chains lie one after the other, those of larger tp first, so that no tensor-parallel group leaves its node; in a chain,
     replica by replica, stage by stage, so that neighbours in the pipeline are near.
@@ -40,7 +40,7 @@ def place(degrees: Sequence[Degrees], counts: Sequence[int]) -> list[tuple[int, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMessages:
-    """Bytes and seconds of what passes between stages of priced chains."""
+    """Bytes and seconds of the messages between stages of priced chains."""
 
     cluster: Cluster
     degrees: Sequence[Degrees]
@@ -48,7 +48,7 @@ class StageMessages:
     priced: Sequence[PricedChain]
 
     def num_bytes(self, target: int, sent: Sent) -> int:
-        """Forward bytes to one replica of a chain."""
+        """Return forward bytes to one replica of a chain."""
         replicas = self.degrees[target].dp
         return sum(
             int(self.priced[chain].whole_bytes[layer]) * self.degrees[chain].dp // replicas for chain, layer in sent
@@ -70,7 +70,10 @@ class StageMessages:
         return sent_s + gathered_s
 
     def _link(self, source: Sequence[int], target: Sequence[int]) -> Interconnect:
-        """Within a node if all peers are; the first replicas are looked at, the others lie in the same pattern."""
+        """Return the link between stages: within a node if all peers are.
+
+        Only the first replicas are tested, others are alike.
+        """
         node = self.cluster.devices_per_node
         if len(source) == len(target):
             pairs = zip(source[: node * node], target[: node * node], strict=True)

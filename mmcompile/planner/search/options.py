@@ -41,13 +41,13 @@ class Options:
     ranks: Index
     """Number of ranks of all replicas."""
     slowest_s: Array
-    """No split's slowest stage is faster."""
+    """Lower bound of the slowest stage's seconds, over all splits."""
     path_s: Array
-    """One microbatch through all stages, forward and backward."""
+    """Seconds of one microbatch through all stages, forward and backward."""
     late_s: Array
-    """The part of `path_s` that is weight gradients."""
+    """Part of `path_s` that is weight gradients."""
     waited: Array
-    """No stage has less of its time that is not weight gradients, 0..1."""
+    """Least share, 0..1, of a stage's time that is not weight gradients."""
     tail_s: Array
     """Rough seconds after the last backward: reduction over replicas and the optimizer's step."""
 
@@ -71,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TooBig:
-    """Stages that the memory does not hold."""
+    """Stages that exceed the memory."""
 
     text: str
     chain: str
@@ -100,11 +100,11 @@ class OptionTables:
         *,
         last: bool,
     ) -> Options:
-        """All degrees and stage counts of a chain that the memory may hold. Equal arguments give the same object.
+        """Return all degrees and stage counts of a chain that the memory may hold. Equal arguments give the same object.
 
         Args:
             counts: numbers of stages to choose from.
-            max_ranks: of all its stages and replicas.
+            max_ranks: most ranks of all its stages and replicas.
             last: the chain ends in the loss; others are at least one stage away from it.
         """
         slot = setting.samples * setting.dp  # all that other settings of the same slot could change
@@ -174,7 +174,7 @@ class OptionTables:
         self.too_big.setdefault(text, TooBig(text=text, chain=chain.name, limit_bytes=limit, number=len(counts)))
 
     def slowest(self, priced: PricedChain, setting: Setting, most: int, *, last: bool) -> Array:
-        """[most]: least seconds of the slowest of 1, 2, ... stages; infinite where the memory cannot hold them."""
+        """Return the least seconds of the slowest of 1, 2, ... stages, [most]; infinite where the memory cannot hold them."""
         flights = min(setting.num_microbatches, 2 * most + 1)
         key = (priced, setting.schedule, flights, most, last)
         if key not in self._slowest:
@@ -197,7 +197,7 @@ class OptionTables:
         return np.where(np.isinf(least), np.inf, np.maximum(np.maximum(even, priced.slowest_s), least * body.seconds))
 
     def _tail(self, priced: PricedChain, degrees: Degrees) -> float:
-        """Rough seconds after the last backward if all layers were one stage's."""
+        """Return rough seconds after the last backward if all layers were one stage's."""
         cluster = self.problem.cluster
         num_bytes = float(priced.trainable_bytes[-1])
         peers = degrees.cp * degrees.dp
@@ -210,13 +210,13 @@ class OptionTables:
 
 @cache
 def _flights(schedule: ScheduleKind, num_microbatches: int, most: int, last: bool) -> Index:
-    """[most]: microbatches in flight in the 1st, 2nd, ... stage from the end of a chain, at the least."""
+    """Return the least microbatches in flight in the 1st, 2nd, ... stage from the end of a chain, [most]."""
     depths = range(0 if last else 1, most + (0 if last else 1))
     return np.array([in_flight(schedule, depth, num_microbatches) for depth in depths])
 
 
 def undominated(ranks: Index, first: Array, second: Array) -> Index:
-    """Options that no other with as few ranks beats in both costs; the first of equals. In order of ranks."""
+    """Return options that no other with as few ranks beats in both costs; the first of equals. In order of ranks."""
     order = np.lexsort((second, first, ranks))
     kept: list[int] = []
     # The options kept so far that none beats: rising in the first cost, falling in the second.

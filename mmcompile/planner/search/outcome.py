@@ -1,4 +1,4 @@
-"""From what a search found to a `Plan`: predictions, reasons for cuts, alternatives that lost, notes."""
+"""The `Plan` of a finished search: predictions, reasons for cuts, alternatives that lost, notes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _costs(problem: Problem) -> str:
 
 
 def cuts(candidate: Candidate, splitter: Splitter) -> Iterator[Cut]:
-    """Why each stage but the last ends where it does."""
+    """Yield the reason why each stage but the last ends where it does."""
     problem, setting = candidate.problem, candidate.setting
     names = candidate.names
     limit = problem.memory_bytes(candidate.num_ranks)
@@ -197,7 +197,7 @@ def _rejected(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
 
 
 def _closest(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
-    """The closest losers, the closest of each other projector placement first."""
+    """Return the closest losers, the closest of each other projector placement first."""
     many = engine.problem.global_batch is not None
     # (seconds, combination, whether it was simulated)
     losers = [(own.iteration_s, own.combination, True) for own in engine.judged if own is not best]

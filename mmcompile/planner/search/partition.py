@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from mmcompile.errors import PlanError
 
 PER_SECOND = 10**12
-"""Picoseconds: times are whole numbers of them inside."""
+"""Picoseconds per second: times are whole picoseconds inside."""
 INFINITE = int(np.iinfo(np.int64).max)
-"""Time of a stage that must not be."""
+"""Time of a forbidden stage."""
 Table = NDArray[np.int64]
 
 
@@ -40,21 +40,21 @@ class PartitionLayer:
     """One layer, for one microbatch."""
 
     seconds: float
-    """Forward and backward."""
+    """Seconds of forward and backward."""
     fixed_bytes: int = 0
-    """Parameters, gradients and optimizer state."""
+    """Bytes of parameters, gradients and optimizer state."""
     saved_bytes: int = 0
-    """Activations kept for the backward of one microbatch."""
+    """Bytes of activations kept for the backward of one microbatch."""
     begin_fixed_bytes: int = 0
-    """Beside `fixed_bytes`, of the stage that begins with this layer."""
+    """Further fixed bytes of the stage that begins with this layer."""
     begin_saved_bytes: int = 0
-    """Beside `saved_bytes`, of the stage that begins with this layer: what earlier layers read and keep too."""
+    """Further saved bytes of the stage that begins with this layer: values that earlier layers read and keep too."""
     working_bytes: int = 0
-    """Held while this layer alone runs; a stage needs the largest of its layers'."""
+    """Bytes held while this layer alone runs; a stage needs the largest of its layers'."""
     send_s: float = 0.0
-    """Sending its output on; paid by the stage that ends with this layer."""
+    """Seconds of sending its output; paid by the stage that ends with this layer."""
     return_s: float = 0.0
-    """Sending the gradient of its output back; paid by the stage that begins right after this layer."""
+    """Seconds of returning the gradient of its output; paid by the stage that begins right after this layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,10 @@ class StageTables:
 
     @cached_property
     def begins(self) -> Table:
-        """[N+1]: a stage of layers i..j-1 takes `ends[j] - begins[i]` picoseconds, its sends included."""
+        """Offset of each first layer, [N+1].
+
+        A stage of layers i..j-1 takes `ends[j] - begins[i]` picoseconds, its sends included.
+        """
         return self._total - np.array([0, *(_picoseconds(layer.return_s) for layer in self.layers)])
 
     @cached_property
@@ -101,7 +104,7 @@ class StageTables:
 
     @cached_property
     def times(self) -> Table:
-        """[N+1, N+1]: picoseconds of a stage of layers i..j-1; infinite unless i < j."""
+        """Picoseconds of a stage of layers i..j-1, [N+1, N+1]; infinite unless i < j."""
         table = self.ends[None, :] - self.begins[:, None]
         table[np.tri(len(table), dtype=np.bool_)] = INFINITE
         return table
@@ -112,21 +115,21 @@ class StageTables:
         return tuple(layer.working_bytes for layer in self.layers)
 
     def held(self, in_flight: int) -> Table:
-        """[N+1]: bytes of the first i layers with so many microbatches in flight, without their working bytes."""
+        """Return the bytes of the first i layers with so many microbatches in flight, [N+1], without their working bytes."""
         return self._fixed + in_flight * self._saved
 
     def held_before(self, in_flight: int) -> Table:
-        """[N+1]: part of `held` that a stage from layer i on does without; it holds `held[j] - held_before[i]`."""
+        """Return the part of `held` that a stage from layer i on lacks, [N+1]; it holds `held[j] - held_before[i]`."""
         return self.held(in_flight) - self._begin_fixed - in_flight * self._begin_saved
 
     def needs(self, in_flight: int) -> Table:
-        """[N+1, N+1]: bytes of a stage of layers i..j-1; 0 unless i < j."""
+        """Return the bytes of a stage of layers i..j-1, [N+1, N+1]; 0 unless i < j."""
         table = self.held(in_flight)[None, :] - self.held_before(in_flight)[:, None] + self._most_working
         table[np.tri(len(table), dtype=np.bool_)] = 0
         return table
 
     def within(self, in_flight: int, memory_bytes: int) -> Table:
-        """[N+1, N+1]: `times`, infinite where a stage needs more than the memory."""
+        """Return `times`, [N+1, N+1], infinite where a stage needs more than the memory."""
         if any(self.working_bytes):
             return np.where(self.needs(in_flight) <= memory_bytes, self.times, INFINITE)
         # Memory grows with j, so each row has one last j that fits.
@@ -156,7 +159,7 @@ class StageTables:
 
     @cached_property
     def _most_working(self) -> Table:
-        """[N+1, N+1]: the largest working bytes of layers i..j-1, 0 of none."""
+        """Return the largest working bytes of layers i..j-1, [N+1, N+1]; 0 of none."""
         size = len(self.layers) + 1
         table = np.zeros((size, size), dtype=np.int64)
         table[:, 1:] = self.working_bytes
@@ -204,7 +207,7 @@ def cheapest_splits(costs: Iterable[Table]) -> Iterator[Split | None]:
     """Yield the splits into 1, 2, ... stages whose slowest stage is fastest; None where no split is possible.
 
     Args:
-        costs: of the 1st, 2nd, ... stage from the chain's end: [N+1, N+1] picoseconds of layers i..j-1, infinite where they
+        costs: costs of the 1st, 2nd, ... stage from the chain's end: [N+1, N+1] picoseconds of layers i..j-1, infinite where they
             must not be that stage.
     """
     best: Table | None = None

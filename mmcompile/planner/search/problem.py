@@ -1,4 +1,4 @@
-"""`Problem`: everything that a strategy reads. A value: it decides nothing."""
+"""`Problem`: all inputs of a strategy, as a value."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from mmcompile.planner.search.settings import SearchSpace
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A model with its prices, where to run it, on what data, and what may be chosen."""
+    """A model with its prices, cluster, data, and choices."""
 
     prices: ChainPrices
     """Prices of the model's chains on the cluster, at the loads of the workload."""
     sets: tuple[ChainSet, ...]
-    """Ways to line up the components."""
+    """Possible lines of components."""
     num_devices: int
-    """Devices that may be used."""
+    """Number of devices that may be used."""
     space: SearchSpace
     fingerprint: Fingerprint
     global_batch: int | None = None
     """Samples of a step; None: the captured batch is one microbatch."""
     stages: Mapping[str, int] = field(default_factory=dict)
-    """Chain name -> number of stages, where that is decided."""
+    """Chain name -> number of stages, if decided."""
     replicas: Mapping[str, int] = field(default_factory=dict)
-    """Chain or component name -> replicas, where that is decided."""
+    """Chain or component name -> replicas, if decided."""
     tensor_parallel: Mapping[str, int] = field(default_factory=dict)
     """Chain or component name -> ranks that share its tensors, 1 for those not named; empty where the search chooses for all."""
     fsdp: Collection[str] = ()
     """Chains and components whose replicas share their parameters."""
     replicas_follow: bool = False
-    """Chains whose replicas are not decided have as many as the last, which then has 1 if not named; else the search chooses."""
+    """True: chains without decided replicas have as many as the last, which then has 1 if not named; else the search chooses."""
     entries: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """(producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent."""
     beat_s: float = float("inf")
-    """Candidates that take longer need not be proposed: a step of this many seconds is known."""
+    """Seconds of a known step: candidates that take longer need not be proposed."""
 
     @property
     def graph(self) -> ModelGraph:
@@ -73,7 +73,7 @@ class Problem:
 
     @cached_property
     def decided(self) -> Mapping[ChainSet, Decided]:
-        """Chain set -> replicas of each of its chains; None where the search chooses."""
+        """Return chain set -> replicas of each of its chains; None where the search chooses."""
         found: dict[ChainSet, Decided] = {}
         for chains in self.sets:
             own = decided_replicas(chains, self.replicas, follow=self.replicas_follow)
@@ -82,7 +82,7 @@ class Problem:
         return found
 
     def tensor_degrees(self, chain: ChainSpec) -> tuple[int, ...]:
-        """Numbers of ranks that may share the tensors of a chain."""
+        """Return the numbers of ranks that may share the tensors of a chain."""
         if not self.tensor_parallel:
             return self.space.tp
         named = {self.tensor_parallel[name] for name in (chain.name, *chain.components) if name in self.tensor_parallel}
@@ -93,7 +93,7 @@ class Problem:
         return replicas > 1 and any(name in self.fsdp for name in (chain.name, *chain.components))
 
     def least_ranks(self, chains: ChainSet, shards: int) -> int:
-        """Ranks of the smallest candidate; `shards` share the tokens of each stage of a replica of the last chain."""
+        """Ranks of the smallest candidate; `shards` ranks share the tokens of each stage of a replica of the last chain."""
         last = len(chains.chains) - 1
         return sum(
             self.stages.get(chain.name, 1)
@@ -104,6 +104,6 @@ class Problem:
         )
 
     def memory_bytes(self, num_ranks: int) -> int:
-        """Memory of one rank; processes beyond the cores of this machine share its memory too."""
+        """Return the memory of one rank; processes beyond the cores of this machine share its memory too."""
         devices = self.cluster.num_devices
         return self.cluster.device.memory_bytes * devices // max(devices, num_ranks)

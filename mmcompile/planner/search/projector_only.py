@@ -1,4 +1,4 @@
-"""The same problem with less to train: only the projectors."""
+"""The same problem with less training: only the projectors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def trains_more(problem: Problem) -> bool:
 
 
 def projector_only(problem: Problem) -> Problem:
-    """The problem with everything but its projectors frozen; their graph is annotated for it, and then again as it was.
+    """Return the problem with everything but its projectors frozen; the graph's annotations are restored.
 
     Args:
-        problem: that trains more.
+        problem: problem that trains more.
     """
     graph = problem.graph
     names = _projectors(problem)
@@ -38,7 +38,7 @@ def projector_only(problem: Problem) -> Problem:
 
 
 def _projectors(problem: Problem) -> set[str]:
-    """Names of the parameters of projectors."""
+    """Return the names of the parameters of projectors."""
     named = {
         name
         for component in problem.graph.components

@@ -1,4 +1,4 @@
-"""`relaxed`: a candidate whose layers compute again only what its memory needs; `by_layer`: the fastest such of a search.
+"""`relaxed`: a candidate whose layers recompute only as much as its memory needs; `by_layer`: the fastest such of a search.
 
 A search gives all layers of a candidate one mode, the cheapest that fits. A stage far from the loss holds many microbatches, one
 near it few, so most stages could do with less: with the cuts and ranks as they are, each rank gets the modes of its layers that
@@ -25,7 +25,7 @@ from mmcompile.planner.search.settings import RECOMPUTES
 
 
 def by_layer(engine: BranchAndBound, best: Candidate, constraints: Sequence[Constraint] = ()) -> Candidate:
-    """The fastest of what a search found, with recomputation chosen layer by layer; what was found before if that is as good.
+    """Return the fastest candidate of a search, with recomputation chosen layer by layer; the one before if that is as good.
 
     Args:
         engine: after its search.
@@ -55,7 +55,7 @@ def _judged(engine: BranchAndBound, judged: Candidate, constraints: Sequence[Con
 
 
 def relaxed(candidate: Candidate, constraints: Sequence[Constraint] = ()) -> Candidate:
-    """The candidate with the modes of its layers chosen anew.
+    """Return the candidate with the modes of its layers chosen anew.
 
     Args:
         candidate: all layers in the mode of its setting. A rank that does not fit in it stays as it is.
@@ -99,13 +99,13 @@ class _PricedModes:
     """A chain in every mode."""
 
     backward: NDArray[np.bool_]
-    """[layers]: whether there is something to win."""
+    """True for layers with something to win, [layers]."""
     kept: PricedChain
-    """Nothing of the stage computed again."""
+    """Ways of a stage that recomputes nothing."""
     mixed: dict[Recompute, PricedChain]
-    """Some of the stage computed again."""
+    """Ways of a stage of which some layers recompute."""
     shared_bytes: NDArray[np.int64]
-    """[layers]: for backward beside, in every mode, of a stage that begins with the layer; by the mean microbatch."""
+    """Further bytes for backward in every mode, of a stage that begins with the layer, by the mean microbatch, [layers]."""
     worst_shared_bytes: NDArray[np.int64]
 
     @classmethod
@@ -151,7 +151,7 @@ class _PricedModes:
         return mode if self.backward[layer] else None
 
     def run(self, stage: CandidateStage, modes: Modes) -> CandidateStage:
-        """The stage in other modes."""
+        """Return the stage in other modes."""
         again = any(mode not in ("none", None) for mode in modes)
         own = [
             (self.mixed[mode or "none"] if again else self.kept, stage.first + index)

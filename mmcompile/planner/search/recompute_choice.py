@@ -30,17 +30,17 @@ class Way:
     """One way to run a layer."""
 
     mode: Recompute | None
-    """None for a layer with nothing to win."""
+    """Mode of the way; None for a layer with nothing to win."""
     num_bytes: int
-    """Held for the backward, of all microbatches in flight."""
+    """Bytes held for the backward, of all microbatches in flight."""
     working_bytes: int
-    """Held while the layer runs its backward."""
+    """Bytes held while the layer runs its backward."""
     seconds: float
 
 
 LayerWays = tuple[Way, ...]
 StageWays = Sequence[LayerWays]
-"""The ways of each layer; the same number in the same order where layers are alike."""
+"""Ways of each layer; equal layers have the same number in the same order."""
 Modes = tuple[Recompute | None, ...]
 """Recomputation of each layer of a stage."""
 
@@ -50,19 +50,21 @@ class StageChoices:
     """Ways to run a stage."""
 
     mixed: StageWays
-    """Layer by layer."""
+    """Ways of each layer."""
     kept: StageWays
-    """A way each, for the stage that computes nothing again; it may hold less than the same ways beside others."""
+    """One way for each layer of a stage that recomputes nothing; it may hold less than the same ways beside others."""
     limit_bytes: int
-    """The most that the stage may hold of what is counted here."""
+    """Most bytes that the stage may hold, of those counted here."""
 
 
 def cheapest(stages: Sequence[StageChoices], limit_bytes: int) -> list[Modes] | None:
-    """The modes of all layers of a rank's stages that take the least time within the memory; of equals those that hold least.
+    """Return the modes of all layers of a rank's stages that take the least time within the memory.
+
+    Of equals those that hold least.
 
     Args:
-        stages: of the rank.
-        limit_bytes: that they may hold together.
+        stages: stages of the rank.
+        limit_bytes: bytes that they may hold together.
 
     Returns:
         Modes of each stage: among layers that are alike, the first compute more again, so that later ones are done with their
@@ -87,7 +89,7 @@ class _Front:
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     picks: NDArray[np.int32]
-    """[points, kinds x ways]: layers of each kind that run each way; of a stage first 1 if it keeps all."""
+    """Layers of each kind that run each way, [points, kinds x ways]; of a stage first 1 if it keeps all."""
 
     @classmethod
     def of(
@@ -138,7 +140,7 @@ def _stage_front(stage: StageChoices, limit: int) -> _Front:
 
 
 def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -> Iterator[_Front]:
-    """The front of the ways whose working set is at most that large, if every layer has one."""
+    """Return the front of the ways whose working set is at most that large, if every layer has one."""
     front = _NOTHING
     for ways, members in kinds.items():
         counts = _counts(len(members), [way.working_bytes <= working for way in ways])
@@ -159,7 +161,7 @@ def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -
 
 
 def _counts(number: int, possible: Sequence[bool]) -> NDArray[np.int32]:
-    """[points, ways]: all ways to deal so many layers to the possible ways."""
+    """Return all ways to deal so many layers to the possible ways, [points, ways]."""
     rows = [[]] if any(possible) else []
     last = max((index for index, may in enumerate(possible) if may), default=0)
     for index, may in enumerate(possible):
@@ -177,7 +179,7 @@ def _held(ways: StageWays) -> int:
 
 
 def _kinds(layers: StageWays) -> dict[LayerWays, list[int]]:
-    """Layers that are alike, by their ways."""
+    """Return layers that are equal, by their ways."""
     found: dict[LayerWays, list[int]] = {}
     for index, ways in enumerate(layers):
         found.setdefault(ways, []).append(index)

@@ -1,4 +1,4 @@
-"""Replicas that are decided before a search, chain by chain.
+"""Replicas of chains that are decided before a search.
 
 Chains of one tower have equally many: their rows stay in the replica that made them.
 """
@@ -16,7 +16,7 @@ Decided = tuple[int | None, ...]
 
 
 def towers_of(chains: ChainSet) -> tuple[tuple[int, ...], ...]:
-    """Chains that have equally many replicas: the last alone, and each group of others that values lead between."""
+    """Return the chains that have equally many replicas: the last alone, and each group of others that values connect."""
     last = len(chains.chains) - 1
     graph = nx.Graph()
     graph.add_nodes_from(range(last))

@@ -1,4 +1,4 @@
-"""`SampleRate`s of a candidate: what samples of any size cost each component of its chains."""
+"""`SampleRate`s of a candidate: cost of samples of any size in each component of its chains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmcompile.planner.search.candidate import Candidate
 def sample_rates(
     candidate: Candidate, geometries: Mapping[str, Geometry], pricing: Pricing | None = None
 ) -> tuple[SampleRate, ...]:
-    """Rates around the mean load of a slot of each chain's replica.
+    """Return rates around the mean load of a slot of each chain's replica.
 
     Args:
         geometries: of every component.
@@ -54,7 +54,7 @@ def _values(
     """Return seconds [3] and activation bytes [3] of a component's layers: at a load, at twice its tokens, at twice its squares.
 
     Args:
-        shardings: of each layer of the chain.
+        shardings: sharding of each layer of the chain.
     """
     tokens, squares = at.tokens * np.array([1.0, 2.0, 1.0]), at.squares * np.array([1.0, 1.0, 2.0])
     seconds, saved = np.zeros(3), np.zeros(3)

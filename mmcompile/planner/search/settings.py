@@ -16,13 +16,13 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """Ranks of a chain besides its stages."""
+    """Parallel degrees of a chain besides its stages."""
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     fsdp: bool = False
-    """Its replicas share its parameters instead of each holding them."""
+    """True if its replicas share its parameters (FSDP) instead of each holding them."""
 
     @property
     def width(self) -> int:
@@ -57,13 +57,13 @@ class Setting:
     recompute: Recompute = "none"
 
     def samples_of(self, degrees: Degrees) -> float:
-        """Samples of a slot of one replica of a chain: those of all replicas of the last chain are shared evenly."""
+        """Return the samples of a slot of one replica of a chain: those of all replicas of the last chain are shared evenly."""
         return self.samples * self.dp / degrees.dp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Combination:
-    """Everything of a candidate but its cuts and the ranks of its stages."""
+    """A candidate without its cuts and the ranks of its stages."""
 
     chains: ChainSet
     setting: Setting
@@ -114,7 +114,7 @@ class SearchSpace:
     recomputes: tuple[Recompute, ...] = ("none",)
     placements: tuple[EncoderPlacement, ...] = ("disjoint",)
     microbatches: tuple[int, ...] | None = None
-    """None: every divisor of a replica's share of the global batch."""
+    """Numbers of microbatches; None: every divisor of a replica's share of the global batch."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "dp", "schedules", "recomputes", "placements", "microbatches"):
@@ -128,10 +128,10 @@ class SearchSpace:
 
     @classmethod
     def everything(cls, cluster: Cluster, *, context_parallel: bool = False) -> SearchSpace:
-        """All that is planned: tp and cp in powers of two up to a node.
+        """Return the space of everything that is planned: tp and cp in powers of two up to a node.
 
         Args:
-            context_parallel: the language model's tokens can be shared between ranks.
+            context_parallel: True if ranks can share the language model's tokens.
         """
         powers = tuple(
             size

@@ -23,12 +23,12 @@ class Splitter:
     _tables: dict[tuple[object, ...], tuple[Split | None, ...]] = field(default_factory=dict, repr=False)
 
     def parts(self, combination: Combination, memory_bytes: int | None) -> list[Ranges] | int:
-        """Layer ranges of each chain's stages; or the index of a chain that does not fit the memory in so many stages.
+        """Return layer ranges of each chain's stages; or the index of a chain that does not fit the memory in so many stages.
 
         Chains near the loss come first: they set the distance to it, and so the microbatches in flight, of the others.
 
         Args:
-            memory_bytes: of one stage; None for no limit.
+            memory_bytes: limit of one stage; None for no limit.
         """
         chains, setting, counts = combination.chains, combination.setting, combination.counts
         parts: list[Ranges] = [()] * len(counts)
@@ -54,7 +54,7 @@ class Splitter:
         memory_bytes: int | None,
         max_stages: int,
     ) -> tuple[Split | None, ...]:
-        """Best split into 1, 2, ... stages, at least `max_stages`; None where none fits the memory.
+        """Return the best split into 1, 2, ... stages, at least `max_stages`; None where none fits the memory.
 
         Args:
             tail: stages between the end of the chain and the loss.
@@ -71,11 +71,11 @@ class Splitter:
         return self._tables[key]
 
     def _most(self, degrees: Degrees) -> int:
-        """Stages that there are devices for."""
+        """Return the number of stages that there are devices for."""
         return max(1, self.problem.num_devices // degrees.ranks)
 
     def layers(self, priced: PricedChain, degrees: Degrees) -> list[PartitionLayer]:
-        """A chain as `partition` takes it, under 1F1B."""
+        """Return a chain as `partition` takes it, under 1F1B."""
         cluster = self.problem.cluster
         link = cluster.intra if 2 * degrees.width <= cluster.devices_per_node else cluster.inter
         seconds = np.diff(priced.total_s).tolist()
@@ -104,7 +104,7 @@ class Splitter:
 def _scheduled(
     layers: list[PartitionLayer], setting: Setting, flights: int, memory_bytes: int | None
 ) -> tuple[list[PartitionLayer], int | None, int]:
-    """Layers, memory limit and microbatches in flight such that 1F1B's `min(depth + 1, n)` counts as the schedule's.
+    """Return layers, memory limit and microbatches in flight such that 1F1B's `min(depth + 1, n)` counts as the schedule's.
 
     Activations computed again, and gathered parameters, are alive one layer at a time.
     """
@@ -127,7 +127,7 @@ def _scheduled(
 
 
 def _in_flight(setting: Setting, flights: int) -> tuple[int, int, int]:
-    """(a, b, n) such that `a * min(depth + 1, n) - b` microbatches in flight are the schedule's, or one more."""
+    """Return (a, b, n) such that `a * min(depth + 1, n) - b` microbatches in flight are the schedule's, or one more."""
     count = setting.num_microbatches
     match setting.schedule:
         case "1f1b" | "zb-h1":

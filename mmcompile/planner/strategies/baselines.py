@@ -1,4 +1,4 @@
-"""Baselines: how other systems lay a multimodal model out, as candidates of our vocabulary, priced by our simulator.
+"""Baselines: layouts of other systems for a multimodal model, as candidates of our vocabulary, priced by our simulator.
 
 A baseline is about as strong as its structure allows: degrees, microbatches and recomputation are the fastest by the simulator
 of those guessed best in the search space, under 1F1B, on all devices, with one tensor-parallel degree. Only the structure and
@@ -38,11 +38,11 @@ from mmcompile.planner.search.settings import Degrees, Setting
 from mmcompile.units import format_bytes
 
 _MAX_FITTING = 8
-"""Settings and degrees of a baseline that fit and are judged: the fastest by guess."""
+"""Most settings and degrees of a baseline that fit and are judged: the fastest by guess."""
 _MAX_FRAMES = 24
 """Most frames laid out to find the best."""
 _AT_ONCE = 32
-"""Candidates simulated together."""
+"""Number of candidates simulated together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,12 @@ class Lines:
 
     @cached_property
     def apart(self) -> tuple[ChainSet, ...]:
-        """Components on devices of their own."""
+        """Return components on devices of their own."""
         return tuple(chains for chains in self.problem.sets if not chains.colocated)
 
     @cached_property
     def line(self) -> ChainSet:
-        """All components in one line, in the order of the flow."""
+        """Return all components in one line, in the order of the flow."""
         chains = self.apart[0]
         offsets = np.cumsum([0, *(len(chain.layers) for chain in chains.chains)]).tolist()
         line = ChainSpec(
@@ -79,7 +79,7 @@ class Lines:
 
     @cached_property
     def encoders(self) -> ChainSpec:
-        """All that comes before the language model."""
+        """Return all components before the language model."""
         line = self.line.chains[0]
         last = line.layers[-1].component
         before = tuple(layer for layer in line.layers if layer.component != last)
@@ -142,7 +142,7 @@ class Frame:
         return assemble(self.problem, chains, self.setting, [self.degrees] * len(chains.chains), parts)
 
     def splits(self, chain: ChainSpec, max_stages: int) -> tuple[Split, ...]:
-        """Best splits of a chain into 1, 2, ... stages by forward time alone."""
+        """Return best splits of a chain into 1, 2, ... stages by forward time alone."""
         priced = self.problem.prices.priced(chain, self.degrees, self.setting)
         most = max(1, min(max_stages, len(chain.layers)))
         return tuple(split for split in partition(_by_forward(priced), most) if split is not None)
@@ -152,10 +152,10 @@ Structure = Callable[[Frame], Iterator[Candidate]]
 
 
 def baseline(name: str, problem: Problem) -> Candidate:
-    """The fastest candidate of a baseline that fits.
+    """Return the fastest candidate of a baseline that fits.
 
     Args:
-        name: of `BASELINES`.
+        name: a name of `BASELINES`.
 
     Raises:
         PlanError: unknown name, stage counts demanded (the baseline decides them), no batch to share between replicas, nothing
@@ -187,7 +187,7 @@ class _Race:
     best: Candidate | None = None
     best_s: float = inf
     smallest: Candidate | None = None
-    """The candidate that needs least memory, whether it fits or not."""
+    """Candidate with the least memory, even if it does not fit."""
 
     def run(self, frames: Iterable[Frame]) -> None:
         waiting: list[Candidate] = []
@@ -312,10 +312,10 @@ _STRUCTURES: Mapping[str, Structure] = {
     "pinned": _pinned,
     "fsdp": _fully_sharded,
 }
-"""Name -> what a baseline makes of each frame."""
+"""Name -> function that makes a baseline's candidates of each frame."""
 
 BASELINES: Mapping[str, Strategy] = {name: partial(_propose, name) for name in _STRUCTURES}
-"""Name -> strategy that proposes the fastest candidate, or nothing where `baseline` raises."""
+"""Name -> strategy that proposes the fastest candidate, or nothing if `baseline` raises."""
 
 
 def _by_forward(priced: PricedChain) -> list[PartitionLayer]:

@@ -32,7 +32,7 @@ from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 _MAX_TRIED = 64
-"""Best by its own estimate that are held against our memory model."""
+"""Number of the best by its own estimate that are checked by our memory model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class _Module:
 
 
 def dflop(problem: Problem) -> Sequence[Candidate]:
-    """The candidate of Algorithm 1; none for a model without encoders, or with nothing that fits."""
+    """Return the candidate of Algorithm 1; none for a model without encoders, or with nothing that fits."""
     pairs = [chains for chains in problem.sets if len(chains.chains) == 2]
     if not pairs:
         return ()
@@ -78,7 +78,7 @@ def dflop(problem: Problem) -> Sequence[Candidate]:
 
 
 def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
-    """The best few of each setting."""
+    """Return the best few configurations of each setting."""
     combos = Combos(problem=problem, tables=OptionTables(problem=problem))
     limit = problem.memory_bytes(1)
     modules: dict[tuple[object, ...], _Module] = {}

@@ -28,11 +28,11 @@ from mmcompile.planner.search.settings import Combination, Degrees
 from mmcompile.planner.search.splitter import Splitter
 
 _MAX_SPLIT = 48
-"""Best by rough estimate that are split exactly."""
+"""Number of the best by rough estimate that are split exactly."""
 
 
 def entrain(problem: Problem) -> Sequence[Candidate]:
-    """The candidate of Algorithm 3; none if nothing fits."""
+    """Return the candidate of Algorithm 3; none if nothing fits."""
     apart = [chains for chains in problem.sets if not chains.colocated]
     if not apart:
         return ()
@@ -48,7 +48,7 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
 
 
 def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
-    """Every factorisation of every allocation, with Eq. 4.2 for stages as even as layers could be."""
+    """Yield every factorisation of every allocation, with Eq. 4.2 for stages as even as layers could be."""
     combos = Combos(problem=problem, tables=OptionTables(problem=problem))
     tables = combos.tables
     for setting in combos.settings:
@@ -86,13 +86,13 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
 
 
 def _drafted(problem: Problem, splitter: Splitter, each: Combination) -> Candidate | None:
-    """Tier 1, and the limit of the memory."""
+    """Return the candidate of tier 1 within the memory."""
     parts = splitter.parts(each, problem.memory_bytes(problem.num_devices))
     return None if isinstance(parts, int) else assemble(problem, each.chains, each.setting, each.degrees, parts)
 
 
 def _step_s(candidate: Candidate) -> float:
-    """Eq. 4.2, and the messages between components of different degrees."""
+    """Return the seconds of Eq. 4.2, with the messages between components of different degrees."""
     count = candidate.setting.num_microbatches
     slowest_s = max(stage.total_s for stage in candidate.stages)
     crossing_s = sum(

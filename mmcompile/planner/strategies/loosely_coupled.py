@@ -23,11 +23,11 @@ from mmcompile.planner.search.settings import Combination, Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter
 
 _MAX_FRAMES = 32
-"""Settings and degrees whose stage counts are looked at: the fastest by a guess."""
+"""Most settings and degrees whose stage counts are tried: the fastest by a guess."""
 _MAX_DRAFTED = 96
-"""Options that are split to find the finalists, for some do not fit the memory."""
+"""Most options that are split to find the finalists, for some do not fit the memory."""
 _FINALISTS = 6
-"""Simulated, of all that were estimated."""
+"""Number of estimated options that are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class _Option:
 
 
 def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
-    """Candidates of Algorithm 1."""
+    """Yield the candidates of Algorithm 1."""
     tables = OptionTables(problem=problem)
     options = sorted(_options(problem, tables), key=lambda option: option.guess_s)
     splitter = Splitter(problem=problem)
@@ -56,13 +56,13 @@ def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
 
 
 def _options(problem: Problem, tables: OptionTables) -> Iterator[_Option]:
-    """Every stage count of the last chain, with a rough estimate of the step."""
+    """Yield every stage count of the last chain, with a rough estimate of the step."""
     for _, _, chains, setting, degrees in sorted(_frames(problem, tables), key=lambda frame: frame[:2])[:_MAX_FRAMES]:
         yield from _counts(problem, tables, chains, setting, degrees)
 
 
 def _frames(problem: Problem, tables: OptionTables) -> Iterator[tuple[float, int, ChainSet, Setting, Degrees]]:
-    """Everything but stage counts; first the step if all devices were the last chain's, in stages as even as layers allow."""
+    """Yield all but stage counts; first the step if all devices were the last chain's, in stages as even as layers allow."""
     apart = [chains for chains in problem.sets if not chains.colocated]
     number = 0
     for setting in Combos(problem=problem, tables=tables).settings:
@@ -114,7 +114,7 @@ def _counts(
 
 
 def _drafted(problem: Problem, splitter: Splitter, option: _Option) -> Candidate | None:
-    """The option with exact splits: encoders in the fewest stages that meet the last chain's time."""
+    """Return the option with exact splits: encoders in the fewest stages that meet the last chain's time."""
     chains, setting = option.chains, option.setting
     memory_bytes = problem.memory_bytes(1)
     encoder = replace(option.degrees, cp=1)

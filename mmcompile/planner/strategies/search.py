@@ -1,4 +1,4 @@
-"""Search: which chain gets how many devices, sharded and replicated how, judged by the simulator.
+"""Search: devices, sharding and replicas of each chain, judged by the simulator.
 
 A strategy proposes candidates of a problem; `mmcompile.planner.search.branch_and_bound` decides between them, and
 `mmcompile.planner.search.outcome` writes the plan.
@@ -26,7 +26,7 @@ from mmcompile.planner.strategies.entrain import entrain
 from mmcompile.planner.strategies.loosely_coupled import loosely_coupled
 
 AUTO = "auto"
-"""Our search; its candidates and those of all others."""
+"""Name of our search; it includes the candidates of all others."""
 
 STRATEGIES: Mapping[str, Strategy] = {
     "loosely-coupled": loosely_coupled,
@@ -38,7 +38,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_of(name: str) -> Strategy:
-    """A strategy by name. Raises ConfigError with the names there are."""
+    """Return a strategy by name. Raises ConfigError with the valid names."""
     if name not in STRATEGIES:
         raise ConfigError(f"no strategy {name!r}; choose one of {', '.join((AUTO, *STRATEGIES))}")
     return STRATEGIES[name]
