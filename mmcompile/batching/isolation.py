@@ -21,7 +21,7 @@ _ISOLATED = "masks made from position_ids are block-diagonal, and nothing else m
 
 
 def check_packing(model: nn.Module, samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None) -> Packing:
-    """Say whether packing isolates, at the cost of one capture.
+    """Check whether packing isolates documents, at the cost of one capture.
 
     Encoders take media as they do in a padded batch: what mixes them there (batch normalization in training) mixes them here.
 

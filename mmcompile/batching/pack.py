@@ -5,7 +5,7 @@
     labels        [1, T]   - a a - b - c c c          the first of a document is what no token predicts
 
 There is no `attention_mask`: from positions that start over, the model's own code makes masks that keep documents apart.
-`mmcompile.batching.isolation` says whether it does.
+`mmcompile.batching.isolation` checks that.
 """
 
 from __future__ import annotations

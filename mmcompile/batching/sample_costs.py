@@ -1,8 +1,8 @@
-"""What samples cost each tower of a plan, from their sizes alone: the numbers that balancers work on.
+"""Costs of samples in each tower of a plan, from their sizes alone, for the balancers.
 
 The cost of a sample in a tower is the sum, over the components of the tower's chains, of the plan's rates
-(`mmcompile.planner.plan.plan.SampleRate`) at the rows it brings: seconds of one replica, forward and backward. What a
-microbatch costs whatever is in it (launches, reading parameters) is no sample's and left out.
+(`mmcompile.planner.plan.plan.SampleRate`) at the rows it brings: seconds of one replica, forward and backward. The constant cost
+of a microbatch (launches, reading parameters) belongs to no sample and is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from mmcompile.planner.plan.plan_record import Chain, SampleRate
 from mmcompile.planner.pricing.sample_sizes import SampleRows, SampleSizes
 
 _LEAST_ROW_S = 1e-15
-"""Least cost of a row: a sample takes part in a tower exactly if its cost there is above 0, however cheap a component is."""
+"""Least cost of a row, in seconds.
+
+A sample has work in a tower exactly if its cost there is above 0, however cheap a component is.
+"""
 
 
 def costs_of_shapes(plan: Plan, shapes: Sequence[SampleShape]) -> SampleCosts:
@@ -41,10 +44,10 @@ def costs_of_shapes(plan: Plan, shapes: Sequence[SampleShape]) -> SampleCosts:
 
 
 def costs_of_samples(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
-    """Price what a processor returned, by the rules that sized the batch which the plan was made from.
+    """Price samples of a processor, by the rules that sized the batch which the plan was made from.
 
-    Texts are as long as their `attention_mask` has ones, else as their `input_ids`; images and sounds as their grids say,
-    else the shapes of their inputs. A microbatch pads to its longest text; a sample's cost is that of its own length.
+    Texts are as long as their `attention_mask` has ones, else as their `input_ids`; images and sounds by their grids, else by the
+    shapes of their inputs. A microbatch pads to its longest text; a sample's cost is that of its own length.
 
     Returns, Raises:
         As `costs_of_shapes`.
@@ -79,7 +82,7 @@ def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
 
 
 def _rates(plan: Plan, chains: Sequence[Chain]) -> list[SampleRate]:
-    """Of all components of a tower, chain by chain."""
+    """Return the rates of all components of a tower, chain by chain."""
     names = [chain.name for chain in chains]
     found = [rate for name in names for rate in plan.sample_rates if rate.chain == name]
     for name in names:

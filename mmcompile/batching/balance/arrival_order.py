@@ -1,4 +1,4 @@
-"""What is done without a balancer, or with little: arrival order, sorted and dealt out, reordered as in DistTrain."""
+"""Assignments without a search: arrival order, sorted and dealt out, and the reordering of DistTrain."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Arrival(Balancer):
     name: ClassVar[str] = "arrival"
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        """Assign equal runs in arrival order."""
         check_grid(costs, grid)
         bucket = equal_runs(costs.num_samples, grid.num_buckets)
         replica, microbatch = np.divmod(bucket, grid.num_microbatches)
@@ -34,6 +35,7 @@ class SortedRoundRobin(Balancer):
     name: ClassVar[str] = "sorted-round-robin"
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        """Deal samples out by descending length."""
         check_grid(costs, grid)
         key = costs.costs.sum(axis=0) if costs.lengths is None else costs.lengths[-1]
         bucket = np.empty(costs.num_samples, dtype=np.int64)
@@ -59,6 +61,7 @@ class DistTrain(Balancer):
     """Small microbatches kept for the end: stages of the language model less one."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        """Assign by total work, then order the microbatches of each replica."""
         check_grid(costs, grid)
         encoder = costs.costs[:-1].sum(axis=0)
         replica = lpt(encoder + costs.costs[-1], grid.num_replicas[-1])

@@ -17,18 +17,20 @@ from numpy.typing import ArrayLike
 from mmcompile.errors import ConfigError, VerifyError
 
 ABSENT = -1
-"""Replica and microbatch of a sample in a component that it does not take part in."""
+"""Replica and microbatch of a sample in a component that has no work for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleCosts:
-    """What each sample of a step costs each component. Arrays are read-only."""
+    """Cost of each sample of a step in each component. Arrays are read-only."""
 
     components: tuple[str, ...]
     """Encoders first; the last one (the language model) consumes what the others make."""
     costs: np.ndarray
-    """float64 [components, samples]: seconds on one replica, or any unit that all components share. A sample takes part in a
-    component if its cost there is above 0."""
+    """float64 [components, samples]: seconds on one replica, or any unit common to all components.
+
+    A sample has work in a component if its cost there is above 0.
+    """
     lengths: np.ndarray | None = None
     """int64 [components, samples]: tokens, for algorithms that balance tokens; of the last component those of the whole
     interleaved sequence (OrchMLLM §6)."""
@@ -52,6 +54,7 @@ class SampleCosts:
 
     @property
     def num_samples(self) -> int:
+        """Number of samples of the step."""
         return self.costs.shape[1]
 
     @property
@@ -70,10 +73,10 @@ class SampleCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Where samples can go: replicas of every component, and microbatches of each replica."""
+    """Replicas of every component, and microbatches of each replica, to which samples are assigned."""
 
     num_replicas: tuple[int, ...]
-    """By component, in the order of the costs."""
+    """Number of replicas by component, in the order of the costs."""
     num_microbatches: int = 1
 
     def __post_init__(self) -> None:
@@ -90,7 +93,10 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Assignment:
-    """Where every sample of a step is computed. Equal if all places are; `str` prints it, `parse` and JSON read it back."""
+    """Replica and microbatch of every sample of a step.
+
+    Equal if all places are; `str` prints it, `parse` and JSON read it back.
+    """
 
     components: tuple[str, ...]
     grid: Grid
@@ -123,6 +129,7 @@ class Assignment:
 
     @property
     def num_samples(self) -> int:
+        """Number of samples of the step."""
         return self.replica.shape[1]
 
     def buckets(self, component: int) -> np.ndarray:
@@ -157,7 +164,7 @@ class Assignment:
         return samples[~late], samples[late]
 
     def check(self, costs: SampleCosts) -> None:
-        """Every sample is computed once by every component it takes part in, and by no other.
+        """Check that every sample is computed once by every component with work for it, and by no other.
 
         Raises:
             VerifyError: naming the first sample and component for which this does not hold, or the sample that the last

@@ -31,7 +31,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What was chosen, and why."""
+    """Chosen assignment, with the reason and the trials."""
 
     name: str
     assignment: Assignment
@@ -42,6 +42,7 @@ class Choice:
 
     @property
     def arrival_s(self) -> float:
+        """Seconds of the step in arrival order."""
         return self.trials[0].step_s
 
 
@@ -70,9 +71,11 @@ class Auto(Balancer):
     pipeline is as fast as its slowest stage; `step_time` sees whole costs."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        """Return the chosen assignment."""
         return self.choose(costs, grid).assignment
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
+        """Return the chosen assignment, with the name and reason of the choice."""
         choice = self.choose(costs, grid)
         return choice.assignment, f"{choice.name}: {choice.reason}"
 

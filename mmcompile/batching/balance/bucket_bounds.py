@@ -1,4 +1,4 @@
-"""What no assignment of samples to equal buckets can beat, and what a given one achieves."""
+"""Lower bounds on any assignment of samples to equal buckets, and the distance of a given one to them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bottleneck(assignment: Assignment, costs: SampleCosts) -> float:
 
 
 def imbalance(assignment: Assignment, costs: SampleCosts) -> float:
-    """How far the slowest microbatch, or the slowest replica in all its microbatches, is above what no assignment can beat.
+    """Return the relative excess of the slowest microbatch, or of the slowest replica in all microbatches, over the lower bound.
 
     Returns:
         0.25 for a quarter; of the two the larger. 0 is not always possible: no bound is always reached.

@@ -39,10 +39,10 @@ class Joint(Balancer):
     limits: Limits = field(default_factory=Limits)
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """As `Balancer.assign`.
+        """Assign as `Balancer.assign`.
 
         Raises:
-            ConfigError: no partition was found in which every bucket keeps to its memory; the message says what is over.
+            ConfigError: no partition was found in which every bucket keeps to its memory; the message names the buckets over it.
         """
         check_grid(costs, grid)
         bucket = self.buckets(costs, grid)

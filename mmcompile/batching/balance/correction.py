@@ -1,6 +1,6 @@
-"""Adaptive correction: what samples are measured to cost against what was predicted, by component and shape bucket.
+"""Adaptive correction: ratio of measured to predicted costs of samples, by component and shape bucket.
 
-Kernels change with shapes, so a few kinds of samples cost steadily more or less than interpolation says. Samples are put into
+Kernels change with shapes, so a few kinds of samples cost steadily more or less than interpolation predicts. Samples are put into
 buckets by predicted cost; for each, the ratio measured / predicted is learned from the seconds of whole microbatches:
 
     measured_m / predicted_m = sum over buckets b of share_mb * ratio_b
@@ -10,9 +10,9 @@ forgetting, no ratio negative. The more measurements scatter, the more of them i
 common ratio; single microbatches far from what is expected count as less far.
 
 Learning is switched off when it saves less than it costs. So that noise does not count as savings, microbatches teach two further
-learners in turn; a step planned by what one of them knows is timed by the other, whose errors are not the same.
+learners in turn; a step planned by the ratios of one is timed by the other, whose errors differ.
 
-Source: DFLOP §3.4.3, which tracks throughput per shape and does not say how the penalty is formed; the equations here are ours.
+Source: DFLOP §3.4.3, which tracks throughput per shape but does not define the penalty; the equations here are ours.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _OUTLIER = 3.0
 """Deviations beyond which a measurement is clipped."""
 
 _LARGEST_FACTOR = 32.0
-"""Of a bucket, over its component's common ratio or under it."""
+"""Largest factor of a bucket over or under its component's common ratio."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """How to learn, and when to stop."""
+    """Settings of learning and of switching it off."""
 
     buckets_per_octave: int = 2
     """Shape buckets between a predicted cost and its double."""
     memory: float = 0.95
     """Weight of what was learned before, each step."""
     spread: float = 0.3
-    """How far the ratio of a bucket commonly is from its component's, relative to it."""
+    """Common deviation of a bucket's ratio from its component's, relative to it."""
     clip: float = 1.5
     """A microbatch counts as at most so many times faster or slower than expected, unless most of the step's microbatches are:
     it may have been interrupted."""
@@ -76,7 +76,7 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factor:
-    """What was learned of a shape bucket."""
+    """Learned ratio of a shape bucket."""
 
     above: float
     """Smallest predicted cost in the bucket."""
@@ -86,18 +86,18 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentReport:
-    """What was learned of a component."""
+    """Learned ratios of a component."""
 
     name: str
     scale: float
     """Common ratio: measured over predicted seconds of the median microbatch."""
     factors: tuple[Factor, ...]
-    """By bucket, ascending."""
+    """Ratios of the buckets, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionReport:
-    """Whether costs are corrected, by how much, and what that is worth. `str` prints it."""
+    """State of the correction: on or off, its size, and its benefit. `str` prints it."""
 
     on: bool
     reason: str
@@ -105,7 +105,7 @@ class CorrectionReport:
     """Seconds saved a step, over the last complete window, or the steps so far if none is complete; so too `cost_s`."""
     cost_s: float
     components: tuple[ComponentReport, ...]
-    """Those that were measured."""
+    """Components that were measured."""
 
     @property
     def summary(self) -> str:
@@ -125,7 +125,7 @@ class Corrector:
     """Learns from measured steps and corrects the costs of later ones. The same calls give the same bytes.
 
     Args:
-        balancer: the one that plans the steps; asked again, without correction, to tell what correction saves.
+        balancer: balancer that plans the steps; also run without correction, to measure the savings.
     """
 
     def __init__(self, balancer: Balancer, settings: Correction | None = None) -> None:
@@ -146,9 +146,9 @@ class Corrector:
         return self._left_off == 0
 
     def corrected(self, costs: SampleCosts) -> SampleCosts:
-        """The costs in measured seconds, or as they are while off or before anything was measured.
+        """Return the costs in measured seconds, or unchanged while off or before anything was measured.
 
-        The same samples take part in the same components. A component that was never measured is scaled as the others are.
+        Samples have work in the same components as before. A component that was never measured is scaled as the others are.
         """
         return _corrected(costs, self._learned) if self.on and self._learned else costs
 
@@ -185,7 +185,7 @@ class Corrector:
             self._judge()
 
     def report(self) -> CorrectionReport:
-        """What was learned so far."""
+        """Return the ratios learned so far."""
         benefit_s, cost_s = self._verdict
         reason = self._reason
         if not reason and self._saved_s:
@@ -215,7 +215,7 @@ class Corrector:
             learned.setdefault(name, _Learned(self._settings)).learn(evidence)
 
     def _judge(self) -> None:
-        """At the end of a window: go on, or stop for a while."""
+        """Continue learning at the end of a window, or stop for a while."""
         benefit_s, cost_s = float(np.mean(self._saved_s)), float(np.mean(self._spent_s))
         self._verdict = (benefit_s, cost_s)
         self._reason = f"saved {benefit_s:.3g} s a step, cost {cost_s:.3g} s, over {len(self._saved_s)} steps"
@@ -226,7 +226,7 @@ class Corrector:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Evidence:
-    """What one step says of one component."""
+    """Measurements of one component in one step."""
 
     keys: np.ndarray
     """int64 [buckets]: shape buckets seen, ascending."""

@@ -18,12 +18,12 @@ from mmcompile.batching.balance.sample_deferral import RESOLUTION, pairwise_defe
 
 
 class Defer(StrEnum):
-    """Which microbatches hand language-model work to the next (§4.5.2)."""
+    """Microbatches that defer language-model work to the next (§4.5.2)."""
 
     NONE = "none"
     """Every component computes a sample in the same microbatch."""
     CRITICAL = "critical"
-    """Those that would be longer than the longest has to be, as in the thesis."""
+    """Microbatches that would exceed the necessary longest one, as in the thesis."""
     ALL = "all"
     """Every overloaded one."""
 
@@ -47,9 +47,11 @@ class Hierarchical(Balancer):
 
     @property
     def title(self) -> str:
+        """Name with the deferral, if it is not the default."""
         return self.name if self.defer is Defer.CRITICAL else f"{self.name}-{self.defer}"
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        """Assign replicas by encoder work, then microbatches with deferral."""
         check_grid(costs, grid)
         encoder, language = costs.costs[:-1].sum(axis=0), costs.costs[-1]
         replica = replicas_of(encoder, language, grid.num_replicas[-1])

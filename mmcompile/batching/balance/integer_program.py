@@ -18,7 +18,7 @@ _LEAST_GAIN = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of the solver. An instance that reaches one is left to the heuristic.
+    """Limits of the solver. An instance that reaches one is left to the heuristic.
 
     Nodes are the limit that is meant to be reached, for it is reached at the same point everywhere. Time is a net below it: raise
     the others beyond what finishes in it, and a result may depend on the speed of the machine.
@@ -27,7 +27,7 @@ class Limits:
     variables: int = 96
     """Samples times buckets of the largest instance that is tried; 0 to try none."""
     nodes: int = 300
-    """Of the search tree."""
+    """Nodes of the search tree."""
     time_s: float = 10.0
 
 

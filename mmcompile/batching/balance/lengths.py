@@ -22,7 +22,7 @@ from mmcompile.errors import ConfigError
 
 
 class BatchKind(StrEnum):
-    """How the sequences of a batch are laid out."""
+    """Layout of the sequences of a batch."""
 
     PACKED = "packed"
     PADDED = "padded"

@@ -33,7 +33,7 @@ def lpt(weights: np.ndarray, num_bins: int, start: np.ndarray | None = None) -> 
 def place_in_order(
     weights: np.ndarray, order: np.ndarray, num_bins: int, start: np.ndarray | None = None
 ) -> np.ndarray:
-    """List scheduling: samples in this order, each to the lightest bin. Within 2 - 1/bins of the optimum whatever the order.
+    """Assign samples in this order, each to the lightest bin (list scheduling). Within 2 - 1/bins of the optimum for any order.
 
     Args:
         weights: [samples].

@@ -30,10 +30,10 @@ class NodeLocal(Balancer):
     ranks_per_node: int = 8
     """Consecutive replicas of the last component share a node, and samples arrive in equal runs at its replicas."""
     tolerance: float = 0.02
-    """Of the largest load over the lower bound."""
+    """Relative excess of the largest load over the lower bound."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """As `Balancer.assign`, for steps of one microbatch.
+        """Assign as `Balancer.assign`, for steps of one microbatch.
 
         Raises:
             ConfigError: the step has more microbatches.

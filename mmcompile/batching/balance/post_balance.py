@@ -18,10 +18,10 @@ from mmcompile.errors import ConfigError
 
 
 class Algorithm(StrEnum):
-    """What is balanced in one component."""
+    """Quantity that is balanced in one component."""
 
     SECONDS = "seconds"
-    """Algorithm 1 on costs: what a packed batch costs is a sum over its samples whatever the cost of one is."""
+    """Algorithm 1 on costs: the cost of a packed batch is the sum of its samples' costs."""
     PACKED = "packed"
     PADDED = "padded"
     QUADRATIC = "quadratic"
@@ -42,15 +42,17 @@ class PostBalance(Balancer):
     name: ClassVar[str] = "post-balance"
 
     algorithms: tuple[Algorithm, ...] = (Algorithm.SECONDS,)
-    """Of each component, or one for all."""
+    """Algorithm of each component, or one for all."""
     tolerance: float | None = None
-    """Of the quadratic algorithm, in tokens."""
+    """Tolerance of the quadratic algorithm, in tokens."""
 
     @property
     def title(self) -> str:
+        """Name with the algorithms that are not the default."""
         return "-".join((self.name, *(a for a in self.algorithms if a is not Algorithm.SECONDS)))
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        """Assign the samples of each component by themselves."""
         check_grid(costs, grid)
         algorithms = self._algorithms(costs)
         last = len(costs.components) - 1

@@ -17,11 +17,11 @@ OVER = 100.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """Where the search stops. Counted in rounds, not in seconds, so that it is the same everywhere."""
+    """Limits of the search. Counted in rounds, not in seconds, so that results are the same everywhere."""
 
     rounds: int = 80
     pairs: int = 16
-    """Of buckets, in one round."""
+    """Pairs of buckets in one round."""
     tolerance: float = 0.004
     """Over the lower bound, at which it is good enough."""
 
@@ -59,7 +59,7 @@ class Buckets:
 
     @property
     def height(self) -> float:
-        """Of the highest bucket: its largest relative time, or `OVER` and more if it is over its memory."""
+        """Height of the highest bucket: its largest relative time, or `OVER` and more if it is over its memory."""
         return float(self._heights(self._loads).max(initial=0.0))
 
     def refine(self, effort: Effort) -> None:
@@ -88,7 +88,7 @@ class Buckets:
         return height
 
     def _partners(self, heavy: np.ndarray, others: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """To each heavy bucket the one with which it would be lowest if they could be cut in halves."""
+        """Return for each heavy bucket the partner with which it would be lowest if both could be halved."""
         halves = (self._loads[:, heavy, None] + self._loads[:, None, others]) / 2
         rows, columns = linear_sum_assignment(self._heights(halves) + failed[np.ix_(heavy, others)])
         return heavy[rows], others[columns]

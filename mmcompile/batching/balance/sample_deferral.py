@@ -29,7 +29,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deferral:
-    """What all microbatches of a replica do."""
+    """Deferral of all microbatches of a replica."""
 
     pairs: tuple[Pair, ...]
     alone: tuple[int, ...]

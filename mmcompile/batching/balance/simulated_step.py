@@ -26,7 +26,7 @@ from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit,
 from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
 
 _TOLERANCE = 1e-6
-"""By which the shares of a component may miss 1."""
+"""Largest deviation of the shares of a component from 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,7 @@ class StageShare:
 
     @property
     def backward(self) -> float:
+        """Share of input and weight gradient."""
         return self.input_grad + self.weight_grad
 
 
@@ -118,7 +119,7 @@ def simulate_step(assignment: Assignment, costs: SampleCosts, shape: StepShape, 
 def step_units(
     assignment: Assignment, shape: StepShape
 ) -> tuple[tuple[PlacedStage, ...], tuple[Unit, ...], tuple[CrossEdge, ...]]:
-    """What `schedule_units` needs to know of a step.
+    """Return the inputs of `schedule_units` for a step.
 
     A microbatch without samples has no unit. Samples of an encoder's microbatch that the language model computes `lag` slots
     later are a unit of their own: its number is slot + lag * microbatches, its backward waits for theirs.

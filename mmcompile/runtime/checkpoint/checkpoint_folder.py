@@ -70,16 +70,17 @@ def swap(fresh: Path, folder: Path, is_ours: Callable[[str], bool]) -> None:
 
 
 def place_of(folder: Path, mark: str) -> Path | None:
-    """Where the last whole folder is; None if there is none.
+    """Return the last complete folder; None if there is none.
 
     Args:
-        mark: a file that every whole one has.
+        mark: name of a file that every complete folder has.
     """
     target = resolved(folder)
     return next((place for place in (target, _previous_of(target)) if (place / mark).is_file()), None)
 
 
 def resolved(folder: Path) -> Path:
+    """Return the absolute path of a folder."""
     return folder.expanduser().resolve()
 
 
@@ -88,6 +89,7 @@ def _previous_of(target: Path) -> Path:
 
 
 def unwritable(folder: Path, error: Exception | str) -> CheckpointError:
+    """Return the error of a folder that cannot be written."""
     return CheckpointError(f"cannot write to {folder}: {error}; what was saved there before, if anything, is untouched")
 
 

@@ -1,9 +1,9 @@
-"""`Fence`: lets go, in milliseconds, of everything that waits for other ranks over sockets of one group.
+"""`Fence`: releases, in milliseconds, all waits for other ranks over the sockets of one group.
 
-gloo has no abort. A thread that waits for a message is let go when its connection ends, and by nothing else, so a fence ends
-the connections: it knows which sockets were opened while a group was made and shuts them down. gloo then raises in every
-thread that waits, however its peers are: alive and busy, stopped, or gone without a word. A socket is shut down, never closed:
-its file descriptor stays gloo's, to be closed by gloo.
+gloo has no abort. A thread that waits for a message is released only when its connection ends, so a fence ends the connections:
+it records the sockets opened while a group was made and shuts them down. gloo then raises in every waiting thread, in any state
+of its peers: alive and busy, stopped, or dead. A socket is shut down, never closed: its file descriptor stays gloo's, to be
+closed by gloo.
 
 Needs /proc/self/fd. `fence_works` tries it out; where it does not work, threads that wait must be left behind.
 """
@@ -31,7 +31,7 @@ from mmcompile.runtime.comm.groups import Groups, PeerLost, wait
 
 _FDS = "/proc/self/fd"
 _AGAIN_S = 0.005
-"""Between two cuts of a group that is still being made, and goes on to open sockets."""
+"""Seconds between two cuts of a group that is still being made, and continues to open sockets."""
 _CLOSED, _LISTENING = 7, 10
 """States of a socket, as the first byte of TCP_INFO."""
 
@@ -40,7 +40,7 @@ _TRY_S = 1.0
 _TRY_TAG = 1
 
 Mine = Callable[[socket.socket], bool]
-"""Whether a TCP socket opened while a group was made is the group's, and not by chance another thread's."""
+"""Predicate: whether a TCP socket opened while a group was made is the group's, not another thread's."""
 
 
 def of_gloo(end: socket.socket) -> bool:
@@ -91,11 +91,12 @@ class Fence:
 
     @property
     def is_cut(self) -> bool:
+        """True after a cut."""
         return self._is_cut
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Make the group inside of this, once. After a cut whatever is made here is cut too, at once."""
+        """Make the group inside of this block, once. After a cut, sockets opened here are cut too, at once."""
         with self._lock:
             self._inodes = frozenset(inode for _, inode in _sockets())
             self._servers = frozenset(_port(end) for _, end in _tcp_sockets() if _state(end) == _LISTENING)
@@ -154,7 +155,7 @@ class Fence:
 
 @functools.cache
 def fence_works() -> bool:
-    """Whether a fence lets go of gloo on this system. Tried once a process, which takes some 50 ms; says so if it does not."""
+    """Return whether a fence releases gloo's waits on this system. Tried once a process, in some 50 ms; warns if it does not."""
     works = os.path.isdir(_FDS) and _lets_go()
     if not works:
         print(
@@ -166,7 +167,7 @@ def fence_works() -> bool:
 
 
 def _lets_go() -> bool:
-    """Whether a rank that waits for a live one is let go by a cut."""
+    """Return whether a rank that waits for a live one is released by a cut."""
     store, fence = dist.HashStore(), Fence(of_gloo, num_ranks=2)
     made: dict[int, Groups] = {}
 
@@ -203,7 +204,7 @@ def _lets_go() -> bool:
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """(file descriptor, inode) of every socket of this process; none where the system does not tell."""
+    """Yield (file descriptor, inode) of every socket of this process; none if the system does not list them."""
     for name in os.listdir(_FDS) if os.path.isdir(_FDS) else ():
         with contextlib.suppress(OSError):  # Closed since, as the one that lists the folder.
             status = os.fstat(int(name))
@@ -240,7 +241,7 @@ def _port(end: socket.socket) -> int:
 def _connect_all(listener: socket.socket, num_ranks: int) -> None:
     """Connect to gloo as every rank it may wait for, and leave again.
 
-    A new connection says with its first number, counted from 0 in order of ranks, what it is for.
+    The first number on a new connection, counted from 0 in order of ranks, is the rank it is for.
     """
     for number in range(num_ranks):
         with contextlib.suppress(OSError), socket.socket(listener.family, socket.SOCK_STREAM) as end:

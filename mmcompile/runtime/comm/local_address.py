@@ -1,4 +1,4 @@
-"""Where a rank listens for ranks on other machines."""
+"""Address at which a rank listens for ranks on other machines."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from mmcompile.errors import ConfigError
 
 _ANY_PORT = 9
-"""Of a datagram that is never sent."""
+"""Port of a datagram that is never sent."""
 
 
 def listen_at(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """A network interface, or an address of this machine that the others reach it at.
+    """Return a network interface, or an address of this machine that the others can reach.
 
     GLOO_SOCKET_IFNAME, if it is set, as for torch. Otherwise the address that this machine has on its way to MASTER_ADDR: what
     its own name resolves to, gloo's default, is a loopback address on many systems.
 
     Returns:
-        ("interface", name) or ("hostname", address); None where no launcher says anything.
+        ("interface", name) or ("hostname", address); None if no launcher set an address.
 
     Raises:
         ConfigError: there are other machines, and only this one would reach that address; or MASTER_ADDR is no machine's name.

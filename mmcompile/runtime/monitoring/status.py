@@ -25,7 +25,7 @@ class Status:
     kind: int
     """Position in `ActionKind`."""
     microbatch: int
-    """As actions call it: by its number."""
+    """Number of the microbatch in actions."""
 
 
 class StatusBoard:
@@ -53,8 +53,10 @@ class StatusBoard:
             os.close(file)
 
     def write(self, rank: int, step: int, stage: int, kind: int, microbatch: int) -> None:
+        """Write the current action of a rank."""
         _SLOT.pack_into(self._memory, rank * _SLOT_BYTES, step, stage, kind, microbatch)
 
     def read(self, rank: int) -> Status:
+        """Return the current action of a rank."""
         step, stage, kind, microbatch = _SLOT.unpack_from(self._memory, rank * _SLOT_BYTES)
         return Status(step=step, stage=stage, kind=kind, microbatch=microbatch)

@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 
 
 def processor_name(device: torch.device) -> str:
-    """What the machine calls a device: `Intel(R) Xeon(R) Processor`, `NVIDIA H100 80GB HBM3`."""
+    """Return the machine's name of a device: `Intel(R) Xeon(R) Processor`, `NVIDIA H100 80GB HBM3`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):

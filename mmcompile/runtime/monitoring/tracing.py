@@ -1,4 +1,4 @@
-"""Measured actions of a step, with layers that follow one another told as the stage that they are together."""
+"""Measured actions of a step, with consecutive layers joined to the stage that they form together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def collect(groups: Groups, events: Iterable[Event], path: Path) -> None:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """What `collect` wrote; nothing if no step was traced."""
+    """Return the events of `collect`; nothing if no step was traced."""
     return msgspec.json.decode(path.read_bytes(), type=list[Event]) if path.exists() else []
 
 

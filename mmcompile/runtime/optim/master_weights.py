@@ -46,6 +46,7 @@ class MasterWeights(Mapping[str, nn.Parameter]):
         return self._masters[name]
 
     def remove(self, name: str) -> None:
+        """Remove a parameter and its master."""
         del self._masters[name], self._parameters[name]
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.parameter_patterns import matches
 
 Settings: TypeAlias = dict[str, Any]
-"""What one parameter group of an optimizer holds besides its parameters: learning rate, betas, ... (all plain JSON)."""
+"""Settings of one parameter group of an optimizer: learning rate, betas, ... (all plain JSON)."""
 
 _SHARD = "@"
 """Between the name of a parameter and the number of its part, where several ranks hold a part each."""
@@ -33,6 +33,7 @@ class ParameterGroup:
 
     @property
     def patterns(self) -> tuple[str, ...]:
+        """Patterns as a tuple."""
         return (self.match,) if isinstance(self.match, str) else self.match
 
     @property
@@ -50,10 +51,10 @@ def group_of(name: str, groups: Sequence[ParameterGroup]) -> int:
 
 
 def check_settings(groups: Iterable[ParameterGroup], known: Collection[str], optimizer: str) -> None:
-    """Refuse groups without settings, and settings that an optimizer does not know and would ignore.
+    """Refuse groups without settings, and settings that an optimizer does not have and would ignore.
 
     Raises:
-        ConfigError: naming group, setting, and what the optimizer knows.
+        ConfigError: naming group, setting, and the optimizer's settings.
     """
     for group in groups:
         if not group.own:
