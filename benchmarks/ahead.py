@@ -31,7 +31,7 @@ from mmcompile.batching.balance.auto import Auto
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.data.collate import Sample, collate
 from mmcompile.runtime.engine import Engine
-from mmcompile.runtime.launch.background_balancer import AsideBalancer, Recipe
+from mmcompile.runtime.launch.background_balancer import BackgroundBalancer, Recipe
 
 SLOWER_S = 0.030
 NUM_SAMPLES = 9
@@ -103,7 +103,7 @@ class Switched(Balancer):
     def __init__(self) -> None:
         self.extra = Extra.NOTHING
         self._each = {
-            extra: AsideBalancer(
+            extra: BackgroundBalancer(
                 Slowed(extra=extra), Recipe(module="benchmarks.ahead", function="slowed", arguments=(extra.value,))
             )
             for extra in Extra

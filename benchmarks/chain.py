@@ -133,7 +133,7 @@ PLAN = Placement(
 
 
 class ChainSource:
-    """`PatternSource` of the chain: one pattern."""
+    """`ProgramSource` of the chain: one pattern."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain

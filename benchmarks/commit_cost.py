@@ -59,7 +59,7 @@ from mmcompile.runtime.elastic.generation_worker import GenerationWorker  # noqa
 from mmcompile.runtime.elastic.layer_store import LayerStore  # noqa: E402
 from mmcompile.runtime.elastic.programs import Programs  # noqa: E402
 from mmcompile.runtime.elastic.template_planner import TemplatePlanner  # noqa: E402
-from mmcompile.runtime.optim.rates import Rates  # noqa: E402
+from mmcompile.runtime.optim.optimizer import HyperSchedule  # noqa: E402
 
 NUM_NODES, NUM_MICROBATCHES, BATCH_SIZE = 4, 8, 16
 NODES = tuple(f"node{index}" for index in range(NUM_NODES))
@@ -156,7 +156,7 @@ def steps(
     job: ElasticJob, plan: GenerationPlan, layout: GenerationLayout, worker: GenerationWorker, rank: int
 ) -> Iterator[None]:
     """Yields where a commit would be."""
-    rates, controller = Rates(job.optimizer, job.scheduler), ElasticController(job)
+    rates, controller = HyperSchedule(job.optimizer, job.scheduler), ElasticController(job)
     if rank:
         for _ in range(job.num_steps):
             totals = worker.follow()

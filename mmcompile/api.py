@@ -47,7 +47,7 @@ from mmcompile.planner.plan.placement import Placement, check_runnable
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.planning import PlanInputs, make_plan
 from mmcompile.runtime.engine import Engine
-from mmcompile.runtime.launch.background_balancer import AsideBalancer, Recipe
+from mmcompile.runtime.launch.background_balancer import BackgroundBalancer, Recipe
 
 
 def capture(
@@ -279,7 +279,7 @@ def parallelize(
         Placement.of(plan),
         patterns,
         model=model,
-        balancer=AsideBalancer(decides, _recipe(plan, balance)) if isinstance(balance, str) else decides,
+        balancer=BackgroundBalancer(decides, _recipe(plan, balance)) if isinstance(balance, str) else decides,
         costs=functools.partial(costs_of_samples, plan),
         corrector=Corrector(decides, Correction(step_time=step_time(StepShape.of(plan)))) if correct else None,
         **options,

@@ -137,7 +137,7 @@ def elastic_job(
         master_weights: as for `Engine`; masters start as the parameters are.
         accumulate, shard_optimizer: of `Engine`, and refused here: a step is one call, and what a rank updates after a commit
             must not depend on other ranks, which may be gone.
-        reduction: how gradients are added up (`mmcompile.runtime.commands.Reduction`).
+        reduction: how gradients are added up (`mmcompile.config.Reduction`).
         balance: which samples of a step share a microbatch: a balancer, or its name.
         pad, collate: as for `Engine`.
         save_every: steps between checkpoints; by default only the end is saved.

@@ -21,7 +21,7 @@ from mmcompile.errors import BatchError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulated:
-    """What the parts of a step so far have in all."""
+    """Totals of the parts of a step so far."""
 
     num_parts: int = 0
     num_samples: int = 0

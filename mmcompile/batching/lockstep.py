@@ -1,7 +1,7 @@
 """`check_lockstep`: replicas that share parameters must gather them together, or they would wait for each other for ever.
 
-A replica of an encoder without samples in a microbatch computes those of another one for nobody (`StepPlanner`). The language
-model has no such way out: its loss would count twice.
+A replica of an encoder without samples in a microbatch computes those of another one, and its result is dropped (`StepPlanner`).
+The language model has no such way out: its loss would count twice.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _INSTEAD = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
-    """What a stage of a replica does in a microbatch, as far as the other replicas take part."""
+class _StageWork:
+    """Work of a stage of a replica in a microbatch that the other replicas must do too."""
 
     gathered: tuple[str, ...]
     """Parameters, in order."""
@@ -43,39 +43,31 @@ def check_lockstep(
     Raises:
         BatchError: which microbatch of which replica lacks what, and what to do.
     """
-    for name, replicas in _sharing(stages).items():
-        numbers: dict[tuple[str, int], dict[int, tuple[MicrobatchPlan, _Work]]] = {}
+    for name, stage in _sharing(stages).items():
+        numbers: dict[tuple[str, int], dict[int, tuple[MicrobatchPlan, _StageWork]]] = {}
         for microbatch, source in zip(microbatches, prepared, strict=True):
-            if name in microbatch.flow.stages and microbatch.tower == replicas.tower:
+            if name in microbatch.flow.stages and microbatch.tower == stage.tower:
                 work = _work(name, microbatch, source)
                 numbers.setdefault((microbatch.tower, microbatch.number), {})[microbatch.replica] = microbatch, work
         for found in numbers.values():
-            _check(name, replicas.count, found)
+            _check(name, len(stage.sharing), found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Replicas:
-    """Of a stage."""
-
-    tower: str
-    count: int
+def _sharing(stages: Iterable[PlacedStage]) -> dict[str, PlacedStage]:
+    """One replica of each stage whose replicas share parameters, by the name of its program."""
+    return {stage.program_name: stage for stage in stages if stage.sharing}
 
 
-def _sharing(stages: Iterable[PlacedStage]) -> dict[str, _Replicas]:
-    """Stages whose replicas share parameters, as programs name them."""
-    return {s.program_name: _Replicas(tower=s.tower, count=len(s.sharing)) for s in stages if s.sharing}
-
-
-def _work(stage: str, microbatch: MicrobatchPlan, prepared: PreparedMicrobatch) -> _Work:
+def _work(stage: str, microbatch: MicrobatchPlan, prepared: PreparedMicrobatch) -> _StageWork:
     program = prepared.programs.programs[stage]
-    return _Work(
+    return _StageWork(
         gathered=program.gathered,
         backward=stage in microbatch.flow.backward,
         learns=not program.is_loss or microbatch.loss_weight != 0,
     )
 
 
-def _check(stage: str, count: int, found: dict[int, tuple[MicrobatchPlan, _Work]]) -> None:
+def _check(stage: str, count: int, found: dict[int, tuple[MicrobatchPlan, _StageWork]]) -> None:
     first = min(found)
     microbatch, wanted = found[first]
     where = (
@@ -94,7 +86,7 @@ def _check(stage: str, count: int, found: dict[int, tuple[MicrobatchPlan, _Work]
             )
 
 
-def _difference(work: _Work, wanted: _Work) -> str:
+def _difference(work: _StageWork, wanted: _StageWork) -> str:
     if work.learns != wanted.learns:
         return "has a token to learn from" if work.learns else "has no token to learn from"
     if work.backward != wanted.backward:

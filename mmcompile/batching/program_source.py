@@ -1,4 +1,4 @@
-"""`PatternSource`: where the engine gets stage programs from."""
+"""`ProgramSource`: where the engine gets stage programs from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mmcompile.codegen.program import PreparedMicrobatch
 from mmcompile.data.collate import Value
 
 
-class PatternSource(Protocol):
-    """Knows the model; lives on rank 0 only."""
+class ProgramSource(Protocol):
+    """Programs of the model by pattern; rank 0 alone has it."""
 
     def prepare(self, batch: Mapping[str, Value]) -> PreparedMicrobatch:
         """Match a collated microbatch with the programs that run it, capturing a new pattern where none fits.

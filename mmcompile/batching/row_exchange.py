@@ -1,4 +1,4 @@
-"""Which rows every microbatch of the language model needs of what a tower makes: the `RowExchange`s of a step."""
+"""`row_exchanges`: the rows of an encoder's values that every microbatch of the language model reads."""
 
 from __future__ import annotations
 
@@ -23,86 +23,83 @@ need not agree on names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Side:
+class ExchangeSide:
     """A microbatch of one tower, as far as its rows matter."""
 
     index: int
     """In the step plan."""
     samples: tuple[int, ...]
-    """As collated."""
+    """Positions of its samples in the step, in the order in which they were collated."""
     prepared: PreparedMicrobatch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Crossings:
-    """Plans what one tower hands to another.
+def row_exchanges(
+    sources: Sequence[ExchangeSide],
+    targets: Sequence[ExchangeSide],
+    makers: Sequence[str],
+    readers: Sequence[str],
+    *,
+    samples: Sequence[Sample],
+    alone: Callable[[int], PreparedMicrobatch],
+) -> list[RowExchange]:
+    """Return all exchanges, by source, producer, target, consumer, and the producer's order of values.
 
     Args:
-        samples: of the step.
-        alone: matches one sample with a pattern of its own; asked only where the rows of a sample do not follow from the sizes of
-            its inputs.
+        sources: microbatches of a balance group.
+        targets: microbatches of the group that reads; each sample of a source is in one of them.
+        makers: stages of the first group, as programs name them, in plan order.
+        readers: stages of the second group.
+        samples: all samples of the step.
+        alone: matches one sample with a pattern of its own; called only where the rows of a sample do not follow from the sizes
+            of its inputs.
+
+    Raises:
+        BatchError: a value is not made of one sample's rows after the other's.
+        PlanError: patterns do not agree on what crosses.
     """
-
-    samples: Sequence[Sample]
-    alone: Callable[[int], PreparedMicrobatch]
-
-    def exchanges(
-        self, sources: Sequence[Side], targets: Sequence[Side], makers: Sequence[str], readers: Sequence[str]
-    ) -> list[RowExchange]:
-        """All exchanges, by source, producer, target, consumer, and the producer's order of values.
-
-        Args:
-            sources: microbatches of a tower.
-            targets: microbatches of the tower that reads; each sample of a source is in one of them.
-            makers: stages of the first tower, as programs name them, in plan order.
-            readers: of the second.
-
-        Raises:
-            BatchError: a value is not made of one sample's rows after the other's.
-            PlanError: patterns do not agree on what crosses.
-        """
-        made = {source.index: _made(source.prepared.programs, makers, readers) for source in sources}
-        whole = _whole(sources, targets)
-        rows: dict[tuple[Place, Block], int] = {}
-        for source in sources:
-            for place, port in made[source.index].items():
-                for block in _blocks(source, whole):
-                    rows[place, block] = self._count(source, block, place, port)
-        source_of = {sample: source for source in sources for sample in source.samples}
-        found = [
-            exchange
-            for target in targets
-            for exchange in _into(target, source_of, whole, made, rows, (makers, readers))
-        ]
-        order = {name: position for position, name in enumerate((*makers, *readers))}
-        return sorted(found, key=lambda e: (e.source, order[e.producer], e.target, order[e.consumer]))
-
-    def _count(self, source: Side, block: Block, place: Place, port: Port) -> int:
-        """Rows of some samples of a microbatch in one value it makes.
-
-        Raises:
-            BatchError: nothing tells them.
-        """
-        if len(block) == len(source.samples):
-            return source.prepared.link_shapes[port.name][0]
-        (sample,) = block
-        count = source.prepared.row_counts.get(port.name)
-        if count is not None:
-            rows = count.of({name: _rows(self.samples[sample].get(name)) for name in count.inputs.values()})
-            if rows is not None:
-                return rows
-        alone = self.alone(sample)
-        made = _made(alone.programs, (place[0],), (place[1],))
-        if place not in made:
-            raise BatchError(
-                f"how many rows of {port.name} are of sample {sample} is not known: alone it makes none for {place[1]}; "
-                f"{_WITHOUT}"
-            )
-        return alone.link_shapes[made[place].name][0]
+    made = {source.index: _made(source.prepared.programs, makers, readers) for source in sources}
+    whole = _whole(sources, targets)
+    rows: dict[tuple[Place, Block], int] = {}
+    for source in sources:
+        for place, port in made[source.index].items():
+            for block in _blocks(source, whole):
+                rows[place, block] = _count(source, block, place, port, samples, alone)
+    source_of = {sample: source for source in sources for sample in source.samples}
+    found = [
+        exchange for target in targets for exchange in _into(target, source_of, whole, made, rows, (makers, readers))
+    ]
+    order = {name: position for position, name in enumerate((*makers, *readers))}
+    return sorted(found, key=lambda e: (e.source, order[e.producer], e.target, order[e.consumer]))
 
 
-def _whole(sources: Sequence[Side], targets: Sequence[Side]) -> frozenset[int]:
-    """Sources whose samples stay together and in order: their rows travel as one block, whatever is whose."""
+def _count(
+    source: ExchangeSide,
+    block: Block,
+    place: Place,
+    port: Port,
+    samples: Sequence[Sample],
+    alone: Callable[[int], PreparedMicrobatch],
+) -> int:
+    """Rows of some samples of a microbatch in one value it makes. Raises BatchError if they cannot be derived."""
+    if len(block) == len(source.samples):
+        return source.prepared.link_shapes[port.name][0]
+    (sample,) = block
+    count = source.prepared.row_counts.get(port.name)
+    if count is not None:
+        rows = count.of({name: _rows(samples[sample].get(name)) for name in count.inputs.values()})
+        if rows is not None:
+            return rows
+    matched = alone(sample)
+    made = _made(matched.programs, (place[0],), (place[1],))
+    if place not in made:
+        raise BatchError(
+            f"how many rows of {port.name} are of sample {sample} is not known: alone it makes none for {place[1]}; {_WITHOUT}"
+        )
+    return matched.link_shapes[made[place].name][0]
+
+
+def _whole(sources: Sequence[ExchangeSide], targets: Sequence[ExchangeSide]) -> frozenset[int]:
+    """Sources whose samples stay together and in order: their rows travel as one block."""
     of = {source.samples[0]: source for source in sources}
     members = {sample for source in sources for sample in source.samples}
     found: set[int] = set()
@@ -115,19 +112,19 @@ def _whole(sources: Sequence[Side], targets: Sequence[Side]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _blocks(source: Side, whole: frozenset[int]) -> list[Block]:
+def _blocks(source: ExchangeSide, whole: frozenset[int]) -> list[Block]:
     return [source.samples] if source.index in whole else [(sample,) for sample in source.samples]
 
 
 def _into(
-    target: Side,
-    source_of: Mapping[int, Side],
+    target: ExchangeSide,
+    source_of: Mapping[int, ExchangeSide],
     whole: frozenset[int],
     made: Mapping[int, Mapping[Place, Port]],
     rows: Mapping[tuple[Place, Block], int],
     stages: tuple[Sequence[str], Sequence[str]],
 ) -> Iterator[RowExchange]:
-    """What one microbatch reads."""
+    """Exchanges that bring one microbatch its rows."""
     sources = {source_of[s].index: source_of[s] for s in target.samples if s in source_of}
     wanted = {sample: block for source in sources.values() for block in _blocks(source, whole) for sample in block[:1]}
     blocks = [wanted[sample] for sample in target.samples if sample in wanted]
@@ -185,7 +182,7 @@ def _read(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[st
     }
 
 
-def _ranges(blocks: Sequence[Block], counts: Sequence[int], side: Side, name: str) -> dict[Block, Range]:
+def _ranges(blocks: Sequence[Block], counts: Sequence[int], side: ExchangeSide, name: str) -> dict[Block, Range]:
     """Rows of each block in a value of a microbatch, one's after the other's."""
     total = side.prepared.link_shapes[name][0]
     if sum(counts) != total:
@@ -210,7 +207,7 @@ def _check_same(made: Mapping[Place, Port], read: Mapping[Place, Port]) -> None:
         )
 
 
-def _check_shapes(source: Side, made: Port, target: Side, read: Port) -> None:
+def _check_shapes(source: ExchangeSide, made: Port, target: ExchangeSide, read: Port) -> None:
     shapes = source.prepared.link_shapes[made.name], target.prepared.link_shapes[read.name]
     if shapes[0][1:] != shapes[1][1:]:
         raise BatchError(

@@ -1,16 +1,38 @@
-"""`units_of`: a step plan as the schedule sees it, by the placed stages of every replica."""
+"""`units_of`: a step plan as units of the schedule, by the placed stages of every replica; `action_lines` orders them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from mmcompile.batching.step_plan import MicrobatchPlan, StepPlan
+from mmcompile.codegen.program import PatternPrograms
+from mmcompile.config import ScheduleKind
 from mmcompile.errors import PlanError
-from mmcompile.planner.plan.placement import PlacedStage
-from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit
+from mmcompile.planner.plan.placement import PlacedStage, lockstep_of
+from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit, schedule_units
 
 _Replica = tuple[str, int]
 """Tower and replica."""
+
+
+def flow_of(programs: PatternPrograms, stages: Sequence[str]) -> Flow:
+    """Return the stages that a microbatch of a pattern runs, the edges between them, and the stages with a backward.
+
+    Args:
+        stages: of one tower, as programs name them, in plan order. Edges to and from other stages are left out.
+    """
+    present = {name: programs.programs[name] for name in stages if name in programs.programs}
+    gradient: dict[tuple[str, str], bool] = {}
+    for program in present.values():
+        for port in program.inputs:
+            if port.kind == "link" and port.peers[0] in present:
+                edge = (port.peers[0], program.stage)
+                gradient[edge] = gradient.get(edge, False) or port.gradient
+    return Flow(
+        stages=tuple(present),
+        edges=tuple(FlowEdge(source=a, target=b, gradient=value) for (a, b), value in gradient.items()),
+        backward=tuple(name for name, program in present.items() if program.has_backward),
+    )
 
 
 def units_of(plan: StepPlan, stages: Sequence[PlacedStage]) -> tuple[tuple[Unit, ...], tuple[CrossEdge, ...]]:
@@ -44,6 +66,23 @@ def units_of(plan: StepPlan, stages: Sequence[PlacedStage]) -> tuple[tuple[Unit,
 def num_slots(plan: StepPlan) -> int:
     """Slots of a step: those up to the last backward."""
     return 1 + max((microbatch.slot + microbatch.lag for microbatch in plan.microbatches), default=-1)
+
+
+def action_lines(
+    stages: Sequence[PlacedStage],
+    kind: ScheduleKind,
+    units: Sequence[Unit],
+    edges: Sequence[CrossEdge],
+    slots: int,
+) -> tuple[str, ...]:
+    """Return `StepPlan.actions`: the actions of each rank in a step, as text. Raises PlanError as `schedule_units` does.
+
+    Args:
+        stages: of all replicas.
+        units, edges: from `units_of`.
+        slots: from `num_slots`.
+    """
+    return schedule_units(stages, units, edges, kind, num_slots=slots, together=lockstep_of(stages)).lines
 
 
 def _edges(plan: StepPlan, names: dict[_Replica, dict[str, str]]) -> tuple[CrossEdge, ...]:

@@ -2,18 +2,18 @@
 
 There is no other handshake in a step: every shape on every link is in here.
 
-A *tower* is what is balanced as one: the language model, or the chains that lead from one encoder to it. A microbatch belongs to
-one replica of one tower. Rows that a tower makes go to the microbatches of the language model that hold their samples: a
-`RowExchange` each.
+A *tower* is a balance group, whose stages all compute the same samples: the language model, or the chains that lead from one
+encoder to it. A microbatch belongs to one replica of one tower. Rows that a tower makes go to the microbatches of the language
+model that hold their samples: a `RowExchange` each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mmcompile.planner.schedule.schedule import Flow
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Range = tuple[int, int]
 """Rows `first` (included) to `last` (excluded) of dim 0."""
@@ -43,10 +43,9 @@ class MicrobatchPlan:
     sizes: dict[str, int]
     """Port name -> value, for ports of kind "size"."""
     flow: Flow
-    """Stages of the tower that take part, as programs name them; the others do nothing for this microbatch and nobody waits for
-    them."""
-    roots: tuple[ValueShape, ...]
-    """Root and host inputs of the tower's stages, sent by rank 0 to the ranks whose stages read them."""
+    """Stages of the tower with work for this microbatch, as programs name them; the others exchange nothing for it."""
+    inputs: tuple[ValueShape, ...]
+    """Batch inputs that the tower's stages read, given or computed on the host; rank 0 sends them to `readers`."""
     links: tuple[ValueShape, ...]
     """Link values that the tower's stages make or read, by name."""
     loss_weight: float = 1.0
@@ -56,11 +55,13 @@ class MicrobatchPlan:
     tower: str = ""
     replica: int = 0
     slot: int = 0
-    """When its forward runs: the place among the microbatches of its replica."""
+    """Place of its forward among the microbatches of its replica."""
     lag: int = 0
     """Slots until its backward: the language model computes its samples in slot + lag."""
     number: int = 0
-    """What actions call it: unique in its replica of its tower, and equal to `slot` where nothing lags."""
+    """Number of the microbatch in actions: unique in its replica of its tower, and equal to `slot` where nothing lags."""
+    readers: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the batch inputs that each rank reads, by rank; ranks that read none are absent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,15 +76,15 @@ class RowExchange:
     """Stage that makes the value, as programs name it."""
     consumer: str
     name: str
-    """Of the value in the producer's program."""
+    """Name of the value in the producer's program."""
     target_name: str
-    """Of the value in the consumer's program."""
+    """Name of the value in the consumer's program."""
     rows: tuple[Range, ...]
-    """Of the value made, in the order in which they travel."""
+    """Rows of the value made, in the order in which they travel."""
     into: tuple[Range, ...]
-    """Of the value read, in the same order; the same number of rows in all."""
+    """Rows of the value read, in the same order; the same number of rows in all."""
     samples: tuple[int, ...]
-    """Whose rows they are, one for each range; the first of them where the rows of a whole microbatch travel as one."""
+    """Sample of each range; its first sample where the rows of a whole microbatch travel as one."""
     gradient: bool
 
 
@@ -103,6 +104,8 @@ class StepPlan:
     total_weight: float = 1.0
     """Loss weights of all valid tokens (or of all samples) together; 1 where a step has one plan. Gradients are divided by the
     sum over the plans of a step."""
+    actions: tuple[str, ...] = ()
+    """Actions of each rank in order, as `Schedule` prints them; ranks after the last one with a stage have no entry."""
     first_sample: int = 0
     """Samples of the step in plans before it. Random numbers in a forward are as if it were one plan."""
     version: int = PROTOCOL_VERSION

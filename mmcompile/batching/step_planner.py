@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,21 +19,24 @@ from mmcompile.batching.balance.assignment import ABSENT, Assignment, Grid, Samp
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.correction import Corrector
 from mmcompile.batching.lockstep import check_lockstep
-from mmcompile.batching.program_source import PatternSource
-from mmcompile.batching.row_exchange import Crossings, Side
-from mmcompile.batching.stage_graph import flow_of
+from mmcompile.batching.program_source import ProgramSource
+from mmcompile.batching.row_exchange import ExchangeSide, row_exchanges
+from mmcompile.batching.schedule_units import action_lines, flow_of, num_slots, units_of
 from mmcompile.batching.step_plan import MicrobatchPlan, RowExchange, StepPlan, ValueShape
 from mmcompile.codegen.program import PreparedMicrobatch
 from mmcompile.data.collate import Sample, Value, check_labels, padded_alike, with_batch_dim
+from mmcompile.data.collate import collate as collate_padded
 from mmcompile.errors import BatchError, CaptureError, PlanError, VerifyError
 from mmcompile.ir.graph import dtype_name
-from mmcompile.planner.plan.placement import Placement
+from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.planner.schedule.schedule import Flow
 
 Costs = Callable[[Sequence[Sample]], SampleCosts]
-"""What each sample of a step costs each tower, the language model last."""
+"""Costs of each sample of a step in each tower, the language model last."""
 Collate = Callable[[Sequence[Sample], Sequence[int]], dict[str, Value]]
 """Samples, and what errors call them, into one batch."""
+_SCHEDULES = 4
+"""Schedules kept: those of the steps planned ahead, and one to use again where steps are alike."""
 _Known: TypeAlias = dict[tuple[int, ...], PreparedMicrobatch]
 """Groups of samples that were matched with their patterns already."""
 
@@ -43,20 +47,22 @@ class PlannedStep:
 
     plan: StepPlan
     prepared: tuple[PreparedMicrobatch, ...]
-    """Of each microbatch of the plan."""
+    """Programs and input values of each microbatch of the plan."""
     assignment: Assignment
     costs: SampleCosts
-    """As predicted, without correction."""
+    """Predicted costs of the samples, without correction."""
     balance: str
     """The balancer chosen, and why."""
     seconds: float
-    """What planning took."""
+    """Time that planning took."""
+    after: Accumulated
+    """Totals of the parts of the step after this one; nothing if it updates."""
     repeated: frozenset[int] = frozenset()
     """Microbatches that another replica computes too, by index: what they make goes nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
+class _SampleGroup:
     """Samples that one replica of a tower computes together."""
 
     tower: int
@@ -65,7 +71,7 @@ class _Part:
     lag: int
     samples: tuple[int, ...]
     repeats: bool = False
-    """Another replica computes these samples; this one does so for nobody, to take part when parameters are gathered."""
+    """Another replica computes these samples; this one drops its result, and runs only to gather parameters with the others."""
 
 
 class StepPlanner:
@@ -74,7 +80,7 @@ class StepPlanner:
     Args:
         placement: towers, replicas and microbatches.
         source: matches batches with patterns.
-        collate: joins samples into a batch.
+        collate: joins samples into a batch; None for `mmcompile.data.collate.collate`.
         balancer: decides who computes what.
         pad: padding value by key, as for `mmcompile.data.collate.collate`.
         costs: of samples; None where there is one tower: all samples cost the same then.
@@ -84,10 +90,10 @@ class StepPlanner:
     def __init__(
         self,
         placement: Placement,
-        source: PatternSource,
+        source: ProgramSource,
         *,
-        collate: Collate,
         balancer: Balancer,
+        collate: Collate | None = None,
         pad: Mapping[str, int | float] | None = None,
         costs: Costs | None = None,
         corrector: Corrector | None = None,
@@ -98,20 +104,27 @@ class StepPlanner:
             )
         self._towers = placement.towers
         self._placed = placement.stages
+        self._of_replica: dict[tuple[str, int], list[PlacedStage]] = {}
+        """Stages of a replica of a tower."""
+        for stage in placement.stages:
+            self._of_replica.setdefault((stage.tower, stage.replica), []).append(stage)
         shared = {stage.tower for stage in placement.stages if stage.sharing}
         self._sharing = {number for number, tower in enumerate(self._towers[:-1]) if tower in shared}
         """Encoders whose replicas share parameters, by number of the tower."""
         self._grid = Grid(num_replicas=placement.num_replicas, num_microbatches=placement.num_microbatches)
         self._source = source
-        self._collate = collate
+        self._collate = collate or (lambda samples, names: collate_padded(samples, pad, names))
         self._balancer = balancer
         self._pad = pad
         self._costs = costs or self._equal
         self._corrector = corrector
         self._measured: list[tuple[PlannedStep, np.ndarray]] = []
         self._learning_s = 0.0
-        """What it took to learn from the last steps measured."""
+        """Seconds that learning from the last measured step took."""
         self._flows: dict[tuple[str, int], Flow] = {}
+        self._action_lines = functools.lru_cache(maxsize=_SCHEDULES)(
+            functools.partial(action_lines, placement.stages, placement.schedule)
+        )
         self._stages: tuple[tuple[str, ...], ...] = tuple(
             tuple(dict.fromkeys(s.program_name for s in placement.stages if s.tower == tower)) for tower in self._towers
         )
@@ -128,6 +141,7 @@ class StepPlanner:
         Raises:
             BatchError: samples do not fit the model, or none has a label to learn from.
             CaptureError: the model cannot be captured on them.
+            PlanError: the step cannot be scheduled.
         """
         start = time.perf_counter()
         self._learn()
@@ -153,18 +167,20 @@ class StepPlanner:
         if self._corrector is not None:
             reason += f"; {self._corrector.report().summary}"
         plan, prepared, repeated = planned
+        actions = self._action_lines(*units_of(plan, self._placed), num_slots(plan))
         return PlannedStep(
-            plan=plan,
+            plan=replace(plan, actions=actions),
             prepared=prepared,
             assignment=assignment,
             costs=costs,
             balance=reason,
             seconds=time.perf_counter() - start,
+            after=before.with_part(plan),
             repeated=repeated,
         )
 
     def observe(self, planned: PlannedStep, seconds: np.ndarray) -> None:
-        """Tell how long each microbatch of a step took on all stages of its tower together; used when planning next.
+        """Note the seconds of each microbatch of a step on all stages of its tower together; used when planning next.
 
         Args:
             seconds: float64 [microbatches of the plan].
@@ -193,7 +209,7 @@ class StepPlanner:
     def _others(
         self, costs: SampleCosts, samples: Sequence[Sample], assignment: Assignment, known: _Known
     ) -> Iterator[tuple[Assignment, Sequence[Sample], _Known, str]]:
-        """What to try when the model refuses an assignment, and how to call it, best first."""
+        """Alternatives to an assignment that the model refuses, each with its name, best first."""
         arrival = Arrival().assign(costs, self._grid)
         if arrival != assignment:
             yield arrival, samples, known, Arrival.name
@@ -245,12 +261,11 @@ class StepPlanner:
             for index, (part, microbatch) in enumerate(zip(parts, prepared, strict=True))
         )
         check_lockstep(microbatches, prepared, self._placed)
-        crossings = Crossings(samples=samples, alone=lambda sample: prepare((sample,)))
         plan = StepPlan(
             step=step,
             num_samples=len(samples),
             microbatches=microbatches,
-            exchanges=self._exchanges(crossings, parts, prepared),
+            exchanges=self._exchanges(samples, lambda sample: prepare((sample,)), parts, prepared),
             num_tokens=total,
             update=update,
             total_weight=total_weight,
@@ -258,7 +273,7 @@ class StepPlanner:
         )
         return plan, prepared, frozenset(index for index, part in enumerate(parts) if part.repeats)
 
-    def _parts(self, assignment: Assignment) -> list[_Part]:
+    def _parts(self, assignment: Assignment) -> list[_SampleGroup]:
         """In the order in which they run: by slot, then by lag, tower and replica."""
         found: dict[tuple[int, int, int, int], list[int]] = {}
         last = assignment.microbatch[-1]
@@ -269,7 +284,7 @@ class StepPlanner:
                 key = (slot, int(last[sample]) - slot, tower, int(replicas[sample]))
                 found.setdefault(key, []).append(sample)
         parts = {
-            key: _Part(tower=key[2], replica=key[3], slot=key[0], lag=key[1], samples=tuple(samples))
+            key: _SampleGroup(tower=key[2], replica=key[3], slot=key[0], lag=key[1], samples=tuple(samples))
             for key, samples in found.items()
         }
         for (slot, lag, tower, _), part in sorted(parts.items(), key=lambda item: (len(item[1].samples), item[0])):
@@ -279,7 +294,7 @@ class StepPlanner:
         return [part for _, part in sorted(parts.items())]
 
     def _microbatch(
-        self, index: int, part: _Part, prepared: PreparedMicrobatch, divisors: tuple[float, float]
+        self, index: int, part: _SampleGroup, prepared: PreparedMicrobatch, divisors: tuple[float, float]
     ) -> MicrobatchPlan:
         flow = self._flow(prepared, part.tower)
         if not flow.stages:
@@ -287,7 +302,8 @@ class StepPlanner:
                 f"samples {part.samples} take part in {self._towers[part.tower]}, but the model does nothing there for them"
             )
         programs = [prepared.programs.programs[name] for name in flow.stages]
-        reads = frozenset[str]().union(*(program.batch_inputs for program in programs))
+        readers = self._readers(part, prepared)
+        reads = frozenset[str]().union(*readers.values())
         ports = [p for program in programs for p in (*program.inputs, *(o for o in program.outputs if o.peers))]
         dtypes = {port.name: port.dtype for port in ports if port.kind == "link"}
         return MicrobatchPlan(
@@ -296,7 +312,7 @@ class StepPlanner:
             pattern=prepared.programs.pattern,
             sizes={p.name: prepared.sizes[p.name] for p in ports if p.kind == "size"},
             flow=flow,
-            roots=tuple(_shape(name, value) for name, value in prepared.values.items() if name in reads),
+            inputs=tuple(_shape(name, value) for name, value in prepared.values.items() if name in reads),
             links=tuple(
                 ValueShape(name=name, shape=tuple(prepared.link_shapes[name]), dtype=dtype)
                 for name, dtype in dtypes.items()
@@ -307,13 +323,26 @@ class StepPlanner:
             slot=part.slot,
             lag=part.lag,
             number=part.slot + part.lag * self._grid.num_microbatches,
+            readers=readers,
         )
 
+    def _readers(self, part: _SampleGroup, prepared: PreparedMicrobatch) -> dict[int, tuple[str, ...]]:
+        """Names of the batch inputs that each rank's stages of a replica of a tower read, by rank."""
+        found: dict[int, frozenset[str]] = {}
+        for stage in self._of_replica[self._towers[part.tower], part.replica]:
+            if (program := prepared.programs.programs.get(stage.program_name)) is not None:
+                found[stage.ranks[0]] = found.get(stage.ranks[0], frozenset()) | program.batch_inputs
+        return {rank: tuple(sorted(names)) for rank, names in found.items() if names}
+
     def _exchanges(
-        self, crossings: Crossings, parts: Sequence[_Part], prepared: Sequence[PreparedMicrobatch]
+        self,
+        samples: Sequence[Sample],
+        alone: Callable[[int], PreparedMicrobatch],
+        parts: Sequence[_SampleGroup],
+        prepared: Sequence[PreparedMicrobatch],
     ) -> tuple[RowExchange, ...]:
         sides = [
-            Side(index=index, samples=part.samples, prepared=microbatch)
+            ExchangeSide(index=index, samples=part.samples, prepared=microbatch)
             for index, (part, microbatch) in enumerate(zip(parts, prepared, strict=True))
         ]
         last = len(self._towers) - 1
@@ -323,7 +352,8 @@ class StepPlanner:
                 side for side, part in zip(sides, parts, strict=True) if part.tower == tower and not part.repeats
             ]
             targets = [side for side, part in zip(sides, parts, strict=True) if part.tower == last]
-            found += crossings.exchanges(sources, targets, self._stages[tower], self._stages[last])
+            makers, readers = self._stages[tower], self._stages[last]
+            found += row_exchanges(sources, targets, makers, readers, samples=samples, alone=alone)
         return tuple(found)
 
     def _flow(self, prepared: PreparedMicrobatch, tower: int) -> Flow:
@@ -337,7 +367,9 @@ def _sizes(sample: Sample) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in sample.items() if isinstance(value, Tensor)}
 
 
-def _num_tokens(prepared: Sequence[PreparedMicrobatch], parts: Sequence[_Part], last: int, num_samples: int) -> int:
+def _num_tokens(
+    prepared: Sequence[PreparedMicrobatch], parts: Sequence[_SampleGroup], last: int, num_samples: int
+) -> int:
     """Valid tokens of the step; 0 for losses that are means over samples."""
     learning = [microbatch for microbatch, part in zip(prepared, parts, strict=True) if part.tower == last]
     counted = [microbatch for microbatch in learning if microbatch.programs.per_token]
@@ -353,7 +385,7 @@ def _num_tokens(prepared: Sequence[PreparedMicrobatch], parts: Sequence[_Part], 
 
 
 def _weight(microbatch: PreparedMicrobatch, num_samples: int, divisors: tuple[float, float]) -> float:
-    """What a token counts, or all samples where the loss is a mean over samples; 0 where nothing can be learned.
+    """Weight of a token, or of all samples where the loss is a mean over samples; 0 where nothing can be learned.
 
     Args:
         divisors: of tokens and of samples.

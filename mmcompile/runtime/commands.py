@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks. Each command is one broadcast, some followed by tensors from rank to rank."""
+"""Commands of rank 0 to the other ranks. Each is one broadcast (`comm.wire`); tensors follow some, from rank to rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from mmcompile.batching.step_plan import PROTOCOL_VERSION, StepPlan
-from mmcompile.config import Reduction, ScheduleKind
-from mmcompile.errors import EngineError
+from mmcompile.config import Reduction
 from mmcompile.planner.plan.placement import PlacedStage
-from mmcompile.runtime.comm import wire
-from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.optim.optimizer import Hyper, OptimizerSpec
 
 
@@ -19,7 +16,6 @@ class Setup:
     """First command: what stays the same for the life of an engine."""
 
     stages: tuple[PlacedStage, ...]
-    schedule: ScheduleKind
     optimizer: OptimizerSpec
     clip_norm: float | None
     compiled: bool
@@ -27,7 +23,7 @@ class Setup:
     """Check that rows between towers are those of the samples they were sent for."""
     reduction: Reduction = "fast"
     shard_optimizer: bool = False
-    """One of the ranks that hold a parameter updates it, and tells the others."""
+    """One of the ranks that hold a parameter updates it, and sends the others its new value."""
     version: int = PROTOCOL_VERSION
 
 
@@ -69,36 +65,36 @@ class Gather:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Events:
+class SendEvents:
     """Send the measured events of the last step to rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Save:
-    """Write to a checkpoint, on a thread, and tell rank 0 through the store."""
+class SaveCheckpoint:
+    """Write to a checkpoint, on a thread, and report to rank 0 through the store."""
 
     folder: str
     """A fresh one, that all ranks see."""
     number: int
-    """Of saves so far."""
+    """Saves so far."""
     step: int
     """Updates so far."""
     copies: bool
-    """Write copies made now: training goes on meanwhile."""
+    """Write copies made now, since training continues meanwhile."""
     names: dict[int, tuple[str, ...]]
     """Rank -> parameters that it writes, with their optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """Read from a checkpoint what is held here, and tell rank 0 how that went. Nothing changes before `Apply`."""
+class LoadCheckpoint:
+    """Read the tensors held here from a checkpoint, and report to rank 0. Nothing changes before `ApplyCheckpoint`."""
 
     folder: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Apply:
-    """Take over what was read by `Load`; every rank could read its own."""
+class ApplyCheckpoint:
+    """Take over the tensors read by `LoadCheckpoint`; every rank could read its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,26 +114,35 @@ class Done:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Close:
+class CloseEngine:
     """The engine ends."""
 
 
-Command: TypeAlias = Setup | Install | Step | Gather | Events | Save | Load | Apply | Refuse | Done | Close
+COMMANDS = (
+    Setup,
+    Install,
+    Step,
+    Gather,
+    SendEvents,
+    SaveCheckpoint,
+    LoadCheckpoint,
+    ApplyCheckpoint,
+    Refuse,
+    Done,
+    CloseEngine,
+)
+"""All kinds of commands; each is known on the wire by its place here."""
 
-_KINDS: tuple[type[Command], ...] = (Setup, Install, Step, Gather, Events, Save, Load, Apply, Refuse, Done, Close)
-
-
-def announce(groups: Groups, command: Command) -> None:
-    """Rank 0: broadcast a command."""
-    wire.broadcast(groups, bytes([_KINDS.index(type(command))]) + wire.encode(command))
-
-
-def hear(groups: Groups) -> Command:
-    """Other ranks: the next command of rank 0."""
-    data = wire.broadcast(groups, None)
-    command = wire.decode(memoryview(data)[1:], _KINDS[data[0]])
-    if isinstance(command, Setup) and command.version != PROTOCOL_VERSION:
-        raise EngineError(
-            f"rank {groups.rank} runs protocol {PROTOCOL_VERSION}, rank 0 runs {command.version}: install one version everywhere"
-        )
-    return command
+Command: TypeAlias = (
+    Setup
+    | Install
+    | Step
+    | Gather
+    | SendEvents
+    | SaveCheckpoint
+    | LoadCheckpoint
+    | ApplyCheckpoint
+    | Refuse
+    | Done
+    | CloseEngine
+)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias, get_args, runtime_checkable
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeAlias, TypeVar, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,34 +27,60 @@ from mmcompile.batching.accumulation import NOTHING, Accumulated
 from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.correction import Corrector
-from mmcompile.batching.program_source import PatternSource
+from mmcompile.batching.program_source import ProgramSource
 from mmcompile.batching.step_plan import StepPlan
 from mmcompile.batching.step_planner import Collate, Costs, PlannedStep, StepPlanner
 from mmcompile.config import Reduction
-from mmcompile.data.collate import Sample, Value, collate
+from mmcompile.data.collate import Sample
 from mmcompile.errors import CheckpointError, ConfigError, EngineError
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.planner.schedule.simulate import Event
 from mmcompile.runtime.checkpoint.checkpoint_folder import make_fresh, resolved, unwritable
 from mmcompile.runtime.checkpoint.export import export
-from mmcompile.runtime.checkpoint.leader_side import SaveOrder
-from mmcompile.runtime.checkpoint.saving import Saving
+from mmcompile.runtime.checkpoint.saving import SaveOrder, Saving
 from mmcompile.runtime.checkpoint.trainer_state import Resumed, Stored, TrainerState, encoded
 from mmcompile.runtime.checkpoint.whole_checkpoint import shapes_of
-from mmcompile.runtime.commands import Close, Done, Refuse, Setup, Step
-from mmcompile.runtime.follower import Follower
-from mmcompile.runtime.launch.background_balancer import AsideBalancer
-from mmcompile.runtime.leader import Leader
+from mmcompile.runtime.commands import CloseEngine, Command, Done, Refuse, Setup, Step
+from mmcompile.runtime.controller import Controller
+from mmcompile.runtime.launch.background_balancer import BackgroundBalancer
+from mmcompile.runtime.launch.session import ProcessGroupSession, open_session
 from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals
-from mmcompile.runtime.optim.optimizer import MASTER, OptimizerSpec, SchedulerFactory, scheduler_after
+from mmcompile.runtime.optim.optimizer import MASTER, OptimizerSpec, RankOptimizer, SchedulerFactory, scheduler_after
 from mmcompile.runtime.optim.param_groups import ParameterGroup
-from mmcompile.runtime.session import Session, open_session
 from mmcompile.runtime.user_model import UserModel
+from mmcompile.runtime.worker import Worker
 
 _Batch: TypeAlias = tuple[Sequence[Sample], object]
-"""Samples, and what the data says of itself once they are read."""
+"""Samples, and the state of the data once they are read."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
+
+
+def _led(
+    followed: Callable[[Engine], T],
+) -> Callable[[Callable[Concatenate[Engine, P], T]], Callable[Concatenate[Engine, P], T]]:
+    """Run a method of the engine on rank 0, while the other ranks follow its commands and return what `followed` finds.
+
+    If rank 0 refuses the call, all ranks raise the same error.
+    """
+
+    def decorate(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+        @functools.wraps(method)
+        def call(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
+            if self._controller is None:
+                self._follow(method.__name__)
+                return followed(self)
+            with self._refusing():
+                result = method(self, *args, **kwargs)
+            self._tell(Done(call=method.__name__))
+            return result
+
+        return call
+
+    return decorate
 
 
 class Engine:
@@ -77,7 +103,7 @@ class Engine:
         pad: padding value by key of a sample (`{"input_ids": tokenizer.pad_token_id}`).
         collate: joins samples to a microbatch in another way; `pad` has no effect then, and must be left out.
         balancer: decides which replica computes which sample, and in which microbatch; arrival order by default. An
-            `AsideBalancer` does so in a process of its own during `train`.
+            `BackgroundBalancer` does so in a process of its own during `train`.
         costs: of samples, for the balancer; needed where encoders are towers of their own.
         corrector: learns from measured times what samples cost. Steps then depend on the machine, not on their samples alone.
         check_rows: send with every row between towers the sample it is of, and check it: slower, for debugging.
@@ -117,7 +143,7 @@ class Engine:
     def __init__(
         self,
         placement: Placement,
-        source: PatternSource,
+        source: ProgramSource,
         *,
         model: nn.Module | None = None,
         pad: Mapping[str, int | float] | None = None,
@@ -157,7 +183,6 @@ class Engine:
             )
         setup = Setup(
             stages=placement.stages,
-            schedule=placement.schedule,
             optimizer=spec,
             clip_norm=clip_norm,
             compiled=compile,
@@ -171,7 +196,7 @@ class Engine:
         self._planner = StepPlanner(
             placement,
             source,
-            collate=collate or functools.partial(_collate, pad),
+            collate=collate,
             balancer=self._balancer,
             pad=pad,
             costs=costs,
@@ -183,7 +208,7 @@ class Engine:
         self._num_steps = 0
         self._num_samples = 0
         self._data: object = None
-        """What the data said of itself after the batch of the last step."""
+        """State of the data after the batch of the last step."""
         self._before = NOTHING
         """Calls since the last update (rank 0)."""
         self._seed = torch.initial_seed()
@@ -191,12 +216,11 @@ class Engine:
         self._session = open_session(placement.stages, device)
         atexit.register(_close, weakref.ref(self), os.getpid())
         try:
-            self._side = self._session.call(functools.partial(_take_side, self._session, setup))
-            self._leader = self._side if isinstance(self._side, Leader) else None
-            if self._leader is not None:
-                self._leader.await_holders({f"{MASTER}/{name}": tensor for name, tensor in masters.items()})
-            self._initial_hyper = self._side.rank.optimizer.hyper
-            self._scheduler = self._make_scheduler(self._leader)
+            self._controller, self._worker = self._session.call(_start, self._session, setup)
+            if self._controller is not None:
+                self._controller.await_holders({f"{MASTER}/{name}": tensor for name, tensor in masters.items()})
+            self._initial_hyper = self._optimizer.hyper
+            self._scheduler = self._make_scheduler()
         except BaseException:
             self._session.close(None)
             raise
@@ -204,7 +228,7 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """This process; 0 in a plain script."""
+        """Rank of this process; 0 in a plain script."""
         return self._session.rank
 
     @property
@@ -220,11 +244,11 @@ class Engine:
     @property
     def saving(self) -> Saving | None:
         """The last save that was begun, if any."""
-        return self._side.checkpoints.saving
+        return self._worker.checkpoints.saving
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step (on ranks other than 0, of the last), for parameters in none of the `groups`."""
+        """Learning rate of the next step (on ranks other than 0, of the last), for parameters in none of the `groups`."""
         return self.learning_rates[-1]
 
     @learning_rate.setter
@@ -233,15 +257,15 @@ class Engine:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Of the next step (on ranks other than 0, of the last), for each of the `groups`, then for all other parameters."""
-        return tuple(float(group["lr"]) for group in self._side.rank.optimizer.hyper)
+        """Learning rates of the next step (on ranks other than 0, of the last): of each of the `groups`, then of all others."""
+        return tuple(float(group["lr"]) for group in self._optimizer.hyper)
 
     @learning_rates.setter
     def learning_rates(self, values: Sequence[float]) -> None:
-        hyper = self._side.rank.optimizer.hyper
+        hyper = self._optimizer.hyper
         if len(values) != len(hyper):
             raise ConfigError(f"got {len(values)} learning rates; wanted one for each of the {len(hyper)} groups")
-        self._side.rank.optimizer.hyper = [{**g, "lr": value} for g, value in zip(hyper, values, strict=True)]
+        self._optimizer.hyper = [{**g, "lr": value} for g, value in zip(hyper, values, strict=True)]
 
     def step(self, samples: Sequence[Sample], *, update: bool | None = None, trace: bool = False) -> StepMetrics:
         """Train on samples: forward, backward, gradient clipping, one optimizer update.
@@ -257,12 +281,14 @@ class Engine:
             EngineError: a rank failed; the engine is over.
         """
         start = time.perf_counter()
-        if self._leader is None:
-            return self._follow_step(start)
-        with self._refusing(self._leader):
+        if self._controller is None:
+            self._follow("step")
+            return self._followed(start)
+        with self._refusing():
             self._raise_failed_save()
-            planned = self._plan(self._num_steps + 1, samples, self._before, self._updates(self._before, update))
-        return self._lead_step(self._leader, planned, start, waited_s=planned.seconds, trace=trace)
+            update = self._updates(self._before, update)
+            planned = self._planner.plan(self._num_steps + 1, samples, update=update, before=self._before)
+        return self._run(planned, start, waited_s=planned.seconds, trace=trace)
 
     def train(self, batches: Iterable[Sequence[Sample]], *, trace: Container[int] = ()) -> Iterator[StepMetrics]:
         """A call of `step` for each batch. While one runs, a thread reads the next batch and plans it.
@@ -279,52 +305,46 @@ class Engine:
             BatchError: the samples of a step do not fit the model; the steps before it are done.
             EngineError: a rank failed; the engine is over.
         """
-        if self._leader is None:
+        if self._controller is None:
             yield from self._follow_train()
             return
-        leader = self._leader
         read = _with_states(batches)
         marked = _with_last(read) if self._accumulate > 1 else ((batch, False) for batch in read)
-        if isinstance(self._balancer, AsideBalancer):
+        if isinstance(self._balancer, BackgroundBalancer):
             self._balancer.start()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-planner") as ahead:
             upcoming = ahead.submit(self._plan_next, marked, self._num_steps + 1, self._before)
             while True:
                 start = time.perf_counter()
-                with self._refusing(leader):
+                with self._refusing():
                     self._raise_failed_save()
                     found = upcoming.result()
                 if found is None:
                     break
                 planned, state = found
                 waited_s = time.perf_counter() - start
-                before = self._before.with_part(planned.plan)
-                upcoming = ahead.submit(self._plan_next, marked, planned.plan.step + planned.plan.update, before)
-                metrics = self._lead_step(leader, planned, start, waited_s=waited_s, trace=planned.plan.step in trace)
+                following = planned.plan.step + planned.plan.update
+                upcoming = ahead.submit(self._plan_next, marked, following, planned.after)
+                metrics = self._run(planned, start, waited_s=waited_s, trace=planned.plan.step in trace)
                 self._data = state
                 yield metrics
-        self._session.call(functools.partial(leader.tell, Done(call="train")))
+        self._tell(Done(call="train"))
 
     def trace(self) -> list[Event]:
         """Measured actions of all ranks in the last step that was traced, on one clock (rank 0 only)."""
         return self._events
 
+    @_led(lambda engine: {})
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters and buffers by original name, tied names too, on the CPU (empty on ranks other than 0)."""
-        if self._leader is None:
-            self._take_part("state_dict")
-            return {}
-        weights = self._session.call(functools.partial(_weights, self._leader, "state_dict"))
-        return self._user.complete(weights, self._leader.aliases)
+        return self._user.complete(self._session.call(self._rank_0.weights), self._rank_0.aliases)
 
+    @_led(lambda engine: None)
     def pull(self) -> None:
         """Copy the trained weights into the user's model (rank 0)."""
-        if self._leader is None:
-            self._take_part("pull")
-            return
-        weights = self._session.call(functools.partial(_weights, self._leader, "pull"))
-        self._user.put(weights)
+        self._user.put(self._session.call(self._rank_0.weights))
 
+    @_led(lambda engine: engine._last_saving())
     def save(self, folder: str | os.PathLike[str], *, data: object = None, wait: bool = True) -> Saving:
         """Write a checkpoint: all that `load` needs to go on. Every rank writes what it holds; all must see the folder.
 
@@ -341,23 +361,16 @@ class Engine:
             CheckpointError: the disk is full or the folder not writable; the checkpoint there before is untouched. With `wait`
                 False, the next call of the engine raises it, or `Saving.wait`.
         """
-        if self._leader is None:
-            self._take_part("save")
-            assert self._side.checkpoints.saving is not None, "a save was followed, but none was begun"
-            return self._side.checkpoints.saving
-        leader = self._leader
-        with self._refusing(leader):
-            self._finish_saving()
-            self._check_whole_step()
-            order = self._save_order(Path(folder), self._data if data is None else data, copies=not wait)
-        save = functools.partial(leader.save, order, self._user.trainable(self._source.parameters()))
-        saving = self._session.call(save)
+        self._finish_saving()
+        self._check_whole_step()
+        order = self._save_order(Path(folder), self._data if data is None else data, copies=not wait)
+        trainable = self._user.trainable(self._source.parameters())
+        saving = self._session.call(self._rank_0.save, order, trainable)
         if wait:
-            with self._refusing(leader):
-                saving.wait()
-        self._session.call(functools.partial(leader.tell, Done(call="save")))
+            saving.wait()
         return saving
 
+    @_led(lambda engine: None)
     def export(self, folder: str | os.PathLike[str]) -> None:
         """Write the model as it is now, gathered on rank 0, as its `save_pretrained` does (models of transformers, composed ones;
         adapters alone of a model of peft); any other one as model.safetensors with all names. Nothing of training is in it.
@@ -365,17 +378,11 @@ class Engine:
         Raises:
             CheckpointError: the disk is full or the folder not writable; what was there before is untouched.
         """
-        if self._leader is None:
-            self._take_part("export")
-            return
-        leader = self._leader
-        with self._refusing(leader):
-            self._raise_failed_save()
-        weights = self._session.call(leader.weights)
-        with self._refusing(leader):
-            export(Path(folder), self._user.module, self._user.complete(weights, leader.aliases))
-        self._session.call(functools.partial(leader.tell, Done(call="export")))
+        self._raise_failed_save()
+        weights = self._session.call(self._rank_0.weights)
+        export(Path(folder), self._user.module, self._user.complete(weights, self._rank_0.aliases))
 
+    @_led(lambda engine: engine._followed_load())
     def load(self, folder: str | os.PathLike[str]) -> Resumed:
         """Go on from a checkpoint: weights (the user's model gets them too), optimizer, step count, learning rate.
 
@@ -388,27 +395,18 @@ class Engine:
         Raises:
             CheckpointError: none there, damaged, or of another model or optimizer. Nothing was changed.
         """
-        if self._leader is None:
-            self._take_part("load")
-            trainer = self._side.checkpoints.trainer
-            assert trainer is not None, "a load was followed, but nothing was read"
-            return self._resume(trainer)
-        leader = self._leader
-        with self._refusing(leader):
-            self._finish_saving()
-            stored = Stored.find(resolved(Path(folder)))
-            self._user.check(stored.trainer, shapes_of(stored.index), self._setup.optimizer, folder)
-            self._user.check_weights(stored)
-        failure = self._session.call(functools.partial(leader.read, stored))
-        with self._refusing(leader):
-            if failure:
-                raise CheckpointError(failure)
+        self._finish_saving()
+        stored = Stored.find(resolved(Path(folder)))
+        self._user.check(stored.trainer, shapes_of(stored.index), self._setup.optimizer, folder)
+        self._user.check_weights(stored)
+        if failure := self._session.call(self._rank_0.read, stored):
+            raise CheckpointError(failure)
         self._user.read(stored)
-        self._session.call(functools.partial(_apply, leader, stored))
+        self._session.call(self._rank_0.apply, stored)
         resumed = self._resume(stored.trainer)
-        leader.rank.optimizer.hyper = self._initial_hyper
-        self._scheduler = self._make_scheduler(leader)
-        leader.rank.optimizer.hyper = stored.trainer.hyper
+        self._optimizer.hyper = self._initial_hyper
+        self._scheduler = self._make_scheduler()
+        self._optimizer.hyper = stored.trainer.hyper
         return resumed
 
     def close(self) -> None:
@@ -424,9 +422,9 @@ class Engine:
             self._end()
 
     def _end(self) -> None:
-        if isinstance(self._balancer, AsideBalancer):
+        if isinstance(self._balancer, BackgroundBalancer):
             self._balancer.close()
-        farewell = None if self._leader is None else functools.partial(self._leader.tell, Close())
+        farewell = None if self._controller is None else functools.partial(self._controller.tell, CloseEngine())
         self._session.close(farewell)
 
     def __enter__(self) -> Self:
@@ -449,65 +447,47 @@ class Engine:
         if found is None:
             return None
         (samples, state), is_last = found
-        return self._plan(step, samples, before, is_last or self._updates(before, None)), state
+        update = is_last or self._updates(before, None)
+        return self._planner.plan(step, samples, update=update, before=before), state
 
-    def _plan(self, step: int, samples: Sequence[Sample], before: Accumulated, update: bool) -> PlannedStep:
-        """Plan a step, or a part of one, and its schedule, before anything is sent."""
-        assert self._leader is not None, "only rank 0 plans"
-        planned = self._planner.plan(step, samples, update=update, before=before)
-        self._leader.rank.schedule(planned.plan)
-        return planned
-
-    def _lead_step(
-        self, leader: Leader, planned: PlannedStep, start: float, *, waited_s: float, trace: bool
-    ) -> StepMetrics:
+    def _run(self, planned: PlannedStep, start: float, *, waited_s: float, trace: bool) -> StepMetrics:
         """Run a step that is planned.
 
         Args:
             start: when the user asked for it, by time.perf_counter.
         """
-        command = Step(plan=planned.plan, hyper=leader.rank.optimizer.hyper, seed=self._seed, trace=trace)
-        totals = self._session.call(functools.partial(self._run, leader, command, planned))
-        self._before = self._before.with_part(planned.plan)
-        self._num_samples += planned.plan.num_samples
-        if planned.plan.update:
+        plan = planned.plan
+        totals = self._session.call(self._run_on_ranks, planned, trace)
+        self._before = planned.after
+        self._num_samples += plan.num_samples
+        if plan.update:
             self._num_steps += 1
             if self._scheduler is not None:
                 self._scheduler.step()
-        metrics = self._metrics(totals, planned.plan, start)
+        metrics = self._metrics(totals, plan, start)
         self._planner.observe(planned, np.array(totals.microbatch_s))
         return replace(metrics, balance=planned.balance, planning_s=planned.seconds, waited_s=waited_s)
 
-    def _run(self, leader: Leader, command: Step, planned: PlannedStep) -> StepTotals:
-        """Install new patterns, run the step, collect its events."""
-        microbatches = list(zip(planned.plan.microbatches, planned.prepared, strict=True))
-        for microbatch, prepared in microbatches:
-            if not leader.knows(microbatch.pattern, microbatch.tower):
-                leader.install(prepared.programs, microbatch.tower, self._source.parameters())
-        values = [prepared.values for prepared in planned.prepared]
-        reads = [leader.reads(m.pattern, m.tower, m.replica) for m in planned.plan.microbatches]
-        totals = leader.step(command, (values, reads))
-        if command.trace:
-            self._events = leader.events()
-            leader.tell(Done(call="step"))
+    def _run_on_ranks(self, planned: PlannedStep, trace: bool) -> StepTotals:
+        """Run a step, and collect its events."""
+        hyper = self._optimizer.hyper
+        totals = self._rank_0.step(planned, self._source.parameters(), hyper=hyper, seed=self._seed, trace=trace)
+        if trace:
+            self._events = self._rank_0.events()
+            self._rank_0.tell(Done(call="step"))
         return totals
 
-    def _follow_step(self, start: float) -> StepMetrics:
-        """Other ranks: take part in rank 0's step."""
-        self._take_part("step")
-        return self._followed(start)
-
     def _follow_train(self) -> Iterator[StepMetrics]:
-        """Other ranks: take part in rank 0's steps until it has no more batches."""
+        """Other ranks: follow rank 0's steps until it has no more batches."""
         while True:
             start = time.perf_counter()
-            if self._take_part("step", "train") == "train":
+            if self._follow("step", "train") == "train":
                 return
             yield self._followed(start)
 
     def _followed(self, start: float) -> StepMetrics:
-        assert self._side.rank.last is not None, "a step was followed, but left no totals"
-        plan, totals = self._side.rank.last
+        assert self._worker.last is not None, "a step was followed, but left no totals"
+        plan, totals = self._worker.last
         self._num_steps = plan.step if plan.update else plan.step - 1
         self._num_samples += plan.num_samples
         return self._metrics(totals, plan, start)
@@ -525,7 +505,7 @@ class Engine:
         )
 
     def _updates(self, before: Accumulated, update: bool | None) -> bool:
-        """Whether a call updates parameters, after some calls that did not."""
+        """True if a call updates parameters, after some calls that did not."""
         return before.num_parts + 1 >= self._accumulate if update is None else update
 
     def _check_whole_step(self) -> None:
@@ -535,15 +515,14 @@ class Engine:
                 "checkpoints hold none; save after a call that updates (step(update=True))"
             )
 
-    def _take_part(self, *calls: str) -> str:
-        """Other ranks: follow rank 0 through one call of the user's, one of `calls`; which it was."""
-        assert isinstance(self._side, Follower)
+    def _follow(self, *calls: str) -> str:
+        """Other ranks: follow rank 0 through one call of the user's, one of `calls`; return its name."""
         while True:
-            command = self._session.call(self._side.follow)
+            command = self._session.call(self._worker.follow)
             match command:
                 case Refuse():
                     raise getattr(errors, command.error)(command.message)
-                case Close():
+                case CloseEngine():
                     self.close()
                     raise EngineError(f"rank 0 closed the engine while rank {self.rank} was in {calls[-1]}()")
                 case Done() | Step(trace=False):
@@ -558,21 +537,33 @@ class Engine:
                     pass
 
     @contextlib.contextmanager
-    def _refusing(self, leader: Leader) -> Iterator[None]:
-        """Tell ranks that wait in the same call if rank 0 refuses it, so that they raise the same error."""
+    def _refusing(self) -> Iterator[None]:
+        """If rank 0 refuses a call, announce it to the ranks that wait in the same call, so that they raise the same error."""
         try:
             yield
         except Exception as error:
-            name = type(error).__name__ if hasattr(errors, type(error).__name__) else EngineError.__name__
-            self._session.call(functools.partial(leader.tell, Refuse(error=name, message=str(error))))
+            if not self._session.is_over:
+                name = type(error).__name__ if hasattr(errors, type(error).__name__) else EngineError.__name__
+                self._tell(Refuse(error=name, message=str(error)))
             raise
 
+    def _tell(self, command: Command) -> None:
+        self._session.call(self._rank_0.tell, command)
+
+    @property
+    def _rank_0(self) -> Controller:
+        assert self._controller is not None, "only rank 0 leads"
+        return self._controller
+
+    @property
+    def _optimizer(self) -> RankOptimizer:
+        return self._worker.state.optimizer
+
     def _save_order(self, folder: Path, data: object, *, copies: bool) -> SaveOrder:
-        assert self._leader is not None, "only rank 0 orders"
         trainer = TrainerState(
             step=self._num_steps,
             optimizer=self._setup.optimizer,
-            hyper=self._leader.rank.optimizer.hyper,
+            hyper=self._optimizer.hyper,
             seed=self._seed,
             num_samples=self._num_samples,
             frozen=self._user.frozen(),
@@ -588,35 +579,43 @@ class Engine:
     def _resume(self, trainer: TrainerState) -> Resumed:
         self._num_steps, self._num_samples = trainer.step, trainer.num_samples
         self._seed, self._before = trainer.seed, NOTHING
-        self._data = self._side.checkpoints.data
+        self._data = self._worker.checkpoints.data
         return Resumed(num_steps=self._num_steps, num_samples=self._num_samples, data=self._data)
 
     def _finish_saving(self) -> None:
-        """Wait for a save that was begun. Raises CheckpointError if it failed and nobody was told."""
-        if (saving := self._side.checkpoints.saving) is not None:
-            saving.wait()
+        """Wait for a save that was begun. Raises CheckpointError if it failed and was not raised yet."""
+        if self.saving is not None:
+            self.saving.wait()
 
     def _raise_failed_save(self) -> None:
         """Raise what a save failed with meanwhile."""
-        saving = self._side.checkpoints.saving
-        if saving is not None and saving.done:
-            saving.wait()
+        if self.saving is not None and self.saving.done:
+            self.saving.wait()
 
-    def _make_scheduler(self, leader: Leader | None) -> LRScheduler | None:
-        if self._scheduler_factory is None or leader is None:
+    def _last_saving(self) -> Saving:
+        assert self.saving is not None, "a save was followed, but none was begun"
+        return self.saving
+
+    def _followed_load(self) -> Resumed:
+        trainer = self._worker.checkpoints.trainer
+        assert trainer is not None, "a load was followed, but nothing was read"
+        return self._resume(trainer)
+
+    def _make_scheduler(self) -> LRScheduler | None:
+        if self._scheduler_factory is None or self._controller is None:
             return None
-        return scheduler_after(self._num_steps, self._scheduler_factory, leader.rank.optimizer.optimizer)
+        return scheduler_after(self._num_steps, self._scheduler_factory, self._optimizer.optimizer)
 
 
 @runtime_checkable
 class _Stateful(Protocol):
-    """Batches that can say where they are, as torchdata's StatefulDataLoader can."""
+    """Batches with a state to save and load, as torchdata's StatefulDataLoader has."""
 
     def state_dict(self) -> object: ...
 
 
 def _with_states(batches: Iterable[Sequence[Sample]]) -> Iterator[_Batch]:
-    """Batches, each with what the data says of itself after it, if it does."""
+    """Batches, each with the state of the data after it, if the data has one."""
     for samples in batches:
         yield samples, copy.deepcopy(batches.state_dict()) if isinstance(batches, _Stateful) else None
 
@@ -630,30 +629,15 @@ def _with_last(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, bool]]:
         batch = following
 
 
-def _collate(
-    pad: Mapping[str, int | float] | None, samples: Sequence[Sample], names: Sequence[int]
-) -> dict[str, Value]:
-    return collate(samples, pad, names)
-
-
-def _take_side(session: Session, setup: Setup) -> Leader | Follower:
-    if session.rank == 0:
-        return Leader(session.groups, setup, session.board, session.check)
-    return Follower(session.groups, session.board, session.check)
-
-
-def _weights(leader: Leader, call: str) -> dict[str, Tensor]:
-    weights = leader.weights()
-    leader.tell(Done(call=call))
-    return weights
-
-
-def _apply(leader: Leader, stored: Stored) -> None:
-    leader.apply(stored)
-    leader.tell(Done(call="load"))
+def _start(session: ProcessGroupSession, setup: Setup) -> tuple[Controller | None, Worker]:
+    """The controller, which rank 0 alone has, and this rank's worker."""
+    if session.rank:
+        return None, Worker.join(session.groups, session.board, session.check)
+    controller = Controller(session.groups, setup, session.board, session.check)
+    return controller, controller.worker
 
 
 def _close(engine: weakref.ref[Engine], process: int) -> None:
-    """At exit: do not leave workers to find out by themselves. A forked child has no say in it."""
+    """At exit: end the workers. A forked child leaves them alone."""
     if (alive := engine()) is not None and os.getpid() == process:
         alive.close()

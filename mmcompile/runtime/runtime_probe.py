@@ -46,7 +46,7 @@ _STAGES = ("scale", "sum")
 
 
 class ProbeSource:
-    """`PatternSource` of a pipeline that scales a vector in one process and sums it in the other."""
+    """`ProgramSource` of a pipeline that scales a vector in one process and sums it in the other."""
 
     def __init__(self, num_elements: int) -> None:
         self._num_elements = num_elements

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mmcompile.batching.program_source import PatternSource
+from mmcompile.batching.program_source import ProgramSource
 from mmcompile.errors import CheckpointError
 from mmcompile.runtime.checkpoint.index import weight_key
 from mmcompile.runtime.checkpoint.pieces import whole_piece
@@ -24,7 +24,7 @@ class UserModel:
     """Weights under the names that the model has for them (rank 0)."""
 
     module: nn.Module | None
-    source: PatternSource
+    source: ProgramSource
     """Holds the parameters, of the module or without one."""
 
     def complete(self, weights: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:

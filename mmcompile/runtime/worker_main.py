@@ -1,7 +1,7 @@
 """Worker processes of a plain script: `python -P -m mmcompile.runtime.worker_main ORDERS`, started by rank 0.
 
-That process loads torch once, forks a worker for each order, and tells rank 0 how each one ended. So eight workers start in the
-time of one, and share the memory of what was loaded. When rank 0 ends, or closes its end of the socket, it stops them all.
+That process loads torch once, forks a worker for each order, and reports to rank 0 how each one ended. So eight workers start in
+the time of one, and share the memory of what was loaded. When rank 0 ends, or closes its end of the socket, it stops them all.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from mmcompile.runtime.comm.groups import Groups, PeerLost
 from mmcompile.runtime.control.processes import fork_process, kill_group
-from mmcompile.runtime.follower import Follower
-from mmcompile.runtime.launch.local_workers import Exit, Report, WorkerOrder, WorkerOrders
+from mmcompile.runtime.launch.local_workers import Exit, Failure, WorkerOrder, WorkerOrders
 from mmcompile.runtime.monitoring.status import StatusBoard
+from mmcompile.runtime.worker import Worker
 
 _POLL_S = 0.5
 _TRACEBACK_LINES = 30
@@ -49,7 +49,7 @@ def main(text: str) -> NoReturn:
 
 
 def _watch(ranks: dict[int, int], exits: socket.socket, rank_0: int) -> None:
-    """Write an `Exit` for every process of `ranks` that ends; kill those left once rank 0 wants no more of them."""
+    """Write an `Exit` for every process of `ranks` that ends; kill those left once rank 0 closes the socket."""
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -78,7 +78,7 @@ def _work(order: WorkerOrder) -> int:
         store = dist.TCPStore("127.0.0.1", order.port, is_master=False)
         store.set(f"ready/{order.rank}", "1")
         groups = Groups.connect(store, order.rank, order.world_size, torch.device(order.device), local=True)
-        Follower(groups, StatusBoard(order.board, order.world_size)).serve()
+        Worker.join(groups, StatusBoard(order.board, order.world_size)).serve()
     except BaseException as error:
         with socket.socket(fileno=order.report) as report:
             report.sendall(msgspec.json.encode(_report(order.rank, error)))
@@ -86,11 +86,11 @@ def _work(order: WorkerOrder) -> int:
     return 0
 
 
-def _report(rank: int, error: BaseException) -> Report:
+def _report(rank: int, error: BaseException) -> Failure:
     lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
-    return Report(
+    return Failure(
         rank=rank,
-        error=f"{type(error).__name__}: {error}",
+        cause=f"failed: {type(error).__name__}: {error}",
         traceback="\n".join(lines),
         peer_lost=isinstance(error, PeerLost),
     )

@@ -52,7 +52,7 @@ def microbatch(replica: int, slot: int = 0, *, weight: float = 0.5, lag: int = 0
         pattern="p",
         sizes={},
         flow=Flow(stages=STAGES, edges=(), backward=STAGES),
-        roots=(),
+        inputs=(),
         links=(),
         loss_weight=weight,
         replica=replica,

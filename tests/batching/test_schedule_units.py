@@ -29,7 +29,7 @@ def microbatch(index: int, flow: Flow, tower: str, replica: int = 0, slot: int =
         pattern="p",
         sizes={},
         flow=flow,
-        roots=(),
+        inputs=(),
         links=(),
         tower=tower,
         replica=replica,

@@ -17,7 +17,7 @@ from support.parity.three_steps import assert_same_parameters, in_one_process, m
 import mmcompile as mm
 from mmcompile.data.collate import collate
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.runtime.monitoring.fail_points import VARIABLE, Action, Strike
+from mmcompile.runtime.monitoring.fail_points import VARIABLE, FaultAction, Strike
 
 TOLERANCE = 1e-9
 MICROBATCHES = 4
@@ -74,7 +74,9 @@ def test_a_run_that_loses_a_node_trains_as_one_process_does(
     steps = steps_of(case.family, num_microbatches=MICROBATCHES)
     wanted = in_one_process(case.family, case.freeze, num_microbatches=MICROBATCHES)
     plan = planned(case)
-    strike = Strike(point="before-step", action=Action.KILL, rank=case.victim, step=2, marker=str(tmp_path / "struck"))
+    strike = Strike(
+        point="before-step", action=FaultAction.KILL, rank=case.victim, step=2, marker=str(tmp_path / "struck")
+    )
     monkeypatch.setenv(VARIABLE, msgspec.json.encode([strike]).decode())
     model = model_of(case.family, case.freeze)
     samples = [sample for step in steps for sample in step]

@@ -42,7 +42,7 @@ class Balancer(ABC):
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InSlowestStage(Balancer):
+class BottleneckBalancer(Balancer):
     """A balancer that is shown what samples cost the slowest stage of each component: a pipeline is as fast as that."""
 
     name: ClassVar[str] = "in-slowest-stage"
@@ -63,7 +63,7 @@ def of_slowest_stages(costs: SampleCosts, shares: Mapping[str, float]) -> Sample
     """What samples cost the slowest stage of each component.
 
     Args:
-        shares: as of `InSlowestStage`.
+        shares: as of `BottleneckBalancer`.
 
     Raises:
         ConfigError: a share of a component that the costs have not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmcompile.batching.balance.auto import Auto
-from mmcompile.batching.balance.balancer import Balancer, InSlowestStage
+from mmcompile.batching.balance.balancer import Balancer, BottleneckBalancer
 from mmcompile.batching.balance.registry import balancer
 from mmcompile.batching.balance.simulated_step import StepShape, step_time
 from mmcompile.planner.plan.plan import Plan
@@ -24,7 +24,7 @@ def plan_balancer(plan: Plan, name: str) -> Balancer:
     chosen, shape = balancer(name), StepShape.of(plan)
     if isinstance(chosen, Auto):
         return replace(chosen, step_time=step_time(shape), shares=shape.slowest)
-    return InSlowestStage(inner=chosen, shares=shape.slowest)
+    return BottleneckBalancer(inner=chosen, shares=shape.slowest)
 
 
 def balancer_of_json(plan: str, name: str) -> Balancer:

@@ -151,8 +151,13 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
 
     def __str__(self) -> str:
-        lines = (f"rank {rank}: " + " ".join(map(str, actions)) for rank, actions in enumerate(self.ranks))
+        lines = (f"rank {rank}: {line}" for rank, line in enumerate(self.lines))
         return "\n".join(line.rstrip() for line in (f"stages: {' '.join(self.stages)}", *lines))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Actions of each rank as text, separated by spaces; `parse_actions` reads one line back."""
+        return tuple(" ".join(map(str, actions)) for actions in self.ranks)
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -165,8 +170,13 @@ class Schedule:
             label, _, actions = line.partition(":")
             if label != f"rank {len(ranks)}":
                 raise PlanError(f"expected a line 'rank {len(ranks)}: ...', got {line!r}")
-            ranks.append(tuple(Action.parse(word) for word in actions.split()))
+            ranks.append(parse_actions(actions))
         return cls(stages=tuple(head.removeprefix("stages:").split()), ranks=tuple(ranks))
+
+
+def parse_actions(line: str) -> tuple[Action, ...]:
+    """Return the actions of one line of `Schedule.lines`. Raises PlanError naming a word that is no action."""
+    return tuple(Action.parse(word) for word in line.split())
 
 
 class Placed(Protocol):
@@ -223,7 +233,6 @@ def schedule_units(
     kind: ScheduleKind = "1f1b",
     *,
     num_slots: int,
-    only: int | None = None,
     together: Sequence[Sequence[int]] = (),
 ) -> Schedule:
     """Order one step whose stages do not all compute the same samples together. `build_schedule` is the case without `edges`.
@@ -238,7 +247,6 @@ def schedule_units(
         edges: between units.
         kind: as for `build_schedule`.
         num_slots: microbatches of each replica.
-        only: the rank whose actions are needed; the lists of others are empty then. None for all.
         together: stages, by index, that exchange values while they compute: their ranks run them in the same order.
 
     Raises:
@@ -263,13 +271,9 @@ def schedule_units(
     for unit in units:
         program, number = programs[unit.flow], unit.number
         for stage in program.stages:
-            if only is not None and rank[stage] != only:
-                continue
             actions = _forward(stage, number, program, values)
             keyed[rank[stage]].append((order.forward_key(stage, unit.slot), unit.slot, number, actions))
         for stage in program.backward:
-            if only is not None and rank[stage] != only:
-                continue
             actions = _backward(stage, number, program, gradients, split=split)
             keyed[rank[stage]].append((order.backward_key(stage, unit.backward_slot), unit.slot, number, actions))
     names = tuple(stage.name for stage in stages)

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mmcompile.ir.graph import dtype_name, torch_dtype
 from mmcompile.runtime.checkpoint.index import (
-    Index,
+    CheckpointIndex,
     StoredChunk,
     StoredTensor,
     damaged,
@@ -44,13 +44,13 @@ from mmcompile.runtime.checkpoint.index import (
     digest_of,
     path_of,
 )
-from mmcompile.runtime.checkpoint.pieces import Piece
+from mmcompile.runtime.checkpoint.pieces import CheckpointPiece
 
 
 class _Pieces(DefaultSavePlanner):
     """Gives torch's writer the tensors of items that are planned already."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[CheckpointPiece]) -> None:
         super().__init__()
         self._boxes = {(piece.key, box.offsets): (piece, box) for piece in pieces for box in piece.boxes}
 
@@ -59,7 +59,7 @@ class _Pieces(DefaultSavePlanner):
         return box.of(piece.tensor())
 
 
-def write_part(folder: Path, rank: int, pieces: Sequence[Piece]) -> dict[str, StoredTensor]:
+def write_part(folder: Path, rank: int, pieces: Sequence[CheckpointPiece]) -> dict[str, StoredTensor]:
     """Write what one rank has to a file of its own, and wait until it is on the disk; returns its part of the index.
 
     Raises:
@@ -91,7 +91,7 @@ def write_part(folder: Path, rank: int, pieces: Sequence[Piece]) -> dict[str, St
     }
 
 
-def write_metadata(folder: Path, index: Index) -> None:
+def write_metadata(folder: Path, index: CheckpointIndex) -> None:
     """Write torch's `.metadata`. Raises OSError."""
     items: list[WriteItem] = []
     results: list[WriteResult] = []
@@ -108,7 +108,7 @@ def write_metadata(folder: Path, index: Index) -> None:
     FileSystemWriter(folder, sync_files=True).finish(metadata, [results])
 
 
-def read_piece(folder: Path, index: Index, piece: Piece) -> None:
+def read_piece(folder: Path, index: CheckpointIndex, piece: CheckpointPiece) -> None:
     """Fill the tensor of a piece from a checkpoint, whatever parts it was written in.
 
     Raises:
@@ -138,7 +138,7 @@ def read_piece(folder: Path, index: Index, piece: Piece) -> None:
         raise damaged(folder, f"it has {num_read} of the {wanted_elements} elements of {piece.key} that are wanted")
 
 
-def check_chunks(folder: Path, keys: Iterable[str], index: Index) -> None:
+def check_chunks(folder: Path, keys: Iterable[str], index: CheckpointIndex) -> None:
     """Read tensors for nothing but to see that they are as they were written. Raises CheckpointError."""
     for key in keys:
         for chunk in index.tensors[key].chunks:

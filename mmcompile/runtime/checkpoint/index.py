@@ -1,4 +1,4 @@
-"""`Index`: which tensors a checkpoint has, and in which bytes of which file each part of them is.
+"""`CheckpointIndex`: which tensors a checkpoint has, and in which bytes of which file each part of them is.
 
 Tensors are named as torch's own state dicts name them once they are flattened:
 
@@ -54,7 +54,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Index:
+class CheckpointIndex:
     """All tensors of a checkpoint."""
 
     tensors: dict[str, StoredTensor]
@@ -62,7 +62,7 @@ class Index:
     """Other name of a tied parameter -> the name it is stored under."""
 
     @classmethod
-    def joined(cls, parts: Iterable[Mapping[str, StoredTensor]], tied: Mapping[str, str]) -> Index:
+    def joined(cls, parts: Iterable[Mapping[str, StoredTensor]], tied: Mapping[str, str]) -> CheckpointIndex:
         """From what each rank wrote.
 
         Args:
@@ -120,7 +120,7 @@ class Index:
         return digest_of(data)
 
     @classmethod
-    def read(cls, folder: Path, digest: str) -> Index:
+    def read(cls, folder: Path, digest: str) -> CheckpointIndex:
         """Read the index of a checkpoint.
 
         Args:

@@ -1,21 +1,79 @@
-"""`Piece`: a tensor that a rank writes to a checkpoint, and where it is read back to."""
+"""`CheckpointPiece`: a tensor that a rank writes to a checkpoint or reads back; `Holding`: which boxes of the whole it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mmcompile.errors import CheckpointError
-from mmcompile.ir.graph import torch_dtype
-from mmcompile.runtime.checkpoint.holding import Box, Holding
-from mmcompile.runtime.checkpoint.index import Index, StoredTensor, state_key, weight_key
+from mmcompile.ir.graph import ParameterSpec, torch_dtype
+from mmcompile.ir.tensor_shard import TensorShard
+from mmcompile.runtime.checkpoint.index import CheckpointIndex, StoredTensor, state_key, weight_key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorBox:
+    """A box of a whole tensor, and where it is in the part of it that a rank holds."""
+
+    offsets: tuple[int, ...]
+    """Index of its first element in the whole, by dim."""
+    inside: tuple[int, ...]
+    """Index of its first element in the part, by dim."""
+    sizes: tuple[int, ...]
+
+    def of(self, part: Tensor) -> Tensor:
+        """The view of a part that is this box."""
+        return part[tuple(slice(at, at + size) for at, size in zip(self.inside, self.sizes, strict=True))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """The whole or the part of a parameter that a rank holds under some name."""
+
+    whole: str
+    """Original name of the parameter."""
+    shard: TensorShard | None = None
+    """None: it is the whole."""
+    index: int = 0
+    """Number of the part."""
+
+    @classmethod
+    def of(cls, spec: ParameterSpec) -> Holding:
+        return cls(whole=spec.whole_name, shard=spec.shard, index=spec.index)
+
+    def shape_of_whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the whole, by that of a part."""
+        return part if self.shard is None else _with(part, self.shard.dim, self.shard.size)
+
+    def shape_of_part(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of a part, by that of the whole."""
+        return whole if self.shard is None else self.shard.local_shape(whole)
+
+    def boxes(self, whole: tuple[int, ...]) -> tuple[TensorBox, ...]:
+        """Boxes that make the part, by the shape of the whole: one for each block."""
+        return tuple(self._boxes(whole))
+
+    def _boxes(self, whole: tuple[int, ...]) -> Iterator[TensorBox]:
+        zeros = (0,) * len(whole)
+        if self.shard is None:
+            yield TensorBox(offsets=zeros, inside=zeros, sizes=whole)
+            return
+        dim, begin, inside = self.shard.dim, 0, 0
+        for block in self.shard.blocks:
+            width = block // self.shard.count
+            yield TensorBox(
+                offsets=_with(zeros, dim, begin + self.index * width),
+                inside=_with(zeros, dim, inside),
+                sizes=_with(whole, dim, width),
+            )
+            begin, inside = begin + block, inside + width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Piece:
+class CheckpointPiece:
     """A stored tensor, or the part of it that one rank has."""
 
     key: str
@@ -23,24 +81,24 @@ class Piece:
     dtype: torch.dtype
     shape: tuple[int, ...]
     """Of the whole."""
-    boxes: tuple[Box, ...]
+    boxes: tuple[TensorBox, ...]
     tensor: Callable[[], Tensor]
     """The part; asked for when it is written, once for each box."""
     trains: bool = False
     """It changes as training goes on."""
 
 
-def whole_piece(key: str, tensor: Tensor) -> Piece:
+def whole_piece(key: str, tensor: Tensor) -> CheckpointPiece:
     """A tensor that is all there is of it."""
     return _piece(key, Holding(whole=key), tensor)
 
 
-def weight_piece(holding: Holding, tensor: Tensor) -> Piece:
+def weight_piece(holding: Holding, tensor: Tensor) -> CheckpointPiece:
     """A parameter, or a part of it."""
     return _piece(weight_key(holding.whole), holding, tensor)
 
 
-def state_piece(holding: Holding, key: str, tensor: Tensor, part: tuple[int, ...]) -> Piece | None:
+def state_piece(holding: Holding, key: str, tensor: Tensor, part: tuple[int, ...]) -> CheckpointPiece | None:
     """A tensor of optimizer state; None where another rank writes it.
 
     Args:
@@ -62,8 +120,8 @@ def state_piece(holding: Holding, key: str, tensor: Tensor, part: tuple[int, ...
 
 
 def wanted_by(
-    holdings: Mapping[str, Holding], index: Index, *, weights: Iterable[str], states: Iterable[str]
-) -> dict[str, Piece]:
+    holdings: Mapping[str, Holding], index: CheckpointIndex, *, weights: Iterable[str], states: Iterable[str]
+) -> dict[str, CheckpointPiece]:
     """What a rank reads, as empty tensors by path: `value/<name>` and `state/<key>/<name>`.
 
     Args:
@@ -74,7 +132,7 @@ def wanted_by(
         CheckpointError: the index does not have such a weight.
     """
     stored_weights, stored_states = index.weights, index.states()
-    found: dict[str, Piece] = {}
+    found: dict[str, CheckpointPiece] = {}
     for name in weights:
         holding, saved = holdings[name], index.name_of(holdings[name].whole)
         if (stored := stored_weights.get(saved)) is None:
@@ -88,7 +146,7 @@ def wanted_by(
     return found
 
 
-def empty_piece(key: str, holding: Holding, stored: StoredTensor, whole: tuple[int, ...]) -> Piece:
+def empty_piece(key: str, holding: Holding, stored: StoredTensor, whole: tuple[int, ...]) -> CheckpointPiece:
     """A tensor to read into: what a rank holds of a stored tensor, weight or state, of a parameter.
 
     Args:
@@ -99,11 +157,15 @@ def empty_piece(key: str, holding: Holding, stored: StoredTensor, whole: tuple[i
         holding = Holding(whole=holding.whole)
     tensor = torch.empty(holding.shape_of_part(stored.shape), dtype=torch_dtype(stored.dtype))
     boxes = holding.boxes(stored.shape)
-    return Piece(key=key, dtype=tensor.dtype, shape=stored.shape, boxes=boxes, tensor=lambda: tensor)
+    return CheckpointPiece(key=key, dtype=tensor.dtype, shape=stored.shape, boxes=boxes, tensor=lambda: tensor)
 
 
-def _piece(key: str, holding: Holding, tensor: Tensor) -> Piece:
+def _piece(key: str, holding: Holding, tensor: Tensor) -> CheckpointPiece:
     whole = holding.shape_of_whole(tuple(tensor.shape))
-    return Piece(
+    return CheckpointPiece(
         key=key, dtype=tensor.dtype, shape=whole, boxes=holding.boxes(whole), tensor=lambda: tensor, trains=True
     )
+
+
+def _with(sizes: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*sizes[:dim], value, *sizes[dim + 1 :])

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from mmcompile.errors import CheckpointError
 from mmcompile.runtime.checkpoint.checkpoint_folder import swap, sync, unwritable
-from mmcompile.runtime.checkpoint.index import Index, StoredTensor, digest_of
-from mmcompile.runtime.checkpoint.pieces import Piece
+from mmcompile.runtime.checkpoint.index import CheckpointIndex, StoredTensor, digest_of
+from mmcompile.runtime.checkpoint.pieces import CheckpointPiece
 from mmcompile.runtime.checkpoint.trainer_state import TrainerState, files_of, write_state
 from mmcompile.runtime.monitoring.fail_points import fail_point
 
@@ -92,17 +92,17 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartJob:
-    """What one rank does in a save."""
+    """One rank's job in a save."""
 
     folder: Path
-    """To write to; it is there already, and empty."""
+    """Folder to write to; it is there already, and empty."""
     rank: int
     step: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[CheckpointPiece]
     refused: str = ""
     """Why this rank has nothing to write; "" if it has."""
     store: dist.Store
-    """Of this save alone, and of this thread alone."""
+    """Store of this save alone, used by this thread alone."""
 
     def run(self, saving: Saving) -> None:
         """A rank other than 0."""
@@ -140,16 +140,27 @@ class PartJob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WholeJob:
-    """What rank 0 does in a save."""
+class SaveOrder:
+    """A save that the user asked for."""
 
-    part: PartJob
     folder: Path
-    """That the checkpoint gets to."""
+    fresh: Path
+    """Empty, beside it."""
     trainer: TrainerState
-    data: bytes | None
     tied: Mapping[str, str]
     """Further name of a parameter -> its first one."""
+    data: bytes | None
+    """State of the user's data, encoded."""
+    copies: bool
+    """Write copies, since training continues meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeJob:
+    """Rank 0's job in a save."""
+
+    order: SaveOrder
+    part: PartJob
     num_ranks: int
     saved: Callable[[], None]
     """Called once the checkpoint is in its place."""
@@ -161,7 +172,7 @@ class WholeJob:
             self._join(saving)
         except Exception as error:
             shutil.rmtree(self.part.folder, ignore_errors=True)
-            failure = error if isinstance(error, CheckpointError) else unwritable(self.folder, error)
+            failure = error if isinstance(error, CheckpointError) else unwritable(self.order.folder, error)
             self._tell(saving, str(failure))
             raise failure from error
         self.saved()
@@ -188,15 +199,15 @@ class WholeJob:
             said = msgspec.json.decode(store.get(str(rank)), type=_Said)
             store.delete_key(str(rank))
             if said.error:
-                raise unwritable(self.folder, said.error)
+                raise unwritable(self.order.folder, said.error)
             parts.append(_part(fresh, rank, said.digest))
         fail_point("checkpoint-joining", rank=0, step=saving.step)
         for rank in range(self.num_ranks):
             _part_file(fresh, rank).unlink()
-        index = Index.joined(parts, self.tied)
+        index = CheckpointIndex.joined(parts, self.order.tied)
         dcp.write_metadata(fresh, index)
-        write_state(fresh, self.trainer, index.write(fresh), self.data)
-        swap(fresh, self.folder, files_of(self.folder).__contains__)
+        write_state(fresh, self.order.trainer, index.write(fresh), self.order.data)
+        swap(fresh, self.order.folder, files_of(self.order.folder).__contains__)
         fail_point("checkpoint-saved", rank=0, step=saving.step)
 
 
@@ -209,15 +220,15 @@ def _heard_by(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Said:
-    """How writing ended on a rank."""
+    """Outcome of writing on a rank."""
 
     digest: str = ""
-    """Of its part of the index."""
+    """Digest of its part of the index."""
     error: str = ""
 
 
 def _part_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its part of the index."""
+    """Path of a rank's part of the index."""
     return folder / f"part-{rank}.json"
 
 

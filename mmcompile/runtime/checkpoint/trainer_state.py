@@ -1,7 +1,7 @@
 """`TrainerState`: what a checkpoint says of the run it is of, and whether a folder is a checkpoint at all.
 
 trainer.json        `TrainerState`; it is written last, so a folder with it is whole
-index.json          `Index`: where each tensor is
+index.json          `CheckpointIndex`: where each tensor is
 .metadata           the same for torch
 __<rank>_0.distcp   tensors, as `torch.distributed.checkpoint` writes them
 data.pt             where the user's data was, if that was saved
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mmcompile.errors import CheckpointError
 from mmcompile.runtime.checkpoint.checkpoint_folder import place_of
-from mmcompile.runtime.checkpoint.index import Index, damaged, digest_of
+from mmcompile.runtime.checkpoint.index import CheckpointIndex, damaged, digest_of
 from mmcompile.runtime.optim.optimizer import Hyper, OptimizerSpec
 
 _CHECKPOINT_VERSION = 2
@@ -79,7 +79,7 @@ class Stored:
     place: Path
     """Where it is: that folder, or its predecessor after an interruption."""
     trainer: TrainerState
-    index: Index
+    index: CheckpointIndex
 
     @classmethod
     def find(cls, folder: Path) -> Stored:
@@ -90,7 +90,7 @@ class Stored:
                 f"no checkpoint at {folder}: wanted a folder with {_STATE}, as engine.save() writes it"
             )
         trainer = _read_state(place)
-        return cls(folder=folder, place=place, trainer=trainer, index=Index.read(place, trainer.index))
+        return cls(folder=folder, place=place, trainer=trainer, index=CheckpointIndex.read(place, trainer.index))
 
     def data(self) -> Any:
         """What the user's data said of itself; None if nothing was saved of it. Raises CheckpointError."""

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.runtime.checkpoint.checkpoint_folder import replacing, swap
-from mmcompile.runtime.checkpoint.holding import Holding
-from mmcompile.runtime.checkpoint.index import Index, state_key, weight_key
-from mmcompile.runtime.checkpoint.pieces import wanted_by, whole_piece
+from mmcompile.runtime.checkpoint.index import CheckpointIndex, state_key, weight_key
+from mmcompile.runtime.checkpoint.pieces import Holding, wanted_by, whole_piece
 from mmcompile.runtime.checkpoint.trainer_state import Stored, TrainerState, files_of, saved, write_state
 from mmcompile.runtime.comm.wire import under
 
@@ -53,7 +52,7 @@ def write(folder: Path, checkpoint: Checkpoint, tied: Mapping[str, str]) -> None
         key, name = path.split("/", 1)
         pieces.append(whole_piece(state_key(name, key), tensor))
     with replacing(folder) as fresh:
-        index = Index.joined([dcp.write_part(fresh, 0, pieces)], tied)
+        index = CheckpointIndex.joined([dcp.write_part(fresh, 0, pieces)], tied)
         dcp.write_metadata(fresh, index)
         write_state(fresh, checkpoint.trainer, index.write(fresh), data=None)
         swap(fresh, folder, files_of(folder).__contains__)
@@ -76,6 +75,6 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(trainer=stored.trainer, weights=under("value/", tensors), optimizer=under("state/", tensors))
 
 
-def shapes_of(index: Index) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def shapes_of(index: CheckpointIndex) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Of the weights of a checkpoint."""
     return {name: (torch_dtype(stored.dtype), stored.shape) for name, stored in index.weights.items()}

@@ -38,6 +38,10 @@ _BROADCASTS = 8
 
 _NO_MORE = "the groups are closed: this rank left them"
 
+FIRST_GRADIENT_TAG = 2**30
+"""First tag of gradients; those of activations and batch inputs are below."""
+END_GRADIENT_TAG = 2**31 - 16
+"""Past the last tag of gradients; those of control messages are above."""
 _STAR_TAG = 2**31 - 3
 """Above the tags of links and of gradients, below those of control messages."""
 
@@ -52,6 +56,16 @@ class Work(Protocol):
     def wait(self) -> bool: ...
 
 
+class _Arrived:
+    """The work of a message without bytes, which is never sent."""
+
+    def wait(self) -> bool:
+        return True
+
+
+ARRIVED = _Arrived()
+
+
 class Backend(Protocol):
     """A process group made directly on a store (`ProcessGroupGloo`, `ProcessGroupNCCL`)."""
 
@@ -60,7 +74,7 @@ class Backend(Protocol):
 
 
 class _Closed:
-    """What is left of a group that was closed."""
+    """Stand-in for a group that was closed."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
         raise RuntimeError(_NO_MORE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,6 +49,21 @@ def broadcast(groups: Groups, data: bytes | None) -> bytes:
     return raw[LENGTH_BYTES:] + rest.numpy().tobytes()
 
 
+def announce(groups: Groups, message: object, kinds: Sequence[type]) -> None:
+    """Rank 0: give every rank a message.
+
+    Args:
+        kinds: dataclasses of all messages that ranks expect, the same on all.
+    """
+    broadcast(groups, bytes([kinds.index(type(message))]) + encode(message))
+
+
+def hear(groups: Groups, kinds: Sequence[type[T]]) -> T:
+    """Other ranks: wait for the message that rank 0 announces, and return it."""
+    data = broadcast(groups, None)
+    return decode(memoryview(data)[1:], kinds[data[0]])
+
+
 def send_bytes(groups: Groups, rank: int, data: bytes) -> None:
     """Send bytes to one rank, which must call `receive_bytes`."""
     length = torch.tensor([len(data)])
@@ -87,5 +102,5 @@ def receive_tensors(groups: Groups, rank: int) -> dict[str, Tensor]:
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose name begins with `prefix`, by the rest of it."""
+    """Return the tensors whose name begins with `prefix`, by the rest of the name."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

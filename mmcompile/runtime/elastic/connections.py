@@ -27,11 +27,11 @@ import torch.distributed as dist
 
 from mmcompile.runtime.comm.fence import Fence, fence_works, of_gloo, of_store
 from mmcompile.runtime.comm.groups import Groups, PeerLost
-from mmcompile.runtime.comm.runner import Runner
 from mmcompile.runtime.control.membership_client import Superseded
 from mmcompile.runtime.control.messages import Generation
 from mmcompile.runtime.control.store import open_client
 from mmcompile.runtime.control.times import Times
+from mmcompile.runtime.launch.session import Runner
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from mmcompile.runtime.elastic.warm_up import num_graphs
 from mmcompile.runtime.monitoring import tracing
 from mmcompile.runtime.monitoring.fail_points import fail_point
 from mmcompile.runtime.monitoring.metrics import StepTotals
-from mmcompile.runtime.optim.rates import Rates
+from mmcompile.runtime.optim.optimizer import HyperSchedule
 
 
 def work(job: ElasticJob, membership: MembershipClient) -> None:
@@ -64,7 +64,7 @@ class ElasticWorker:
         self.membership = membership
         self.programs = Programs(job.patterns.captured())
         self.store = LayerStore.of(self.programs.parameters(), job.patterns.parameters(), job.optimizer)
-        self.rates = Rates(job.optimizer, job.scheduler)
+        self.rates = HyperSchedule(job.optimizer, job.scheduler)
         self.controller = ElasticController(job)
         self.graphs_before = num_graphs()
         self._connections = Connections(membership)
@@ -195,7 +195,7 @@ class GenerationRun:
         if self._job.saves_after(step):
             self._save(step)
         if step == self._job.num_steps:
-            collect = functools.partial(tracing.collect, self._connection.groups, worker.rank.events(), self._job.trace)
+            collect = functools.partial(tracing.collect, self._connection.groups, worker.rank.events, self._job.trace)
             self._connection.call(collect)
 
     def _lead_step(self, step: int, worker: GenerationWorker) -> tuple[StepTotals, str]:

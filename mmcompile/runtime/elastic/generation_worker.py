@@ -23,7 +23,7 @@ from mmcompile.runtime.elastic.programs import Programs, share
 from mmcompile.runtime.monitoring.metrics import StepMetrics, StepTotals
 from mmcompile.runtime.monitoring.status import StatusBoard
 from mmcompile.runtime.optim.optimizer import Hyper
-from mmcompile.runtime.rank import Rank
+from mmcompile.runtime.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +66,12 @@ class GenerationWorker:
         self._layers = layers
         setup = Setup(
             stages=placement.stages,
-            schedule=placement.schedule,
             optimizer=job.optimizer,
             clip_norm=job.clip_norm,
             compiled=job.compiled,
             reduction=job.reduction,
         )
-        self.rank = Rank(groups, setup, StatusBoard.private(groups.world_size), state=store.state, check=check)
+        self.rank = Worker(groups, setup, StatusBoard.private(groups.world_size), state=store.state, check=check)
         self._installed: set[str] = set()
         self._rank_of = {(stage.replica, stage.program_name): stage.ranks[0] for stage in placement.stages}
 
@@ -91,12 +90,7 @@ class GenerationWorker:
         if new:
             self._learn(new)
         self._install(planned.plan)
-        values = [prepared.values for prepared in planned.prepared]
-        reads = [
-            self._programs.reads(m.pattern, [stage for stage in self._stages if stage.replica == m.replica])
-            for m in planned.plan.microbatches
-        ]
-        return self.rank.compute(step, (values, reads))
+        return self.rank.compute(step, [prepared.values for prepared in planned.prepared])
 
     def follow(self) -> StepTotals:
         """Other ranks: compute the step that rank 0 announces."""

@@ -16,8 +16,7 @@ from mmcompile.errors import CheckpointError, VerifyError
 from mmcompile.ir.graph import ParameterSpec, dtype_name
 from mmcompile.planner.resilience.job import LayerId
 from mmcompile.runtime.comm import wire
-from mmcompile.runtime.optim.optimizer import OptimizerSpec, RankOptimizer
-from mmcompile.runtime.rank import RankState
+from mmcompile.runtime.optim.optimizer import OptimizerSpec, RankOptimizer, RankState
 
 _VALUE, _STATE = "value/", "state/"
 _CPU = torch.device("cpu")

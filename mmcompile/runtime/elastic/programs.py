@@ -71,16 +71,6 @@ class Programs:
                 found.setdefault(name, []).append(index)
         return {name: tuple(held) for name, held in sorted(found.items())}
 
-    def reads(self, pattern: str, stages: Iterable[PlacedStage]) -> dict[int, frozenset[str]]:
-        """Rank -> batch inputs that its stages among `stages` read."""
-        found: dict[int, frozenset[str]] = {}
-        programs = self.of(pattern)
-        for stage in stages:
-            if stage.program_name in programs:
-                rank = stage.ranks[0]
-                found[rank] = found.get(rank, frozenset()) | programs[stage.program_name].batch_inputs
-        return found
-
     def check(self, resilience: Resilience) -> None:
         """Refuse templates that were made for other layers with state to copy. Raises PlanError."""
         for layer, specs in self.parameters().items():

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +17,18 @@ from mmcompile.codegen.weight_grad_split import DeferredGradient
 from mmcompile.kernels.process_groups import ExchangeLost
 from mmcompile.planner.schedule.schedule import Action, ActionKind
 from mmcompile.runtime.comm.groups import Groups, PeerLost
-from mmcompile.runtime.executor.autograd_boundary import Received
-from mmcompile.runtime.executor.loaded_stage import LoadedStage, OutputSlot, Stages
-from mmcompile.runtime.executor.p2p import Mail
+from mmcompile.runtime.executor.loaded_stage import InputSlot, LoadedStage, OutputSlot, Stages
+from mmcompile.runtime.executor.p2p import P2P
 from mmcompile.runtime.monitoring.fail_points import fail_point
 from mmcompile.runtime.monitoring.status import IDLE, StatusBoard
-from mmcompile.runtime.optim.carried_sums import CarriedSums
-from mmcompile.runtime.optim.gradients import GradientSums
+from mmcompile.runtime.optim.gradients import CarriedSums, GradientSums
 
 _KINDS = {kind: position for position, kind in enumerate(ActionKind)}
 
 
 @dataclass(kw_only=True, slots=True)
 class StepResult:
-    """What one rank has to say about a step."""
+    """Results of one rank's part of a step."""
 
     losses: Tensor
     """float64 [microbatches of the step], on the CPU: weighted losses, 0 for those whose loss stage is elsewhere."""
@@ -40,17 +39,53 @@ class StepResult:
     events: list[tuple[Action, float, float]] = field(default_factory=list)
     """(action, start, end) by time.perf_counter, if traced."""
 
-    @property
-    def busy_s(self) -> float:
-        """Time in forwards and backwards."""
-        return float(self.seconds.sum())
+
+@dataclass(kw_only=True, slots=True)
+class ReceivedValue:
+    """A value of one microbatch that came from another stage, whose gradient goes back there.
+
+    As a leaf of autograd it would stay in memory until its backward, needed or not. So it enters the stage through a node that
+    only takes its gradient: then what it holds is freed with the last of those who read it.
+    """
+
+    slot: InputSlot
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    gradient: Tensor | None = None
+
+    @classmethod
+    def of(cls, slot: InputSlot, value: Tensor) -> ReceivedValue:
+        return cls(slot=slot, shape=value.shape, dtype=value.dtype, device=value.device)
+
+    def enter(self, value: Tensor) -> Tensor:
+        """The value as the stage takes it: the same memory, with gradient."""
+        return _Boundary.apply(value, torch.zeros((), requires_grad=True), self)
+
+    def take_gradient(self) -> Tensor:
+        """Return the gradient of the received value; zeros if the backward did not reach it."""
+        gradient, self.gradient = self.gradient, None
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if gradient is None else gradient
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, received: ReceivedValue) -> Tensor:
+        """`anchor` is there to have a gradient: `value` has none outside of this stage."""
+        ctx.received = received
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.received.gradient = gradient
+        return None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What a backward needs of its forward. Only graph edges of results are kept, not their data."""
+    """Values of a forward that its backward needs. Only graph edges of results are kept, not their data."""
 
-    received: list[Received]
+    received: list[ReceivedValue]
     edges: list[tuple[OutputSlot, GradientEdge | None]]
     loss: tuple[GradientEdge, Tensor] | None
     """Edge of the loss, and the gradient it is seeded with."""
@@ -65,7 +100,7 @@ class Executor:
         self,
         plan: StepPlan,
         loaded: Sequence[Stages],
-        mail: Mail,
+        p2p: P2P,
         board: StatusBoard,
         groups: Groups,
         sums: GradientSums | CarriedSums,
@@ -77,17 +112,17 @@ class Executor:
         """
         Args:
             loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
-            board: told before every action.
-            sums: told after every backward; it takes the gradients that the backward left in `.grad`.
+            board: gets every action before it is run.
+            sums: called after every backward; it takes the gradients that the backward left in `.grad`.
             seed: of the random numbers in forwards, with step, stage, and the first sample of the microbatch, which is the same
-                wherever, and among whatever others, the microbatch is computed.
+                on every rank and among any other microbatches.
             trace: keep the time of every action.
             check: called before every action; what it raises ends the step.
         """
         self._plan = plan
         self._seed = seed
         self._loaded = loaded
-        self._mail = mail
+        self._p2p = p2p
         self._board = board
         self._sums = sums
         self._rank = groups.rank
@@ -117,10 +152,10 @@ class Executor:
             self._board.write(self._rank, self._plan.step, action.stage, _KINDS[action.kind], action.microbatch)
             start = time.perf_counter()
             if action.kind.is_send:
-                self._mail.send(action)
+                self._p2p.send(action)
             elif action.kind.is_receive:
                 fail_point("receive", rank=self._rank, step=self._plan.step)
-                self._mail.receive(action)
+                self._p2p.receive(action)
             else:
                 microbatch = self._compute(action)
                 seconds[microbatch] += time.perf_counter() - start
@@ -136,7 +171,7 @@ class Executor:
 
     def _compute(self, action: Action) -> int:
         """Run a forward, a backward, or a part of one; returns the microbatch by index."""
-        microbatch = self._mail.microbatch(action.stage, action.microbatch)
+        microbatch = self._p2p.microbatch(action.stage, action.microbatch)
         stage = self._loaded[microbatch][action.stage]
         match action.kind:
             case ActionKind.F:
@@ -150,7 +185,7 @@ class Executor:
         return microbatch
 
     def _run_forward(self, stage: LoadedStage, microbatch: int, backward: bool) -> None:
-        received: list[Received] = []
+        received: list[ReceivedValue] = []
         arguments = self._arguments(stage, microbatch, received if backward else None)
         first = self._plan.first_sample + min(self._plan.microbatches[microbatch].samples)
         self._generator.manual_seed(_key(self._seed, self._plan.step, first, stage.key))
@@ -161,21 +196,23 @@ class Executor:
             value = results[slot.position]
             if backward and slot.gradient:
                 edges.append((slot, get_gradient_edge(value) if value.requires_grad else None))
-            self._mail.put_value(microbatch, stage.index, slot, value)
+            self._p2p.put_value(microbatch, stage.index, slot, value)
         loss = self._keep_loss(stage, results, microbatch)
         if backward:
             self._saved[microbatch, stage.index] = _Saved(received, edges, loss, deferred)
 
-    def _arguments(self, stage: LoadedStage, microbatch: int, received: list[Received] | None) -> list[Tensor | int]:
+    def _arguments(
+        self, stage: LoadedStage, microbatch: int, received: list[ReceivedValue] | None
+    ) -> list[Tensor | int]:
         """Inputs of a stage in order; link inputs whose gradient flows back are noted in `received`."""
-        roots: Mapping[str, Tensor] = self._mail.roots(microbatch)
+        roots: Mapping[str, Tensor] = self._p2p.batch_inputs(microbatch)
         sizes = self._plan.microbatches[microbatch].sizes
         arguments: list[Tensor | int] = []
         for slot in stage.inputs:
             if slot.kind == "link":
-                value = self._mail.take_value(microbatch, stage.index, slot)
+                value = self._p2p.take_value(microbatch, stage.index, slot)
                 if received is not None and slot.gradient:
-                    received.append(Received.of(slot, value))
+                    received.append(ReceivedValue.of(slot, value))
                     value = received[-1].enter(value)
                 arguments.append(value)
             else:
@@ -200,7 +237,7 @@ class Executor:
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
         for slot, edge in saved.edges:
-            gradient = self._mail.take_gradient(microbatch, stage.index, slot)
+            gradient = self._p2p.take_gradient(microbatch, stage.index, slot)
             if edge is not None:
                 edges.append(edge)
                 gradients.append(gradient)
@@ -210,7 +247,7 @@ class Executor:
         if edges:
             torch.autograd.backward(edges, gradients)
         for value in saved.received:
-            self._mail.put_gradient(microbatch, stage.index, value.slot, value.take_gradient())
+            self._p2p.put_gradient(microbatch, stage.index, value.slot, value.take_gradient())
         self._deferred[microbatch, stage.index] = saved.deferred
 
     def _run_weight_gradients(self, stage: LoadedStage, microbatch: int) -> None:
@@ -221,7 +258,7 @@ class Executor:
 
 
 def num_backwards(plan: StepPlan, loaded: Sequence[Stages]) -> Counter[str]:
-    """How many backwards of a step touch each trainable parameter, by name.
+    """Return the number of backwards of a step that touch each trainable parameter, by name.
 
     Args:
         loaded: per microbatch, this rank's stages of its tower and replica.

@@ -1,7 +1,7 @@
 """`LoadedStage`: a stage program on this rank, its ports resolved to placed stages once and for all.
 
 Ports name stages as programs do. A peer of the same tower is the placed stage of that name in the same replica. Which replica
-a peer of another tower is in, and which of its microbatches, differs by step: the row exchanges of the step plan say so.
+a peer of another tower is in, and which of its microbatches, differs by step: the row exchanges of the step plan name them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OutputSlot:
     position: int
     name: str
     consumers: tuple[int, ...]
-    """Stages of this tower, by index; nobody, if another shard sends the same."""
+    """Stages of this tower, by index; none, if another shard sends the same."""
     crossing: bool
     """Stages of another tower read it too."""
     gradient: bool
@@ -55,16 +55,15 @@ class LoadedStage:
     """
 
     index: int
-    """Of the placed stage."""
+    """Index of the placed stage."""
     key: int
-    """Of its random numbers: the place of its program among those of all stages. Replicas do not change it, nor which shard of
-    tensors it is: what all these compute is the same."""
+    """Key of its random numbers: the place of its program among those of all stages. Replicas and shards of tensors have the
+    same one, since they compute the same values."""
     name: str
-    """What programs call it."""
+    """Name of the stage in programs."""
     run: StageModule
     inputs: tuple[InputSlot, ...]
     outputs: tuple[OutputSlot, ...]
-    roots: frozenset[str]
     trainable: tuple[str, ...]
     """Parameters whose gradient a backward may make, by original name."""
     loss: int | None
@@ -114,7 +113,6 @@ class LoadedStage:
             run=load(program, tensors, device),
             inputs=inputs,
             outputs=outputs,
-            roots=program.batch_inputs,
             trainable=tuple(spec.name for spec in program.parameters if spec.trainable),
             loss=_position(program, "loss_sum"),
             tokens=_position(program, "num_tokens"),
@@ -126,7 +124,7 @@ class LoadedStage:
 
 
 Stages = Mapping[int, LoadedStage]
-"""By index, the stages of this rank that take part in a microbatch."""
+"""Stages of this rank that run for a microbatch, by index."""
 
 
 def _position(program: StageProgram, name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""`Mail`: every tensor that moves to, from or inside one rank during one step.
+"""`P2P`: every tensor that moves to, from or inside one rank during one step.
 
 Inside a tower a value goes from one stage to others of the same microbatch. To another tower rows of it go, by the exchanges of
 the step plan: each rank sends to each rank that reads them, and none collects them for others.
@@ -14,41 +14,39 @@ import torch
 from torch import Tensor
 
 from mmcompile.batching.step_plan import StepPlan
-from mmcompile.errors import VerifyError
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.planner.plan.placement import PlacedStage
 from mmcompile.planner.schedule.schedule import Action, ActionKind
-from mmcompile.runtime.comm.groups import Groups, Lane, Work, wait
-from mmcompile.runtime.comm.row_routing import (
+from mmcompile.runtime.comm.groups import ARRIVED, Groups, Lane, Work, wait
+from mmcompile.runtime.executor.batch_inputs import BatchInputs
+from mmcompile.runtime.executor.loaded_stage import InputSlot, LoadedStage, OutputSlot, Stages
+from mmcompile.runtime.executor.row_routing import (
+    IDS,
     Edge,
-    Routes,
-    Rows,
+    RowRouting,
+    RowSlice,
     added,
     assembled,
-    check_covered,
     check_samples,
     num_rows,
     packed,
     row_samples,
 )
-from mmcompile.runtime.comm.tags import IDS, Tags
-from mmcompile.runtime.executor.batch_inputs import ARRIVED, Roots
-from mmcompile.runtime.executor.loaded_stage import InputSlot, LoadedStage, OutputSlot, Stages
 
 _AHEAD = 4
 """Receives posted before their turn: gloo sends at once into a posted buffer, else it asks first and loses a round trip."""
 
 _Value = str | int
-"""What moves on an edge: a value of the tower by name, or an exchange by its position in the step plan."""
+"""A message on an edge: a value of the tower by name, or an exchange by its position in the step plan."""
 
 
-class Mail:
+class P2P:
     """Posts receives ahead of the action list, sends, and hands tensors between stages of one rank by reference.
 
     **Why waiting for sends cannot deadlock.** What is sent is held until it has arrived, so a send first waits for those
     before it that are received `window` or more slots earlier than its own slot. The receiver gets there without us: keys of
     a schedule (`mmcompile.planner.schedule.order`) order the actions of all ranks consistently with all that they wait for, and
-    two forwards, or two backwards, `window` slots apart have keys in the order of their slots whatever their stages are, if
+    two forwards, or two backwards, `window` slots apart have keys in the order of their slots for any stages, if
     `window` is larger than the number of crossings on the longest path to the loss. The greatest depth bounds that number.
     So of all ranks that wait, the one with the smallest key would wait for something of a smaller key, which is done. Lags
     need no more room: what counts is the slot in which the other side receives, for a deferred sample that of the language
@@ -62,6 +60,8 @@ class Mail:
         stages: Sequence[PlacedStage],
         loaded: Sequence[Stages],
         actions: Sequence[Action],
+        *,
+        values: Sequence[Mapping[str, Tensor]] = (),
         check_rows: bool = False,
     ) -> None:
         """
@@ -69,6 +69,7 @@ class Mail:
             stages: all placed stages.
             loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
             actions: this rank's part of the schedule.
+            values: on rank 0, per microbatch the batch inputs by name; () on others.
             check_rows: send with rows whose they are, and check it where they arrive.
 
         Raises:
@@ -80,38 +81,28 @@ class Mail:
         self._stages = stages
         self._loaded = loaded
         self._check_rows = check_rows
-        self._routes = Routes(plan, stages, groups.rank)
-        self._check_readers()
+        self._routes = RowRouting(plan, stages, groups.rank)
+        self._routes.check(loaded)
         self._window = 1 + max(stage.depth for stage in stages)
         self._index = {(m.tower, m.replica, m.number): m.index for m in plan.microbatches}
         self._places = [{name: place for place, name in enumerate(shapes)} for shapes in self._routes.shapes]
-        self._tags = Tags(plan, stages)
         self._values: dict[tuple[int, int, str], Tensor] = {}
         self._gradients: dict[tuple[int, int, str], dict[int, Tensor]] = {}
-        self._rows: dict[int, Rows] = {}
-        self._row_gradients: dict[int, Rows] = {}
+        self._rows: dict[int, RowSlice] = {}
+        self._row_gradients: dict[int, RowSlice] = {}
         self._outbox: dict[tuple[ActionKind, Edge, _Value], Tensor] = {}
         self._sent: dict[ActionKind, deque[tuple[int, Work, Tensor]]] = {
             ActionKind.SEND_F: deque(),
             ActionKind.SEND_B: deque(),
         }
         self._upcoming = deque(action for action in actions if action.kind.is_receive)
-        self._posted: deque[tuple[Action, list[_Message]]] = deque()
-        self._roots = Roots(groups, plan, loaded, tag=self._tags.end)
+        self._posted: deque[tuple[Action, list[_Receive]]] = deque()
+        self._inputs = BatchInputs(groups, plan, loaded, values, tag=self._routes.end_tag)
         self._post()
 
-    def send_roots(self, values: Sequence[Mapping[str, Tensor]], reads: Sequence[Mapping[int, frozenset[str]]]) -> None:
-        """Rank 0: start to send the batch inputs, and keep its own.
-
-        Args:
-            values: per microbatch, every root by name.
-            reads: per microbatch, rank -> names its stages read.
-        """
-        self._roots.send(values, reads)
-
-    def roots(self, microbatch: int) -> Mapping[str, Tensor]:
-        """Batch inputs of a microbatch, on the device. Each of its stages takes them once."""
-        return self._roots.take(microbatch)
+    def batch_inputs(self, microbatch: int) -> Mapping[str, Tensor]:
+        """Return the batch inputs of a microbatch, on the device. Each of its stages takes them once."""
+        return self._inputs.take(microbatch)
 
     def microbatch(self, stage: int, number: int) -> int:
         """Index in the step plan of what actions of a stage call `number`."""
@@ -132,7 +123,7 @@ class Mail:
                 edge = Edge(microbatch, stage, microbatch, consumer)
                 self._outbox[ActionKind.SEND_F, edge, slot.name] = value.detach()
         for position in self._routes.made.get((microbatch, stage, slot.name), ()):
-            rows = Rows(value.detach(), self._plan.exchanges[position].rows)
+            rows = RowSlice(value.detach(), self._plan.exchanges[position].rows)
             edge = self._routes.edge[position]
             if self.is_local(edge.consumer):
                 self._rows[position] = rows
@@ -140,7 +131,7 @@ class Mail:
                 self._outbox[ActionKind.SEND_F, edge, position] = rows.gathered()
 
     def take_value(self, microbatch: int, stage: int, slot: InputSlot) -> Tensor:
-        """What a stage reads, put together from all who made it."""
+        """Return a value that a stage reads, assembled from all stages that made it."""
         if not slot.crossing:
             return self._values.pop((microbatch, stage, slot.name))
         positions = self._routes.read.get((microbatch, stage, slot.name), ())
@@ -160,7 +151,7 @@ class Mail:
     def take_gradient(self, microbatch: int, stage: int, slot: OutputSlot) -> Tensor:
         """Sum of the gradients of all who read a result: those of its tower in plan order, then exchanges in theirs.
 
-        Zero where another shard sends the same result, and hears of its gradient.
+        Zero where another shard sends the same result, and receives its gradient.
         """
         total: Tensor | None = None
         if slot.consumers:
@@ -213,34 +204,14 @@ class Mail:
         for sent in self._sent.values():
             while sent:
                 wait(sent.popleft()[1])
-        self._roots.finish()
-
-    def _check_readers(self) -> None:
-        """Every row of every value read from another tower must arrive once."""
-        wanted = {
-            (microbatch, stage.index, slot.name): stage
-            for microbatch, stages in enumerate(self._loaded)
-            for stage in stages.values()
-            for slot in stage.inputs
-            if slot.crossing
-        }
-        for (microbatch, _, name), stage in wanted.items():
-            positions = self._routes.read.get((microbatch, stage.index, name), ())
-            where = f"{name}, read by {self._stages[stage.index].name} in microbatch {microbatch} of the step plan,"
-            into = [span for position in positions for span in self._plan.exchanges[position].into]
-            check_covered(into, self._routes.shapes[microbatch][name].shape[0], where)
-        for microbatch, stage, name in self._routes.read:
-            if self.is_local(stage) and (microbatch, stage, name) not in wanted:
-                raise VerifyError(
-                    f"rows of {name} go to {self._stages[stage].name}, which does not read it from another tower"
-                )
+        self._inputs.finish()
 
     def _put_rows(self, microbatch: int, stage: int, name: str, gradient: Tensor) -> None:
         for position in self._routes.read.get((microbatch, stage, name), ()):
             exchange, edge = self._plan.exchanges[position], self._routes.edge[position]
             if not exchange.gradient:
                 continue
-            rows = Rows(gradient, exchange.into)
+            rows = RowSlice(gradient, exchange.into)
             if self.is_local(edge.producer):
                 self._row_gradients[position] = rows
             else:
@@ -251,7 +222,7 @@ class Mail:
         microbatch = self._ends(action)[0]
         forward = action.kind is ActionKind.RECV_F
         if isinstance(value, int):
-            rows = Rows(tensor, packed(self._plan.exchanges[value].rows))
+            rows = RowSlice(tensor, packed(self._plan.exchanges[value].rows))
             (self._rows if forward else self._row_gradients)[value] = rows
         elif forward:
             self._values[microbatch, action.stage, value] = tensor
@@ -264,23 +235,23 @@ class Mail:
             edge = self._edge(action)
             self._posted.append((action, [self._awaited(action, edge, item) for item in self._items(action, edge)]))
 
-    def _awaited(self, action: Action, edge: Edge, item: _Item) -> _Message:
+    def _awaited(self, action: Action, edge: Edge, item: _Item) -> _Receive:
         tensor = torch.empty(item.shape, dtype=item.dtype, device=self._groups.device)
         if tensor.numel() == 0:
-            return _Message(ARRIVED, item, tensor, None)
+            return _Receive(ARRIVED, item, tensor, None)
         lane = self._lane(_peer(action), action.stage)
         tag = self._tag(action, edge, item)
         ids = self._ids(item)
         if ids is not None:
             ids = torch.empty_like(ids, device=self._groups.device)
         before = None if ids is None else (self._groups.receive(ids, lane, tag + IDS), ids)
-        return _Message(self._groups.receive(tensor, lane, tag), item, tensor, before)
+        return _Receive(self._groups.receive(tensor, lane, tag), item, tensor, before)
 
     def _items(self, action: Action, edge: Edge) -> list[_Item]:
-        """What moves in an action, in order."""
+        """Tensors that move in an action, in order."""
         if edge.source == edge.target:
             stage = self._loaded[edge.source][action.stage]
-            names = _names(stage, action.kind)[_peer(action)]
+            names = _moved(stage, action.kind)[_peer(action)]
             shapes, places = self._routes.shapes[edge.source], self._places[edge.source]
             return [_Item(name, places[name], shapes[name].shape, torch_dtype(shapes[name].dtype)) for name in names]
         forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
@@ -294,7 +265,7 @@ class Mail:
         return items
 
     def _ids(self, item: _Item) -> Tensor | None:
-        """Whose rows an exchange moves, if that is to be checked."""
+        """Samples of the rows that an exchange moves, if they are to be checked."""
         if not self._check_rows or isinstance(item.value, str):
             return None
         return row_samples(self._plan.exchanges[item.value])
@@ -316,7 +287,7 @@ class Mail:
         return Edge(there, _peer(action), here, action.stage)
 
     def _slot(self, action: Action, microbatch: int) -> int:
-        """When a microbatch does what a send belongs to."""
+        """Slot of the forward or backward of a microbatch that a send belongs to."""
         plan = self._plan.microbatches[microbatch]
         return plan.slot + (plan.lag if action.kind is ActionKind.SEND_B else 0)
 
@@ -327,7 +298,7 @@ class Mail:
 
     def _tag(self, action: Action, edge: Edge, item: _Item) -> int:
         backward = action.kind in (ActionKind.SEND_B, ActionKind.RECV_B)
-        return self._tags.of(self._plan.microbatches[edge.source].number, edge, item.place, backward)
+        return self._routes.tag(self._plan.microbatches[edge.source].number, edge, item.place, backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,24 +307,24 @@ class _Item:
 
     value: _Value
     place: int
-    """Tells it from the others of its edge; the same on both sides."""
+    """Place among the tensors of its edge; the same on both sides."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _Receive:
     """One tensor under way to this rank."""
 
     work: Work
     item: _Item
     tensor: Tensor
     ids: tuple[Work, Tensor] | None
-    """Whose rows they are, if that is to be checked: a message before it."""
+    """Samples of its rows, if they are to be checked: a message before it."""
 
 
-def _names(stage: LoadedStage, kind: ActionKind) -> Mapping[int, tuple[str, ...]]:
-    """Values of the tower that move in an action of this kind, by the stage on the other side."""
+def _moved(stage: LoadedStage, kind: ActionKind) -> Mapping[int, tuple[str, ...]]:
+    """Values of the balance group that move in an action of this kind, by the stage on the other side."""
     match kind:
         case ActionKind.SEND_F:
             return stage.to_peer

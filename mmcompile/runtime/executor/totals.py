@@ -1,4 +1,4 @@
-"""`add_up`: what ranks have to say about a step, to totals whose bits do not depend on which rank said what.
+"""`add_up`: the contributions of all ranks to the totals of a step, whose bits do not depend on who computed what.
 
 Every number has a place of its own in one vector, which one rank fills and all others leave at zero; so adding vectors up moves
 numbers, and rounds nothing. Then each rank adds up losses in the order of the samples, and squared norms in the order of names.
@@ -23,7 +23,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnTotals:
-    """What one rank has to say."""
+    """One rank's contribution to a step's totals: losses, tokens, seconds, squared norms."""
 
     losses: Tensor
     """float64 [microbatches, shards]: weighted losses computed here, 0 for those of others."""
@@ -31,7 +31,7 @@ class OwnTotals:
     seconds: Tensor
     """float64 [microbatches]."""
     squared_norms: Mapping[str, float] | None
-    """Of the gradients of parameters that this rank answers for, one rank each; None if nobody asks."""
+    """Squared norms of the gradients that this rank counts, each counted by one rank; None without clipping."""
     faults: Mapping[str, float] | None
     """Largest gradient, or NaN, of parameters with one that cannot be added up; None if there is no such thing."""
 

@@ -1,4 +1,4 @@
-"""`AsideBalancer`: a balancer that decides in a process of its own, at low priority.
+"""`BackgroundBalancer`: a balancer that decides in a process of its own, at low priority.
 
 A thread that plans the next step shares Python's lock with the thread that runs this one; to weigh assignments of thousands of
 samples would hold up the step. The process gets costs and returns places, so it needs neither model nor samples. It ends when its
@@ -28,13 +28,14 @@ from mmcompile.runtime.comm.framing import receive_frame, send_frame
 from mmcompile.runtime.launch.local_workers import worker_environment
 
 _NICE = 10
-_WORKER = "mmcompile.runtime.launch.balance_worker"
+_MODULE = "mmcompile.runtime.launch.background_balancer"
+"""This module, which is also the main module of the process: its argument is the number of its socket."""
 _END_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How to make a balancer in another process: an importable function of texts."""
+    """An importable function of texts that makes a balancer in another process."""
 
     module: str
     function: str
@@ -78,7 +79,7 @@ class _Answer:
     microbatch: bytes = b""
     reason: str = ""
     error: str = ""
-    """Of a ConfigError; then there are no places."""
+    """Text of a ConfigError; then there are no places."""
 
     def assignment(self, costs: SampleCosts, grid: Grid) -> Assignment:
         shape = costs.costs.shape
@@ -89,7 +90,7 @@ class _Answer:
 
 
 @final
-class AsideBalancer(Balancer):
+class BackgroundBalancer(Balancer):
     """Decides here until `start`ed and until its process is up, then there; the same either way.
 
     Args:
@@ -112,7 +113,7 @@ class AsideBalancer(Balancer):
 
     @property
     def is_up(self) -> bool:
-        """Whether the process decides."""
+        """True if the process decides."""
         if not self._up and self._line is not None and select.select([self._line], [], [], 0)[0]:
             self._up = self._heard() is not None
         return self._up
@@ -124,7 +125,7 @@ class AsideBalancer(Balancer):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
                 env=worker_environment(),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -165,7 +166,7 @@ class AsideBalancer(Balancer):
             send_frame(self._line, msgspec.msgpack.encode(message))
 
     def _heard(self) -> _Answer | None:
-        """What the process says; None if it is gone."""
+        """The next answer of the process; None if it is gone."""
         assert self._line is not None, "the process was not started"
         try:
             data = receive_frame(self._line)
@@ -209,3 +210,8 @@ def _answer(balancer: Balancer, question: _Question) -> _Answer:
 
 def _integers(data: bytes | None, rows: int) -> np.ndarray | None:
     return None if data is None else np.frombuffer(data, np.int64).reshape(rows, -1)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as own_line:
+        serve(own_line)

@@ -63,25 +63,14 @@ class Exit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """Why a rank failed, in its own words."""
-
-    rank: int
-    error: str
-    """Type and message."""
-    traceback: str
-    peer_lost: bool
-    """It only noticed that another rank was gone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Why the engine ended."""
+    """Cause of an engine's end. A worker that fails reports its own."""
 
     rank: int
     cause: str
     traceback: str = ""
     peer_lost: bool = False
+    """The rank only noticed that another rank was gone."""
 
 
 class Workers:
@@ -180,10 +169,7 @@ class Workers:
 
     def _failure(self, rank: int, code: int | None) -> Failure:
         if self._reports.get(rank):
-            report = msgspec.json.decode(self._reports[rank], type=Report)
-            return Failure(
-                rank=rank, cause=f"failed: {report.error}", traceback=report.traceback, peer_lost=report.peer_lost
-            )
+            return msgspec.json.decode(self._reports[rank], type=Failure)
         if code is None:
             assert self._parent is not None, "no worker died, since there is none"
             code = self._parent.wait()

@@ -21,8 +21,8 @@ VARIABLE = "MMCOMPILE_FAIL"
 _HOLD_POLL_S = 0.02
 
 
-class Action(StrEnum):
-    """What happens to the process."""
+class FaultAction(StrEnum):
+    """Fault of a process."""
 
     KILL = "kill"
     STOP = "stop"
@@ -43,7 +43,7 @@ class Strike:
     """One fault. What is None fits all."""
 
     point: str
-    action: Action
+    action: FaultAction
     rank: int | None = None
     step: int | None = None
     generation: int | None = None
@@ -88,23 +88,23 @@ def _first(marker: str | None) -> bool:
 
 def _act(strike: Strike) -> None:
     match strike.action:
-        case Action.KILL:
+        case FaultAction.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
-        case Action.STOP:
+        case FaultAction.STOP:
             os.kill(os.getpid(), signal.SIGSTOP)
-        case Action.TERM:
+        case FaultAction.TERM:
             os.kill(os.getpid(), signal.SIGTERM)
-        case Action.EXIT:
+        case FaultAction.EXIT:
             os._exit(7)
-        case Action.SEGFAULT:
+        case FaultAction.SEGFAULT:
             os.kill(os.getpid(), signal.SIGSEGV)
-        case Action.EXCEPTION:
+        case FaultAction.EXCEPTION:
             raise InjectedFault(f"fault injected at {strike.point}")
-        case Action.GIL:
+        case FaultAction.GIL:
             # PyDLL calls keep the interpreter locked, so no thread of this process runs meanwhile.
             ctypes.PyDLL(None).sleep(1000)
-        case Action.SLEEP:
+        case FaultAction.SLEEP:
             time.sleep(strike.seconds)
-        case Action.HOLD:
+        case FaultAction.HOLD:
             while strike.marker is not None and os.path.exists(strike.marker):
                 time.sleep(_HOLD_POLL_S)

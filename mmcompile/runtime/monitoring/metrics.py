@@ -1,4 +1,4 @@
-"""What one step did: `StepTotals` as all ranks know it, `StepMetrics` as the user sees it."""
+"""Results of one step: `StepTotals`, which all ranks have, and `StepMetrics`, which the user gets."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTotals:
-    """What all ranks have to say about a step, together. Loss, tokens and norm do not depend on who computed what."""
+    """Totals of a step over all ranks. Loss, tokens and norm do not depend on which rank computed which microbatch."""
 
     loss: float
     """Sum of the weighted losses of all microbatches; the mean times the plan's `total_weight`."""
     num_tokens: int
     """Valid tokens that loss stages counted."""
     squared_norm: float | None
-    """Of all gradients, before clipping; None without clipping, or where no update follows."""
+    """Squared norm of all gradients, before clipping; None without clipping, or where no update follows."""
     busy_s: tuple[float, ...]
     """Per rank, the time in forwards and backwards."""
     microbatch_s: tuple[float, ...]
-    """Per microbatch of the step plan, the time of all ranks that took part in it."""
+    """Seconds of all ranks together in each microbatch of the step plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """What one step did."""
+    """Metrics of one step."""
 
     step: int
     """Counted from 1; the same for all calls of one step."""
@@ -44,4 +44,4 @@ class StepMetrics:
     planning_s: float = 0.0
     """Time it took to plan the step (rank 0 only)."""
     waited_s: float = 0.0
-    """How long the step waited for its plan (rank 0 only): all of `planning_s` in `step`, next to nothing in `train`."""
+    """Seconds for which the step waited for its plan (rank 0 only): all of `planning_s` in `step`, next to nothing in `train`."""

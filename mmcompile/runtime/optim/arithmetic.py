@@ -44,7 +44,7 @@ _PIECE = 2**16
 
 
 class Arithmetic(ABC):
-    """How gradients are added up. Sums are tensors [elements, *width]."""
+    """Rule by which gradients are added up. Sums are tensors [elements, *width]."""
 
     moves: ClassVar[bool]
     """Gradients leave the parameter's `.grad` after every backward, so that they never add up there."""
@@ -56,7 +56,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """Of the sums of a parameter's gradients."""
+        """Return the dtype of the sums of a parameter's gradients."""
 
     @abstractmethod
     def add(self, total: Tensor, gradient: Tensor) -> None:
@@ -73,7 +73,7 @@ class Arithmetic(ABC):
 
 @final
 class Fast(Arithmetic):
-    """As torch adds: in the parameter's dtype; half precision in float32 between ranks."""
+    """Sums in the parameter's dtype, as torch adds; half precision in float32 between ranks."""
 
     moves = False
 
@@ -150,8 +150,32 @@ class Fixed(Arithmetic):
         return result
 
 
+@final
+class Largest:
+    """The largest gradient met for each parameter, if there is a limit to what can be added."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._found: dict[str, Tensor] = {}
+
+    def note(self, name: str, gradient: Tensor) -> None:
+        """Look at a gradient [elements]."""
+        if self._limit < math.inf and len(gradient):
+            # Kept on the device: to ask for it now would wait for the backward.
+            size = torch.linalg.vector_norm(gradient, math.inf)
+            known = self._found.get(name)
+            self._found[name] = size if known is None else torch.maximum(known, size)
+
+    def faults(self) -> dict[str, float]:
+        """Return the largest gradients that reach the limit, and NaN, by parameter."""
+        if not self._found:
+            return {}
+        sizes = torch.stack(list(self._found.values())).tolist()
+        return {name: size for name, size in zip(self._found, sizes, strict=True) if not size < self._limit}
+
+
 def arithmetic_of(reduction: Reduction, *, master: bool = False) -> Arithmetic:
-    """That of a reduction by name.
+    """Return the arithmetic of a reduction by name.
 
     Args:
         master: for half-precision parameters with float32 masters.

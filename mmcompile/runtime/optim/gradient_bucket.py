@@ -10,8 +10,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from mmcompile.runtime.comm.groups import Groups, Lane, Work, wait
-from mmcompile.runtime.optim.arithmetic import Arithmetic
+from mmcompile.errors import EngineError
+from mmcompile.runtime.comm.groups import END_GRADIENT_TAG, FIRST_GRADIENT_TAG, Groups, Lane, Work, wait
+from mmcompile.runtime.optim.arithmetic import Arithmetic, Largest
 
 _PART_BYTES = 16 * 1024
 """Below this, splitting a sum over more owners costs more in messages than it saves."""
@@ -20,29 +21,30 @@ _ALIGN = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ends:
-    """Between whom gradients travel."""
+class Shared:
+    """Parameters held by the same ranks: replicas or shards of a stage, or stages that are tied; or all of these at once."""
 
+    names: tuple[str, ...]
     owners: tuple[int, ...]
     """Ranks that hold the parameters, ascending."""
     givers: tuple[int, ...]
-    """Those of them that may have a gradient, ascending."""
+    """Owners that may have a gradient in this step, ascending: they ran a backward of a stage with these parameters."""
     updater: int | None = None
-    """The owner that alone gets the sum; None: all do."""
+    """Owner that alone gets the sum, updates the parameters, and sends the others their new values; None: every owner does."""
 
     @property
     def is_local(self) -> bool:
-        """All that it takes is on one rank."""
+        """True if one rank alone holds the parameters."""
         return len(self.owners) == 1
 
     def gets(self, rank: int) -> bool:
-        """Whether an owner gets the sum."""
+        """True if an owner gets the sum."""
         return self.updater in (None, rank)
 
 
 @final
 class Bucket:
-    """A flat buffer: each parameter's gradient at its place, then one element a parameter that says whether there is one.
+    """A flat buffer: each parameter's gradient at its place, then one element a parameter: 1 if there is one.
 
     In phase 1 (`start`) every giver sends each owner its part of the buffer. The owner adds up what arrived, in order of ranks,
     and rounds once; in phase 2 (`add`) it sends the sum to all owners, so that no rank carries more than its share, and all hold
@@ -63,23 +65,23 @@ class Bucket:
         parameters: Mapping[str, nn.Parameter],
         targets: Sequence[nn.Parameter],
         dtype: torch.dtype,
-        ends: Ends,
+        shared: Shared,
         tags: tuple[int, int],
     ) -> None:
-        self.is_local = ends.is_local
+        self.is_local = shared.is_local
         self.moves = arithmetic.moves
         self._groups = groups
         self._arithmetic = arithmetic
         self._parameters = list(parameters.values())
         self._targets = targets
         self._index = {name: index for index, name in enumerate(parameters)}
-        self._ends = ends
-        self._gets = ends.gets(groups.rank)
+        self._shared = shared
+        self._gets = shared.gets(groups.rank)
         self._tags = tags
         self._dtype, self._device = dtype, self._parameters[0].device
         self._places, self._flags = _places([parameter.numel() for parameter in self._parameters])
         self._length = self._flags + len(self._parameters)
-        self._parts = _parts(self._length, self._dtype.itemsize, ends)
+        self._parts = _parts(self._length, self._dtype.itemsize, shared)
         self._entered: set[int] = set()
         self._largest = Largest(arithmetic.limit)
         self._flat: Tensor | None = None
@@ -100,7 +102,7 @@ class Bucket:
         parameter.grad = None
 
     def resume(self, name: str, total: Tensor) -> None:
-        """Go on from a sum [elements, *width] of earlier backwards."""
+        """Start from a sum [elements, *width] of earlier backwards."""
         index = self._index[name]
         self._buffer()[self._places[index]] = total
         self._mark(index)
@@ -111,11 +113,11 @@ class Bucket:
             for name in self._index:
                 self.enter(name)
         rank = self._groups.rank
-        if rank in self._ends.givers:
+        if rank in self._shared.givers:
             self._buffer()
         own = self._parts[rank]
         # In one order on all ranks: NCCL joins two ranks at their first message, and both must be there.
-        for source, target in _pairs(self._ends.givers, self._ends.owners):
+        for source, target in _pairs(self._shared.givers, self._shared.owners):
             if rank == source:
                 self._send(self._buffer()[self._parts[target]], target, phase=0)
             elif rank == target:
@@ -134,7 +136,7 @@ class Bucket:
             return
         own = self._parts[rank]
         total = self._arithmetic.sum(
-            [self._buffer()[own] if giver == rank else self._received[giver] for giver in self._ends.givers]
+            [self._buffer()[own] if giver == rank else self._received[giver] for giver in self._shared.givers]
         )
         self._received.clear()
         alike = flat is not None and flat.dtype == self._dtype and flat.dim() == 1
@@ -142,9 +144,9 @@ class Bucket:
         self._sum = flat if alike else torch.empty(self._length, dtype=self._dtype, device=self._device)
         assert self._sum is not None
         self._sum[own] = self._arithmetic.rounded(total, self._dtype)
-        if self._ends.updater is not None:
+        if self._shared.updater is not None:
             return
-        for source, target in _pairs(self._ends.owners, self._ends.owners):
+        for source, target in _pairs(self._shared.owners, self._shared.owners):
             if rank == source:
                 self._send(self._sum[own], target, phase=1)
             elif rank == target:
@@ -196,28 +198,24 @@ class Bucket:
         self._works.clear()
 
 
-@final
-class Largest:
-    """The largest gradient met for each parameter, if there is a limit to what can be added."""
+def gradient_tags(place: int, num_places: int, bucket: int) -> tuple[int, int]:
+    """Return the tags of both phases of a bucket of gradients.
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-        self._found: dict[str, Tensor] = {}
+    Args:
+        place: of its parameters' owners among the `num_places` sets of owners, the same on all ranks.
+        bucket: its number among those of the set, which only the owners have.
 
-    def note(self, name: str, gradient: Tensor) -> None:
-        """Look at a gradient [elements]."""
-        if self._limit < math.inf and len(gradient):
-            # Kept on the device: to ask for it now would wait for the backward.
-            size = torch.linalg.vector_norm(gradient, math.inf)
-            known = self._found.get(name)
-            self._found[name] = size if known is None else torch.maximum(known, size)
-
-    def faults(self) -> dict[str, float]:
-        """Those of the limit or more, and NaN."""
-        if not self._found:
-            return {}
-        sizes = torch.stack(list(self._found.values())).tolist()
-        return {name: size for name, size in zip(self._found, sizes, strict=True) if not size < self._limit}
+    Raises:
+        EngineError: there are more buckets than tags.
+    """
+    room = (END_GRADIENT_TAG - FIRST_GRADIENT_TAG) // (2 * num_places)
+    if bucket >= room:
+        raise EngineError(
+            f"gradients of one set of ranks travel in more than {room} buckets, of {num_places} sets: there are no more tags; "
+            "use larger buckets"
+        )
+    first = FIRST_GRADIENT_TAG + 2 * (place * room + bucket)
+    return first, first + 1
 
 
 def split_into_buckets(parameters: Mapping[str, nn.Parameter], limit_bytes: int) -> Iterator[dict[str, nn.Parameter]]:
@@ -238,7 +236,7 @@ def split_into_buckets(parameters: Mapping[str, nn.Parameter], limit_bytes: int)
 
 
 def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
-    """Where each of several gradients is in a flat buffer, and where the last one ends."""
+    """Where each of several gradients is in a flat buffer, and where the last one shared."""
     places: list[slice] = []
     end = 0
     for size in sizes:
@@ -247,15 +245,15 @@ def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
     return places, end
 
 
-def _parts(length: int, element_bytes: int, ends: Ends) -> dict[int, slice]:
-    """What each owner adds up: contiguous, in order, none too small to be worth it; the last ones may be empty."""
-    if ends.updater is not None:
-        return {rank: slice(0, length if rank == ends.updater else 0) for rank in ends.owners}
-    least = max(_PART_BYTES // element_bytes, math.ceil(length / len(ends.owners)))
+def _parts(length: int, element_bytes: int, shared: Shared) -> dict[int, slice]:
+    """Part of the buffer that each owner adds up: contiguous, in order, none too small; the last ones may be empty."""
+    if shared.updater is not None:
+        return {rank: slice(0, length if rank == shared.updater else 0) for rank in shared.owners}
+    least = max(_PART_BYTES // element_bytes, math.ceil(length / len(shared.owners)))
     size = math.ceil(least / _ALIGN) * _ALIGN
     return {
         rank: slice(min(index * size, length), min((index + 1) * size, length))
-        for index, rank in enumerate(ends.owners)
+        for index, rank in enumerate(shared.owners)
     }
 
 

@@ -1,55 +1,31 @@
-"""Gradients of a step: summed over microbatches and over the ranks that hold a parameter, while backwards still run; clipped."""
-
-# pyright: reportPrivateImportUsage=false
-# torch re-exports the functions its optimizers are built on without saying so.
+"""Gradients of a step: summed over microbatches and over the ranks that hold a parameter, while backwards still run."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmcompile.config import Reduction
 from mmcompile.errors import EngineError
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.comm.tags import gradient_tags
 from mmcompile.runtime.monitoring.fail_points import fail_point
-from mmcompile.runtime.optim.arithmetic import Arithmetic, arithmetic_of
-from mmcompile.runtime.optim.carried_sums import CarriedSums
-from mmcompile.runtime.optim.gradient_bucket import Bucket, Ends, split_into_buckets
+from mmcompile.runtime.optim.arithmetic import Arithmetic, Largest, arithmetic_of
+from mmcompile.runtime.optim.gradient_bucket import Bucket, Shared, gradient_tags, split_into_buckets
 from mmcompile.runtime.optim.master_weights import HALF
 
 BUCKET_BYTES = 16 * 2**20
-"""Of the parameters whose gradients travel at once, unless one is larger. Less starts earlier, and is less for other messages
-between the same ranks to wait behind; more is fewer messages."""
-_EPSILON = 1e-6
-"""Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """Parameters held by the same ranks: replicas or shards of a stage, or stages that are tied; or all of these at once."""
-
-    names: tuple[str, ...]
-    owners: tuple[int, ...]
-    """At least two, ascending."""
-    givers: tuple[int, ...]
-    """Those that may have a gradient in this step, ascending: they ran a backward of a stage with these parameters."""
-    updater: int | None = None
-    """The owner that alone updates the parameters, and tells the others their new values; None: every owner does."""
-
-    @property
-    def ends(self) -> Ends:
-        return Ends(owners=self.owners, givers=self.givers, updater=self.updater)
+"""Bytes of the parameters whose gradients travel at once, unless one is larger. Less starts earlier, and holds up other messages
+between the same ranks for less time; more is fewer messages."""
 
 
 def buckets_of(
     shared: Sequence[Shared], parameters: Mapping[str, nn.Parameter], rank: int, bucket_bytes: int
 ) -> Iterator[tuple[Shared, dict[str, nn.Parameter], tuple[int, int]]]:
-    """What travels between this rank and others, in one order on all ranks: whose, which parameters, and two tags.
+    """Yield the buckets that travel between this rank and others, in one order on all ranks, each with two tags.
 
     Args:
         shared: the same on all ranks.
@@ -63,12 +39,67 @@ def buckets_of(
 
 
 @final
+class CarriedSums:
+    """Sums over the calls of a step so far. Nothing travels to other ranks: that is left to the call that updates.
+
+    Where gradients add up in `.grad` they stay there; else there is a sum in the numbers of the reduction for each parameter.
+
+    Args:
+        master_weights: half-precision parameters have float32 masters.
+    """
+
+    def __init__(self, reduction: Reduction, *, master_weights: bool) -> None:
+        self._arithmetics = {master: arithmetic_of(reduction, master=master) for master in {False, master_weights}}
+        self._master_weights = master_weights
+        self._parameters: Mapping[str, nn.Parameter] = {}
+        self._num_terms: Counter[str] = Counter()
+        self._sums: dict[str, Tensor] = {}
+        self._largest = Largest(self._arithmetics[False].limit)
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """A call follows.
+
+        Args:
+            parameters: trainable parameters of this rank, by original name; more than in the last call, perhaps.
+        """
+        self._parameters = parameters
+
+    def ran(self, names: Iterable[str]) -> None:
+        """A backward has run that touches these parameters."""
+        for name in names:
+            parameter = self._parameters[name]
+            self._num_terms[name] += 1
+            arithmetic = self._arithmetics[self._master_weights and parameter.dtype in HALF]
+            if parameter.grad is None or not arithmetic.moves:
+                continue
+            gradient = parameter.grad.flatten()
+            if name not in self._sums:
+                shape, dtype = (len(gradient), *arithmetic.width), arithmetic.dtype(parameter.dtype)
+                self._sums[name] = torch.zeros(shape, dtype=dtype, device=gradient.device)
+            arithmetic.add(self._sums[name], gradient)
+            self._largest.note(name, gradient)
+            parameter.grad = None
+
+    def finish(self, step: int | None = None) -> dict[str, float]:
+        """The call is over. Returns what `GradientSums.finish` does."""
+        return self._largest.faults()
+
+    def num_terms(self, name: str) -> int:
+        """Backwards that touched a parameter so far."""
+        return self._num_terms[name]
+
+    def take(self, name: str) -> Tensor | None:
+        """The sum [elements, *width] of a parameter, which is forgotten here; None if there is none beside `.grad`."""
+        return self._sums.pop(name, None)
+
+
+@final
 class GradientSums:
     """The sums of one step: every rank that updates a parameter gets the same bits in `.grad`.
 
     Parameters with the same owners and givers are summed in buckets (`Bucket`). A bucket starts as soon as the last backward
     that touches its parameters has run here, and travels while other backwards run; what must be waited for is left to `finish`.
-    Ranks need not start buckets in one order: each has tags of its own, nobody waits before `finish`, and all that is waited
+    Ranks need not start buckets in one order: each has tags of its own, no rank waits before `finish`, and all that is waited
     for there is started before by ranks that wait for none of it. NCCL has no tags; there, all start in `finish`, in one order.
 
     A gradient of None counts as zero; None on all owners stays None. Parameters that no rank gives anything for cost nothing.
@@ -118,16 +149,17 @@ class GradientSums:
         self._open: dict[Bucket, int] = {}
         """Backwards to come, of buckets that are not started. Buckets are in one order on all ranks."""
         for item, part, tags in buckets_of(shared, parameters, groups.rank, bucket_bytes):
-            self._open_bucket(part, item.ends, tags)
+            self._open_bucket(part, item, tags)
         elsewhere = {name for item in shared for name in item.names}
         alone = {
             name: parameter
             for name, parameter in parameters.items()
             if self._num_terms[name] and name not in elsewhere and self._arithmetic(parameter).moves
         }
-        here = Ends(owners=(groups.rank,), givers=(groups.rank,))
-        for part in split_into_buckets(alone, bucket_bytes):
-            self._open_bucket(part, here, (0, 0))
+        if alone:
+            here = Shared(names=tuple(alone), owners=(groups.rank,), givers=(groups.rank,))
+            for part in split_into_buckets(alone, bucket_bytes):
+                self._open_bucket(part, here, (0, 0))
         for bucket in [bucket for bucket, left in self._open.items() if not left]:
             self._last_has_run(bucket)
 
@@ -181,14 +213,14 @@ class GradientSums:
                     f"{int(arithmetic.max_terms):,}: use fewer microbatches a step, or reduction='fp64'"
                 )
 
-    def _open_bucket(self, parameters: Mapping[str, nn.Parameter], ends: Ends, tags: tuple[int, int]) -> None:
+    def _open_bucket(self, parameters: Mapping[str, nn.Parameter], shared: Shared, tags: tuple[int, int]) -> None:
         first = next(iter(parameters.values()))
         arithmetic = self._arithmetic(first)
-        self._check_terms(arithmetic, parameters, len(ends.owners))
+        self._check_terms(arithmetic, parameters, len(shared.owners))
         masters = self._masters or {}
         targets = [masters.get(name, parameter) for name, parameter in parameters.items()]
         dtype = torch.float32 if self._has_master(first) else first.dtype
-        bucket = Bucket(self._groups, arithmetic, parameters, targets, dtype, ends, tags)
+        bucket = Bucket(self._groups, arithmetic, parameters, targets, dtype, shared, tags)
         for name in parameters:
             if (total := self._carried.take(name)) is not None:
                 bucket.resume(name, total)
@@ -205,27 +237,3 @@ class GradientSums:
         else:
             return
         del self._open[bucket]
-
-
-def squared_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """Sum of squares of each gradient that there is, by name; of norms in the parameter's precision, squared in float64."""
-    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    if not gradients:
-        return {}
-    norms = torch._foreach_norm(list(gradients.values()))
-    squares = torch.stack([norm.double().cpu() for norm in norms]).square()
-    return dict(zip(gradients, squares.tolist(), strict=True))
-
-
-def clip(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
-    """Multiply all gradients by min(1, limit / norm), the norm being that of all ranks together."""
-    factor = limit / (norm + _EPSILON)
-    if factor < 1:
-        scale(parameters, factor)
-
-
-def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)

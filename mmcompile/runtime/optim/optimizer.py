@@ -108,7 +108,7 @@ class RankOptimizer:
 
     @property
     def updated(self) -> Mapping[str, nn.Parameter]:
-        """What is updated for each parameter, by name: the master or the parameter itself. Its `.grad` is what counts."""
+        """Tensor that is updated for each parameter, by name: its master, or the parameter itself. Its `.grad` counts."""
         return self._updated
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
@@ -198,6 +198,20 @@ class RankOptimizer:
             self.optimizer.state[updated][key] = value.to(updated.device if near else "cpu", copy=True)
 
 
+@dataclass(kw_only=True, slots=True)
+class RankState:
+    """Parameters, buffers and optimizer of one rank. They outlive the rank's stages where stages move between ranks."""
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: RankOptimizer
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Parameters that train, by original name."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+
 def hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
     """Settings of all groups of an optimizer."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -220,6 +234,40 @@ def scheduler_after(num_steps: int, factory: SchedulerFactory, optimizer: torch.
         for _ in range(num_steps):
             scheduler.step()
     return scheduler
+
+
+class HyperSchedule:
+    """A scheduler on an optimizer without parameters, so that every worker can lead any step.
+
+    Steps are usually asked for in order, which costs one step of the scheduler each; going back starts it anew.
+
+    Raises:
+        ConfigError: the scheduler needs a measured value at each step.
+    """
+
+    def __init__(self, spec: OptimizerSpec, factory: SchedulerFactory | None) -> None:
+        self._spec = spec
+        self._factory = factory
+        self._num_steps = 0
+        self._optimizer, self._scheduler = self._start(0)
+
+    def of(self, step: int) -> Hyper:
+        """Settings of a step, the first being 1."""
+        done = step - 1
+        if done != self._num_steps:
+            if done == self._num_steps + 1 and self._scheduler is not None:
+                with warnings.catch_warnings():
+                    # No optimizer step comes between; there is none to lose.
+                    warnings.simplefilter("ignore", UserWarning)
+                    self._scheduler.step()
+            elif self._scheduler is not None:
+                self._optimizer, self._scheduler = self._start(done)
+            self._num_steps = done
+        return hyper_of(self._optimizer)
+
+    def _start(self, num_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+        optimizer = self._spec.build()
+        return optimizer, None if self._factory is None else scheduler_after(num_steps, self._factory, optimizer)
 
 
 def _tuples(values: Settings) -> Settings:

@@ -1,4 +1,4 @@
-"""Optimizer state held once, though several ranks hold a parameter: one of them updates it, and tells the others its new value.
+"""Optimizer state held once, though several ranks hold a parameter: one of them updates it, and sends the others its new value.
 
 This is stage 1 of ZeRO (Rajbhandari et al., SC 2020), by whole parameters: no optimizer need know, and what is saved has the
 shapes of the parameters. Gradients of a parameter are summed on its updater alone, so in a step as much travels as when every
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.runtime.comm.groups import Groups, Lane, Work, wait
-from mmcompile.runtime.optim.gradients import BUCKET_BYTES, Shared, buckets_of
+from mmcompile.runtime.optim.gradient_bucket import Shared
+from mmcompile.runtime.optim.gradients import BUCKET_BYTES, buckets_of
 
 
 def assign_updaters(
@@ -69,7 +70,7 @@ class NewValues:
     ) -> None:
         self._works: list[Work] = []
         self._kept: list[Tensor] = []
-        """What is sent."""
+        """Tensors under way from here."""
         self._received: list[tuple[Tensor, list[nn.Parameter]]] = []
         sharded = [item for item in shared if item.updater is not None]
         for item, part, (_, tag) in buckets_of(sharded, parameters, groups.rank, bucket_bytes):

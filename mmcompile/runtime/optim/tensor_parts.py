@@ -22,11 +22,11 @@ class TensorParts:
             self._specs[spec.name] = spec
 
     def whole_name(self, held: str) -> str:
-        """What the model calls it."""
+        """Return the original name of a parameter that is held under a name."""
         return self._specs[held].whole_name if held in self._specs else held
 
     def part(self, held: str, tensor: Tensor) -> Tensor:
-        """What is held under a name, of the whole tensor."""
+        """Return the part of a whole tensor that is held under a name."""
         spec = self._specs.get(held)
         return tensor if spec is None or spec.shard is None else spec.shard.part(tensor, spec.index)
 
@@ -41,14 +41,6 @@ class TensorParts:
         """A state of the optimizer for what is held, of that for the whole; a number (a count of steps) is the same for both."""
         spec = self._specs.get(held)
         return self.part(held, tensor) if spec is not None and tensor.shape == self._whole_shape(spec) else tensor
-
-    def joined_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """States `<key>/<held name>` as `<key>/<model's name>`."""
-        by_key: dict[str, dict[str, Tensor]] = {}
-        for path, tensor in state.items():
-            key, _, name = path.partition("/")
-            by_key.setdefault(key, {})[name] = tensor
-        return {f"{key}/{name}": tensor for key, named in by_key.items() for name, tensor in self.joined(named).items()}
 
     def _by_whole(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[int, tuple[str, Tensor]]]:
         found: dict[str, dict[int, tuple[str, Tensor]]] = {}

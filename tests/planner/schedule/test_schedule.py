@@ -20,10 +20,8 @@ from mmcompile.planner.schedule.schedule import (
     Flow,
     FlowEdge,
     Schedule,
-    Unit,
     build_schedule,
     in_flight,
-    schedule_units,
 )
 
 KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
@@ -183,17 +181,6 @@ def test_no_dag_map_or_participation_deadlocks(kind: ScheduleKind, seed: int) ->
         for part, names in (("F", flow.stages), *((part, flow.backward) for part in parts))
         for name in names
     )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(20))
-def test_one_rank_alone_gets_the_actions_it_has_among_all(kind: ScheduleKind, seed: int) -> None:
-    stages, flows = random_case(seed)
-    units = [Unit(number=m, slot=m, backward_slot=m, flow=flow) for m, flow in enumerate(flows)]
-    schedule = build_schedule(stages, flows, kind)
-    for rank, actions in enumerate(schedule.ranks):
-        alone = schedule_units(stages, units, (), kind, num_slots=len(flows), only=rank).ranks
-        assert alone[rank] == actions and not any(others for other, others in enumerate(alone) if other != rank)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,10 +13,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from mmcompile.errors import CheckpointError
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.runtime.checkpoint import dcp
-from mmcompile.runtime.checkpoint.holding import Holding
-from mmcompile.runtime.checkpoint.index import Index
-from mmcompile.runtime.checkpoint.pieces import Piece, state_piece, wanted_by, weight_piece
-from mmcompile.runtime.rank_checkpoints import balanced
+from mmcompile.runtime.checkpoint.index import CheckpointIndex
+from mmcompile.runtime.checkpoint.pieces import CheckpointPiece, Holding, state_piece, wanted_by, weight_piece
+from mmcompile.runtime.checkpoint.rank_checkpoints import balanced
 
 BLOCKS = ((12,), (24, 12, 12), (12, 36))
 WHOLE: Mapping[str, Tensor] = {
@@ -34,9 +33,9 @@ def holdings(count: int) -> dict[str, tuple[TensorShard | None, ...]]:
     return {name: (TensorShard(dim=dim, blocks=blocks, count=count),) * count for name, (dim, blocks) in shards.items()}
 
 
-def written_by(rank: int, count: int) -> list[Piece]:
+def written_by(rank: int, count: int) -> list[CheckpointPiece]:
     """What a rank of some writes."""
-    pieces: list[Piece | None] = []
+    pieces: list[CheckpointPiece | None] = []
     for name, shards in holdings(count).items():
         shard = shards[rank]
         assert shard is not None
@@ -52,8 +51,8 @@ def written_by(rank: int, count: int) -> list[Piece]:
     return [piece for piece in pieces if piece is not None]
 
 
-def write(folder: Path, count: int) -> Index:
-    index = Index.joined([dcp.write_part(folder, rank, written_by(rank, count)) for rank in range(count)], {})
+def write(folder: Path, count: int) -> CheckpointIndex:
+    index = CheckpointIndex.joined([dcp.write_part(folder, rank, written_by(rank, count)) for rank in range(count)], {})
     dcp.write_metadata(folder, index)
     return index
 
@@ -100,7 +99,7 @@ def test_torch_reads_the_whole(tmp_path: Path, count: int) -> None:
 def test_a_part_that_is_missing_is_refused(tmp_path: Path) -> None:
     parts = [dcp.write_part(tmp_path, rank, written_by(rank, 3)) for rank in range(3)]
     with pytest.raises(CheckpointError, match="model.a.weight has 60 elements, and ranks wrote 40 of it"):
-        Index.joined([parts[0], parts[2]], {})
+        CheckpointIndex.joined([parts[0], parts[2]], {})
 
 
 def test_state_of_another_shape_cannot_be_divided() -> None:

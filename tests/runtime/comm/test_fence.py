@@ -28,11 +28,11 @@ from support.processes.spawn_ranks import JobProcess
 from mmcompile.runtime.comm import fence as fence_module
 from mmcompile.runtime.comm.fence import Fence, fence_works, of_gloo, of_store
 from mmcompile.runtime.comm.groups import Groups, PeerLost, wait
-from mmcompile.runtime.comm.runner import Runner
 from mmcompile.runtime.control.membership_client import MembershipClient
 from mmcompile.runtime.control.messages import Release, Suspend
 from mmcompile.runtime.control.stream import FRAME_BYTES, Stream
 from mmcompile.runtime.control.times import Times
+from mmcompile.runtime.launch.session import Runner
 
 CPU = torch.device("cpu")
 RELEASED_MS = 2000.0

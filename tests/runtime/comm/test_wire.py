@@ -14,7 +14,7 @@ from mmcompile.batching.step_plan import MicrobatchPlan, StepPlan, ValueShape
 from mmcompile.planner.schedule.schedule import Flow
 from mmcompile.runtime.comm import wire
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.executor.batch_inputs import parcels
+from mmcompile.runtime.executor.batch_inputs import packed_inputs
 
 T = TypeVar("T")
 
@@ -81,15 +81,17 @@ def test_small_batch_inputs_share_a_message_and_large_ones_do_not() -> None:
             pattern="p",
             sizes={},
             flow=Flow(stages=(), edges=(), backward=()),
-            roots=shapes,
+            inputs=shapes,
             links=(),
+            readers={1: ("ids", "mask", "pixels", *(("large",) if index > 1 else ()))},
         )
         for index in range(4)
     )
     plan = StepPlan(step=1, num_samples=4, microbatches=microbatches)
     small = frozenset({"ids", "mask", "pixels"})
-    found = parcels(plan, [small, small, small | {"large"}, small | {"large"}])
-    assert [sorted({m for m, _, _ in parcel.items}) for parcel in found] == [[0, 1, 2], [3]]
+    found = packed_inputs(plan, 1)
+    assert [sorted({m for m, _, _ in packed.items}) for packed in found] == [[0, 1, 2], [3]]
+    assert packed_inputs(plan, 2) == []
     values = [
         {
             "ids": torch.randint(9, (5, 3)).T,
@@ -99,7 +101,7 @@ def test_small_batch_inputs_share_a_message_and_large_ones_do_not() -> None:
         }
         for _ in microbatches
     ]
-    unpacked = {m: v for parcel in found for m, v in parcel.unpack(parcel.pack(values)).items()}
+    unpacked = {m: v for packed in found for m, v in packed.unpack(packed.pack(values)).items()}
     for microbatch, named in unpacked.items():
         assert named.keys() == (small if microbatch < 2 else small | {"large"})
         for name, tensor in named.items():

@@ -15,7 +15,7 @@ from support.processes.spawn_ranks import JobProcess
 from mmcompile.runtime.control.events import EventKind, EventReader, RunEvent, recoveries
 from mmcompile.runtime.control.log import Log
 from mmcompile.runtime.control.messages import PROTOCOL_VERSION
-from mmcompile.runtime.monitoring.fail_points import Action, Strike
+from mmcompile.runtime.monitoring.fail_points import FaultAction, Strike
 
 THREE = {"a": 1, "b": 1, "c": 1}
 FOUR = {**THREE, "d": 1}
@@ -32,7 +32,7 @@ def jobs() -> Iterator[JobProcess]:
 def strike(folder: Path, point: str, action: str, *, rank: int | None = None, **where: int) -> Strike:
     """A fault that strikes once."""
     marker = str(folder / f"struck-{point}-{rank}")
-    return Strike(point=point, action=Action(action), rank=rank, marker=marker, **where)
+    return Strike(point=point, action=FaultAction(action), rank=rank, marker=marker, **where)
 
 
 def check(jobs: JobProcess, job: Job, *, survivors: int) -> list[RunEvent]:
@@ -207,7 +207,7 @@ def test_strangers_are_refused_and_training_goes_on(jobs: JobProcess, tmp_path: 
 
 @pytest.mark.slow
 def test_fifty_recoveries_cost_nothing_that_stays(jobs: JobProcess, tmp_path: Path) -> None:
-    strikes = (Strike(point="after-reduce", action=Action.EXIT, rank=2),)
+    strikes = (Strike(point="after-reduce", action=FaultAction.EXIT, rank=2),)
     job = Job(folder=str(tmp_path), nodes=THREE, strikes=strikes, max_restarts=25, num_steps=120, step_s=0.03)
     events = check(jobs, job, survivors=2)
     assert sum(event.kind is EventKind.ACTIVE for event in events) >= 50

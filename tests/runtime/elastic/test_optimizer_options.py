@@ -16,9 +16,8 @@ from support.plans.hand_plan import Part, hand_plan
 from mmcompile.elastic_run import elastic_job
 from mmcompile.errors import ConfigError
 from mmcompile.runtime.elastic.layer_store import LayerStore
-from mmcompile.runtime.optim.optimizer import OptimizerSpec
+from mmcompile.runtime.optim.optimizer import HyperSchedule, OptimizerSpec
 from mmcompile.runtime.optim.param_groups import ParameterGroup
-from mmcompile.runtime.optim.rates import Rates
 
 SPEC = OptimizerSpec.of(
     OPTIMIZERS["adamw"],
@@ -76,7 +75,7 @@ def test_groups_have_their_rates_in_a_store() -> None:
 
 
 def test_rates_of_all_groups_follow_from_the_step() -> None:
-    rates = Rates(OptimizerSpec.of(ADAMW, GROUPS), scheduled)
+    rates = HyperSchedule(OptimizerSpec.of(ADAMW, GROUPS), scheduled)
     for step in (1, 2, 5, 3):
         wanted = [base * rate(step - 1) for base, rate in zip((1e-3, 1e-2, 1e-2), RATES, strict=True)]
         assert [settings["lr"] for settings in rates.of(step)] == pytest.approx(wanted)

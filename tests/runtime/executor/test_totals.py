@@ -32,7 +32,7 @@ def plan_of(order: Sequence[int]) -> StepPlan:
     """Microbatches of one sample each, in some order."""
     flow = Flow(stages=(), edges=(), backward=())
     microbatches = tuple(
-        MicrobatchPlan(index=i, samples=(sample,), pattern="", sizes={}, flow=flow, roots=(), links=())
+        MicrobatchPlan(index=i, samples=(sample,), pattern="", sizes={}, flow=flow, inputs=(), links=())
         for i, sample in enumerate(order)
     )
     return StepPlan(step=4, num_samples=len(order), microbatches=microbatches)

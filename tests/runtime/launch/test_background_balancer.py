@@ -13,7 +13,7 @@ import pytest
 from mmcompile.batching.balance.assignment import Grid, SampleCosts
 from mmcompile.batching.balance.registry import balancer
 from mmcompile.errors import ConfigError
-from mmcompile.runtime.launch.background_balancer import AsideBalancer, Recipe
+from mmcompile.runtime.launch.background_balancer import BackgroundBalancer, Recipe
 
 GRID = Grid(num_replicas=(2, 3), num_microbatches=4)
 PACKED = "post-balance-packed"
@@ -22,8 +22,8 @@ WITHIN_S = 60.0
 
 
 @pytest.fixture
-def aside() -> Iterator[AsideBalancer]:
-    made = AsideBalancer(balancer(PACKED), RECIPE)
+def aside() -> Iterator[BackgroundBalancer]:
+    made = BackgroundBalancer(balancer(PACKED), RECIPE)
     made.start()
     yield made
     made.close()
@@ -36,14 +36,14 @@ def _costs(seed: int) -> SampleCosts:
     return SampleCosts(components=("vision", "language_model"), costs=lengths * 1e-3, lengths=lengths)
 
 
-def _wait(aside: AsideBalancer) -> None:
+def _wait(aside: BackgroundBalancer) -> None:
     end = time.monotonic() + WITHIN_S
     while not aside.is_up:
         assert time.monotonic() < end, "the process did not come up"
         time.sleep(0.01)
 
 
-def test_the_process_decides_as_this_one_before_and_after_it_is_up(aside: AsideBalancer) -> None:
+def test_the_process_decides_as_this_one_before_and_after_it_is_up(aside: BackgroundBalancer) -> None:
     wanted = [balancer(PACKED).explained(_costs(seed), GRID) for seed in range(3)]
     assert aside.explained(_costs(0), GRID) == wanted[0]
     _wait(aside)
@@ -54,7 +54,7 @@ def test_the_process_decides_as_this_one_before_and_after_it_is_up(aside: AsideB
     assert aside.explained(_costs(1), GRID) == wanted[1], "an error of one step must not end the next"
 
 
-def test_a_process_that_is_killed_is_told_and_replaced_by_this_one(aside: AsideBalancer) -> None:
+def test_a_process_that_is_killed_is_told_and_replaced_by_this_one(aside: BackgroundBalancer) -> None:
     _wait(aside)
     assert aside._process is not None
     os.kill(aside._process.pid, signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_a_process_that_is_killed_is_told_and_replaced_by_this_one(aside: AsideB
     assert aside.explained(_costs(6), GRID) == balancer(PACKED).explained(_costs(6), GRID)
 
 
-def test_it_ends_with_its_owner(aside: AsideBalancer) -> None:
+def test_it_ends_with_its_owner(aside: BackgroundBalancer) -> None:
     process = aside._process
     aside.close()
     aside.close()

@@ -44,7 +44,7 @@ def train(
                 totals = ranks.step(SAMPLES[first : first + count], update=number == len(split))
                 first += count
                 norms.append(totals.squared_norm)
-                plan, _ = ranks.leader.rank.last or (None, None)
+                plan, _ = ranks.controller.worker.last or (None, None)
                 assert plan is not None
                 unit = unit or (plan.num_tokens if len(split) == 1 else unit_of(plan.num_tokens))
                 assert plan.total_weight == plan.num_tokens / unit

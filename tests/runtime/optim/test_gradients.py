@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from mmcompile.config import Reduction
 from mmcompile.errors import EngineError
 from mmcompile.runtime.comm.groups import Groups, Lane, wait
-from mmcompile.runtime.comm.tags import gradient_tags
-from mmcompile.runtime.optim.gradients import GradientSums, Shared
+from mmcompile.runtime.optim.gradient_bucket import Shared, gradient_tags
+from mmcompile.runtime.optim.gradients import GradientSums
 
 NUM_RANKS = 4
 ALL = (0, 1, 2, 3)

@@ -93,18 +93,18 @@ def trained(
     with LocalRanks(
         placement, HandSource(model), SPEC, clip_norm=clip, reduction=reduction, shard_optimizer=shard
     ) as ranks:
-        ranks.leader.await_holders({f"master/{name}": tensor for name, tensor in (wide or {}).items()})
+        ranks.controller.await_holders({f"master/{name}": tensor for name, tensor in (wide or {}).items()})
         norms = [ranks.step(samples).squared_norm for samples in STEPS]
         weights = ranks.weights()
         masters: dict[str, Tensor] = {}
         num_masters = 0
         for rank in ranks.ranks:
-            mine = rank.optimizer.masters or {}
+            mine = rank.state.optimizer.masters or {}
             num_masters += len(mine)
             for name, master in mine.items():
                 assert master.dtype == torch.float32
                 assert torch.equal(masters.setdefault(name, master.detach()), master), name
-                assert torch.equal(master.bfloat16(), rank.parameters[name]), name
+                assert torch.equal(master.bfloat16(), rank.state.parameters[name]), name
     return masters, weights, norms, num_masters
 
 
@@ -177,7 +177,9 @@ def test_accumulated_over_calls() -> None:
             for number, count in enumerate(split, 1):
                 ranks.step(STEPS[0][first : first + count], update=number == len(split))
                 first += count
-            states.append({name: m.detach() for name, m in (ranks.leader.rank.optimizer.masters or {}).items()})
+            states.append(
+                {name: m.detach() for name, m in (ranks.controller.worker.state.optimizer.masters or {}).items()}
+            )
     for name, master in states[0].items():
         same = torch.isclose(states[1][name], master, rtol=0, atol=1e-5)
         assert float(same.double().mean()) > 0.9, name

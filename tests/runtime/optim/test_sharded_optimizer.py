@@ -55,7 +55,7 @@ def train(
     with LocalRanks(placement, source, spec, clip_norm=CLIP, reduction=reduction, shard_optimizer=shard) as ranks:
         norms = [ranks.step(samples).squared_norm or 0.0 for samples in STEPS]
         weights = ranks.weights()
-        state = [state_bytes(rank.optimizer.updated, rank.optimizer.optimizer) for rank in ranks.ranks]
+        state = [state_bytes(rank.state.optimizer.updated, rank.state.optimizer.optimizer) for rank in ranks.ranks]
         held = [rank.state for rank in ranks.ranks]
     for one in held:
         assert all(parameter.grad is None for parameter in one.parameters.values())
@@ -129,14 +129,14 @@ def test_a_late_holder_gets_the_value_and_no_state() -> None:
         placement = hand_plan(6, vision=0, lm0=0, lm1=1, lm2=2)
         with LocalRanks(placement, source, spec, clip_norm=CLIP, shard_optimizer=shard) as ranks:
             ranks.step(STEPS[1])
-            assert "embed.weight" not in ranks.ranks[1].parameters
+            assert "embed.weight" not in ranks.ranks[1].state.parameters
             for samples in (STEPS[0], STEPS[3]):
                 ranks.step(samples)
             weights.append(ranks.weights())
             first, second, _ = ranks.ranks
-            assert torch.equal(second.parameters["embed.weight"], weights[-1]["embed.weight"])
-            assert "embed.weight" in first.optimizer.updated
-            assert ("embed.weight" in second.optimizer.updated) is not shard
+            assert torch.equal(second.state.parameters["embed.weight"], weights[-1]["embed.weight"])
+            assert "embed.weight" in first.state.optimizer.updated
+            assert ("embed.weight" in second.state.optimizer.updated) is not shard
     assert all(torch.equal(tensor, weights[0][name]) for name, tensor in weights[1].items())
 
 

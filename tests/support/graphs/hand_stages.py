@@ -130,7 +130,7 @@ def hand_plan(num_microbatches: int = 4, **ranks: int) -> Placement:
 
 
 class HandSource:
-    """`PatternSource` of a HandModel.
+    """`ProgramSource` of a HandModel.
 
     Args:
         fault: Python statements put at the start of language_model.1's forward.

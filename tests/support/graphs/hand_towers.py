@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmcompile.batching.stage_graph import flow_of
+from mmcompile.batching.schedule_units import flow_of
 from mmcompile.batching.step_plan import MicrobatchPlan, Range, RowExchange, StepPlan, ValueShape
 from mmcompile.codegen.program import PatternPrograms, Port, StageProgram
 from mmcompile.ir.graph import ParameterSpec, dtype_name
@@ -144,18 +144,6 @@ class TowerStep:
     values: tuple[dict[str, Tensor], ...]
     """Per microbatch, its batch inputs."""
 
-    def reads(self) -> list[dict[int, frozenset[str]]]:
-        """Per microbatch, rank -> batch inputs read."""
-        found: list[dict[int, frozenset[str]]] = []
-        for microbatch in self.plan.microbatches:
-            names: dict[int, frozenset[str]] = {}
-            for stage in self.stages:
-                program = programs_of(microbatch.pattern).programs.get(stage.program_name)
-                if (stage.tower, stage.replica) == (microbatch.tower, microbatch.replica) and program is not None:
-                    names[stage.ranks[0]] = names.get(stage.ranks[0], frozenset()) | program.batch_inputs
-            found.append(names)
-        return found
-
 
 def tower_step(
     samples: Sequence[TowerSample],
@@ -196,7 +184,8 @@ def tower_step(
                 pattern=pattern,
                 sizes={},
                 flow=_flow(pattern, tower),
-                roots=tuple(
+                readers=_readers(stages, pattern, tower, replica),
+                inputs=tuple(
                     ValueShape(name=n, shape=tuple(v.shape), dtype=dtype_name(v.dtype)) for n, v in batch.items()
                 ),
                 links=_links(batch, pattern, tower),
@@ -341,6 +330,16 @@ def _collate(samples: Sequence[TowerSample], tower: str) -> dict[str, Tensor]:
         "image_at": torch.cat([s.image_at + start for s, start in zip(samples, starts, strict=False)]),
         "sound_at": torch.cat([s.sound_at + start for s, start in zip(samples, starts, strict=False)]),
     }
+
+
+def _readers(stages: Sequence[PlacedStage], pattern: str, tower: str, replica: int) -> dict[int, tuple[str, ...]]:
+    """Batch inputs read, by rank."""
+    names: dict[int, frozenset[str]] = {}
+    for stage in stages:
+        program = programs_of(pattern).programs.get(stage.program_name)
+        if (stage.tower, stage.replica) == (tower, replica) and program is not None:
+            names[stage.ranks[0]] = names.get(stage.ranks[0], frozenset()) | program.batch_inputs
+    return {rank: tuple(sorted(read)) for rank, read in names.items()}
 
 
 def _flow(pattern: str, tower: str) -> Flow:

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 
 from mmcompile.planner.resilience.membership import Decision, MembershipChange, Planned, StateLost, Stop, Wait
-from mmcompile.runtime.comm.runner import Runner
 from mmcompile.runtime.control.local_cluster import LocalCluster
 from mmcompile.runtime.control.membership_client import MembershipClient, Superseded
 from mmcompile.runtime.control.messages import PROTOCOL_VERSION, Generation, Hello, Message, Proof, encode
 from mmcompile.runtime.control.store import open_client
 from mmcompile.runtime.control.times import Times
+from mmcompile.runtime.launch.session import Runner
 from mmcompile.runtime.monitoring.fail_points import VARIABLE, Strike, fail_point
 
 MICROBATCHES = 8

@@ -17,7 +17,7 @@ from mmcompile.runtime.control.events import EventKind, EventReader, RunEvent, r
 from mmcompile.runtime.control.log import Log
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.generation_plan import GenerationPlan, StepRecord
-from mmcompile.runtime.monitoring.fail_points import Action, Strike
+from mmcompile.runtime.monitoring.fail_points import FaultAction, Strike
 from support.models.elastic_model import BATCH, SAMPLES, Data, batches
 from support.processes.elastic_jobs import KINDS, MICROBATCHES, Answer, Run, do
 from support.processes.spawn_ranks import JobProcess
@@ -117,7 +117,7 @@ def strike(
 ) -> Run:
     """The run with one more fault, which strikes once."""
     marker = str(Path(run.folder) / f"struck-{len(run.strikes)}")
-    fault = Strike(point=point, action=Action(action), rank=rank, step=step, generation=generation, marker=marker)
+    fault = Strike(point=point, action=FaultAction(action), rank=rank, step=step, generation=generation, marker=marker)
     return replace(run, strikes=(*run.strikes, fault))
 
 

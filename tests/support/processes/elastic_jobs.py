@@ -28,7 +28,7 @@ from mmcompile.planner.resilience.membership import MembershipPlan
 from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.elastic_engine import ElasticEngine
 from mmcompile.runtime.elastic.elastic_job import ElasticJob
-from mmcompile.runtime.monitoring.fail_points import VARIABLE, Action, Strike
+from mmcompile.runtime.monitoring.fail_points import VARIABLE, FaultAction, Strike
 from mmcompile.runtime.optim.optimizer import OptimizerSpec
 from support.models.elastic_model import Data, batches, join, llava, sample
 from support.processes.control_jobs import Act, children
@@ -150,7 +150,7 @@ def do(run: Run) -> Answer:
         job = replace(job, optimizer=OptimizerSpec.of(DriftingSGD))
     strikes = list(run.strikes)
     if run.step_s:
-        strikes.append(Strike(point="before-step", action=Action.SLEEP, rank=0, seconds=run.step_s))
+        strikes.append(Strike(point="before-step", action=FaultAction.SLEEP, rank=0, seconds=run.step_s))
     os.environ[VARIABLE] = msgspec.json.encode(strikes).decode() if strikes else ""
     start_s = time.monotonic()
     steps: list[int] = []

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from mmcompile.config import Reduction
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.optim.carried_sums import CarriedSums
-from mmcompile.runtime.optim.gradients import GradientSums, Shared
+from mmcompile.runtime.optim.gradient_bucket import Shared
+from mmcompile.runtime.optim.gradients import CarriedSums, GradientSums
 from mmcompile.runtime.optim.master_weights import HALF, MasterWeights
 from support.processes.spawn_ranks import RankContext, spawn_ranks
 

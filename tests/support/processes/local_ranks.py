@@ -13,19 +13,18 @@ from torch import Tensor
 
 from mmcompile.batching.accumulation import NOTHING
 from mmcompile.batching.balance.arrival_order import Arrival
-from mmcompile.batching.program_source import PatternSource
+from mmcompile.batching.program_source import ProgramSource
 from mmcompile.batching.step_planner import StepPlanner
 from mmcompile.config import Reduction
-from mmcompile.data.collate import Sample, collate
+from mmcompile.data.collate import Sample
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.runtime.comm.groups import Groups, PeerLost
-from mmcompile.runtime.commands import Close, Setup, Step
-from mmcompile.runtime.follower import Follower
-from mmcompile.runtime.leader import Leader
+from mmcompile.runtime.commands import CloseEngine, Setup
+from mmcompile.runtime.controller import Controller
 from mmcompile.runtime.monitoring.metrics import StepTotals
 from mmcompile.runtime.monitoring.status import StatusBoard
 from mmcompile.runtime.optim.optimizer import OptimizerSpec
-from mmcompile.runtime.rank import Rank
+from mmcompile.runtime.worker import Worker
 
 
 class LocalRanks:
@@ -34,7 +33,7 @@ class LocalRanks:
     def __init__(
         self,
         placement: Placement,
-        source: PatternSource,
+        source: ProgramSource,
         optimizer: OptimizerSpec,
         *,
         clip_norm: float | None = None,
@@ -42,12 +41,9 @@ class LocalRanks:
         shard_optimizer: bool = False,
     ) -> None:
         self._source = source
-        self._planner = StepPlanner(
-            placement, source, collate=lambda samples, names: collate(samples, {}, names), balancer=Arrival()
-        )
+        self._planner = StepPlanner(placement, source, balancer=Arrival())
         setup = Setup(
             stages=placement.stages,
-            schedule=placement.schedule,
             optimizer=optimizer,
             clip_norm=clip_norm,
             compiled=False,
@@ -58,14 +54,14 @@ class LocalRanks:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         board = StatusBoard.private(num_ranks)
 
-        self._followers: dict[int, Rank] = {}
+        self._followers: dict[int, Worker] = {}
         self._failures: list[Exception] = []
 
         def follow(rank: int) -> None:
             try:
-                follower = Follower(Groups.connect(store, rank, num_ranks, torch.device("cpu"), local=True), board)
-                self._followers[rank] = follower.rank
-                follower.serve()
+                worker = Worker.join(Groups.connect(store, rank, num_ranks, torch.device("cpu"), local=True), board)
+                self._followers[rank] = worker
+                worker.serve()
             except Exception as failure:
                 self._failures.append(failure)
                 self._groups.interrupt()
@@ -75,30 +71,25 @@ class LocalRanks:
         for thread in self._threads:
             thread.start()
         self._groups = Groups.connect(store, 0, num_ranks, torch.device("cpu"), local=True)
-        self.leader = Leader(self._groups, setup, board)
+        self.controller = Controller(self._groups, setup, board)
         self._before = NOTHING
         self._num_steps = 0
 
     @property
-    def ranks(self) -> list[Rank]:
+    def ranks(self) -> list[Worker]:
         """To be looked at between calls of `weights`, which all ranks answer."""
-        return [self.leader.rank, *(self._followers[rank] for rank in sorted(self._followers))]
+        return [self.controller.worker, *(self._followers[rank] for rank in sorted(self._followers))]
 
     def step(self, samples: Sequence[Sample], *, update: bool = True) -> StepTotals:
         planned = self._planner.plan(self._num_steps + 1, samples, update=update, before=self._before)
-        for microbatch, prepared in zip(planned.plan.microbatches, planned.prepared, strict=True):
-            if not self.leader.knows(microbatch.pattern, microbatch.tower):
-                self.leader.install(prepared.programs, microbatch.tower, self._source.parameters())
-        values = [prepared.values for prepared in planned.prepared]
-        reads = [self.leader.reads(m.pattern, m.tower, m.replica) for m in planned.plan.microbatches]
-        hyper = self.leader.rank.optimizer.hyper
-        totals = self.leader.step(Step(plan=planned.plan, hyper=hyper, seed=0, trace=False), (values, reads))
-        self._before = self._before.with_part(planned.plan)
+        hyper = self.controller.worker.state.optimizer.hyper
+        totals = self.controller.step(planned, self._source.parameters(), hyper=hyper, seed=0)
+        self._before = planned.after
         self._num_steps += update
         return totals
 
     def weights(self) -> dict[str, Tensor]:
-        return self.leader.weights()
+        return self.controller.weights()
 
     def __enter__(self) -> Self:
         return self
@@ -107,7 +98,7 @@ class LocalRanks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.leader.tell(Close())
+            self.controller.tell(CloseEngine())
         else:
             # Others that wait for rank 0 learn that it is gone.
             self._groups.interrupt()

@@ -13,7 +13,7 @@ from mmcompile.planner.schedule.schedule import Schedule, schedule_units
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.executor.executor import Executor, num_backwards
 from mmcompile.runtime.executor.loaded_stage import LoadedStage, Stages
-from mmcompile.runtime.executor.p2p import Mail
+from mmcompile.runtime.executor.p2p import P2P
 from mmcompile.runtime.monitoring.status import StatusBoard
 from mmcompile.runtime.optim.gradients import GradientSums
 from support.graphs.hand_towers import TowerStep, parameters, programs_of
@@ -53,15 +53,14 @@ def share_of(job: TowerJob, groups: Groups) -> TowerShare:
     held = {name: nn.Parameter(value) for name, value in parameters().items()}
     loaded = loaded_on(job.step, groups, held)
     actions = schedule_of(job).ranks[groups.rank]
-    mail = Mail(groups, job.step.plan, job.step.stages, loaded, actions, job.check_rows)
-    if groups.rank == 0:
-        mail.send_roots(job.step.values, job.step.reads())
+    values = job.step.values if groups.rank == 0 else ()
+    p2p = P2P(groups, job.step.plan, job.step.stages, loaded, actions, values=values, check_rows=job.check_rows)
     board = StatusBoard.private(groups.world_size)
     sums = GradientSums(groups, held, (), num_backwards(job.step.plan, loaded))
-    executor = Executor(job.step.plan, loaded, mail, board, groups, sums, seed=3, trace=False, check=lambda: None)
+    executor = Executor(job.step.plan, loaded, p2p, board, groups, sums, seed=3, trace=False, check=lambda: None)
     result = executor.run(actions)
     sums.finish()
-    mail.finish()
+    p2p.finish()
     return TowerShare(
         loss=float(result.losses.sum()),
         num_tokens=result.num_tokens,

@@ -20,10 +20,17 @@ from mmcompile.errors import EngineError, VerifyError
 from mmcompile.planner.plan.placement import PlacedStage
 from mmcompile.planner.schedule.schedule import Action, ActionKind
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.comm.row_routing import Edge, Routes, Rows, added, assembled, check_covered, packed
-from mmcompile.runtime.comm.tags import Tags
 from mmcompile.runtime.executor.loaded_stage import LoadedStage, Stages
-from mmcompile.runtime.executor.p2p import Mail
+from mmcompile.runtime.executor.p2p import P2P
+from mmcompile.runtime.executor.row_routing import (
+    Edge,
+    RowRouting,
+    RowSlice,
+    added,
+    assembled,
+    check_covered,
+    packed,
+)
 
 CPU = torch.device("cpu")
 
@@ -46,13 +53,13 @@ def test_gradients_take_the_transposed_way(seed: int) -> None:
     order = deal.sample(range(5), 5)
     into = dict(zip(order, packed([ranges[i] for i in order]), strict=True))
     groups = [tuple(range(5))[::2], tuple(range(5))[1::2]]
-    parts = [(Rows(made, tuple(ranges[i] for i in group)), tuple(into[i] for i in group)) for group in groups]
+    parts = [(RowSlice(made, tuple(ranges[i] for i in group)), tuple(into[i] for i in group)) for group in groups]
     read = assembled(parts, shape_of(made), CPU)
     torch.testing.assert_close(read, torch.cat([made[slice(*ranges[i])] for i in order]), rtol=0, atol=0)
-    arrived = [(Rows(rows.gathered(), packed(rows.ranges)), to) for rows, to in parts]
+    arrived = [(RowSlice(rows.gathered(), packed(rows.ranges)), to) for rows, to in parts]
     assert torch.equal(assembled(arrived, shape_of(made), CPU), read)
     gradient = torch.randn_like(read)
-    back = [(Rows(gradient, to), rows.ranges) for rows, to in parts]
+    back = [(RowSlice(gradient, to), rows.ranges) for rows, to in parts]
     total = added(back, shape_of(made), CPU)
     torch.testing.assert_close((read * gradient).sum(), (made * total).sum(), rtol=1e-12, atol=1e-12)
     assert torch.equal(added(back, shape_of(made), CPU, total), total * 2)
@@ -61,18 +68,20 @@ def test_gradients_take_the_transposed_way(seed: int) -> None:
 def test_whole_values_in_order_are_not_copied() -> None:
     value = torch.randn(6, 2, dtype=torch.float64)
     ranges = ((0, 2), (2, 2), (2, 6))
-    rows = Rows(value, ranges)
+    rows = RowSlice(value, ranges)
     assert rows.gathered() is value
     assert assembled([(rows, ranges)], shape_of(value), CPU) is value
     assert added([(rows, ranges)], shape_of(value), CPU) is value
     # One run of rows is a view: no buffer of its own.
-    assert Rows(value, ((1, 2), (2, 5))).gathered().data_ptr() == value[1].data_ptr()
+    assert RowSlice(value, ((1, 2), (2, 5))).gathered().data_ptr() == value[1].data_ptr()
 
 
 def test_rows_that_nobody_read_have_no_gradient() -> None:
     value = torch.ones(3, 2, dtype=torch.float64)
     assert torch.equal(added([], shape_of(value), CPU), torch.zeros(3, 2, dtype=torch.float64))
-    part = added([(Rows(value, ((0, 1),)), ((2, 3),)), (Rows(value, ((0, 1),)), ((2, 3),))], shape_of(value), CPU)
+    part = added(
+        [(RowSlice(value, ((0, 1),)), ((2, 3),)), (RowSlice(value, ((0, 1),)), ((2, 3),))], shape_of(value), CPU
+    )
     assert part[:, 0].tolist() == [0, 0, 2]
 
 
@@ -134,7 +143,7 @@ def test_an_exchange_that_does_not_fit_is_refused(changes: dict[str, object], wo
     twin = replace(step.plan, exchanges=(first, *step.plan.exchanges))
     with pytest.raises(VerifyError, match=words):
         for rank in range(2):
-            Routes(with_exchange(twin, 1, **changes), step.stages, rank)
+            RowRouting(with_exchange(twin, 1, **changes), step.stages, rank)
 
 
 def test_a_microbatch_goes_to_one_slot_of_a_stage() -> None:
@@ -145,7 +154,7 @@ def test_a_microbatch_goes_to_one_slot_of_a_stage() -> None:
         VerifyError, match=r"microbatch 0 of vision\.0#0 goes to two microbatches of language_model\.1#0"
     ):
         for rank in range(2):
-            Routes(with_exchange(twin, 1, target=second), step.stages, rank)
+            RowRouting(with_exchange(twin, 1, target=second), step.stages, rank)
 
 
 def test_a_reader_without_all_its_rows_is_refused() -> None:
@@ -154,7 +163,7 @@ def test_a_reader_without_all_its_rows_is_refused() -> None:
     groups = Groups.connect(dist.HashStore(), 0, 1, CPU, local=True)  # pyright: ignore[reportPrivateImportUsage]
     held = {name: nn.Parameter(value) for name, value in parameters().items()}
     with pytest.raises(VerifyError, match=r"hidden_read, read by language_model\.1#0 .* row 0 never arrives"):
-        Mail(groups, plan, step.stages, loaded_on(step, groups, held), ())
+        P2P(groups, plan, step.stages, loaded_on(step, groups, held), ())
 
 
 def test_rows_of_another_sample_are_found() -> None:
@@ -168,28 +177,28 @@ def test_rows_of_another_sample_are_found() -> None:
     assert (planned.step.plan.exchanges[0].producer, str(send)) == ("vision.0", "0SEND_F0>6")
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
-    def mail_of(rank: int, plan: StepPlan, action: Action) -> tuple[Mail, list[Stages]]:
+    def p2p_of(rank: int, plan: StepPlan, action: Action) -> tuple[P2P, list[Stages]]:
         groups = Groups.connect(store, rank, 2, CPU, local=True)
         held = {name: nn.Parameter(value) for name, value in parameters().items()}
         loaded = loaded_on(planned.step, groups, held)
-        return Mail(groups, plan, stages, loaded, [action], check_rows=True), loaded
+        return P2P(groups, plan, stages, loaded, [action], check_rows=True), loaded
 
-    def sender() -> Mail:
-        mail, loaded = mail_of(0, planned.step.plan, send)
-        microbatch = mail.microbatch(send.stage, send.microbatch)
+    def sender() -> P2P:
+        p2p, loaded = p2p_of(0, planned.step.plan, send)
+        microbatch = p2p.microbatch(send.stage, send.microbatch)
         slot = next(slot for slot in loaded[microbatch][send.stage].outputs if slot.crossing)
-        mail.put_value(microbatch, send.stage, slot, torch.ones(2, WIDTH, dtype=torch.float64))
-        mail.send(send)
-        return mail
+        p2p.put_value(microbatch, send.stage, slot, torch.ones(2, WIDTH, dtype=torch.float64))
+        p2p.send(send)
+        return p2p
 
     def receiver() -> str:
-        mail, _ = mail_of(1, with_exchange(planned.step.plan, 0, samples=(5,)), receive)
+        p2p, _ = p2p_of(1, with_exchange(planned.step.plan, 0, samples=(5,)), receive)
         with pytest.raises(VerifyError) as caught:
-            mail.receive(receive)
+            p2p.receive(receive)
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
-        # The sender's mail lives until its message has arrived.
+        # The sender's P2P lives until its message has arrived.
         sent, message = pool.submit(sender), pool.submit(receiver)
         message.result()
     assert sent.result() is not None
@@ -217,7 +226,7 @@ def test_messages_between_two_stages_leave_and_arrive_in_the_same_order(lag: int
 def test_tags_of_two_ranks_are_all_different() -> None:
     planned = job(lag=3)
     plan, stages = planned.step.plan, planned.step.stages
-    tags = Tags(plan, stages)
+    tags = RowRouting(plan, stages, 0)
     found: dict[tuple[int, int], list[int]] = {}
 
     def use(producer: int, consumer: int, backward: bool, *used: int) -> None:
@@ -225,22 +234,22 @@ def test_tags_of_two_ranks_are_all_different() -> None:
         found.setdefault((ends[1], ends[0]) if backward else ends, []).extend(used)
 
     for rank in range(2):
-        for edge, positions in Routes(plan, stages, rank).edges.items():
+        for edge, positions in RowRouting(plan, stages, rank).edges.items():
             if stages[edge.producer].ranks[0] == rank != stages[edge.consumer].ranks[0]:
                 number = plan.microbatches[edge.source].number
                 for place, backward in itertools.product(range(len(positions)), (False, True)):
-                    tag = tags.of(number, edge, place, backward)
+                    tag = tags.tag(number, edge, place, backward)
                     use(edge.producer, edge.consumer, backward, tag, tag + 1)
     for microbatch in plan.microbatches:
         mine = [at for at, s in enumerate(stages) if (s.tower, s.replica) == (microbatch.tower, microbatch.replica)]
         for producer, consumer in itertools.permutations(mine, 2):
             edge = Edge(microbatch.index, producer, microbatch.index, consumer)
             for place, backward in itertools.product(range(len(microbatch.links)), (False, True)):
-                tag = tags.of(microbatch.number, edge, place, backward)
+                tag = tags.tag(microbatch.number, edge, place, backward)
                 use(producer, consumer, backward, tag)
     assert found
     for used in found.values():
-        assert len(set(used)) == len(used) and max(used) < tags.end
+        assert len(set(used)) == len(used) and max(used) < tags.end_tag
 
 
 def test_a_step_with_more_messages_than_tags_is_refused() -> None:
@@ -248,7 +257,7 @@ def test_a_step_with_more_messages_than_tags_is_refused() -> None:
     last = replace(step.plan.microbatches[-1], number=2**26)
     plan = replace(step.plan, microbatches=(*step.plan.microbatches[:-1], last))
     with pytest.raises(EngineError, match=r"step 1 has too many messages to number below 1073741824"):
-        Tags(plan, step.stages)
+        RowRouting(plan, step.stages, 0)
 
 
 def test_ports_are_resolved_inside_the_tower_and_replica() -> None:

@@ -1,4 +1,4 @@
-"""`RankCheckpoints`: what one rank does in saves and loads."""
+"""`RankCheckpoints`: one rank's part of saves and loads."""
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 # torch.distributed re-exports its C++ classes without saying so, and their stubs lack a few members.
@@ -15,39 +15,31 @@ from torch import Tensor
 
 from mmcompile.codegen.program import StageProgram
 from mmcompile.errors import CheckpointError
-from mmcompile.runtime.checkpoint.holding import Holding
-from mmcompile.runtime.checkpoint.pieces import Piece, state_piece, wanted_by, weight_piece
+from mmcompile.runtime.checkpoint.pieces import CheckpointPiece, Holding, state_piece, wanted_by, weight_piece
 from mmcompile.runtime.checkpoint.saving import PartJob, Saving
 from mmcompile.runtime.checkpoint.trainer_state import Stored, TrainerState
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.commands import Install, Save
-from mmcompile.runtime.rank import Rank
-
-
-def _never() -> None:
-    """Nothing else is known that could have failed."""
+from mmcompile.runtime.optim.optimizer import RankState
 
 
 @dataclass(kw_only=True, slots=True)
 class RankCheckpoints:
-    """The checkpoints of one rank.
+    """The checkpoints of one rank."""
 
-    Args:
-        check: called while the user waits for a save; what it raises ends the wait.
-    """
-
-    rank: Rank
+    state: RankState
+    """Parameters and optimizer of the rank."""
     groups: Groups
-    check: Callable[[], None] = _never
+    check: Callable[[], None] = lambda: None
+    """Called while the user waits for a save; what it raises ends the wait."""
     saving: Saving | None = None
     """The last save."""
     trainer: TrainerState | None = None
-    """Of the checkpoint that was loaded last."""
+    """State of training in the checkpoint that was loaded last."""
     data: object = None
-    """What was saved of the user's data there."""
+    """State of the user's data in that checkpoint."""
     _holdings: dict[str, Holding] = field(default_factory=dict)
     _read: dict[str, Tensor] = field(default_factory=dict)
-    """By path, for `apply`."""
+    """Tensors by path, for `take`."""
 
     def note(self, programs: Iterable[StageProgram]) -> None:
         """Learn what parameters are, by the programs that read them."""
@@ -55,27 +47,41 @@ class RankCheckpoints:
             for spec in program.parameters:
                 self._holdings[spec.name] = Holding.of(spec)
 
-    def part(self, command: Save, more: Callable[[], Sequence[Piece]] = tuple) -> PartJob:
-        """What this rank writes: as copies, if training goes on meanwhile.
+    def part(
+        self,
+        folder: Path,
+        names: Iterable[str],
+        *,
+        number: int,
+        step: int,
+        copies: bool,
+        more: Callable[[], Sequence[CheckpointPiece]] = tuple,
+    ) -> PartJob:
+        """Return what this rank writes in a save.
 
         Args:
-            more: makes pieces beside those that the command names. Raises CheckpointError.
+            folder: to write to; all ranks see it.
+            names: of parameters that this rank writes, with their optimizer state.
+            number: of saves so far.
+            step: updates so far.
+            copies: write copies made now, since training continues meanwhile.
+            more: makes further pieces. Raises CheckpointError.
         """
         try:
-            pieces, refused = [*self._pieces(command), *more()], ""
-            if command.copies:
+            pieces, refused = [*self._pieces(names), *more()], ""
+            if copies:
                 pieces = [_copied(piece) if piece.trains else piece for piece in pieces]
                 if self.groups.device.type == "cuda":
                     torch.cuda.synchronize(self.groups.device)
         except CheckpointError as error:
             pieces, refused = [], str(error)
         return PartJob(
-            folder=Path(command.folder),
+            folder=folder,
             rank=self.groups.rank,
-            step=command.step,
+            step=step,
             pieces=pieces,
             refused=refused,
-            store=_store(self.groups, command.number),
+            store=_store(self.groups, number),
         )
 
     def begin(self, step: int, write: Callable[[Saving], None]) -> Saving:
@@ -96,43 +102,47 @@ class RankCheckpoints:
         """
         try:
             stored = Stored.find(Path(folder))
-            held = self.rank.state.trainable.keys()
-            self._read = self._tensors(stored, weights=held, states=held & self.rank.optimizer.updated.keys())
+            held = self.state.trainable.keys()
+            self._read = self._tensors(stored, weights=held, states=held & self.state.optimizer.updated.keys())
             self.trainer, self.data = stored.trainer, stored.data()
         except CheckpointError as error:
             self._read = {}
             return str(error)
         return ""
 
-    def apply(self) -> None:
-        """Take over what was read."""
-        self.rank.load(self._read)
-        self._read = {}
+    def take(self) -> dict[str, Tensor]:
+        """Return what was read, by path; it is forgotten here."""
+        found, self._read = self._read, {}
+        return found
 
-    def drop(self) -> None:
-        """Forget what was read: rank 0 refuses the checkpoint."""
-        self._read = {}
+    def restored(
+        self, folder: str, waiting: Iterable[str], updaters: Mapping[str, int], programs: Sequence[StageProgram]
+    ) -> dict[str, Tensor]:
+        """Return optimizer state of parameters that this rank is about to hold and update, as `state/<key>/<name>`.
 
-    def restored(self, command: Install, programs: Iterable[StageProgram]) -> dict[str, Tensor]:
-        """Optimizer state of parameters that this rank is about to hold and update, as `state/<key>/<name>`.
+        Args:
+            folder: of the checkpoint.
+            waiting: original names of the parameters whose state is there.
+            updaters: the rank that updates a parameter, where not all that hold it do.
+            programs: that this rank is about to run.
 
         Raises:
             CheckpointError: the checkpoint is not there any more, or damaged.
         """
         self.note(programs)
-        known, rank = set(command.waiting), self.groups.rank
+        known, rank = set(waiting), self.groups.rank
         names = [
             spec.name
             for program in programs
             for spec in program.parameters
             if spec.trainable
-            and spec.name not in self.rank.parameters
+            and spec.name not in self.state.parameters
             and spec.whole_name in known
-            and command.updaters.get(spec.name, rank) == rank
+            and updaters.get(spec.name, rank) == rank
         ]
         if not names:
             return {}
-        return self._tensors(Stored.find(Path(command.restored)), weights=(), states=dict.fromkeys(names))
+        return self._tensors(Stored.find(Path(folder)), weights=(), states=dict.fromkeys(names))
 
     def _tensors(self, stored: Stored, *, weights: Iterable[str], states: Iterable[str]) -> dict[str, Tensor]:
         # It takes most of a second to import.
@@ -143,25 +153,25 @@ class RankCheckpoints:
             dcp.read_piece(stored.place, stored.index, piece)
         return {path: piece.tensor() for path, piece in wanted.items()}
 
-    def _pieces(self, command: Save) -> Iterable[Piece]:
-        rank = self.groups.rank
-        for name, tensor in self.rank.weights(command.names.get(rank, ())).items():
-            yield weight_piece(self._holdings[name], tensor)
-        for path, tensor in self.rank.optimizer.state(command.names.get(rank, ())).items():
+    def _pieces(self, names: Iterable[str]) -> Iterable[CheckpointPiece]:
+        written = list(names)
+        for name in written:
+            yield weight_piece(self._holdings[name], self.state.parameters[name].detach())
+        for path, tensor in self.state.optimizer.state(written).items():
             key, name = path.split("/", 1)
-            part = tuple(self.rank.parameters[name].shape)
+            part = tuple(self.state.parameters[name].shape)
             if (piece := state_piece(self._holdings[name], key, tensor.detach(), part)) is not None:
                 yield piece
 
 
-def _copied(piece: Piece) -> Piece:
+def _copied(piece: CheckpointPiece) -> CheckpointPiece:
     tensor = piece.tensor()
     if tensor.is_cuda:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
     else:
         copy = tensor.detach().clone()
-    return Piece(key=piece.key, dtype=piece.dtype, shape=piece.shape, boxes=piece.boxes, tensor=lambda: copy)
+    return CheckpointPiece(key=piece.key, dtype=piece.dtype, shape=piece.shape, boxes=piece.boxes, tensor=lambda: copy)
 
 
 def _store(groups: Groups, number: int) -> dist.Store:

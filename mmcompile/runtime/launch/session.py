@@ -1,4 +1,4 @@
-"""`Session`: the ranks of one engine, however they were started, and what happens when one fails."""
+"""`ProcessGroupSession`: the ranks of one engine, however they were started, and what happens when one fails."""
 
 # pyright: reportPrivateImportUsage=false
 # torch.distributed re-exports its C++ classes without saying so.
@@ -9,10 +9,13 @@ import atexit
 import contextlib
 import itertools
 import os
+import queue
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import NoReturn, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,14 +24,15 @@ from mmcompile.errors import ConfigError, EngineError
 from mmcompile.planner.plan.placement import PlacedStage
 from mmcompile.planner.schedule.schedule import ActionKind
 from mmcompile.runtime.comm.groups import Groups, PeerLost
-from mmcompile.runtime.comm.runner import Runner
 from mmcompile.runtime.launch.local_workers import Failure, Workers
 from mmcompile.runtime.monitoring.status import IDLE, Status, StatusBoard
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
+_POLL_S = 0.03
 _CAUSE_S = 2.0
-"""How long a rank that lost a peer waits to hear why."""
+"""Seconds for which a rank that lost a peer waits for the cause."""
 _CLOSE_S = 5.0
 _ABORT_POLL_S = 0.25
 _ABORT_KEY = "abort"
@@ -38,7 +42,58 @@ _launched: Iterator[int] = itertools.count()
 """Engines made by this process under a launcher; the same number on all ranks, so it names their keys in the store."""
 
 
-class Session(ABC):
+@dataclass(kw_only=True, slots=True)
+class _RunnerCall(Generic[T]):
+    function: Callable[[], T]
+    done: threading.Event = field(default_factory=threading.Event)
+    result: list[T] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class Runner:
+    """Runs functions one at a time on a daemon thread of its own."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[_RunnerCall[object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="mmcompile-step", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], T], check: Callable[[], None]) -> T:
+        """Run a function on the thread and wait for its result.
+
+        Args:
+            check: called every 30 ms while waiting; what it raises ends the wait (the function is left behind).
+        """
+        call = _RunnerCall[T](function=function)
+        self._calls.put(cast("_RunnerCall[object]", call))
+        while not call.done.wait(_POLL_S):
+            check()
+        if call.error is not None:
+            error, call.error = call.error, None
+            try:
+                raise error
+            finally:
+                # Its traceback refers to this frame: a cycle would keep what the function worked on.
+                del error
+        return call.result[0]
+
+    def end(self, timeout_s: float) -> None:
+        """Let the thread end, and wait for it a while: it may be stuck in a message without an answer."""
+        self._calls.put(None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call.result.append(call.function())
+            except BaseException as error:
+                call.error = error
+            call.done.set()
+            # Not keep the last step's tensors alive until the next call.
+            del call
+
+
+class ProcessGroupSession(ABC):
     """Ranks joined by groups. `call` runs what communicates, and turns every failure into one EngineError."""
 
     groups: Groups
@@ -58,8 +113,8 @@ class Session(ABC):
         """It was closed, or any rank failed."""
         return bool(self._broken)
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Run a function that talks to other ranks.
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function that communicates with other ranks, and return its result.
 
         Raises:
             EngineError: any rank failed, in this call or an earlier one; the message names rank, stage, step and action.
@@ -68,7 +123,7 @@ class Session(ABC):
         if self._broken:
             raise EngineError(self._broken)
         try:
-            return self._runner.call(function, self._check)
+            return self._runner.call(lambda: function(*args, **kwargs), self._check)
         except PeerLost as error:
             self._fail(self._cause(error), None)
         except Exception as error:
@@ -91,7 +146,7 @@ class Session(ABC):
             self._fail(str(error), error)
 
     def close(self, farewell: Callable[[], None] | None) -> None:
-        """End the session. `farewell` tells the other ranks, unless something failed already. Safe to call twice."""
+        """End the session. `farewell` ends the other ranks, unless something failed already. Safe to call twice."""
         if self._broken:
             return
         self._broken = "the engine is closed; start a new one"
@@ -142,10 +197,10 @@ class Session(ABC):
 
     @abstractmethod
     def _end(self, timeout_s: float) -> None:
-        """Wait for ranks that were told to end."""
+        """Wait for ranks that are ending."""
 
 
-class SpawnedSession(Session):
+class SpawnedSession(ProcessGroupSession):
     """A plain script: rank 0 is this process and starts the others here."""
 
     def __init__(self, stages: tuple[PlacedStage, ...], num_ranks: int, devices: list[str]) -> None:
@@ -186,7 +241,7 @@ class SpawnedSession(Session):
         self._workers.close(timeout_s)
 
 
-class LaunchedSession(Session):
+class LaunchedSession(ProcessGroupSession):
     """Ranks started by torchrun, or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
     def __init__(self, stages: tuple[PlacedStage, ...], num_ranks: int, device: str) -> None:
@@ -230,7 +285,7 @@ class LaunchedSession(Session):
         return self._store.get(_ABORT_KEY).decode() if self._store.check([_ABORT_KEY]) else ""
 
 
-def open_session(stages: tuple[PlacedStage, ...], device: str | None) -> Session:
+def open_session(stages: tuple[PlacedStage, ...], device: str | None) -> ProcessGroupSession:
     """Join the ranks a launcher started, or start them here.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Leader`: rank 0's side of every command. It knows which rank holds what."""
+"""`Controller`: rank 0's side of every command, with the table of which rank holds what."""
 
 from __future__ import annotations
 
@@ -9,38 +9,50 @@ from typing import Literal
 
 from torch import Tensor
 
+from mmcompile.batching.step_planner import PlannedStep
 from mmcompile.codegen.program import PatternPrograms, StageProgram
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.planner.schedule.simulate import Event
 from mmcompile.runtime.checkpoint.index import state_key, weight_key
-from mmcompile.runtime.checkpoint.leader_side import Restored, SaveOrder, whole_job
-from mmcompile.runtime.checkpoint.pieces import Piece, whole_piece
-from mmcompile.runtime.checkpoint.saving import Saving
+from mmcompile.runtime.checkpoint.pieces import CheckpointPiece, whole_piece
+from mmcompile.runtime.checkpoint.rank_checkpoints import balanced
+from mmcompile.runtime.checkpoint.restored import Restored, whole_job
+from mmcompile.runtime.checkpoint.saving import SaveOrder, Saving
 from mmcompile.runtime.checkpoint.trainer_state import Stored
 from mmcompile.runtime.comm import wire
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.commands import Apply, Command, Events, Gather, Install, Load, Save, Setup, Step, announce
+from mmcompile.runtime.commands import (
+    COMMANDS,
+    ApplyCheckpoint,
+    Command,
+    Gather,
+    Install,
+    LoadCheckpoint,
+    SaveCheckpoint,
+    SendEvents,
+    Setup,
+    Step,
+)
 from mmcompile.runtime.monitoring.metrics import StepTotals
 from mmcompile.runtime.monitoring.status import StatusBoard
+from mmcompile.runtime.optim.optimizer import Hyper
 from mmcompile.runtime.optim.sharded_optimizer import assign_updaters
 from mmcompile.runtime.optim.tensor_parts import TensorParts
-from mmcompile.runtime.rank import Rank, RootValues
-from mmcompile.runtime.rank_checkpoints import RankCheckpoints, balanced
+from mmcompile.runtime.worker import Worker
 
 
-class Leader:
+class Controller:
     """Installs patterns, runs steps, moves weights between rank 0 and the others, and leads saves and loads.
 
     Args:
-        check: called while the user waits for a save; what it raises ends the wait.
+        check_saving: called while the user waits for a save; what it raises ends the wait.
     """
 
     def __init__(
-        self, groups: Groups, setup: Setup, board: StatusBoard, check: Callable[[], None] = lambda: None
+        self, groups: Groups, setup: Setup, board: StatusBoard, check_saving: Callable[[], None] = lambda: None
     ) -> None:
-        announce(groups, setup)
-        self.rank = Rank(groups, setup, board)
-        self.checkpoints = RankCheckpoints(rank=self.rank, groups=groups, check=check)
+        wire.announce(groups, setup, COMMANDS)
+        self.worker = Worker(groups, setup, board, check_saving=check_saving)
         self._num_saves = 0
         self._groups = groups
         self._stages = setup.stages
@@ -49,26 +61,34 @@ class Leader:
         self._trainable: set[str] = set()
         self._sharded = setup.shard_optimizer
         self._num_bytes: dict[str, int] = {}
-        """Of each trainable parameter."""
+        """Bytes of each trainable parameter."""
         self._updaters: dict[str, int] = {}
         """Trainable parameter -> the one rank that updates it, if the optimizer is sharded."""
         self._parts = TensorParts()
         self.aliases: dict[str, str] = {}
         """Other name of a tied parameter -> the name it is held under."""
         self._installed: set[tuple[str, str]] = set()
-        self._reads: dict[tuple[str, str, int], dict[int, frozenset[str]]] = {}
         self._waiting: dict[str, Tensor] = {}
         """Optimizer state given for parameters that no rank holds yet, as `<key>/<name>`."""
         self._restored = Restored()
         """The same in a checkpoint, which ranks read for themselves once they hold them."""
 
-    def knows(self, pattern: str, tower: str) -> bool:
-        """True if the stages of a tower were installed in a pattern."""
-        return (pattern, tower) in self._installed
+    def step(
+        self, planned: PlannedStep, parameters: Mapping[str, Tensor], *, hyper: Hyper, seed: int, trace: bool = False
+    ) -> StepTotals:
+        """Install the step's new patterns, and run it on all ranks; returns what `Worker.step` returns.
 
-    def reads(self, pattern: str, tower: str, replica: int) -> Mapping[int, frozenset[str]]:
-        """Rank -> batch inputs that its stages of a replica of a tower read, in an installed pattern."""
-        return self._reads.get((pattern, tower, replica), {})
+        Args:
+            parameters: all parameters and buffers of the model.
+            hyper, seed, trace: as in `Step`.
+        """
+        plan = planned.plan
+        for microbatch, prepared in zip(plan.microbatches, planned.prepared, strict=True):
+            if (microbatch.pattern, microbatch.tower) not in self._installed:
+                self.install(prepared.programs, microbatch.tower, parameters)
+        command = Step(plan=plan, hyper=hyper, seed=seed, trace=trace)
+        self._announce(command)
+        return self.worker.step(command, [prepared.values for prepared in planned.prepared])
 
     def install(self, programs: PatternPrograms, tower: str, values: Mapping[str, Tensor]) -> None:
         """Send every rank its stages of a tower in a new pattern, with the tensors it lacks.
@@ -94,21 +114,15 @@ class Leader:
             restored=restored,
             waiting=waiting,
         )
-        announce(self._groups, command)
+        self._announce(command)
         for rank in range(self._groups.world_size):
             mine = by_rank.get(rank, ())
             tensors = _tensors(mine, lacking.get(rank, ()), values, self._kept(rank, trained), self._parts)
             if rank == 0:
-                tensors |= self.checkpoints.restored(command, mine)
-                self.rank.install(command, mine, tensors)
+                self.worker.install(command, mine, tensors)
             else:
                 wire.send_bytes(self._groups, rank, wire.encode([replace(program, constants={}) for program in mine]))
                 wire.send_tensors(self._groups, rank, tensors)
-
-    def step(self, command: Step, roots: RootValues) -> StepTotals:
-        """Run a step; returns what `Rank.step` returns."""
-        announce(self._groups, command)
-        return self.rank.step(command, roots)
 
     def await_holders(self, state: Mapping[str, Tensor]) -> None:
         """Keep optimizer state (`<key>/<name>`) for the ranks that will update its parameters, before any is held."""
@@ -127,32 +141,32 @@ class Leader:
         self._num_saves += 1
         held = self._trainable & self._holders.keys()
         owners = {name: {self._updaters[name]} if name in self._updaters else self._ranks(name) for name in held}
-        command = Save(
+        command = SaveCheckpoint(
             folder=str(order.fresh),
             number=self._num_saves,
             step=order.trainer.step,
             copies=order.copies,
             names=balanced(owners, self._num_bytes),
         )
-        announce(self._groups, command)
+        self._announce(command)
         known = {order.tied.get(name, name) for name in self._held_names()}
         absent = {name: tensor for name, tensor in values.items() if name not in known}
-        part = self.checkpoints.part(command, lambda: self._not_held(absent))
-        return self.checkpoints.begin(
+        part = self.worker.part(command, lambda: self._not_held(absent))
+        return self.worker.checkpoints.begin(
             order.trainer.step, whole_job(order, part, self._groups.world_size, self._restored).run
         )
 
     def read(self, stored: Stored) -> str:
         """Have every rank read what it holds from a checkpoint; "" or why one of them could not. Nothing changes."""
-        announce(self._groups, Load(folder=str(stored.folder)))
-        failures = [self.checkpoints.read(str(stored.folder))]
+        self._announce(LoadCheckpoint(folder=str(stored.folder)))
+        failures = [self.worker.checkpoints.read(str(stored.folder))]
         failures += (wire.receive_bytes(self._groups, rank).decode() for rank in range(1, self._groups.world_size))
         return next((f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure), "")
 
     def apply(self, stored: Stored) -> None:
         """Have every rank take over what it read. State of parameters that no rank holds yet stays in the checkpoint."""
-        announce(self._groups, Apply())
-        self.checkpoints.apply()
+        self._announce(ApplyCheckpoint())
+        self.worker.load(self.worker.checkpoints.take())
         known = {stored.index.name_of(name) for name in self._held_names()}
         self._waiting = {}
         names = stored.index.states().keys() - known
@@ -160,15 +174,15 @@ class Leader:
 
     def events(self) -> list[Event]:
         """Measured actions of the last step of all ranks."""
-        announce(self._groups, Events())
-        events = list(self.rank.events())
+        self._announce(SendEvents())
+        events = list(self.worker.events)
         for rank in range(1, self._groups.world_size):
             events += wire.decode(wire.receive_bytes(self._groups, rank), list[Event])
         return events
 
     def tell(self, command: Command) -> None:
-        """Announce a command that moves no tensors, and wait until all have heard it."""
-        announce(self._groups, command)
+        """Announce a command that moves no tensors, and wait until all ranks have received it."""
+        self._announce(command)
         self._groups.flush()
 
     def _gather(self, what: Literal["weights", "optimizer"], wanted: Iterable[str]) -> dict[str, Tensor]:
@@ -176,13 +190,15 @@ class Leader:
         for name in sorted(wanted):
             holder = self._updaters.get(name, min(self._ranks(name)))
             names[holder] = (*names.get(holder, ()), name)
-        announce(self._groups, Gather(what=what, names=names))
-        own = names.get(0, ())
-        mine = self.rank.weights(own) if what == "weights" else self.rank.optimizer.state(own)
-        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
+        command = Gather(what=what, names=names)
+        self._announce(command)
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.worker.gathered(command).items()}
         for rank in range(1, self._groups.world_size):
             tensors |= wire.receive_tensors(self._groups, rank)
         return tensors
+
+    def _announce(self, command: Command) -> None:
+        wire.announce(self._groups, command, COMMANDS)
 
     def _placed(self, programs: PatternPrograms, tower: str) -> dict[int, StageProgram]:
         """Placed stages of a tower, by index, that have a program."""
@@ -210,7 +226,7 @@ class Leader:
         return tuple(name for name in dict.fromkeys(names) if rank not in self._ranks(name))
 
     def _trained(self, names: set[str]) -> dict[str, dict[str, Tensor]]:
-        """What a first or further holder of a parameter needs besides the model's value, by parameter, then by path.
+        """Tensors that a first or further holder of a parameter needs besides the model's value, by parameter, then by path.
 
         The current value and optimizer state if a rank trains it already, or loaded state that waited for a holder.
         """
@@ -231,12 +247,9 @@ class Leader:
         return found
 
     def _note(self, pattern: str, tower: str, placed: Mapping[int, StageProgram]) -> None:
-        """Remember what is held where, who reads which batch input of a pattern, what trains, and tied names."""
+        """Remember what is held where, what trains, and tied names."""
         self._installed.add((pattern, tower))
         for index, program in placed.items():
-            stage = self._stages[index]
-            reads = self._reads.setdefault((pattern, tower, stage.replica), {})
-            reads[stage.ranks[0]] = reads.get(stage.ranks[0], frozenset()) | program.batch_inputs
             for name in _read(program):
                 self._holders.setdefault(name, set()).add(index)
             for spec in program.parameters:
@@ -256,14 +269,14 @@ class Leader:
         if not waiting:
             return "", ()
         # It may just be replacing the folder that is read from.
-        self.checkpoints.settle()
+        self.worker.checkpoints.settle()
         return str(self._restored.folder), waiting
 
     def _held_names(self) -> set[str]:
-        """What the model calls the trainable parameters that any rank holds, or a part of."""
+        """Original names of the trainable parameters that any rank holds, whole or in part."""
         return {self._parts.whole_name(name) for name in self._trainable & self._holders.keys()}
 
-    def _not_held(self, values: Mapping[str, Tensor]) -> list[Piece]:
+    def _not_held(self, values: Mapping[str, Tensor]) -> list[CheckpointPiece]:
         """Pieces of parameters that no rank holds yet."""
         given = {path: tensor for path, tensor in self._waiting.items() if _parameter_of(path) in values}
         pieces = [whole_piece(weight_key(name), tensor.detach()) for name, tensor in values.items()]
@@ -274,7 +287,7 @@ class Leader:
         return self._updaters.get(name, rank) == rank
 
     def _kept(self, rank: int, trained: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
-        """What a rank is sent of `_trained`: optimizer state only of what it updates."""
+        """Tensors of `_trained` that a rank is sent: optimizer state only of parameters that it updates."""
         return {
             name: {p: t for p, t in tensors.items() if self._updates(rank, name) or not p.startswith("state/")}
             for name, tensors in trained.items()
@@ -298,7 +311,7 @@ def _tensors(
     trained: Mapping[str, Mapping[str, Tensor]],
     parts: TensorParts,
 ) -> dict[str, Tensor]:
-    """Everything `Rank.install` wants, by path."""
+    """The tensors of `Worker.install`, by path."""
     tensors = {f"value/{name}": parts.part(name, values[parts.whole_name(name)]) for name in lacking}
     for name in lacking:
         tensors |= trained[name]

@@ -7,6 +7,7 @@ exchanges, what each brings back. Where one exchange is the whole value in order
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,13 +15,18 @@ import torch
 from torch import Tensor
 
 from mmcompile.batching.step_plan import Range, RowExchange, StepPlan, ValueShape
-from mmcompile.errors import VerifyError
+from mmcompile.errors import EngineError, VerifyError
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.planner.plan.placement import PlacedStage
+from mmcompile.runtime.comm.groups import FIRST_GRADIENT_TAG
+from mmcompile.runtime.executor.loaded_stage import Stages
+
+IDS = 1
+"""Added to the tag of rows for the message with the samples they are of."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowSlice:
     """Some rows of a tensor, in order."""
 
     tensor: Tensor
@@ -45,11 +51,25 @@ class Edge:
     consumer: int
 
 
-class Routes:
-    """The exchanges of a step that begin or end on one rank, by their positions in `StepPlan.exchanges`, ascending."""
+class RowRouting:
+    """The exchanges of a step that begin or end on one rank, by their positions in `StepPlan.exchanges`, ascending; and tags.
+
+    **Tags** are numbers that tell apart all messages of a step between two ranks, the same on both sides. The number of the
+    microbatch that makes a value, and the stages that make and read it, leave no choice of the microbatch that reads it; so with
+    the place of the value among those of its edge, and the direction, they are enough. Stages count among those of their rank.
+    NCCL needs no tags: both sides of a schedule have the messages of two stages in the same order.
+    """
 
     def __init__(self, plan: StepPlan, stages: Sequence[PlacedStage], rank: int) -> None:
-        """Raises VerifyError if an exchange does not fit the step."""
+        """
+        Raises:
+            EngineError: the step has more messages than there are tags.
+            VerifyError: an exchange does not fit the step.
+        """
+        self._stages = stages
+        self._plan = plan
+        self._rank = rank
+        self._number_messages()
         self.shapes: list[Mapping[str, ValueShape]] = [
             {shape.name: shape for shape in microbatch.links} for microbatch in plan.microbatches
         ]
@@ -58,9 +78,9 @@ class Routes:
         self.edges: dict[Edge, list[int]] = {}
         self.edge: dict[int, Edge] = {}
         self.made: dict[tuple[int, int, str], list[int]] = {}
-        """By microbatch, stage and name of the value made."""
+        """Positions by microbatch, stage and name of the value made."""
         self.read: dict[tuple[int, int, str], list[int]] = {}
-        """By microbatch, stage and name of the value read."""
+        """Positions by microbatch, stage and name of the value read."""
         targets: dict[tuple[int, int, int], int] = {}
         for position, exchange in enumerate(plan.exchanges):
             source, target = plan.microbatches[exchange.source], plan.microbatches[exchange.target]
@@ -80,13 +100,66 @@ class Routes:
             self.made.setdefault((edge.source, producer, exchange.name), []).append(position)
             self.read.setdefault((edge.target, consumer, exchange.target_name), []).append(position)
 
+    def tag(self, number: int, edge: Edge, place: int, backward: bool) -> int:
+        """Return the tag of a value on an edge; the one after it is free.
+
+        Args:
+            number: of the microbatch that makes the value.
+            place: of the value among those of its edge.
+        """
+        stages = self._place[edge.producer] * self._num_stages + self._place[edge.consumer]
+        return (((number * self._num_values + place) * self._num_stages**2 + stages) * 2 + int(backward)) * 2
+
+    def _number_messages(self) -> None:
+        plan = self._plan
+        on_rank: Counter[int] = Counter()
+        self._place: list[int] = []
+        for stage in self._stages:
+            self._place.append(on_rank[stage.ranks[0]])
+            on_rank[stage.ranks[0]] += 1
+        edges = Counter((e.source, e.producer, e.target, e.consumer) for e in plan.exchanges)
+        self._num_values = max([1, *(len(m.links) for m in plan.microbatches), *edges.values()])
+        self._num_stages = max(on_rank.values())
+        numbers = 1 + max((m.number for m in plan.microbatches), default=0)
+        self.end_tag = numbers * self._num_values * self._num_stages**2 * 4
+        """Number past the last tag."""
+        if self.end_tag + len(plan.microbatches) > FIRST_GRADIENT_TAG:
+            raise EngineError(
+                f"step {plan.step} has too many messages to number below {FIRST_GRADIENT_TAG}: {numbers} microbatches and lags x "
+                f"{self._num_values} values x {self._num_stages} stages of a rank squared; use fewer microbatches a step"
+            )
+
+    def check(self, loaded: Sequence[Stages]) -> None:
+        """Check that every row of every value read from another balance group arrives once. Raises VerifyError.
+
+        Args:
+            loaded: per microbatch of the step, this rank's stages.
+        """
+        wanted = {
+            (microbatch, stage.index, slot.name): stage
+            for microbatch, stages in enumerate(loaded)
+            for stage in stages.values()
+            for slot in stage.inputs
+            if slot.crossing
+        }
+        for (microbatch, _, name), stage in wanted.items():
+            positions = self.read.get((microbatch, stage.index, name), ())
+            where = f"{name}, read by {self._stages[stage.index].name} in microbatch {microbatch} of the step plan,"
+            into = [span for position in positions for span in self._plan.exchanges[position].into]
+            check_covered(into, self.shapes[microbatch][name].shape[0], where)
+        for microbatch, stage, name in self.read:
+            if self._stages[stage].ranks[0] == self._rank and (microbatch, stage, name) not in wanted:
+                raise VerifyError(
+                    f"rows of {name} go to {self._stages[stage].name}, which does not read it from another tower"
+                )
+
 
 def num_rows(ranges: Iterable[Range]) -> int:
     return sum(last - first for first, last in ranges)
 
 
 def packed(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Where rows of these ranges are once gathered."""
+    """Return the ranges of the same rows once they are gathered."""
     found: list[Range] = []
     end = 0
     for first, last in ranges:
@@ -101,7 +174,7 @@ def row_samples(exchange: RowExchange) -> Tensor:
     return torch.repeat_interleave(torch.tensor(exchange.samples, dtype=torch.int64), counts)
 
 
-def assembled(parts: Sequence[tuple[Rows, tuple[Range, ...]]], shape: ValueShape, device: torch.device) -> Tensor:
+def assembled(parts: Sequence[tuple[RowSlice, tuple[Range, ...]]], shape: ValueShape, device: torch.device) -> Tensor:
     """The value that a reader reads.
 
     Args:
@@ -118,12 +191,12 @@ def assembled(parts: Sequence[tuple[Rows, tuple[Range, ...]]], shape: ValueShape
 
 
 def added(
-    parts: Sequence[tuple[Rows, tuple[Range, ...]]],
+    parts: Sequence[tuple[RowSlice, tuple[Range, ...]]],
     shape: ValueShape,
     device: torch.device,
     start: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of a value made, summed in the order of `parts`; rows that nobody read get zero.
+    """The gradient of a value made, summed in the order of `parts`; rows that no stage read get zero.
 
     Args:
         parts: rows of gradient that came back, and where they go.
@@ -195,7 +268,7 @@ def _check_exchange(exchange: RowExchange, source: Mapping[str, ValueShape], tar
             raise VerifyError(f"{where}: rows {there} of sample {sample} lie outside a value of {made.shape[0]} rows")
 
 
-def _as_it_is(rows: Rows, into: tuple[Range, ...], shape: ValueShape) -> Tensor | None:
+def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Tensor | None:
     """The rows without a copy, if they are in order and every one of the value's."""
     runs = _runs(rows.ranges, into)
     if len(runs) != 1 or runs[0][2] != shape.shape[0]:

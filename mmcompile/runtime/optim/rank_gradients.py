@@ -1,0 +1,169 @@
+"""`RankGradients`: gradients of one rank's parameters over the calls of a step, and the ranks that they are summed with."""
+
+# pyright: reportPrivateImportUsage=false
+# torch re-exports the functions its optimizers are built on without saying so.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from mmcompile.config import Reduction
+from mmcompile.planner.plan.placement import PlacedStage
+from mmcompile.runtime.comm.groups import Groups
+from mmcompile.runtime.optim.gradient_bucket import Shared
+from mmcompile.runtime.optim.gradients import CarriedSums, GradientSums
+from mmcompile.runtime.optim.optimizer import RankState
+from mmcompile.runtime.optim.sharded_optimizer import NewValues
+
+_EPSILON = 1e-6
+"""Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+@final
+class RankGradients:
+    """Sums gradients between the ranks that hold a parameter, and carries those of calls that do not update.
+
+    Args:
+        stages: all placed stages.
+        state: parameters and optimizer of this rank.
+    """
+
+    def __init__(self, groups: Groups, stages: Sequence[PlacedStage], state: RankState, reduction: Reduction) -> None:
+        self._groups = groups
+        self._stages = stages
+        self._rank_of = [stage.ranks[0] for stage in stages]
+        self._repeats = [stage.repeats for stage in stages]
+        self._state = state
+        self._reduction: Reduction = reduction
+        self._held: dict[tuple[tuple[int, ...], int | None], list[str]] = {}
+        """Trainable parameters on several ranks, by the placed stages that hold them, and the rank that updates them."""
+        self._updaters: Mapping[str, int] = {}
+        """Rank that updates a parameter, where not all that hold it do."""
+        self._ran: set[int] = set()
+        """Placed stages that ran a backward in this step, on any rank."""
+        self._carried = self._nothing_carried()
+        """Gradients of this step from calls before."""
+        self._carried_weight = 0.0
+        """Loss weights of the calls of this step."""
+        self._new_values: NewValues | None = None
+        """Values of parameters that are under way since the last update."""
+        self._counted: set[str] = set()
+        """Parameters whose gradient this rank counts in the global norm."""
+        self.names: tuple[str, ...] = ()
+        """Names of all trainable parameters of the model so far, sorted."""
+
+    def hold(self, holders: Mapping[str, tuple[int, ...]], updaters: Mapping[str, int]) -> None:
+        """Set which placed stages hold each trainable parameter, and which rank updates it where not all do."""
+        self._held = {}
+        self._updaters = updaters
+        self.names = tuple(sorted(holders))
+        self._counted = set()
+        for name, stages in holders.items():
+            owners = self._owners(stages)
+            if len(owners) > 1:
+                self._held.setdefault((stages, updaters.get(name)), []).append(name)
+            if updaters.get(name, min(owners)) == self._groups.rank:
+                self._counted.add(name)
+
+    def updates(self, name: str) -> bool:
+        """True if this rank updates a parameter that it holds."""
+        return self._updaters.get(name, self._groups.rank) == self._groups.rank
+
+    def begin(self, ran: Iterable[int], backwards: Mapping[str, int], *, update: bool) -> GradientSums | CarriedSums:
+        """Return what takes the gradients of a call.
+
+        Args:
+            ran: placed stages that run a backward in the call, on any rank, by index.
+            backwards: number of this rank's backwards that touch a parameter, by name.
+            update: parameters are updated after the call.
+        """
+        self._ran |= set(ran)
+        if not update:
+            self._carried.begin(self._state.trainable)
+            return self._carried
+        return GradientSums(
+            self._groups,
+            self._state.trainable,
+            self._shared(),
+            backwards,
+            reduction=self._reduction,
+            masters=self._state.optimizer.masters,
+            carried=self._carried,
+        )
+
+    def weigh(self, weight: float, *, update: bool) -> None:
+        """Count the loss weights of a call; before an update, divide gradients by those of all calls of the step."""
+        self._carried_weight += weight
+        if update and self._carried_weight != 1:
+            _scale(self._state.optimizer.updated.values(), 1 / self._carried_weight)
+
+    def squared_norms(self) -> dict[str, float]:
+        """Return the sum of squares of each gradient that this rank counts in the global norm, by name.
+
+        Norms are computed in the precision of the gradient and squared in float64.
+        """
+        updated = self._state.optimizer.updated
+        found = {name: updated[name].grad for name in sorted(self._counted)}
+        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+        if not gradients:
+            return {}
+        norms = torch._foreach_norm(list(gradients.values()))
+        squares = torch.stack([norm.double().cpu() for norm in norms]).square()
+        return dict(zip(gradients, squares.tolist(), strict=True))
+
+    def clip(self, squared_norm: float, limit: float) -> None:
+        """Multiply all gradients by min(1, limit / norm), with the global norm over all ranks."""
+        factor = limit / (math.sqrt(squared_norm) + _EPSILON)
+        if factor < 1:
+            _scale(self._state.optimizer.updated.values(), factor)
+
+    def publish(self) -> None:
+        """After an update: start to send new values to the ranks that hold parameters without updating them."""
+        if self._updaters:
+            self._new_values = NewValues(self._groups, self._state.trainable, self._shared())
+
+    def settle(self) -> None:
+        """Wait for new values that are under way to this rank."""
+        if self._new_values is not None:
+            self._new_values.finish()
+            self._new_values = None
+
+    def drop(self) -> None:
+        """Drop all gradients: a new step begins."""
+        for parameter in self._state.trainable.values():
+            parameter.grad = None
+        self._state.optimizer.zero_grad()
+        self._carried = self._nothing_carried()
+        self._carried_weight = 0.0
+        self._ran.clear()
+
+    def _nothing_carried(self) -> CarriedSums:
+        return CarriedSums(self._reduction, master_weights=self._state.optimizer.masters is not None)
+
+    def _owners(self, stages: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted({self._rank_of[index] for index in stages}))
+
+    def _shared(self) -> list[Shared]:
+        """Parameters on several ranks, by the ranks that hold them and those that ran a backward through them in this step."""
+        names: dict[tuple[tuple[int, ...], tuple[int, ...], int | None], list[str]] = {}
+        for (stages, updater), held in self._held.items():
+            # All shards of tensors have the same gradient of what they all hold whole.
+            counted = [index for index in stages if not self._repeats[index]] or stages
+            ends = self._owners(stages), self._owners(index for index in counted if index in self._ran), updater
+            names.setdefault(ends, []).extend(held)
+        return [
+            Shared(names=tuple(held), owners=owners, givers=givers, updater=updater)
+            for (owners, givers, updater), held in names.items()
+        ]
+
+
+def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,350 @@
+"""`Worker`: one rank of an engine: the stages, tensors and optimizer that it holds, and what it does for each command."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from mmcompile.batching.step_plan import PROTOCOL_VERSION, MicrobatchPlan, StepPlan
+from mmcompile.codegen.program import StageProgram
+from mmcompile.errors import EngineError, VerifyError
+from mmcompile.kernels.process_groups import CONTEXT_GROUP, REPLICA_GROUP, TENSOR_GROUP, register_group
+from mmcompile.planner.schedule.schedule import Action, parse_actions
+from mmcompile.planner.schedule.simulate import Event
+from mmcompile.runtime.checkpoint.pieces import CheckpointPiece
+from mmcompile.runtime.checkpoint.rank_checkpoints import RankCheckpoints
+from mmcompile.runtime.checkpoint.saving import PartJob
+from mmcompile.runtime.comm import wire
+from mmcompile.runtime.comm.groups import Groups
+from mmcompile.runtime.commands import (
+    COMMANDS,
+    ApplyCheckpoint,
+    CloseEngine,
+    Command,
+    Gather,
+    Install,
+    LoadCheckpoint,
+    Refuse,
+    SaveCheckpoint,
+    SendEvents,
+    Setup,
+    Step,
+)
+from mmcompile.runtime.executor.executor import Executor, StepResult, num_backwards
+from mmcompile.runtime.executor.loaded_stage import LoadedStage, Stages
+from mmcompile.runtime.executor.p2p import P2P
+from mmcompile.runtime.executor.totals import OwnTotals, add_up
+from mmcompile.runtime.monitoring.fail_points import fail_point
+from mmcompile.runtime.monitoring.metrics import StepTotals
+from mmcompile.runtime.monitoring.status import StatusBoard
+from mmcompile.runtime.optim.arithmetic import arithmetic_of
+from mmcompile.runtime.optim.gradients import CarriedSums, GradientSums
+from mmcompile.runtime.optim.optimizer import RankOptimizer, RankState
+from mmcompile.runtime.optim.rank_gradients import RankGradients
+
+_parsed = functools.lru_cache(maxsize=4)(parse_actions)
+"""Action lists of the last steps: where steps are alike, one is used again."""
+
+
+class Worker:
+    """One rank. Rank 0 has one too, beside its `Controller`.
+
+    Args:
+        state: what the rank holds of the model already; None to start with nothing.
+        check: called before every action of a step; what it raises ends the step.
+        check_saving: called while the user waits for a save; what it raises ends the wait.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        setup: Setup,
+        board: StatusBoard,
+        *,
+        state: RankState | None = None,
+        check: Callable[[], None] = lambda: None,
+        check_saving: Callable[[], None] = lambda: None,
+    ) -> None:
+        if groups.device.type == "cuda":
+            torch.cuda.set_device(groups.device)
+        mine = [stage for stage in setup.stages if stage.ranks[0] == groups.rank]
+        self.state = state or RankState(optimizer=RankOptimizer(setup.optimizer))
+        self.checkpoints = RankCheckpoints(state=self.state, groups=groups, check=check_saving)
+        self.last: tuple[StepPlan, StepTotals] | None = None
+        """The last step, and its totals."""
+        self.events: list[Event] = []
+        """Measured actions of the last step, if it was traced."""
+        self._groups = groups
+        self._setup = setup
+        self._board = board
+        self._check = check
+        self._gradients = RankGradients(groups, setup.stages, self.state, setup.reduction)
+        self._stage_at = {(s.tower, s.replica, s.program_name): index for index, s in enumerate(setup.stages)}
+        """Index of a placed stage by balance group, replica and name of its program."""
+        self._patterns: dict[tuple[str, str], dict[int, LoadedStage]] = {}
+        """This rank's stages by index, for each pattern and balance group."""
+        self._op_groups = {
+            name: groups.shards(ranks)
+            for name, ranks in (
+                (CONTEXT_GROUP, _only_group(stage.token_group for stage in mine)),
+                (TENSOR_GROUP, _only_group(stage.tensor_group for stage in mine)),
+                (REPLICA_GROUP, _only_group(stage.sharing for stage in mine)),
+            )
+            if ranks
+        }
+        """Groups that ops of this rank's stages call, by name."""
+        self._shard = max((stage.shard for stage in mine if stage.depth == 0), default=0)
+        """Shard of the loss stage that this rank has."""
+        self._num_shards = max(1, *(len(stage.group) for stage in setup.stages))
+        # Of the loss of a stage that shares its tensors, all shards have the whole.
+        self._counts_loss = not any(stage.repeats and stage.depth == 0 for stage in mine)
+
+    @classmethod
+    def join(cls, groups: Groups, board: StatusBoard, check_saving: Callable[[], None] = lambda: None) -> Self:
+        """Return the worker of a rank other than 0, as rank 0's first command sets it up."""
+        setup = wire.hear(groups, COMMANDS)
+        assert isinstance(setup, Setup), f"the first command must be Setup, got {setup}"
+        if setup.version != PROTOCOL_VERSION:
+            raise EngineError(
+                f"rank {groups.rank} runs protocol {PROTOCOL_VERSION}, rank 0 runs {setup.version}: install one version "
+                "everywhere"
+            )
+        return cls(groups, setup, board, check_saving=check_saving)
+
+    def follow(self) -> Command:
+        """Ranks other than 0: wait for the next command, carry it out, and return it."""
+        command = wire.hear(self._groups, COMMANDS)
+        match command:
+            case Install():
+                programs = wire.decode(wire.receive_bytes(self._groups, 0), tuple[StageProgram, ...])
+                self.install(command, programs, wire.receive_tensors(self._groups, 0))
+            case Step():
+                self.step(command)
+            case Gather():
+                wire.send_tensors(self._groups, 0, self.gathered(command))
+            case SendEvents():
+                wire.send_bytes(self._groups, 0, wire.encode(self.events))
+            case SaveCheckpoint():
+                self.checkpoints.begin(command.step, self.part(command).run)
+            case LoadCheckpoint():
+                wire.send_bytes(self._groups, 0, self.checkpoints.read(command.folder).encode())
+            case ApplyCheckpoint():
+                self.load(self.checkpoints.take())
+            case Refuse():
+                self.checkpoints.take()
+            case _:
+                pass
+        return command
+
+    def serve(self) -> None:
+        """Follow until rank 0 closes the engine."""
+        while not isinstance(self.follow(), CloseEngine):
+            pass
+
+    def install(self, command: Install, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor]) -> None:
+        """Build this rank's stages of a balance group in a pattern, those of every replica it holds.
+
+        Args:
+            tensors: by path: `value/<name>` for parameters and buffers this rank lacks, `state/<key>/<name>` for the
+                optimizer state of such parameters, `constant/<stage>/<name>`.
+        """
+        restored = self.checkpoints.restored(command.restored, command.waiting, command.updaters, programs)
+        self._gradients.hold(command.holders, command.updaters)
+        self._keep(programs, wire.under("value/", tensors))
+        states = wire.under("state/", {**tensors, **restored})
+        updates = self._gradients.updates
+        self.state.optimizer.load_state({path: t for path, t in states.items() if updates(path.split("/", 1)[1])})
+        device = self._groups.device
+        loaded: dict[int, LoadedStage] = {}
+        for program in programs:
+            constants = {n: t.to(device) for n, t in wire.under(f"constant/{program.stage}/", tensors).items()}
+            for placed in self._placed(command.tower, program.stage):
+                loaded[placed] = LoadedStage.load(
+                    replace(program, constants=constants),
+                    {**self.state.parameters, **self.state.buffers},
+                    self._setup.stages,
+                    placed,
+                    device=device,
+                    compiled=self._setup.compiled,
+                )
+        self._patterns[command.pattern, command.tower] = loaded
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite weights (`value/<name>`) and optimizer state (`state/<key>/<name>`) held here. Gradients are dropped."""
+        self._gradients.settle()
+        self._gradients.drop()
+        optimizer = self.state.optimizer
+        with torch.no_grad():
+            for name, value in wire.under("value/", tensors).items():
+                held = self.state.parameters if name in self.state.parameters else self.state.buffers
+                held[name].copy_(value)
+        optimizer.forget(optimizer.updated)
+        optimizer.load_state(wire.under("state/", tensors))
+
+    def part(self, command: SaveCheckpoint, more: Callable[[], Sequence[CheckpointPiece]] = tuple) -> PartJob:
+        """Return what this rank writes in a save.
+
+        Args:
+            more: makes further pieces. Raises CheckpointError.
+        """
+        self._gradients.settle()
+        return self.checkpoints.part(
+            Path(command.folder),
+            command.names.get(self._groups.rank, ()),
+            number=command.number,
+            step=command.step,
+            copies=command.copies,
+            more=more,
+        )
+
+    def gathered(self, command: Gather) -> dict[str, Tensor]:
+        """Return the parameters, or the optimizer state, that a command names for this rank; not copies."""
+        names = command.names.get(self._groups.rank, ())
+        if command.what == "optimizer":
+            return self.state.optimizer.state(names)
+        self._gradients.settle()
+        return {name: self.state.parameters[name].detach() for name in names}
+
+    def step(self, command: Step, values: Sequence[Mapping[str, Tensor]] = ()) -> StepTotals:
+        """Run this rank's part of a step: `compute`, then `apply`, if parameters are to be updated."""
+        totals = self.compute(command, values)
+        if command.plan.update:
+            self.apply(totals)
+        return totals
+
+    def compute(self, command: Step, values: Sequence[Mapping[str, Tensor]] = ()) -> StepTotals:
+        """Run forwards, backwards, and the sums of gradients over ranks, where an update follows. Parameters are as before.
+
+        Args:
+            values: on rank 0, per microbatch the batch inputs by name; () on others.
+
+        Raises:
+            EngineError: there are gradients that the reduction cannot add; on all ranks.
+        """
+        plan, stages = command.plan, self._setup.stages
+        self._gradients.settle()
+        self.state.optimizer.hyper = command.hyper
+        loaded = [self._loaded(microbatch) for microbatch in plan.microbatches]
+        ran = [self._stage_at[m.tower, m.replica, stage] for m in plan.microbatches for stage in m.flow.backward]
+        sums = self._gradients.begin(ran, num_backwards(plan, loaded), update=plan.update)
+        actions = _parsed(plan.actions[self._groups.rank]) if self._groups.rank < len(plan.actions) else ()
+        p2p = P2P(self._groups, plan, stages, loaded, actions, values=values, check_rows=self._setup.check_rows)
+        result = self._execute(command, loaded, actions, p2p, sums)
+        faults = sums.finish(plan.step)
+        self._gradients.weigh(plan.total_weight, update=plan.update)
+        totals = self._totals(plan, result, faults)
+        # All have reported, so all have what was sent to them. Not asked for before: see `Groups.broadcast`.
+        p2p.finish()
+        if plan.num_tokens and totals.num_tokens != plan.num_tokens:
+            raise VerifyError(
+                f"step {plan.step} was planned with {plan.num_tokens} valid tokens, its loss stages counted {totals.num_tokens}"
+            )
+        self.last = plan, totals
+        return totals
+
+    def apply(self, totals: StepTotals) -> None:
+        """Clip gradients and update parameters. Nothing is sent to other ranks, unless they hold parameters updated here.
+
+        Args:
+            totals: from `compute`.
+        """
+        if self._setup.clip_norm is not None:
+            assert totals.squared_norm is not None, "a norm that is clipped was not asked for"
+            self._gradients.clip(totals.squared_norm, self._setup.clip_norm)
+        assert self.last is not None, "no step was computed"
+        fail_point("optimizer", rank=self._groups.rank, step=self.last[0].step)
+        self.state.optimizer.step()
+        self._gradients.publish()
+        self._gradients.drop()
+
+    def _keep(self, programs: Sequence[StageProgram], values: Mapping[str, Tensor]) -> None:
+        """Hold the parameters and buffers of programs that this rank lacks."""
+        parameters, buffers = self.state.parameters, self.state.buffers
+        for program in programs:
+            for spec in program.parameters:
+                if spec.name not in parameters:
+                    value = values[spec.name].to(self._groups.device, copy=True)
+                    parameters[spec.name] = nn.Parameter(value, requires_grad=spec.trainable)
+                    if spec.trainable and self._gradients.updates(spec.name):
+                        self.state.optimizer.add(spec.name, parameters[spec.name])
+            for name in program.buffers:
+                if name not in buffers:
+                    buffers[name] = values[name].to(self._groups.device, copy=True)
+
+    def _placed(self, tower: str, stage: str) -> Iterable[int]:
+        """This rank's placed stages, one for each replica it holds, that run a program."""
+        for index, placed in enumerate(self._setup.stages):
+            if placed.ranks[0] == self._groups.rank and (placed.tower, placed.program_name) == (tower, stage):
+                yield index
+
+    def _loaded(self, microbatch: MicrobatchPlan) -> Stages:
+        """This rank's stages of the replica that a microbatch belongs to."""
+        stages = self._setup.stages
+        loaded = self._patterns.get((microbatch.pattern, microbatch.tower), {})
+        return {index: stage for index, stage in loaded.items() if stages[index].replica == microbatch.replica}
+
+    def _execute(
+        self,
+        command: Step,
+        loaded: Sequence[Stages],
+        actions: Sequence[Action],
+        p2p: P2P,
+        sums: GradientSums | CarriedSums,
+    ) -> StepResult:
+        for name, group in self._op_groups.items():
+            register_group(name, group)
+        executor = Executor(
+            command.plan,
+            loaded,
+            p2p,
+            self._board,
+            self._groups,
+            sums,
+            seed=command.seed,
+            trace=command.trace,
+            check=self._check,
+        )
+        result = executor.run(actions)
+        wall = time.time() - time.perf_counter()
+        self.events = [
+            Event(
+                rank=self._groups.rank,
+                stage=self._setup.stages[action.stage].name,
+                kind=action.kind,
+                microbatch=action.microbatch,
+                start_s=start + wall,
+                end_s=end + wall,
+            )
+            for action, start, end in result.events
+        ]
+        return result
+
+    def _totals(self, plan: StepPlan, result: StepResult, faults: Mapping[str, float]) -> StepTotals:
+        losses = torch.zeros(len(plan.microbatches), self._num_shards, dtype=torch.float64)
+        if self._counts_loss:
+            losses[:, self._shard] = result.losses
+        norms = self._gradients.squared_norms() if self._setup.clip_norm is not None and plan.update else None
+        limit = arithmetic_of(self._setup.reduction).limit
+        own = OwnTotals(
+            losses=losses,
+            num_tokens=result.num_tokens if self._counts_loss else 0,
+            seconds=result.seconds,
+            squared_norms=norms,
+            faults=faults if limit < math.inf else None,
+        )
+        return add_up(self._groups, plan, own, names=self._gradients.names, limit=limit)
+
+
+def _only_group(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """The group of all stages of a rank that have one; () if none has."""
+    groups = {ranks for ranks in found if ranks}
+    assert len(groups) <= 1, f"a rank shares stages in several groups: {sorted(groups)}"
+    return groups.pop() if groups else ()
