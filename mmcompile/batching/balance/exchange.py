@@ -1,7 +1,9 @@
-"""`Exchange`: which rows go from which replica to which between two components.
+"""`Exchange`: which rows go from which replica to which between two components; composition and transpose.
 
-Rows go straight from the replica that makes them to the one that reads them (OrchMLLM §6, rearrangement composition); gradients
-take the same way back.
+If Pi_E moves samples from where they arrived to where encoder E computes them, and Pi_M to where the language model does, then
+what the encoder made goes by Pi_M o Pi_E^-1, in one exchange. The backward uses the transpose.
+
+Source: OrchMLLM §6 (rearrangement composition).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmcompile.batching.balance.assignment import ABSENT, Assignment
+from mmcompile.errors import VerifyError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -23,6 +26,36 @@ class Exchange:
     """int32 [moved, 2]: replica and microbatch."""
     target: np.ndarray
     """int32 [moved, 2]."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Exchange) and all(
+            np.array_equal(mine, theirs)
+            for mine, theirs in (
+                (self.samples, other.samples),
+                (self.source, other.source),
+                (self.target, other.target),
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def transpose(self) -> Exchange:
+        """The way back."""
+        return Exchange(samples=self.samples, source=self.target, target=self.source)
+
+    def then(self, other: Exchange) -> Exchange:
+        """Both in one: `other` o `self`, of the samples that both move.
+
+        Raises:
+            VerifyError: a sample does not start in `other` where it ends here.
+        """
+        samples, mine, theirs = np.intersect1d(self.samples, other.samples, assume_unique=True, return_indices=True)
+        apart = (self.target[mine] != other.source[theirs]).any(axis=1)
+        if apart.any():
+            sample = int(samples[np.flatnonzero(apart)[0]])
+            raise VerifyError(f"sample {sample} ends in one place and starts the next exchange in another")
+        return Exchange(samples=samples, source=self.source[mine], target=other.target[theirs])
 
     def volume(self, rows: np.ndarray, num_sources: int, num_targets: int) -> np.ndarray:
         """What each replica sends to each, int64 [sources, targets].
@@ -42,6 +75,13 @@ def exchange(assignment: Assignment, source: int, target: int) -> Exchange:
     return Exchange(
         samples=samples, source=_places(assignment, source, samples), target=_places(assignment, target, samples)
     )
+
+
+def from_arrival(assignment: Assignment, arrival: Assignment, component: int) -> Exchange:
+    """A component's samples from where they arrived (there, where the last component has them) to where it computes them."""
+    samples = np.flatnonzero((assignment.replica[component] != ABSENT) & (arrival.replica[-1] != ABSENT))
+    source = _places(arrival, len(arrival.components) - 1, samples)
+    return Exchange(samples=samples, source=source, target=_places(assignment, component, samples))
 
 
 def _places(assignment: Assignment, component: int, samples: np.ndarray) -> np.ndarray:
