@@ -147,10 +147,10 @@ def plan(
     """
     request = _request(locals())
     inputs = PlanInputs.read(cluster=cluster, stats=stats, calibration=calibration, constraints=constraints)
-    return _planned(CapturedModel.of(model, batch, packing), request, inputs, on_phase)
+    return planned(CapturedModel.of(model, batch, packing), request, inputs, on_phase)
 
 
-def _planned(
+def planned(
     subject: CapturedModel,
     request: PlanRequest,
     inputs: PlanInputs,

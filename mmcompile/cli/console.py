@@ -1,34 +1,62 @@
-"""What commands say and where: results on standard output, everything else on standard error."""
+"""Output of commands: results on standard output, everything else on standard error."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-from rich.console import Console
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from mmcompile.planner.plan.plan import Plan
+    from mmcompile.planner.plan.plan import Plan
 
-ERRORS = Console(stderr=True, highlight=False)
+
+@functools.cache
+def errors() -> Console:
+    """Return the console of standard error. Rich is imported when something is shown on it."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def print_error(message: str) -> None:
+    """Print a mistake of the user."""
+    from rich.markup import escape
+
+    errors().print(f"[bold red]error[/bold red] {escape(message)}", soft_wrap=True)
+
+
+def print_traceback() -> None:
+    """Print the exception that is handled, with its frames."""
+    errors().print_exception()
 
 
 def print_text(text: str) -> None:
-    """A result for people: never wrapped, so that tables survive a narrow terminal or a pipe."""
+    """Print a result for people: never wrapped, so that tables survive a narrow terminal or a pipe."""
     sys.stdout.write(text.rstrip("\n") + "\n")
 
 
+def print_result(text: str, output: object | None) -> None:
+    """Print a result, and the file it was written to."""
+    print_text(text)
+    if output is not None:
+        print_text(f"\nwritten to {output}")
+
+
 def print_plan(plan: Plan) -> None:
-    """The table of a plan; on a terminal with its labels in colour."""
+    """Print the table of a plan; on a terminal with its labels in colour."""
     if not sys.stdout.isatty():
         print_text(str(plan))
         return
+    from rich.console import Console
+    from rich.text import Text
+
     text = Text(str(plan))
     text.highlight_regex(
         r"(?m)^(predicted|bottlenecks|resilience|templates|cuts|rejected|notes|links|shared)(?= )", "bold cyan"
@@ -39,21 +67,23 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_json(value: Any) -> None:
-    """A result for programs: one object."""
+    """Print a result for programs: one object."""
+    import msgspec
+
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
-    """A spinner on a terminal while something takes seconds."""
-    with ERRORS.status(what):
+    """Show a spinner on a terminal while something takes seconds."""
+    with errors().status(what):
         yield
 
 
 @contextlib.contextmanager
 def counting(what: str) -> Iterator[Callable[[int], None]]:
-    """A spinner with a number on a terminal; yields what sets it."""
-    with ERRORS.status(what) as status:
+    """Show a spinner with a number on a terminal; yields the function that sets it."""
+    with errors().status(what) as status:
         yield lambda count: status.update(f"{what}: {count}")
 
 

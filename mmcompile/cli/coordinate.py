@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mmcompile.cli.config_options import with_config
 from mmcompile.cli.console import print_text
 from mmcompile.cli.run_display import RunDisplay
+from mmcompile.config import ElasticConfig
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.runtime.control.secret import Endpoint, read_secret
+from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.elastic.node import coordinate as serve
 
 
+@with_config
 def coordinate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan with templates.", show_default=False)],
+    waits: Annotated[ElasticConfig, ("recovery_deadline_s",)],
     out: Annotated[
         Path,
         typer.Option(help="Folder of the run, that all machines share: log, events, checkpoints.", show_default=False),
@@ -40,7 +46,8 @@ def coordinate(
     loaded = Plan.load(plan)
     if loaded.resilience is None:
         raise PlanError(f"{plan} has no templates for the day nodes die: plan with --fault-tolerance")
-    at = Endpoint.parse(listen, read_secret(secret))
+    times = Times(recovery_deadline_s=waits.recovery_deadline_s)
+    at = replace(Endpoint.parse(listen, read_secret(secret)), times=times)
     display = RunDisplay(None)
     with display.progress:
         serve(

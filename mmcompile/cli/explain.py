@@ -8,23 +8,13 @@ import msgspec
 import typer
 
 from mmcompile import api
-from mmcompile.captured_model import fingerprint_of
+from mmcompile.captured_model import CapturedModel, fingerprint_of
+from mmcompile.cli.config_options import typed_options, with_config
 from mmcompile.cli.console import busy, print_json, print_text
-from mmcompile.cli.options import (
-    MODEL_HELP,
-    AudiosOption,
-    BatchSizeOption,
-    DtypeOption,
-    ImageSizeOption,
-    ImagesOption,
-    JsonOption,
-    PlanOption,
-    TextTokensOption,
-    TrainOption,
-)
-from mmcompile.cli.planning import Example, Subject, load_subject
+from mmcompile.cli.model import load_captured
+from mmcompile.cli.options import MODEL_HELP, OF_MODEL, JsonOption, PlanOption
+from mmcompile.config import ExampleConfig, ModelConfig
 from mmcompile.errors import ConfigError
-from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.report.explain import Explanation
@@ -32,7 +22,9 @@ from mmcompile.report.explain import explain as explained
 from mmcompile.report.layer_work import layer_shares, layer_work
 
 
+@with_config
 def explain(
+    context: typer.Context,
     what: Annotated[
         str,
         typer.Argument(
@@ -42,6 +34,8 @@ def explain(
         ),
     ],
     plan: PlanOption,
+    example: ExampleConfig,
+    config: Annotated[ModelConfig, ("train", "dtype")],
     model: Annotated[
         str | None,
         typer.Argument(
@@ -50,33 +44,24 @@ def explain(
             show_default=False,
         ),
     ] = None,
-    train: TrainOption = None,
-    batch_size: BatchSizeOption = 2,
-    text_tokens: TextTokensOption = DEFAULT_TEXT_TOKENS,
-    images: ImagesOption = 1,
-    image_size: ImageSizeOption = DEFAULT_IMAGE_SIZE,
-    audios: AudiosOption = 1,
-    dtype: DtypeOption = None,
     json: JsonOption = False,
 ) -> None:
     """Explain a stage or layer of a plan: what it does, why it is there, what it waits for, and what a move would change."""
     loaded = Plan.load(plan)
     if model is None:
-        if train or dtype:
-            raise ConfigError("--train and --dtype have no effect without MODEL: the plan file alone is read")
+        for name, option in typed_options(context).items():
+            if name in OF_MODEL:
+                raise ConfigError(f"{option} has no effect without MODEL: the plan file alone is read")
         found = explained(loaded, what)
     else:
-        example = Example(
-            batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
-        )
-        found = _with_model(loaded, what, load_subject(model, train, dtype, example))
+        found = _with_model(loaded, what, load_captured(model, config, example))
     if json:
         print_json(msgspec.to_builtins(found))
     else:
         print_text(str(found))
 
 
-def _with_model(plan: Plan, what: str, subject: Subject) -> Explanation:
+def _with_model(plan: Plan, what: str, subject: CapturedModel) -> Explanation:
     with busy("capturing"):
         graph = api.capture(subject.model, subject.batch)
     check_fingerprint(plan, fingerprint_of(graph))

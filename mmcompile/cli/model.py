@@ -4,44 +4,47 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+from mmcompile import api
+from mmcompile.captured_model import CapturedModel
+from mmcompile.cli.console import busy
+from mmcompile.config import ExampleConfig, ModelConfig
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import torch_dtype
 from mmcompile.ir.meta_model import read_config, skeleton
+from mmcompile.ir.sample_inputs import example_batch
+
+Weights = Literal["none", "random", "stored"]
+"""Content of parameters: none, so that any size fits this machine; random; or the files beside the config."""
 
 
-class Weights(StrEnum):
-    """What parameters hold."""
-
-    NONE = "none"
-    """Nothing: shapes and dtypes only, so that any size fits this machine."""
-    RANDOM = "random"
-    STORED = "stored"
-    """What lies beside the config."""
+def load_captured(text: str, config: ModelConfig, example: ExampleConfig) -> CapturedModel:
+    """Return a model without weights, its trainable part set, and a batch for it."""
+    with busy(f"building {text}"):
+        model, batch = load_model(text, "none", config.dtype)
+        set_trainable(model, config.train)
+        return CapturedModel(model=model, batch=example_batch(model, **asdict(example)) if batch is None else batch)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """A model, with the batch its function returned or None."""
-
-    model: nn.Module = field(repr=False)
-    batch: Mapping[str, Any] | None = field(repr=False, default=None)
+def set_trainable(model: nn.Module, train: Sequence[str]) -> None:
+    """Apply `--train`; without it the model's own flags hold."""
+    if train:
+        api.freeze(model, train)
 
 
-def load_model(text: str, weights: Weights, dtype: str | None = None) -> Loaded:
-    """Make the model that `text` names (see `MODEL_HELP`).
+def load_model(text: str, weights: Weights, dtype: str | None = None) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    """Return the model that `text` names (see `MODEL_HELP`), with the batch that its function returned or None.
 
     Args:
         text: a path, a cached Hugging Face id, or `package.module:function`. A function's model is taken as it comes.
-        weights: what parameters shall hold.
-        dtype: of the parameters; the config's by default.
+        weights: content of the parameters.
+        dtype: type of the parameters; the config's by default.
 
     Raises:
         ConfigError: nothing by that name, an unknown family, no stored weights, or a function that returns something else.
@@ -50,17 +53,17 @@ def load_model(text: str, weights: Weights, dtype: str | None = None) -> Loaded:
     if function is not None:
         return _checked(text, function())
     empty = skeleton(text, dtype)
-    if weights is Weights.NONE:
-        return Loaded(model=empty.train())
+    if weights == "none":
+        return empty.train(), None
     model_class: Any = type(empty)
-    if weights is Weights.RANDOM:
-        wanted = next(parameter.dtype for parameter in empty.parameters())
-        return Loaded(model=model_class._from_config(read_config(text), dtype=wanted).train())
-    return Loaded(model=_stored(text, model_class, dtype))
+    if weights == "random":
+        own_dtype = next(parameter.dtype for parameter in empty.parameters())
+        return model_class._from_config(read_config(text), dtype=own_dtype).train(), None
+    return _stored(text, model_class, dtype), None
 
 
 def function_of(text: str) -> Any | None:
-    """The function that `package.module:function` names, None for text of another form.
+    """Return the function that `package.module:function` names, None for text of another form.
 
     The current folder is searched too, as `python -m` does.
 
@@ -89,12 +92,12 @@ def _import(name: str) -> Any:
         sys.path.pop()
 
 
-def _checked(text: str, made: object) -> Loaded:
+def _checked(text: str, made: object) -> tuple[nn.Module, Mapping[str, Any] | None]:
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or not (batch is None or isinstance(batch, Mapping)):
         got = f"({type(model).__name__}, {type(batch).__name__})" if isinstance(made, tuple) else type(made).__name__
         raise ConfigError(f"{text} returned {got}; wanted an nn.Module, or (nn.Module, batch by input name)")
-    return Loaded(model=model, batch=batch)
+    return model, batch
 
 
 def _stored(text: str, model_class: Any, dtype: str | None) -> nn.Module:

@@ -13,36 +13,32 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from mmcompile.cli.console import ERRORS, busy, print_json, print_text
-from mmcompile.cli.model import Weights, load_model
-from mmcompile.cli.options import (
-    AudiosOption,
-    DtypeOption,
-    ImageSizeOption,
-    ImagesOption,
-    JsonOption,
-    ModelArgument,
-    TrainOption,
-)
-from mmcompile.cli.planning import set_trainable
+from mmcompile.cli.config_options import with_config
+from mmcompile.cli.console import busy, errors, print_json, print_result
+from mmcompile.cli.model import load_model, set_trainable
+from mmcompile.cli.options import JsonOption, ModelArgument
+from mmcompile.config import ExampleConfig, ModelConfig
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.data.collate import collate
 from mmcompile.errors import ConfigError
-from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, example_batch
+from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.profile import CPU_SIZES, GPU_SIZES, ROUNDS
 from mmcompile.profile import profile as measure
 from mmcompile.runtime.runtime_probe import probe_runtime
 
+_MEDIA = ("images", "image_size", "audios")
 _LEAST_TEXT = 8
 """Text tokens of a sample, besides those of its images and sounds."""
 
 
+@with_config
 def profile(
     model: ModelArgument,
+    media: Annotated[ExampleConfig, _MEDIA],
+    config: Annotated[ModelConfig, ("train", "dtype")],
     cluster: Annotated[
         str, typer.Option(help="The devices to measure: 'local' for CPU cores, else as for plan (8xH100).")
     ] = "local",
-    train: TrainOption = None,
     sizes: Annotated[
         str | None,
         typer.Option(
@@ -51,10 +47,6 @@ def profile(
             show_default="64,256,1024; on a GPU also 4096,16384",
         ),
     ] = None,
-    images: ImagesOption = 1,
-    image_size: ImageSizeOption = DEFAULT_IMAGE_SIZE,
-    audios: AudiosOption = 1,
-    dtype: DtypeOption = None,
     rounds: Annotated[int, typer.Option(min=1, help="Of each measurement; the median counts.")] = ROUNDS,
     runtime: Annotated[
         bool, typer.Option(help="Measure messages, actions and the optimizer too, with two processes.")
@@ -69,19 +61,16 @@ def profile(
     where = Cluster.parse(cluster)
     device = _device(where, runtime)
     with busy(f"building {model}"):
-        loaded = load_model(model, Weights.NONE, dtype)
-        set_trainable(loaded.model, train)
-        if loaded.batch is None:
-            media = {"images": images, "image_size": image_size, "audios": audios}
-            wanted = _parse_sizes(sizes, GPU_SIZES if device.type == "cuda" else CPU_SIZES)
-            batches = make_batches(loaded.model, wanted, media)
+        module, batch = load_model(model, "none", config.dtype)
+        set_trainable(module, config.train)
+        if batch is None:
+            measured = _parse_sizes(sizes, GPU_SIZES if device.type == "cuda" else CPU_SIZES)
+            batches = make_batches(module, measured, {name: getattr(media, name) for name in _MEDIA})
         else:
             _refuse_sizes(model, sizes)
-            batches = [collate([loaded.batch] * count, None) for count in (1, 2, 4)]
+            batches = [collate([batch] * count, None) for count in (1, 2, 4)]
     with _progress() as told:
-        made = measure(
-            loaded.model, batches, device_name=where.device.name, device=device, rounds=rounds, on_progress=told
-        )
+        made = measure(module, batches, device_name=where.device.name, device=device, rounds=rounds, on_progress=told)
         if runtime:
             told("messages, actions and optimizer, between two processes", 1.0)
             made = replace(made, runtime=probe_runtime(device=device.type))
@@ -90,9 +79,7 @@ def profile(
     if json:
         print_json(made)
         return
-    print_text(str(made))
-    if output is not None:
-        print_text(f"\nwritten to {output}")
+    print_result(str(made), output)
 
 
 def _parse_sizes(text: str | None, default: Sequence[int]) -> tuple[int, ...]:
@@ -141,6 +128,6 @@ def _device(cluster: Cluster, runtime: bool) -> torch.device:
 def _progress() -> Iterator[Callable[[str, float], None]]:
     """A bar on standard error; yields what moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=ERRORS, transient=True) as bar:
+    with Progress(*columns, console=errors(), transient=True) as bar:
         task = bar.add_task("measuring", total=1.0)
         yield lambda text, share: bar.update(task, description=text, completed=share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mmcompile.cli.console import ERRORS
+from mmcompile.cli.console import errors
 from mmcompile.runtime.control.events import EventKind, RunEvent, recoveries
 from mmcompile.runtime.elastic.generation_plan import StepRecord
 from mmcompile.units import format_seconds
@@ -24,7 +24,7 @@ class RunDisplay:
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]:.4f}  {task.fields[members]}"),
             TimeRemainingColumn(),
-            console=ERRORS,
+            console=errors(),
         )
         self._task = self.progress.add_task("step", total=steps, loss=float("nan"), members="starting nodes")
         self._nodes: set[str] = set()

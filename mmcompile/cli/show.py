@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from mmcompile.cli.console import print_json, print_text
-from mmcompile.cli.options import JsonOption
+from mmcompile.cli.options import JsonOption, PlanArgument
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.report.pictures.stage_graph import stage_graph_text
 from mmcompile.report.summary import plan_summary
@@ -18,7 +13,7 @@ _MAX_DRAWN = 12
 
 
 def show(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)],
+    plan: PlanArgument,
     json: JsonOption = False,
 ) -> None:
     """Print a plan: its table, and the graph of its stages."""

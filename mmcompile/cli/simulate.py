@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
 from mmcompile.captured_model import fingerprint_of
+from mmcompile.cli.config_options import refuse_typed, typed_options, with_config
 from mmcompile.cli.console import busy, print_json, print_text
-from mmcompile.cli.options import (
-    MODEL_HELP,
-    STATS_HELP,
-    AudiosOption,
-    BatchSizeOption,
-    DtypeOption,
-    ImageSizeOption,
-    ImagesOption,
-    JsonOption,
-    PlanOption,
-    TextTokensOption,
-    TrainOption,
-)
-from mmcompile.cli.planning import Example, load_subject, read_dataset
-from mmcompile.config import ScheduleKind
+from mmcompile.cli.model import load_captured
+from mmcompile.cli.options import MODEL_HELP, STATS_HELP, JsonOption, PlanOption
+from mmcompile.cli.planning import read_dataset
+from mmcompile.config import ExampleConfig, ModelConfig, ScheduleKind
 from mmcompile.errors import ConfigError, PlanError
-from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
+from mmcompile.planner.resilience.replay.spot_trace import TimeUnit
 from mmcompile.report.pictures.perfetto import write_chrome_trace
 from mmcompile.report.pictures.timeline import draw_timeline
 from mmcompile.report.sample_loads import chain_loads
@@ -37,55 +26,24 @@ from mmcompile.report.step_replay import Replay, replay
 from mmcompile.report.study import study
 from mmcompile.report.trace_replay import draw_trace, remarks, replay_resilience, trace_text
 
-
-class Order(StrEnum):
-    """Of forwards and backwards; `all` compares them."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    EAGER = "eager-1f1b"
-    ZERO_BUBBLE = "zb-h1"
-    ALL = "all"
+Emission = Literal["text", "png", "chrome"]
+_OF_A_RUN = ("plan", "trace", "trace_unit", "seed", "emit", "output", "json")
+"""Parameters that have an effect beside --trace."""
 
 
-class Emit(StrEnum):
-    """How to show the step."""
-
-    TEXT = "text"
-    PNG = "png"
-    CHROME = "chrome"
-
-
-class Unit(StrEnum):
-    """Of the times of a trace."""
-
-    HOURS = "hours"
-    SECONDS = "seconds"
-
-
-_OF_A_STEP = {
-    "model": "MODEL",
-    "train": "--train",
-    **{
-        name: f"--{name.replace('_', '-')}"
-        for name in (
-            *("schedule", "microbatches", "stats", "batch_size"),
-            *("text_tokens", "images", "image_size", "audios", "dtype"),
-        )
-    },
-}
-"""Parameters that say something about a step, as they are typed."""
-
-
+@with_config
 def simulate(
     context: typer.Context,
     plan: PlanOption,
+    example: ExampleConfig,
+    config: Annotated[ModelConfig, ("train", "dtype")],
     model: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help=f"For --stats: captured for its costs. {MODEL_HELP}", show_default=False),
     ] = None,
     schedule: Annotated[
-        Order | None, typer.Option(help="Another order; 'all' compares them.", show_default="the plan's")
+        Literal["gpipe", "1f1b", "eager-1f1b", "zb-h1", "all"] | None,
+        typer.Option(help="Another order; 'all' compares them.", show_default="the plan's"),
     ] = None,
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Microbatches of one replica.", show_default="the plan's")
@@ -108,28 +66,21 @@ def simulate(
         ),
     ] = None,
     trace_unit: Annotated[
-        Unit | None, typer.Option(help="Of TIME, which only traces of TIME, COUNT need.", show_default=False)
+        TimeUnit | None, typer.Option(help="Of TIME, which only traces of TIME, COUNT need.", show_default=False)
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Of the samples drawn; of the nodes lost where a trace has counts only.")
     ] = 0,
     emit: Annotated[
-        Emit,
+        Emission,
         typer.Option(
             help="Figures and a timeline in characters; a picture (of a trace: throughput over time); or a trace for Chrome and "
             "Perfetto."
         ),
-    ] = Emit.TEXT,
+    ] = "text",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File for the picture or trace.", show_default=False)
     ] = None,
-    train: TrainOption = None,
-    batch_size: BatchSizeOption = 2,
-    text_tokens: TextTokensOption = DEFAULT_TEXT_TOKENS,
-    images: ImagesOption = 1,
-    image_size: ImageSizeOption = DEFAULT_IMAGE_SIZE,
-    audios: AudiosOption = 1,
-    dtype: DtypeOption = None,
     json: JsonOption = False,
 ) -> None:
     """Simulate a step of a plan: iteration, idle time by cause, memory of each rank.
@@ -146,50 +97,42 @@ def simulate(
     count = microbatches or loaded.num_microbatches
     loads: Mapping[str, Sequence[float]] | None = None
     if model is not None and stats is not None:
-        example = Example(
-            batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
-        )
-        subject = load_subject(model, train, dtype, example)
+        subject = load_captured(model, config, example)
         dataset = read_dataset(stats)
         with busy("capturing"):
             studied = study(subject.model, subject.batch, dataset)
         check_fingerprint(loaded, fingerprint_of(studied.graph))
         loads = chain_loads(loaded, studied, count, seed)
-    kinds = get_args(ScheduleKind) if schedule is Order.ALL else (schedule.value if schedule else loaded.schedule,)
+    kinds: tuple[ScheduleKind, ...] = get_args(ScheduleKind) if schedule == "all" else (schedule or loaded.schedule,)
     steps = [replay(loaded, schedule=kind, num_microbatches=count, loads=loads) for kind in kinds]
     _show(steps, emit, output, json)
 
 
-def _check(model: str | None, stats: str | None, emit: Emit, output: Path | None, schedule: Order | None) -> None:
+def _check(model: str | None, stats: str | None, emit: Emission, output: Path | None, schedule: str | None) -> None:
+    """Refuse options that do not go together. Raises ConfigError."""
     if (model is None) != (stats is None):
         raise ConfigError("MODEL and --stats go together: the model says what the samples cost; give both or neither")
-    if (emit is Emit.TEXT) != (output is None):
-        what = (
-            "--output is for --emit png or chrome" if emit is Emit.TEXT else f"--emit {emit.value} needs --output FILE"
-        )
+    if (emit == "text") != (output is None):
+        what = "--output is for --emit png or chrome" if emit == "text" else f"--emit {emit} needs --output FILE"
         raise ConfigError(f"{what}; text goes to standard output")
-    if schedule is Order.ALL and emit is not Emit.TEXT:
-        raise ConfigError(f"--schedule all compares figures; name one schedule for --emit {emit.value}")
+    if schedule == "all" and emit != "text":
+        raise ConfigError(f"--schedule all compares figures; name one schedule for --emit {emit}")
 
 
-def _check_trace(context: typer.Context, trace: Path | None, unit: Unit | None, emit: Emit) -> None:
+def _check_trace(context: typer.Context, trace: Path | None, unit: TimeUnit | None, emit: Emission) -> None:
+    """Refuse options that have no effect beside a trace, or without one. Raises ConfigError."""
     if trace is None:
         if unit is not None:
             raise ConfigError("--trace-unit has no effect without --trace; drop it, or give the trace")
         return
-    for name, typed in _OF_A_STEP.items():
-        source = context.get_parameter_source(name)
-        # By name, for typer may bring a click of its own.
-        if source is not None and source.name != "DEFAULT":
-            raise ConfigError(
-                f"{typed} has no effect together with --trace: steps take what the plan's templates predict; drop one of the two"
-            )
-    if emit is Emit.CHROME:
+    step = {name for name in typed_options(context) if name not in _OF_A_RUN}
+    refuse_typed(context, step, "together with --trace: steps take what the plan's templates predict")
+    if emit == "chrome":
         raise ConfigError("--emit chrome shows a step, and --trace plays a whole run; use --emit png or text")
 
 
 def _replay_trace(
-    plan: Plan, source: Path, trace: Path, unit: Unit | None, seed: int, output: Path | None, json: bool
+    plan: Plan, source: Path, trace: Path, unit: TimeUnit | None, seed: int, output: Path | None, json: bool
 ) -> None:
     resilience = plan.resilience
     if resilience is None:
@@ -198,7 +141,7 @@ def _replay_trace(
             "`mmcompile plan --fault-tolerance F`"
         )
     with busy(f"playing {trace}"):
-        found = replay_resilience(resilience, trace, unit=None if unit is None else unit.value, seed=seed)
+        found = replay_resilience(resilience, trace, unit=unit, seed=seed)
     notes = remarks(found, resilience)
     if output is not None:
         draw_trace(output, found)
@@ -210,10 +153,10 @@ def _replay_trace(
         print_text(f"\nwritten to {output}")
 
 
-def _show(steps: Sequence[Replay], emit: Emit, output: Path | None, json: bool) -> None:
+def _show(steps: Sequence[Replay], emit: Emission, output: Path | None, json: bool) -> None:
     figures = [summarize(step) for step in steps]
     if output is not None:
-        write = draw_timeline if emit is Emit.PNG else write_chrome_trace
+        write = draw_timeline if emit == "png" else write_chrome_trace
         write(output, (), steps[0].timeline.events)
     if json:
         found = [one.to_json() for one in figures]

@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import StrEnum
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from mmcompile import api
+from mmcompile.cli.config_options import refuse_typed, with_config
 from mmcompile.cli.console import busy, print_json, print_text
-from mmcompile.cli.options import (
-    MODEL_HELP,
-    AttentionOption,
-    AudiosOption,
-    BatchSizeOption,
-    ClusterOption,
-    ContextParallelOption,
-    DtypeOption,
-    ImageSizeOption,
-    ImagesOption,
-    JsonOption,
-    MicrobatchesOption,
-    Projector,
-    ProjectorOption,
-    StagesOption,
-    TextTokensOption,
-    TrainOption,
-    parse_stages,
-)
-from mmcompile.cli.planning import Example, Wanted, load_subject, make_plan, refuse_with_plan
+from mmcompile.cli.model import load_captured
+from mmcompile.cli.options import MODEL_HELP, STAGES_FIELDS, JsonOption
+from mmcompile.cli.planning import WITH_PLAN, make_plan, read_inputs
 from mmcompile.codegen.program import StageProgram
+from mmcompile.config import ExampleConfig, ModelConfig, PlanRequest
 from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
-from mmcompile.ir.sample_inputs import DEFAULT_IMAGE_SIZE, DEFAULT_TEXT_TOKENS
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.report.pictures.program_graph import program_dot, program_svg, program_text
 from mmcompile.report.pictures.stage_graph import stage_graph_dot, stage_graph_svg, stage_graph_text
 
-
-class Emit(StrEnum):
-    """What to print."""
-
-    SOURCE = "source"
-    TEXT = "text"
-    DOT = "dot"
-    SVG = "svg"
+Form = Literal["source", "text", "dot", "svg"]
+_PLAN_GRAPH: Mapping[Form, Callable[[Plan], str]] = {
+    "text": stage_graph_text,
+    "dot": stage_graph_dot,
+    "svg": stage_graph_svg,
+}
 
 
-_PLAN_GRAPH = {Emit.TEXT: stage_graph_text, Emit.DOT: stage_graph_dot, Emit.SVG: stage_graph_svg}
-
-
+@with_config
 def stages(
+    context: typer.Context,
     target: Annotated[
         str,
         typer.Argument(
@@ -61,6 +41,9 @@ def stages(
             show_default=False,
         ),
     ],
+    request: Annotated[PlanRequest, STAGES_FIELDS],
+    example: ExampleConfig,
+    config: Annotated[ModelConfig, ("train", "dtype")],
     plan: Annotated[
         Path | None, typer.Option(help="Cut MODEL by this plan instead of making one.", show_default=False)
     ] = None,
@@ -70,56 +53,28 @@ def stages(
             help="Only this stage, for example language_model.0; its graph is the one inside.", show_default="all"
         ),
     ] = None,
-    emit: Annotated[Emit, typer.Option(help="Python source, or the graph as text, DOT or SVG.")] = Emit.TEXT,
+    emit: Annotated[Form, typer.Option(help="Python source, or the graph as text, DOT or SVG.")] = "text",
     output: Annotated[
         Path | None,
         typer.Option(
             "--output", "-o", help="Write here instead; for the source of all stages, a folder.", show_default=False
         ),
     ] = None,
-    cluster: ClusterOption = "local",
-    train: TrainOption = None,
-    microbatches: MicrobatchesOption = None,
-    stages: StagesOption = None,
-    projector: ProjectorOption = Projector.SEARCH,
-    attention: AttentionOption = None,
-    context_parallel: ContextParallelOption = None,
-    batch_size: BatchSizeOption = 2,
-    text_tokens: TextTokensOption = DEFAULT_TEXT_TOKENS,
-    images: ImagesOption = 1,
-    image_size: ImageSizeOption = DEFAULT_IMAGE_SIZE,
-    audios: AudiosOption = 1,
-    dtype: DtypeOption = None,
     json: JsonOption = False,
 ) -> None:
     """Print the stages of a plan: their graph, or (with MODEL) the source each one runs and the graph inside it."""
     if _is_plan(target):
-        if stage is not None or emit is Emit.SOURCE:
+        if stage is not None or emit == "source":
             raise ConfigError(
                 f"{target} is a plan; what is inside a stage needs the model: mmcompile stages MODEL --plan {target}"
             )
         _deliver({"plan": _PLAN_GRAPH[emit](Plan.load(target))}, output, json)
         return
-    wanted = Wanted(
-        stages=parse_stages(stages),
-        projector=projector,
-        attention=attention,
-        context_parallel=context_parallel,
-        microbatches=microbatches,
-    )
     if plan is not None:
-        refuse_with_plan(
-            stages=wanted.stages,
-            microbatches=microbatches,
-            attention=attention,
-            context_parallel=context_parallel,
-        )
-    example = Example(
-        batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
-    )
-    subject = load_subject(target, train, dtype, example)
-    made = make_plan(subject, cluster, wanted) if plan is None else Plan.load(plan)
-    if stage is None and emit is not Emit.SOURCE:
+        refuse_typed(context, STAGES_FIELDS, WITH_PLAN)
+    subject = load_captured(target, config, example)
+    made = make_plan(subject, request, read_inputs(request)) if plan is None else Plan.load(plan)
+    if stage is None and emit != "source":
         _deliver({"plan": _PLAN_GRAPH[emit](made)}, output, json)
         return
     with busy("writing stage programs"):
@@ -141,15 +96,15 @@ def _chosen(programs: Mapping[str, StageProgram], stage: str | None) -> list[str
     return [stage]
 
 
-def _emitted(program: StageProgram, emit: Emit) -> str:
+def _emitted(program: StageProgram, emit: Form) -> str:
     match emit:
-        case Emit.SOURCE:
+        case "source":
             return program.source
-        case Emit.TEXT:
+        case "text":
             return program_text(program.source)
-        case Emit.DOT:
+        case "dot":
             return program_dot(program.source, program.stage)
-        case Emit.SVG:
+        case "svg":
             return program_svg(program.source)
 
 

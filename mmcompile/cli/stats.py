@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from mmcompile.cli.console import counting, print_json, print_text
+from mmcompile.cli.console import counting, print_json, print_result
 from mmcompile.cli.options import STATS_HELP, JsonOption
 from mmcompile.data.images import PatchRule
 from mmcompile.data.readers import ReadOptions, read_stats
@@ -62,6 +62,4 @@ def stats(
         # The shapes themselves are for files (-o): thousands of lines.
         print_json({name: value for name, value in msgspec.to_builtins(found).items() if name != "samples"})
         return
-    print_text(str(found))
-    if output is not None:
-        print_text(f"\nwritten to {output}")
+    print_result(str(found), output)

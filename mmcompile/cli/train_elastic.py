@@ -7,61 +7,39 @@ import functools
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from mmcompile.cli.planning import Subject
+from mmcompile.batching.balance.arrival_order import Arrival
+from mmcompile.captured_model import CapturedModel
 from mmcompile.cli.run_display import RunDisplay
-from mmcompile.config import Reduction
+from mmcompile.config import ElasticConfig, RunConfig, TrainConfig
 from mmcompile.data.batches import MapBatches
 from mmcompile.data.collate import Sample
 from mmcompile.elastic_run import elastic, join
 from mmcompile.errors import ConfigError
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.runtime.control.secret import Endpoint, read_secret
+from mmcompile.runtime.control.times import Times
 from mmcompile.runtime.monitoring.metrics import StepMetrics
 
 RUN = "run"
 """Folder of the log, the events and the checkpoint, inside the run folder."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeAt:
-    """The node that this machine is, and the coordinator of the run."""
-
-    node: str
-    at: Endpoint
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticOptions:
-    """Options of `mmcompile train` that a run with templates has."""
-
-    steps: int
-    batch_size: int
-    lr: float
-    clip_norm: float | None
-    seed: int
-    compile: bool
-    reduction: Reduction
-    balance: str
-    save_every: int | None
-    save: Path | None
-    """Where the checkpoint of the end goes."""
-    export: Path | None
-    """Where the trained model goes."""
-    folder: Path | None
-    """Of the log, the events and checkpoints; None to keep them no longer than the run."""
-    at: NodeAt | None
-    """Where another machine coordinates; None to play all nodes here."""
-
-
-def refuse_elastic(**given: bool) -> None:
-    """Refuse options that a run with templates does not have. Raises ConfigError."""
+def check_elastic(options: TrainConfig, run: RunConfig, resume: Path | None) -> None:
+    """Refuse options that a run with templates does not have, and a launcher's processes. Raises ConfigError."""
+    given = {
+        "correct": options.correct,
+        "pack": run.pack,
+        "resume": resume is not None,
+        "accumulate": options.accumulate != 1,
+        "master-weights": options.master_weights,
+        "shard-optimizer": options.shard_optimizer,
+    }
     if found := [name for name, value in given.items() if value]:
         raise ConfigError(
             f"--{found[0]} does not go together with templates, whose run reads its own data and goes on by itself: plan without "
@@ -73,58 +51,84 @@ def refuse_elastic(**given: bool) -> None:
         )
 
 
-def train_elastic(
-    model: nn.Module, plan: Plan, subject: Subject, samples: Sequence[Sample], options: ElasticOptions
-) -> list[StepMetrics]:
-    """Train to the last step; metrics of every step that was committed, none where another machine has the coordinator."""
-    if options.at is not None:
-        _take_part(model, plan, subject, samples, options, options.at)
-        return []
-    display = RunDisplay(options.steps)
-    with contextlib.ExitStack() as stack:
-        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mmcompile-"))) / RUN
-        engine = stack.enter_context(
-            elastic(model, subject.batch, plan, folder=folder, on_event=display.note, **_settings(samples, options))
-        )
-        stack.enter_context(display.progress)
-        done = list(engine.train())
-        if options.save is not None:
-            engine.save(options.save)
-        if options.export is not None:
-            engine.export(options.export)
-        return done
+def node_at(
+    coordinator: str | None, node: str | None, secret: Path | None, config: ElasticConfig
+) -> tuple[str, Endpoint] | None:
+    """Return the name of this machine's node and where its run is; None to play all nodes here.
 
-
-def node_at(coordinator: str | None, node: str | None, secret: Path | None) -> NodeAt | None:
-    """The options of a run over several machines. Raises ConfigError: some are missing."""
+    Raises:
+        ConfigError: some of the three options are missing.
+    """
     given = {"--coordinator": coordinator, "--node": node, "--secret": secret}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
         return None
     if coordinator is None or node is None or secret is None:
         raise ConfigError(f"{', '.join(given)} go together, and {', '.join(missing)} is missing")
-    return NodeAt(node=node, at=Endpoint.parse(coordinator, read_secret(secret)))
+    times = Times(recovery_deadline_s=config.recovery_deadline_s)
+    return node, replace(Endpoint.parse(coordinator, read_secret(secret)), times=times)
 
 
-def _take_part(
-    model: nn.Module, plan: Plan, subject: Subject, samples: Sequence[Sample], options: ElasticOptions, at: NodeAt
-) -> None:
-    if options.folder is None:
-        raise ConfigError(
-            "--coordinator needs --out, a folder that all nodes and the coordinator share, for checkpoints"
-        )
-    join(model, subject.batch, plan, node=at.node, at=at.at, folder=options.folder, **_settings(samples, options))
+def train_elastic(
+    subject: CapturedModel,
+    plan: Plan,
+    samples: Sequence[Sample],
+    run: RunConfig,
+    options: TrainConfig,
+    config: ElasticConfig,
+    *,
+    folder: Path | None,
+    at: tuple[str, Endpoint] | None,
+    save: Path | None,
+    export: Path | None,
+) -> list[StepMetrics]:
+    """Train to the last step and return the metrics of every committed step; [] where another machine has the coordinator.
 
-
-def _settings(samples: Sequence[Sample], options: ElasticOptions) -> dict[str, Any]:
-    return {
-        "data": MapBatches(samples, options.batch_size, options.seed),
-        "num_steps": options.steps,
-        "seed": options.seed,
-        "optimizer": functools.partial(torch.optim.AdamW, lr=options.lr),
+    Args:
+        folder: folder of the log, the events and checkpoints; None to keep them no longer than the run.
+        at: name of this node and where its run is; None to play all nodes here.
+        save: folder of the checkpoint of the end.
+        export: folder of the trained model.
+    """
+    settings: dict[str, Any] = {
+        "data": MapBatches(samples, run.batch_size, run.seed),
+        "num_steps": run.steps,
+        "seed": run.seed,
+        "optimizer": functools.partial(torch.optim.AdamW, lr=run.lr),
         "clip_norm": options.clip_norm,
         "compile": options.compile,
         "reduction": options.reduction,
-        "balance": options.balance,
-        "save_every": options.save_every,
+        "balance": options.balance or Arrival.name,
+        "save_every": config.save_every,
+        "max_restarts": config.max_restarts,
     }
+    if at is not None:
+        if folder is None:
+            raise ConfigError(
+                "--coordinator needs --out, a folder that all nodes and the coordinator share, for checkpoints"
+            )
+        join(subject.model, subject.batch, plan, node=at[0], at=at[1], folder=folder, **settings)
+        return []
+    display = RunDisplay(run.steps)
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mmcompile-"))) / RUN
+        deadline_s = config.recovery_deadline_s
+        engine = stack.enter_context(
+            elastic(
+                subject.model,
+                subject.batch,
+                plan,
+                folder=folder,
+                recovery_deadline_s=deadline_s,
+                on_event=display.note,
+                **settings,
+            )
+        )
+        stack.enter_context(display.progress)
+        done = list(engine.train())
+        if save is not None:
+            engine.save(save)
+        if export is not None:
+            engine.export(export)
+        return done
