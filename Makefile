@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help venv demo test test-all lint type format docs bench bench-planner bench-templates bench-sim bench-frozen bench-axes bench-entrain \
-	bench-balance bench-step bench-ahead bench-chain bench-recovery bench-commit bench-attention bench-compile bench-cp bench-gpu coverage clean
+	bench-balance bench-step bench-ahead bench-chain bench-recovery bench-commit bench-attention bench-compile bench-cp bench-gpu bench-cli coverage clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -52,6 +52,9 @@ docs: $(STAMP)  ## build the documentation into site/, without network; rewrites
 
 bench: $(STAMP)  ## capture and plan real-size models (7B to 84B) from their configs: seconds and memory
 	$(BIN)/python -P benchmarks/real_size.py
+
+bench-cli: $(STAMP)  ## processor seconds of commands that look at no model; fails above 1.0
+	$(BIN)/python -P benchmarks/cli_start.py
 
 bench-planner: $(STAMP)  ## seconds of the interval DP and of proofs by Z3, actions/s of the simulator
 	$(BIN)/python -P benchmarks/partition.py

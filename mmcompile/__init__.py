@@ -61,7 +61,31 @@ _MODULES = {
 }
 """Public name -> module that defines it."""
 
-__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "Callbacks",
+    "Cluster",
+    "ComposedModel",
+    "ComposedProcessor",
+    "ElasticEngine",
+    "Encoder",
+    "Engine",
+    "IterableBatches",
+    "MMCompileError",
+    "MapBatches",
+    "ParameterGroup",
+    "Plan",
+    "capture",
+    "component_module",
+    "compose",
+    "elastic",
+    "example_batch",
+    "freeze",
+    "pack",
+    "parallelize",
+    "plan",
+    "skeleton",
+    "stage_programs",
+]
 
 
 def __getattr__(name: str) -> Any:

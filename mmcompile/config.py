@@ -60,7 +60,7 @@ SOLVER_SECONDS = 5.0
 _SEARCHED: Final = "with global_batch"
 
 
-def option(
+def _option(
     default: Any,
     *,
     name: str | None = None,
@@ -90,7 +90,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
     return tuple(text for part in (hint, *get_args(hint)) if get_origin(part) is Literal for text in get_args(part))
 
 
-def check_fields(config: Any) -> None:
+def _check_fields(config: Any) -> None:
     """Refuse numbers below a field's least and texts that are none of its choices. Raises ConfigError."""
     hints = get_type_hints(type(config))
     for own in fields(config):
@@ -105,34 +105,34 @@ def check_fields(config: Any) -> None:
 class ModelConfig:
     """A model before it is planned: which parameters train, and their type."""
 
-    train: Sequence[str] = option((), shown="as the model is: all")
+    train: Sequence[str] = _option((), shown="as the model is: all")
     """What trains: 'all', a component or module name, or a pattern over parameter names; repeat for several."""
-    dtype: Dtype | None = option(None, shown="the config's")
+    dtype: Dtype | None = _option(None, shown="the config's")
     """Type of the parameters."""
     random_weights: bool = False
     """Start from random weights, not stored ones."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        _check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExampleConfig:
     """Shape of the example batch that a model is captured on where it brings none (`mmcompile.example_batch`)."""
 
-    batch_size: int = option(2, least=1)
+    batch_size: int = _option(2, least=1)
     """Samples of a microbatch, for the example batch."""
-    text_tokens: int = option(1024, least=1)
+    text_tokens: int = _option(1024, least=1)
     """Text tokens of a sample, its image tokens not counted."""
-    images: int = option(1, least=0)
+    images: int = _option(1, least=0)
     """Images of a sample, where the model takes any."""
-    image_size: int = option(448, least=1)
+    image_size: int = _option(448, least=1)
     """Pixels a side, where the model takes any size."""
-    audios: int = option(1, least=0)
+    audios: int = _option(1, least=0)
     """Sounds of a sample, where the model takes any."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        _check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,29 +149,29 @@ class PlanRequest:
 
     cluster: str = "local"
     """[NODESx]DEVICESxNAME, for example 8x8xA100-80G; 'local' is this machine."""
-    global_batch: int | None = option(None, least=1, shown="the example batch is one microbatch")
+    global_batch: int | None = _option(None, least=1, shown="the example batch is one microbatch")
     """Samples of a step. With it, replicas, tensor parallelism, microbatches, schedule and recomputation are searched."""
-    stats: str | None = option(None, metavar="SOURCE", shown="the example batch")
+    stats: str | None = _option(None, metavar="SOURCE", shown="the example batch")
     """A dataset: a folder of images, a .jsonl of shapes, a .json that `mmcompile stats` wrote, or
     synthetic:NAME[:COUNT[:SEED]].
 
     The step is predicted for it; without it, all samples are like those of the captured batch.
     """
-    strategy: str = option("auto", choices=get_args(Strategy))
+    strategy: str = _option("auto", choices=get_args(Strategy))
     """Name of who decides: our search ('auto'), a published one, or a baseline."""
-    num_microbatches: int | None = option(None, name="microbatches", least=1, shown="4; searched with --global-batch")
+    num_microbatches: int | None = _option(None, name="microbatches", least=1, shown="4; searched with --global-batch")
     """Microbatches of a step, of each replica of the language model."""
-    schedule: ScheduleKind | None = option(None, shown="1f1b; search with --global-batch", search=_SEARCHED)
+    schedule: ScheduleKind | None = _option(None, shown="1f1b; search with --global-batch", search=_SEARCHED)
     """Order of forwards and backwards."""
-    recompute: Recomputation | None = option(None, shown="none; auto with --global-batch")
+    recompute: Recomputation | None = _option(None, shown="none; auto with --global-batch")
     """What the backward computes again; 'auto': of each layer what the memory needs.
 
     'selective' is all but products, convolutions and attention. 'auto' takes the least time, so nothing where everything fits;
     with fault tolerance it is one mode for all layers.
     """
-    placement: EncoderPlacement | None = option(None, shown="disjoint; search with --global-batch", search=_SEARCHED)
+    placement: EncoderPlacement | None = _option(None, shown="disjoint; search with --global-batch", search=_SEARCHED)
     """Encoders on devices of their own, beside each other, or before the language model on its devices."""
-    tensor_parallel: Degrees | None = option(
+    tensor_parallel: Degrees | None = _option(
         None, metavar="N|NAME=N|search", shown="1; search with --global-batch", search=_SEARCHED
     )
     """Ranks that share the tensors of every layer, or of those of a chain by name; repeat or join with commas.
@@ -179,7 +179,7 @@ class PlanRequest:
     Chains that are not named have 1. What so many ranks cannot share is computed by each of them; the plan's notes say what and
     why.
     """
-    replicas: Degrees | None = option(
+    replicas: Degrees | None = _option(
         None, metavar="N|NAME=N|search", shown="1; search with --global-batch", search=_SEARCHED
     )
     """Replicas of the language model, or of a chain by name; repeat or join with commas.
@@ -188,7 +188,7 @@ class PlanRequest:
     model, which has 1 if not named; with one, the search chooses. Chains that lead from one encoder to the language model have
     equally many.
     """
-    fsdp: Components | None = option(None, metavar="all|NAME", shown="none")
+    fsdp: Components | None = _option(None, metavar="all|NAME", shown="none")
     """Chains or components whose replicas share parameters; repeat or join with commas.
 
     Replicas share gradients and optimizer state too, instead of each holding them. Layers gather parameters before they compute;
@@ -196,30 +196,32 @@ class PlanRequest:
     the backward. Replicas of the language model must have samples in every microbatch; those of an encoder need none. Not with a
     global batch: there strategy 'fsdp' does it.
     """
-    stages: Counts | None = option(None, metavar="NAME=N", shown="the planner chooses")
+    stages: Counts | None = _option(None, metavar="NAME=N", shown="the planner chooses")
     """Stages of a chain, where that is decided; repeat or join with commas."""
-    projector: ProjectorPlacement | None = option(None, shown="search", search="always")
+    projector: ProjectorPlacement | None = _option(None, shown="search", search="always")
     """Chain that computes the projector; the simulator chooses by default."""
-    autocast: Components | None = option(None, metavar="all|NAME", shown="none")
+    autocast: Components | None = _option(None, metavar="all|NAME", shown="none")
     """Components whose products are computed in bfloat16 from float32 parameters; repeat or join with commas.
 
     Products are those of `torch.autocast`.
     """
-    attention: Attention | None = option(None, shown="model; bitfield with --context-parallel")
+    attention: Attention | None = _option(None, shown="model; bitfield with --context-parallel")
     """Attention of the language model: its own, or 'bitfield' (masks as words of one int64 a token).
 
     With 'bitfield', empty parts of a mask cost nothing.
     """
-    context_parallel: int | None = option(None, least=1, shown="1; searched with --global-batch and bitfield attention")
+    context_parallel: int | None = _option(
+        None, least=1, shown="1; searched with --global-batch and bitfield attention"
+    )
     """Ranks that share the tokens of each stage of the language model."""
-    constraints: Sequence[str] = option((), name="constrain", metavar="TEXT", shown="none")
+    constraints: Sequence[str] = _option((), name="constrain", metavar="TEXT", shown="none")
     """together:A,B, apart:A,B, on:A=STAGE, on:A=rankR, memory:SIZE[@WHERE], stages:CHAIN=LOW..HIGH or equal-tp; repeat for
     several."""
-    calibration: str | None = option(None, metavar="FILE", shown="analytic costs")
+    calibration: str | None = _option(None, metavar="FILE", shown="analytic costs")
     """Measured costs, from `mmcompile profile`."""
-    solver_seconds: float | None = option(None, least=0.1, shown="5 with --constrain, else not asked")
+    solver_seconds: float | None = _option(None, least=0.1, shown="5 with --constrain, else not asked")
     """Let an exact solver prove or beat the cuts, for so long at most."""
-    fault_tolerance: int | None = option(None, metavar="F", least=0, shown="no templates")
+    fault_tolerance: int | None = _option(None, metavar="F", least=0, shown="no templates")
     """Nodes that may fail at once. The plan gets a pipeline template for every number of nodes that failures may leave.
 
     No layer is lost (`Plan.resilience`), and the plan says which numbers of nodes can be used in full.
@@ -227,7 +229,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         self._check_counts()
-        check_fields(self)
+        _check_fields(self)
         self._check_attention()
         if self.global_batch is None:
             self._check_without_search()
@@ -273,7 +275,7 @@ class PlanRequest:
 class TrainConfig:
     """Options of training that the Python API and `mmcompile train` have alike (`mmcompile.Engine`)."""
 
-    balance: str | None = option(None, metavar="NAME", shown="auto; arrival with templates")
+    balance: str | None = _option(None, metavar="NAME", shown="auto; arrival with templates")
     """Balancer, which decides who computes which sample: arrival, sorted-round-robin, disttrain, joint, hierarchical,
     hierarchical-all, post-balance, post-balance-packed, post-balance-padded, post-balance-quadratic, post-balance-convolution,
     node-local, auto.
@@ -282,15 +284,15 @@ class TrainConfig:
     """
     correct: bool = False
     """Learn from measured times what samples cost; steps then depend on them."""
-    clip_norm: float | None = option(None, least=0.0, shown="no clipping")
+    clip_norm: float | None = _option(None, least=0.0, shown="no clipping")
     """Largest global gradient norm."""
-    accumulate: int = option(1, least=1)
+    accumulate: int = _option(1, least=1)
     """Batches to an update."""
     master_weights: bool = False
     """Update half-precision parameters in float32."""
     shard_optimizer: bool = False
     """Keep optimizer state once among replicas (ZeRO stage 1)."""
-    reduction: Reduction = option("fast")
+    reduction: Reduction = _option("fast")
     """Arithmetic that adds up gradients; with 'fixed', lost nodes do not change a bit of the result."""
     compile: bool = False
     """Run stages through torch.compile."""
@@ -298,18 +300,18 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ConfigError(f"accumulate is {self.accumulate}; wanted the number of calls to an update, 1 or more")
-        check_fields(self)
+        _check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """Length and data of a training run of the command line."""
 
-    steps: int = option(100, least=1)
+    steps: int = _option(100, least=1)
     """Optimizer steps."""
-    batch_size: int = option(16, least=1)
+    batch_size: int = _option(16, least=1)
     """Samples of a step."""
-    lr: float = option(1e-4, least=0.0)
+    lr: float = _option(1e-4, least=0.0)
     """Learning rate of AdamW."""
     seed: int = 0
     """Seed of the order of samples, and of random weights."""
@@ -317,19 +319,19 @@ class RunConfig:
     """Pack the texts of a microbatch into one row instead of padding them."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        _check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticConfig:
     """Options of a run that goes on when nodes die (`mmcompile.elastic`), beside those of training."""
 
-    save_every: int | None = option(None, least=1, shown="the end only")
+    save_every: int | None = _option(None, least=1, shown="the end only")
     """Steps between checkpoints, in a run with templates."""
-    recovery_deadline_s: float = option(20.0, name="recovery-deadline", least=2.0)
+    recovery_deadline_s: float = _option(20.0, name="recovery-deadline", least=2.0)
     """Longest seconds from a failure to the next step, in a run with templates; all other waits follow from it."""
-    max_restarts: int = option(3, least=0)
+    max_restarts: int = _option(3, least=0)
     """Times that a node's workers are started anew, in a run with templates."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        _check_fields(self)

@@ -16,6 +16,23 @@ from mmcompile.cli.console import print_error, print_json, print_traceback, sile
 from mmcompile.errors import EngineError, MMCompileError
 from mmcompile.passes.debug import DebugLevel, debug_level
 
+COMMANDS: Mapping[str, str] = {
+    "plan": "mmcompile.cli.plan:plan",
+    "stats": "mmcompile.cli.stats:stats",
+    "check": "mmcompile.cli.check:check",
+    "show": "mmcompile.cli.show:show",
+    "stages": "mmcompile.cli.stages:stages",
+    "explain": "mmcompile.cli.explain:explain",
+    "simulate": "mmcompile.cli.simulate:simulate",
+    "step": "mmcompile.cli.step:step",
+    "diff": "mmcompile.cli.diff:diff",
+    "profile": "mmcompile.cli.profile:profile",
+    "train": "mmcompile.cli.train:train",
+    "coordinate": "mmcompile.cli.coordinate:coordinate",
+    "trace": "mmcompile.cli.trace:trace",
+}
+"""Command -> its module and function."""
+
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "plan": (
         "mmcompile plan examples/configs/llava-1.5-7b.json --cluster 2x8xA100-80G --train projector",
@@ -73,15 +90,15 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "trace": ("mmcompile trace runs/digits",),
 }
-"""Command -> examples in its help; its module is `mmcompile.cli.NAME`, its function `NAME`. The examples run as they stand in a
-checkout, in this order, but for `coordinate`, which needs several machines."""
+"""Command -> examples in its help. They run as they stand in a checkout, in this order, but for `coordinate`, which needs several
+machines."""
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 # Its own class hides behind a name that changes with typer's version.
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-class ExampleCommand(TyperCommand):
+class _ExampleCommand(TyperCommand):
     """A command whose help ends with examples in lines of their own, which can be pasted."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -91,42 +108,43 @@ class ExampleCommand(TyperCommand):
             typer.echo("\n".join((" Examples", "", *examples, "")))
 
 
-class CommandGroup(TyperGroup):
+class _CommandGroup(TyperGroup):
     """Commands that are imported when they run; listing them reads the first lines of their docstrings only."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names, in the order of the help."""
-        return list(EXAMPLES)
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command with a name and a summary, for lists and near spellings."""
-        return TyperCommand(cmd_name, help=summary_of(cmd_name)) if cmd_name in EXAMPLES else None
+        return TyperCommand(cmd_name, help=_summary_of(cmd_name)) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the imported command and the arguments left."""
-        if args and args[0] in EXAMPLES:
-            return args[0], command_of(args[0]), args[1:]
+        if args and args[0] in COMMANDS:
+            return args[0], _command_of(args[0]), args[1:]
         return super().resolve_command(ctx, args)
 
 
-def summary_of(name: str) -> str:
+def _summary_of(name: str) -> str:
     """Return the first line of a command's docstring, without importing its module."""
     tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text())
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
     return (ast.get_docstring(next(functions)) or "").partition("\n\n")[0].replace("\n", " ")
 
 
-def command_of(name: str) -> Any:
+def _command_of(name: str) -> Any:
     """Import a command."""
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    function = vars(import_module(f"mmcompile.cli.{name}"))[name]
-    single.command(name, cls=ExampleCommand, context_settings=_HELP)(function)
+    module, _, function_name = COMMANDS[name].partition(":")
+    function = vars(import_module(module))[function_name]
+    single.command(name, cls=_ExampleCommand, context_settings=_HELP)(function)
     return typer.main.get_command(single)
 
 
-app = typer.Typer(
+_app = typer.Typer(
     name="mmcompile",
-    cls=CommandGroup,
+    cls=_CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -143,7 +161,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@_app.callback()
 def _mmcompile(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -160,8 +178,8 @@ def run() -> int:
         return _report(error)
     silence_libraries()
     try:
-        return app(prog_name="mmcompile", standalone_mode=False) or 0
-    except UsageError as error:
+        return _app(prog_name="mmcompile", standalone_mode=False) or 0
+    except _UsageError as error:
         return _report_usage(error)
     except (MMCompileError, EngineError) as error:
         if debugging:

@@ -8,14 +8,14 @@ from dataclasses import fields
 import pytest
 from support.processes.cli_run import Run
 
-from mmcompile.cli.commands import EXAMPLES
+from mmcompile.cli.commands import COMMANDS
 from mmcompile.cli.config_file import SECTIONS
 from mmcompile.cli.config_options import field_docs, flag
 
 Golden = Callable[[str, str], None]
 
 
-@pytest.mark.parametrize("command", ["", *EXAMPLES])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help(command: str, run: Run, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     shown = run(*filter(None, [command]), "--help")
