@@ -121,7 +121,8 @@ class Topic:
     def parameters(self) -> list[inspect.Parameter]:
         """Return a parameter for each field, as typer reads it."""
         docs = field_docs()[self.kind.__name__]
-        return [_parameter(own, docs[own.name]) for own in fields(self.kind) if own.name in self.names]
+        searches = "global_batch" in self.names
+        return [_parameter(own, docs[own.name], searches) for own in fields(self.kind) if own.name in self.names]
 
     def value(self, name: str, typed: Any, offered: set[str], global_batch: int | None) -> Any:
         """Return what is typed for a field as its value. Raises ConfigError."""
@@ -148,8 +149,14 @@ class Topic:
             raise ConfigError(text) from error
 
 
-def _parameter(own: Field[Any], doc: str) -> inspect.Parameter:
-    """Return the parameter of a field; the first paragraph of its docstring is the help."""
+def _parameter(own: Field[Any], doc: str, searches: bool) -> inspect.Parameter:
+    """Return the parameter of a field; the first paragraph of its docstring is the help.
+
+    Defaults of a command without `--global-batch` are those without a search.
+    """
+    shown = own.metadata.get("shown")
+    if shown and not searches:
+        shown = re.sub("; [^;]*--global-batch.*", "", shown)
     written, metadata = _written(own), own.metadata
     kind = str if written == "str" else bool if written == "bool" else _NUMBERS.get(written)
     if written in _PARSERS:
@@ -165,7 +172,7 @@ def _parameter(own: Field[Any], doc: str) -> inspect.Parameter:
         help=re.sub(r"\[(?=[a-z#/@])", r"\\[", doc.partition("\n\n")[0].replace("\n", " ")),
         metavar=metadata.get("metavar"),
         min=metadata.get("least") if written in _NUMBERS else None,
-        show_default=metadata.get("shown") or default is not None,
+        show_default=shown or default is not None,
     )
     annotation = Annotated[kind | None if default is None else kind, info]  # type: ignore[operator, valid-type]
     return inspect.Parameter(own.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
