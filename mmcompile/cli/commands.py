@@ -142,7 +142,7 @@ def _command_of(name: str) -> Any:
     return typer.main.get_command(single)
 
 
-_app = typer.Typer(
+app = typer.Typer(
     name="mmcompile",
     cls=_CommandGroup,
     no_args_is_help=True,
@@ -161,7 +161,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@_app.callback()
+@app.callback()
 def _mmcompile(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -178,7 +178,7 @@ def run() -> int:
         return _report(error)
     silence_libraries()
     try:
-        return _app(prog_name="mmcompile", standalone_mode=False) or 0
+        return app(prog_name="mmcompile", standalone_mode=False) or 0
     except _UsageError as error:
         return _report_usage(error)
     except (MMCompileError, EngineError) as error:
