@@ -16,7 +16,7 @@ from mmcompile.cli.config_file import SECTIONS
 from mmcompile.cli.config_options import field_docs
 from mmcompile.config import ElasticConfig, ExampleConfig, PlanRequest, TrainConfig
 from mmcompile.errors import ConfigError
-from mmcompile.planner.strategies.strategies import AUTO, STRATEGIES
+from mmcompile.planner.strategies.search import AUTO, STRATEGIES
 from mmcompile.runtime.control.times import Times
 
 
