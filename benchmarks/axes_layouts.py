@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from mmcompile.planner.search.candidate import Candidate
-from mmcompile.planner.search.replicas import towers_of
+from mmcompile.planner.search.problem import balance_groups_of
 from mmcompile.planner.search.settings import Combination
 
 Axis = Literal["tp", "cp", "pp", "dp", "fsdp"]
@@ -39,7 +39,7 @@ class Layout(Combination):
         own = {axis: value for axis, value in values.items() if axis in ("tp", "cp", "dp")}
         degrees[chain] = replace(degrees[chain], **own, fsdp=bool(values.get("fsdp", degrees[chain].fsdp)))
         if "dp" in values:
-            tower = next(tower for tower in towers_of(self.chains) if chain in tower)
+            tower = next(tower for tower in balance_groups_of(self.chains) if chain in tower)
             for other in tower:
                 degrees[other] = replace(degrees[other], dp=values["dp"])
             if chain == len(degrees) - 1:

@@ -36,10 +36,9 @@ from mmcompile.planner.search.branch_and_bound import BranchAndBound
 from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate
 from mmcompile.planner.search.infeasible import explain
-from mmcompile.planner.search.outcome import plan_of
+from mmcompile.planner.search.outcome import plan_of, sample_rates
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.recompute_by_layer import by_layer
-from mmcompile.planner.search.sample_rates import sample_rates
 from mmcompile.planner.search.settings import RECOMPUTES, SearchSpace
 from mmcompile.planner.strategies.search import AUTO, searched
 from mmcompile.planner.templates.plan_resilience import notes_of, plan_resilience

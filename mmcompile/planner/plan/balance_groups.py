@@ -1,7 +1,8 @@
 """`towers`: balance groups of a plan, sets of chains whose samples are balanced as one.
 
-A microbatch belongs to one tower. Values between the chains of a tower keep their composition; values for the language model's
-tower are exchanged sample by sample (`mmcompile.batching.step_plan.RowExchange`).
+A *tower* is a balance group: chains whose samples are balanced over microbatches as one. A microbatch belongs to one tower.
+Values between the chains of a tower keep their composition; values for the language model's tower are exchanged sample by
+sample (`mmcompile.batching.step_plan.RowExchange`).
 """
 
 from __future__ import annotations

@@ -17,9 +17,7 @@ from mmcompile.planner.plan.plan_record import Fingerprint
 from mmcompile.planner.pricing.chains import ChainSet, chain_sets, joined_chain
 from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.pricing.workload import Workload
-from mmcompile.planner.search.chain_prices import ChainPrices
-from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.replicas import decided_replicas, towers_of
+from mmcompile.planner.search.problem import ChainPrices, Problem, balance_groups_of, decided_replicas
 from mmcompile.planner.search.settings import SearchSpace
 
 Costs = CostTable | Mapping[str, tuple[LayerCost, ...]]
@@ -60,7 +58,8 @@ def problem_of(
         num_microbatches: microbatches of a step, of one replica of the last chain; None where the space has several.
         stages: chain name -> number of stages, for chains whose count is decided. A chain is named after its encoder or
             language model, a projector alone after itself.
-        replicas: chain or component name -> replicas, for chains whose number is decided; others of the same tower get as many.
+        replicas: chain or component name -> replicas, for chains whose number is decided; others of the same balance
+            group get as many.
             Without a global batch, chains left get as many as the last, which has 1 if it is not named.
         tensor_parallel: chain or component name -> ranks that share its tensors, 1 for those not named; None: any of the space.
         tensor_degrees: component name -> numbers of ranks that can share its tensors (`tensor_axes`); absent: all can.
@@ -233,13 +232,13 @@ def _with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follo
     fitting = [chains for chains in sets if decided_replicas(chains, wanted, follow=follow) is not None]
     if not fitting:
         asked = ", ".join(f"{name} {number}" for name, number in wanted.items())
-        towers = " | ".join(
-            ", ".join("+".join(chains.chains[index].name for index in tower) for tower in towers_of(chains))
+        groups = " | ".join(
+            ", ".join("+".join(chains.chains[index].name for index in group) for group in balance_groups_of(chains))
             for chains in sets
         )
         raise PlanError(
             f"no placement gives {asked} replicas: chains that lead from one encoder to the language model have equally many, "
-            f"and so have components of one chain; they are {towers}"
+            f"and so have components of one chain; they are {groups}"
         )
     return fitting
 

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from mmcompile.config import ScheduleKind
 from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
-from mmcompile.planner.search.joined_encoders import JoinedEncoders
-from mmcompile.planner.search.options import Array, Index, Options, OptionTables
+from mmcompile.planner.search.options import Array, Index, JoinedEncoders, Options, OptionTables
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mmcompile.costmodel.calibration import describe_costs
+from mmcompile.costmodel.load import Load, Polynomial
+from mmcompile.planner.plan.geometry import Geometry
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.plan.plan_record import BubbleShare, Cut, Prediction, Rejected
+from mmcompile.planner.plan.plan_record import BubbleShare, Cut, Prediction, Rejected, SampleRate
+from mmcompile.planner.pricing.chains import ChainSpec
+from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 from mmcompile.planner.schedule.bubbles import attribute
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
 from mmcompile.planner.search.candidate import Candidate, one_rank_each, stage_durations
-from mmcompile.planner.search.chain_prices import NUM_DRAWS
 from mmcompile.planner.search.combos import MAX_LISTED
-from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.problem import NUM_DRAWS, Problem
 from mmcompile.planner.search.splitter import Splitter
 from mmcompile.units import format_bytes, format_seconds
 
@@ -239,3 +245,66 @@ def _too_big(engine: BranchAndBound) -> Iterator[Rejected]:
     more = sum(each.number for each in found) - 1
     what = f"{found[0].text} and {more:,} more" if more else found[0].text
     yield Rejected(what=what, reason=f"a stage needs more than the {format_bytes(found[0].limit_bytes)} of a device")
+
+
+def sample_rates(
+    candidate: Candidate, geometries: Mapping[str, Geometry], pricing: Pricing | None = None
+) -> tuple[SampleRate, ...]:
+    """Return rates around the mean load of a slot of each chain's replica.
+
+    Args:
+        geometries: of every component.
+        pricing: with costs at every load, where those of the candidate's problem hold at one load only.
+    """
+    problem, setting = candidate.problem, candidate.setting
+    pricing = pricing or problem.pricing
+    found: list[SampleRate] = []
+    for number, (chain, degrees) in enumerate(zip(candidate.chains.chains, candidate.degrees, strict=True)):
+        last = problem.loss_component in chain.components
+        shardings = [degrees.sharding(mode) for mode in candidate.modes_of(number)]
+        for component in chain.components:
+            load = problem.prices.mean_load(component, setting, degrees, last=last)
+            if load is None:
+                load = pricing.table.loads[component] * (setting.samples_of(degrees) / problem.graph.num_samples)
+            if load.tokens <= 0:
+                load = pricing.table.captured_loads[component]
+            seconds, activation_bytes = _values(pricing, chain, component, load, shardings)
+            found.append(
+                SampleRate(
+                    chain=chain.name,
+                    geometry=geometries[component],
+                    seconds=_polynomial(seconds, load),
+                    activation_bytes=_polynomial(activation_bytes, load),
+                )
+            )
+    return tuple(found)
+
+
+def _values(
+    pricing: Pricing, chain: ChainSpec, component: str, at: Load, shardings: Sequence[LayerSharding]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return seconds [3] and activation bytes [3] of a component's layers: at a load, at twice its tokens, at twice its squares.
+
+    Args:
+        shardings: sharding of each layer of the chain.
+    """
+    tokens, squares = at.tokens * np.array([1.0, 2.0, 1.0]), at.squares * np.array([1.0, 1.0, 2.0])
+    seconds, saved = np.zeros(3), np.zeros(3)
+    layers = zip(chain.layers, shardings, strict=True)
+    own = [(layer.index, layer.share, sharding) for layer, sharding in layers if layer.component == component]
+    for share, sharding in dict.fromkeys((share, sharding) for _, share, sharding in own):
+        each, sizes = pricing.bulk(component, tokens * share, squares * share, sharding)
+        group = pricing.groups(component)[[index for index, *kind in own if tuple(kind) == (share, sharding)]]
+        seconds += each[group].sum(axis=(0, 2))
+        saved += sizes.activation[group].sum(axis=0)
+    return seconds, saved
+
+
+def _polynomial(values: NDArray[np.float64], at: Load) -> Polynomial:
+    """Return the polynomial through the values of `_values`. More rows never cost less; rounding errors below 0 are dropped."""
+    by_tokens, by_squares = (max(float(value - values[0]), 0.0) for value in values[1:])
+    return Polynomial(
+        fixed=float(values[0]) - by_tokens - by_squares,
+        per_token=by_tokens / at.tokens,
+        per_square=by_squares / at.squares if at.squares else 0.0,
+    )

@@ -17,8 +17,7 @@ from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
 from mmcompile.planner.search.build_problem import named_counts, needs_sharing
 from mmcompile.planner.search.candidate import Candidate, Strategy, assemble
-from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.replicas import decided_replicas, towers_of
+from mmcompile.planner.search.problem import Problem, balance_groups_of, decided_replicas
 from mmcompile.planner.search.settings import Degrees, Setting
 from mmcompile.planner.strategies.baselines import BASELINES
 from mmcompile.planner.strategies.dflop import dflop
@@ -108,7 +107,7 @@ def _keeps_replicas(problem: Problem, candidate: Candidate) -> bool:
     return (
         wanted is not None
         and all(number in (None, dp) for number, dp in zip(wanted, own, strict=True))
-        and all(len({own[index] for index in tower}) == 1 for tower in towers_of(candidate.chains))
+        and all(len({own[index] for index in group}) == 1 for group in balance_groups_of(candidate.chains))
     )
 
 

@@ -15,7 +15,7 @@ from mmcompile.planner.search import combos
 from mmcompile.planner.search.bounds import expected_s
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
 from mmcompile.planner.search.build_problem import problem_of
-from mmcompile.planner.search.replicas import decided_replicas, towers_of
+from mmcompile.planner.search.problem import balance_groups_of, decided_replicas
 from mmcompile.planner.search.settings import SearchSpace
 from mmcompile.planner.strategies.search import searched
 
@@ -130,7 +130,7 @@ def test_a_strategy_that_decides_otherwise_is_refused() -> None:
 def test_towers() -> None:
     graph, costs = vision_language()
     problem = problem_of(graph, costs, WIDE, dtype="bfloat16", fingerprint=FINGERPRINT, num_microbatches=2)
-    found = {chains.placement: towers_of(chains) for chains in problem.sets}
+    found = {chains.placement: balance_groups_of(chains) for chains in problem.sets}
     assert found == {"with_encoder": ((0,), (1,)), "alone": ((0, 1), (2,)), "with_language_model": ((0,), (1,))}
     alone = next(chains for chains in problem.sets if chains.placement == "alone")
     assert decided_replicas(alone, {"projector": 3}, follow=False) == (3, 3, None)

@@ -14,8 +14,8 @@ from mmcompile.costmodel.load import Load
 from mmcompile.planner.plan.plan_record import SampleRate
 from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import Candidate, assemble
+from mmcompile.planner.search.outcome import sample_rates
 from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.sample_rates import sample_rates
 from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
 
 CLUSTER = Cluster.parse("8x8xH100")

@@ -22,8 +22,7 @@ from mmcompile.planner.pricing.chains import chain_sets
 from mmcompile.planner.pricing.pricing import Pricing
 from mmcompile.planner.search.bounds import expected_s
 from mmcompile.planner.search.candidate import Candidate
-from mmcompile.planner.search.chain_prices import ChainPrices
-from mmcompile.planner.search.problem import Problem
+from mmcompile.planner.search.problem import ChainPrices, Problem
 from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.planner.strategies.baselines import BASELINES, baseline
 
