@@ -1,4 +1,4 @@
-"""`Accumulated`: a step in several parts, each with a plan of its own, whose gradients are added up before one update.
+"""`AccumulatedStep`: a step in several parts, each with a plan of its own, whose gradients are added up before one update.
 
 A step's loss is a mean: the sum over its valid tokens (or samples), divided by their number. How many there are is not known
 before the last part is, so loss weights are 1 / u with one u for all parts, and what they add up to is divided by at the update:
@@ -20,7 +20,7 @@ from mmcompile.errors import BatchError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Accumulated:
+class AccumulatedStep:
     """Totals of the parts of a step so far."""
 
     num_parts: int = 0
@@ -30,11 +30,11 @@ class Accumulated:
     per_token: bool = True
     """The loss is a mean over tokens, not over samples."""
 
-    def with_part(self, plan: StepPlan) -> Accumulated:
+    def with_part(self, plan: StepPlan) -> AccumulatedStep:
         """After one more part; nothing if it updates the parameters."""
         if plan.update:
             return NOTHING
-        return Accumulated(
+        return AccumulatedStep(
             num_parts=self.num_parts + 1,
             num_samples=self.num_samples + plan.num_samples,
             unit=self.unit or unit_of(_count(plan)),
@@ -58,7 +58,7 @@ class Accumulated:
             )
 
 
-NOTHING = Accumulated()
+NOTHING = AccumulatedStep()
 
 
 def unit_of(count: int) -> float:

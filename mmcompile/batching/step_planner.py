@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmcompile.batching.accumulation import NOTHING, Accumulated, unit_of
+from mmcompile.batching.accumulation import NOTHING, AccumulatedStep, unit_of
 from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.balance.assignment import ABSENT, Assignment, Grid, SampleCosts
 from mmcompile.batching.balance.balancer import Balancer
@@ -55,7 +55,7 @@ class PlannedStep:
     """The balancer chosen, and why."""
     seconds: float
     """Time that planning took."""
-    after: Accumulated
+    after: AccumulatedStep
     """Totals of the parts of the step after this one; nothing if it updates."""
     repeated: frozenset[int] = frozenset()
     """Microbatches that another replica computes too, by index: what they make goes nowhere."""
@@ -130,7 +130,7 @@ class StepPlanner:
         )
 
     def plan(
-        self, step: int, samples: Sequence[Sample], *, update: bool = True, before: Accumulated = NOTHING
+        self, step: int, samples: Sequence[Sample], *, update: bool = True, before: AccumulatedStep = NOTHING
     ) -> PlannedStep:
         """Plan one step, or a part of it.
 
@@ -233,7 +233,7 @@ class StepPlanner:
         assignment: Assignment,
         known: _Known,
         update: bool,
-        before: Accumulated,
+        before: AccumulatedStep,
     ) -> tuple[StepPlan, tuple[PreparedMicrobatch, ...], frozenset[int]]:
         """The plan of an assignment, what its microbatches were prepared from, and which of them are repeated.
 

@@ -20,7 +20,7 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import PlanError
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.planning import PlanInputs
-from mmcompile.report.check import Checked
+from mmcompile.report.check import CheckReport
 from mmcompile.report.check import check as checked
 from mmcompile.report.study import study
 
@@ -59,7 +59,9 @@ def check(
         raise typer.Exit(1)
 
 
-def _checked(subject: CapturedModel, stats: DatasetStats | None, plan: Plan | None, request: PlanRequest) -> Checked:
+def _checked(
+    subject: CapturedModel, stats: DatasetStats | None, plan: Plan | None, request: PlanRequest
+) -> CheckReport:
     with busy("capturing"):
         studied = study(subject.model, subject.batch, stats)
     if plan is not None:

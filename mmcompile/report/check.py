@@ -40,7 +40,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
+class CheckReport:
     """All findings, the gravest first."""
 
     findings: tuple[Finding, ...]
@@ -56,7 +56,7 @@ class Checked:
         return "\n".join([*map(str, self.findings), total or "nothing found"])
 
 
-def check(study: Study, plan: Plan | None, refused: str = "") -> Checked:
+def check(study: Study, plan: Plan | None, refused: str = "") -> CheckReport:
     """Check a study and a plan.
 
     Args:
@@ -68,7 +68,7 @@ def check(study: Study, plan: Plan | None, refused: str = "") -> Checked:
         found.append(Finding(severity="problem", what=f"no plan: {refused}", do=""))
     else:
         found += [*_memory(study, plan), *_pace(plan)]
-    return Checked(findings=tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity))))
+    return CheckReport(findings=tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity))))
 
 
 def _gradients(study: Study) -> Iterator[Finding]:

@@ -66,7 +66,7 @@ class StageChange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
+class LayerMove:
     """Layers `first` to `last` (included) of a component that went from one stage to another."""
 
     component: str
@@ -89,7 +89,7 @@ class PlanDiff:
     """Degrees and stage counts of chains."""
     figures: tuple[Figure, ...]
     """Figures of the whole plan."""
-    moved: tuple[Moved, ...]
+    moved: tuple[LayerMove, ...]
     stages: tuple[StageChange, ...]
     """Figures of stages that both plans have."""
     templates: tuple[ChangedSetting, ...] = ()
@@ -241,20 +241,20 @@ def _words(template: Template | None, other: Template | None) -> str:
     return f"{figures(template)}: {stage}" if stage else figures(template)
 
 
-def _moved(before: Plan, after: Plan) -> Iterator[Moved]:
+def _moved(before: Plan, after: Plan) -> Iterator[LayerMove]:
     """Yield runs of layers with the same old and the same new stage."""
     one, two = _homes(before), _homes(after)
-    run: Moved | None = None
+    run: LayerMove | None = None
     for (component, layer), home in one.items():
         goal = two.get((component, layer))
         if goal is None or goal == home:
             continue
         if run and (run.component, run.last, run.before, run.after) == (component, layer - 1, home, goal):
-            run = Moved(component=component, first=run.first, last=layer, before=home, after=goal)
+            run = LayerMove(component=component, first=run.first, last=layer, before=home, after=goal)
             continue
         if run:
             yield run
-        run = Moved(component=component, first=layer, last=layer, before=home, after=goal)
+        run = LayerMove(component=component, first=layer, last=layer, before=home, after=goal)
     if run:
         yield run
 

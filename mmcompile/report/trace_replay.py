@@ -11,7 +11,7 @@ from mmcompile.errors import ConfigError
 from mmcompile.files import write_atomic
 from mmcompile.planner.plan.stage_rows import columns
 from mmcompile.planner.resilience.job import Job
-from mmcompile.planner.resilience.replay.replay_run import ReplayConstants, Spent
+from mmcompile.planner.resilience.replay.replay_run import ReplayConstants, TimeKind
 from mmcompile.planner.resilience.replay.spot_trace import TimeUnit, read_trace
 from mmcompile.planner.resilience.replay.systems import CURVE_WINDOWS, TraceReplay, replay_trace
 from mmcompile.planner.resilience.resilience import Resilience
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DPI = 120
-_SPENT = (Spent.REPEATED, Spent.PAUSED, Spent.SAVING, Spent.STOPPED)
+_SPENT = (TimeKind.REPEATED, TimeKind.PAUSED, TimeKind.SAVING, TimeKind.STOPPED)
 _COLOURS = ("#228833", "#99cc99", "#cc6677", "#aa7700", "#4477aa", "#bbbbbb")
 """Colours of useful and redundant time, then of `_SPENT`."""
 
@@ -160,7 +160,7 @@ def _draw_shares(axis: Axes, found: TraceReplay) -> None:
     """Draw the shares of each system's time, as one bar."""
     systems = found.systems
     kinds = {"useful": [one.useful for one in systems]}
-    kinds["redundant"] = [one.seconds(Spent.USEFUL) / found.duration_s - one.useful for one in systems]
+    kinds["redundant"] = [one.seconds(TimeKind.USEFUL) / found.duration_s - one.useful for one in systems]
     kinds |= {spent.value: [one.seconds(spent) / found.duration_s for one in systems] for spent in _SPENT}
     left = [0.0] * len(systems)
     for (kind, shares), colour in zip(kinds.items(), _COLOURS, strict=True):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mmcompile import errors
-from mmcompile.batching.accumulation import NOTHING, Accumulated
+from mmcompile.batching.accumulation import NOTHING, AccumulatedStep
 from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.balance.balancer import Balancer
 from mmcompile.batching.balance.correction import Corrector
@@ -436,7 +436,7 @@ class Engine:
         self.close()
 
     def _plan_next(
-        self, batches: Iterator[tuple[_Batch, bool]], step: int, before: Accumulated
+        self, batches: Iterator[tuple[_Batch, bool]], step: int, before: AccumulatedStep
     ) -> tuple[PlannedStep, object] | None:
         """Read a batch and plan what is done with it, and the state of the data then; None after the last.
 
@@ -504,7 +504,7 @@ class Engine:
             updated=plan.update,
         )
 
-    def _updates(self, before: Accumulated, update: bool | None) -> bool:
+    def _updates(self, before: AccumulatedStep, update: bool | None) -> bool:
         """True if a call updates parameters, after some calls that did not."""
         return before.num_parts + 1 >= self._accumulate if update is None else update
 

@@ -32,7 +32,7 @@ from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.masks.mask_formula import MaskFormula, recognise
 from mmcompile.passes.masks.mask_nodes import NodeMaker, extent_of
 from mmcompile.passes.masks.mask_reader import Reader, given, shape
-from mmcompile.passes.masks.predicates import Unrecognised
+from mmcompile.passes.masks.predicates import UnrecognisedMask
 from mmcompile.passes.values import aliased, aten_ops, op_name
 
 _ATTENTION = "aten.scaled_dot_product_attention"
@@ -128,7 +128,7 @@ class _Work:
         try:
             _check(call)
             formula, words = self._words(call)
-        except Unrecognised as reason:
+        except UnrecognisedMask as reason:
             self._left.append(f"{info(call).module_path or call.name} left as it is: {reason}")
             return
         _replace(call, words, formula.window, self._impl)
@@ -183,22 +183,22 @@ def _layers(layers: list[int]) -> str:
 
 
 def _check(call: fx.Node) -> None:
-    """Raise Unrecognised if the op has an unsupported option, or if words of tokens cannot be its mask."""
+    """Raise UnrecognisedMask if the op has an unsupported option, or if words of tokens cannot be its mask."""
     arguments = given(call)
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if any(len(shape(x)) != 4 for x in (query, key, value)):
-        raise Unrecognised(f"queries are {list(shape(query))}, not [batch, heads, tokens, dim]")
+        raise UnrecognisedMask(f"queries are {list(shape(query))}, not [batch, heads, tokens, dim]")
     if arguments["dropout_p"]:
-        raise Unrecognised(f"it drops weights with probability {arguments['dropout_p']}")
+        raise UnrecognisedMask(f"it drops weights with probability {arguments['dropout_p']}")
     if len({x.meta["val"].dtype for x in (query, key, value)}) > 1:
-        raise Unrecognised("queries, keys and values are of different dtypes")
+        raise UnrecognisedMask("queries, keys and values are of different dtypes")
     if shape(value)[-1] != shape(query)[-1]:
-        raise Unrecognised(f"head dims are {shape(query)[-1]} of queries and {shape(value)[-1]} of values")
+        raise UnrecognisedMask(f"head dims are {shape(query)[-1]} of queries and {shape(value)[-1]} of values")
     if extent_of(query) != extent_of(key):
         sides = [" x ".join(map(str, extent_of(x).symbolic)) for x in (query, key)]
-        raise Unrecognised(f"{sides[0]} queries see {sides[1]} keys of something else (cross-attention)")
+        raise UnrecognisedMask(f"{sides[0]} queries see {sides[1]} keys of something else (cross-attention)")
     if not _sources(query, call) & _sources(key, call):
-        raise Unrecognised("queries and keys are made of different values (cross-attention)")
+        raise UnrecognisedMask("queries and keys are made of different values (cross-attention)")
 
 
 def _sources(node: fx.Node, call: fx.Node) -> set[fx.Node]:

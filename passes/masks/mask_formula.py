@@ -17,7 +17,7 @@ from mmcompile.passes.masks.predicates import (
     CAUSAL,
     Alternatives,
     Claim,
-    Unrecognised,
+    UnrecognisedMask,
     absorbed,
     conjunction,
     holds,
@@ -47,7 +47,7 @@ def recognise(mask: fx.Node | None, reader: Reader, *, causal: bool) -> MaskForm
     """Return the formula of a mask [..., q, k], bool or added to scores; without a mask, of causal or full attention.
 
     Raises:
-        Unrecognised: no words can express it.
+        UnrecognisedMask: no words can express it.
     """
     if mask is None:
         return MaskFormula(causal=causal)
@@ -60,7 +60,7 @@ def recognise(mask: fx.Node | None, reader: Reader, *, causal: bool) -> MaskForm
     found = holds(expression) if mask.meta["val"].dtype == torch.bool else unbiased(expression)
     formula = _matched(absorbed(frozenset(c for claims in found if (c := conjunction(_of_keys(claims))) is not None)))
     if documents is not None and formula.documents != documents:
-        raise Unrecognised("it compares position_ids of tokens of different documents")
+        raise UnrecognisedMask("it compares position_ids of tokens of different documents")
     return formula
 
 
@@ -83,9 +83,9 @@ def _made_of(expression: Expression, source: Expression) -> bool:
 
 def _matched(alternatives: Alternatives) -> MaskFormula:
     if not alternatives:
-        raise Unrecognised("it hides every key")
+        raise UnrecognisedMask("it hides every key")
     if len(alternatives) > 2:
-        raise Unrecognised(
+        raise UnrecognisedMask(
             f"it shows a key in {len(alternatives)} ways, and words can say two: causality and an island"
         )
     common = frozenset.intersection(*alternatives)
@@ -96,7 +96,7 @@ def _matched(alternatives: Alternatives) -> MaskFormula:
         return _with_window(MaskFormula(causal=CAUSAL in causal, documents=documents, valid=valid), causal)
     rests.sort(key=lambda rest: CAUSAL not in rest)
     if CAUSAL not in rests[0] or any(claim.kind != "reach" for claim in rests[0]):
-        raise Unrecognised("it shows keys in two ways, of which none is causality")
+        raise UnrecognisedMask("it shows keys in two ways, of which none is causality")
     documents, valid, window = _shared(common)
     islands, tests = _island(rests[1])
     formula = MaskFormula(
@@ -118,7 +118,7 @@ def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -
         if not claim.positive and formula.causal:
             window = claim.distance if window is None else min(window, claim.distance)
         elif claim != CAUSAL:
-            raise Unrecognised(
+            raise UnrecognisedMask(
                 f"it bounds the distance of keys without causality: keys {'at least' if claim.positive else 'less than'} "
                 f"{claim.distance} before the query"
             )
@@ -132,11 +132,11 @@ def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ..
     keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
     queries = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "q"}
     if len(same) > 1 or any(not claim.positive for claim in same):
-        raise Unrecognised("it compares several ids of query and key, or wants different ones")
+        raise UnrecognisedMask("it compares several ids of query and key, or wants different ones")
     if queries - keys:
-        raise Unrecognised(f"it hides queries where {_text(queries - keys)} but shows their keys")
+        raise UnrecognisedMask(f"it hides queries where {_text(queries - keys)} but shows their keys")
     if any(claim.positive for claim in reach):
-        raise Unrecognised("causality bounds its islands too")
+        raise UnrecognisedMask("causality bounds its islands too")
     window = reach[0].distance if reach else None
     return (same[0].of if same else None), _ordered(keys), window
 
@@ -147,10 +147,10 @@ def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
     keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
     queries = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "q"}
     if any(claim.kind == "reach" or (claim.kind == "same" and not claim.positive) for claim in claims) or len(same) > 1:
-        raise Unrecognised("keys besides causal ones are not those of an equal id")
+        raise UnrecognisedMask("keys besides causal ones are not those of an equal id")
     own = {test for test in keys if same and _made_of(test[0], same[0].of)}
     if (keys - own) != queries:
-        raise Unrecognised(f"it shows keys after the query by a test of one side, {_text(keys ^ queries)}")
+        raise UnrecognisedMask(f"it shows keys after the query by a test of one side, {_text(keys ^ queries)}")
     return (same[0].of if same else Number(0)), _ordered(keys)
 
 

@@ -17,7 +17,7 @@ from mmcompile.ir.sizes import SIZE_PREFIX
 from mmcompile.passes.masks.mask_expression import Apply, Expression, Index, Load, Number, Places, number_dtype
 from mmcompile.passes.masks.mask_formula import MaskFormula, Test
 from mmcompile.passes.masks.mask_reader import Reader, shape
-from mmcompile.passes.masks.predicates import Unrecognised
+from mmcompile.passes.masks.predicates import UnrecognisedMask
 
 aten = torch.ops.aten
 _TOKENS = (Index("b"), Index("t"))
@@ -79,11 +79,11 @@ class NodeMaker:
     def words(self, formula: MaskFormula) -> fx.Node:
         """Return the words node.
 
-        Raises Unrecognised, with the graph as before, if a value per token has no node of that shape.
+        Raises UnrecognisedMask, with the graph as before, if a value per token has no node of that shape.
         """
         try:
             arguments = self._arguments(formula)
-        except Unrecognised:
+        except UnrecognisedMask:
             drop_unread(self._graph, reversed(self._own))
             raise
         value = torch.empty(self._extent.sizes, dtype=torch.int64, device="meta")
@@ -173,7 +173,7 @@ class NodeMaker:
                 return self._call(_WITH_NUMBER[op], self._tensor(left), value)
             case Apply(op, operands):
                 return self._call(_WITH_TENSOR[op], *map(self._tensor, operands))
-        raise Unrecognised(f"a value per token depends on {expression}")
+        raise UnrecognisedMask(f"a value per token depends on {expression}")
 
     def _operand(self, expression: Expression) -> fx.Node | int | float | bool:
         return expression.value if isinstance(expression, Number) else self._tensor(expression)
@@ -183,7 +183,7 @@ class NodeMaker:
             return self._call(aten.full.default, [], node, dtype=torch.int64)
         kept = [place for place in places if not isinstance(place, Number)]
         if kept not in ([*_TOKENS], [_TOKENS[0]], [_TOKENS[1]], []):
-            raise Unrecognised(f"{node.name} is not read token by token")
+            raise UnrecognisedMask(f"{node.name} is not read token by token")
         found = node
         for dim in reversed(range(len(places))):
             place = places[dim]

@@ -29,7 +29,7 @@ HIDDEN = -1e4
 _MAX_ALTERNATIVES = 64
 
 
-class Unrecognised(Exception):
+class UnrecognisedMask(Exception):
     """A mask is not of the form; the text names the part that is not."""
 
 
@@ -91,7 +91,7 @@ def _one_sided(expression: Expression) -> bool:
 
 def _token_claim(expression: Expression, positive: bool) -> Alternatives:
     if not _one_sided(expression):
-        raise Unrecognised(_reason(expression))
+        raise UnrecognisedMask(_reason(expression))
     axis: Axis = "q" if "q" in axes_of(expression) else "k"
     return frozenset((frozenset((Claim("holds", positive, of=per_token(expression), axis=axis),)),))
 
@@ -166,7 +166,7 @@ def _non_negative(form: Form, whole: Apply, positive: bool) -> Alternatives:
 def _compared_numbers(op: str, values: tuple[Expression, ...], whole: Apply, positive: bool) -> Alternatives:
     left, right = values
     if not isinstance(left, Number) or not isinstance(right, Number):
-        raise Unrecognised(_reason(whole))
+        raise UnrecognisedMask(_reason(whole))
     result = {
         "eq": left.value == right.value,
         "lt": left.value < right.value,
@@ -183,7 +183,7 @@ def unbiased(expression: Expression) -> Alternatives:
     for condition, (value,) in _cases((expression,)):
         if not isinstance(value, Number) or not (value.value == 0 or value.value <= HIDDEN):
             what = f"a bias of {value.value}" if isinstance(value, Number) else _bias_reason(value)
-            raise Unrecognised(f"{what} neither shows nor hides a key")
+            raise UnrecognisedMask(f"{what} neither shows nor hides a key")
         if value.value == 0:
             visible = _any(visible, condition)
     return visible
@@ -261,7 +261,7 @@ def _all(left: Alternatives, right: Alternatives) -> Alternatives:
 def _limited(alternatives: Alternatives) -> Alternatives:
     alternatives = absorbed(alternatives)
     if len(alternatives) > _MAX_ALTERNATIVES:
-        raise Unrecognised(f"it has more than {_MAX_ALTERNATIVES} alternatives")
+        raise UnrecognisedMask(f"it has more than {_MAX_ALTERNATIVES} alternatives")
     return alternatives
 
 

@@ -26,7 +26,7 @@ _SCALES = aten_ops("dropout mul div to _to_copy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class UnshardedNode:
     """A projection or embedding that stays whole."""
 
     node: fx.Node
@@ -44,7 +44,7 @@ class Sharding:
     regions: list[ShardFlow] = field(default_factory=list)
     embeddings: dict[fx.Node, TensorShard] = field(default_factory=dict)
     """Token embeddings -> how their table is sharded."""
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[UnshardedNode] = field(default_factory=list)
 
     def weights(self) -> dict[tuple[fx.Node, fx.Node], TensorShard]:
         """Yield (reader, parameter) -> sharding of the parameter."""
@@ -97,7 +97,7 @@ def _embeddings(made: Sharding, layer: LayerFacts) -> None:
             made.embeddings[node] = found
             layer.taken.add(node)
         else:
-            made.kept.append(Kept(node=node, reason=found.reason, indivisible=found.indivisible))
+            made.kept.append(UnshardedNode(node=node, reason=found.reason, indivisible=found.indivisible))
 
 
 def _leads_to_projection(node: fx.Node) -> bool:
@@ -115,7 +115,7 @@ def _start(made: Sharding, layer: LayerFacts, start: fx.Node) -> None:
         layer.taken |= result.shards.keys() | result.sums | result.losses
     else:
         layer.refused.add(start)
-        made.kept.append(Kept(node=start, reason=result.reason, indivisible=result.indivisible))
+        made.kept.append(UnshardedNode(node=start, reason=result.reason, indivisible=result.indivisible))
 
 
 def _search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusal:
@@ -187,7 +187,7 @@ def _drop(facts: GraphFacts, sharding: Sharding, name: str, reason: str) -> None
 
     for region in [region for region in sharding.regions if reads(parameter for _, parameter in region.weights)]:
         sharding.regions.remove(region)
-        sharding.kept += [Kept(node=node, reason=reason, indivisible=False) for node in region.columns]
+        sharding.kept += [UnshardedNode(node=node, reason=reason, indivisible=False) for node in region.columns]
     for node in [node for node in sharding.embeddings if reads(node.all_input_nodes[:1])]:
         del sharding.embeddings[node]
-        sharding.kept.append(Kept(node=node, reason=reason, indivisible=False))
+        sharding.kept.append(UnshardedNode(node=node, reason=reason, indivisible=False))

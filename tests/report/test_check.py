@@ -21,7 +21,7 @@ from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain, Link, Prediction, Segment, Stage, StagePrediction
 from mmcompile.planner.pricing.workload import Workload
-from mmcompile.report.check import Checked, check
+from mmcompile.report.check import CheckReport, check
 from mmcompile.report.explain import explain
 from mmcompile.report.layer_work import layer_shares, layer_work
 from mmcompile.report.sample_loads import chain_loads
@@ -106,7 +106,7 @@ def sample(name: str, images: int = 1, text_tokens: int = TEXT_TOKENS, patches: 
     return SampleShape(name=name, text_tokens=text_tokens, images=(patches,) * images)
 
 
-def found(checked: Checked, severity: str) -> list[str]:
+def found(checked: CheckReport, severity: str) -> list[str]:
     return [finding.what for finding in checked.findings if finding.severity == severity]
 
 

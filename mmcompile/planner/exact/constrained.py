@@ -32,7 +32,7 @@ _MAX_ANEW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constrained:
+class ConstrainedResult:
     """The fastest candidate found that meets the constraints."""
 
     best: Candidate
@@ -43,7 +43,7 @@ class Constrained:
 
 def constrained(
     engine: BranchAndBound, constraints: Sequence[Constraint], *, budget_s: float = BUDGET_S
-) -> Constrained:
+) -> ConstrainedResult:
     """Find the fastest candidate that meets the constraints.
 
     Args:
@@ -72,7 +72,7 @@ def constrained(
     engine.judge([_recut(best, exact.splits)], best.strategy)
     best = min(best, engine.judged[-1], key=lambda judged: judged.iteration_s)
     notes = (*_asked(constraints), *_price(found[0], best), f"cuts, with these stage counts: {exact.text}")
-    return Constrained(best=best, exact=exact, notes=notes)
+    return ConstrainedResult(best=best, exact=exact, notes=notes)
 
 
 def exact_problem(
@@ -164,7 +164,7 @@ def _cut_by_dp(candidate: Candidate, constraints: Sequence[Constraint]) -> Candi
 
 def _anew(
     engine: BranchAndBound, found: Sequence[Candidate], constraints: Sequence[Constraint], budget_s: float
-) -> Constrained:
+) -> ConstrainedResult:
     """Give out stages over the devices, with the degrees of the first candidate that allows it.
 
     Raises:
@@ -190,7 +190,7 @@ def _anew(
             f"stage counts changed to meet the constraints: {changed}",
             f"cuts, over {devices} devices: {exact.text}",
         )
-        return Constrained(best=best, exact=exact, notes=notes)
+        return ConstrainedResult(best=best, exact=exact, notes=notes)
     raise PlanError(conflicts[0].text)
 
 

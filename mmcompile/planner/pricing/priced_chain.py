@@ -54,7 +54,7 @@ class PricedChain:
     """Seconds of forward and backward of the slowest layer."""
     waited: float
     """Least part of a layer's time that is not weight gradient."""
-    body: Body
+    body: RepeatedLayers
 
     @property
     def total_s(self) -> NDArray[np.float64]:
@@ -74,7 +74,7 @@ class PricedChain:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Body:
+class RepeatedLayers:
     """The layers of a chain that are equal and together take the most time."""
 
     count: int
@@ -167,13 +167,15 @@ def _columns(loads: Sequence[Load | None], share: float) -> tuple[NDArray[np.flo
     return rows[:, 0], rows[:, 1]
 
 
-def _body(parts: Sequence[tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]], index: int) -> Body:
+def _body(
+    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]], index: int
+) -> RepeatedLayers:
     """Return the body at the `index`-th load.
 
     Args:
         parts: layers of each group, seconds and sizes as of `_component_prices`.
     """
-    best: tuple[float, Body] | None = None
+    best: tuple[float, RepeatedLayers] | None = None
     for counts, seconds, sizes in parts:
         totals = seconds[:, index].sum(axis=1).tolist()
         for total, count, row in zip(totals, counts.tolist(), sizes[:, index].tolist(), strict=True):
@@ -182,7 +184,9 @@ def _body(parts: Sequence[tuple[NDArray[np.int64], NDArray[np.float64], NDArray[
                 fixed = parameter + (1 + OPTIMIZER_STATES) * trainable + worst - saved
                 best = (
                     total * count,
-                    Body(count=count, seconds=total, fixed_bytes=fixed, saved_bytes=saved, working_bytes=working),
+                    RepeatedLayers(
+                        count=count, seconds=total, fixed_bytes=fixed, saved_bytes=saved, working_bytes=working
+                    ),
                 )
     assert best is not None
     return best[1]

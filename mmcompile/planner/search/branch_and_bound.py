@@ -19,7 +19,7 @@ import numpy as np
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
 from mmcompile.planner.search.candidate import Candidate, Ranges, assemble
 from mmcompile.planner.search.combos import CombinationGroup, Combos
-from mmcompile.planner.search.options import OptionTables, TooBig
+from mmcompile.planner.search.options import MemoryShortage, OptionTables
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import RECOMPUTES, SCHEDULES, Combination
 from mmcompile.planner.search.splitter import Splitter
@@ -52,7 +52,7 @@ class BranchAndBound:
 
     problem: Problem
     judged: list[Candidate] = field(default_factory=list)
-    too_big: list[TooBig] = field(default_factory=list)
+    too_big: list[MemoryShortage] = field(default_factory=list)
     """Combinations of which no split fits."""
     bounded: list[tuple[float, CombinationGroup, int]] = field(default_factory=list)
     """Combinations (group, number in it) that cannot be faster, with their bound."""
@@ -75,7 +75,7 @@ class BranchAndBound:
         return self.combos.groups()
 
     @property
-    def all_too_big(self) -> tuple[TooBig, ...]:
+    def all_too_big(self) -> tuple[MemoryShortage, ...]:
         """Combinations that exceed the memory, those closest to it first: found by splitting, then by bounds."""
         return (*self.too_big, *self.combos.tables.too_big.values())
 
@@ -151,7 +151,7 @@ class BranchAndBound:
         if not isinstance(parts, int):
             return assemble(self.problem, combination.chains, combination.setting, combination.degrees, parts)
         text = combination.text(many=self.problem.global_batch is not None)
-        self.too_big.append(TooBig(text=text, chain=combination.chains.chains[parts].name, limit_bytes=limit))
+        self.too_big.append(MemoryShortage(text=text, chain=combination.chains.chains[parts].name, limit_bytes=limit))
         return None
 
     def _refine(self) -> None:

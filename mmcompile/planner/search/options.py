@@ -71,7 +71,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TooBig:
+class MemoryShortage:
     """Stages that exceed the memory."""
 
     text: str
@@ -86,7 +86,7 @@ class OptionTables:
     """Makes options, each bound computed once."""
 
     problem: Problem
-    too_big: dict[str, TooBig] = field(default_factory=dict, repr=False)
+    too_big: dict[str, MemoryShortage] = field(default_factory=dict, repr=False)
     """Options left out, by their text."""
     _slowest: dict[tuple[object, ...], Array] = field(default_factory=dict, repr=False)
     _known: dict[tuple[object, ...], Options] = field(default_factory=dict, repr=False)
@@ -172,7 +172,9 @@ class OptionTables:
         words = ", ".join(filter(None, (str(degrees), f"recompute {again}" if again else "")))
         text = f"{chain.name} {counts.max()}" + (f" ({words})" if words else "")
         limit = self.problem.memory_bytes(1)
-        self.too_big.setdefault(text, TooBig(text=text, chain=chain.name, limit_bytes=limit, number=len(counts)))
+        self.too_big.setdefault(
+            text, MemoryShortage(text=text, chain=chain.name, limit_bytes=limit, number=len(counts))
+        )
 
     def slowest(self, priced: PricedChain, setting: Setting, most: int, *, last: bool) -> Array:
         """Return the least seconds of the slowest of 1, 2, ... stages, [most]; infinite where the memory cannot hold them."""

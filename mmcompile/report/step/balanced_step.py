@@ -24,7 +24,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BeforeAfter:
+class Comparison:
     """One figure, in arrival order and balanced."""
 
     before: float
@@ -41,8 +41,8 @@ class Traffic:
     """Tokens that an encoder makes for the language model, and the part that leaves a rank or a node."""
 
     tokens: int
-    other_rank: BeforeAfter
-    other_node: BeforeAfter
+    other_rank: Comparison
+    other_node: Comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,23 +63,23 @@ class ComponentLoads:
     """Tokens sent to the language model; None for the language model itself."""
 
     @property
-    def slowest_s(self) -> BeforeAfter:
+    def slowest_s(self) -> Comparison:
         """Seconds of the slowest microbatch."""
-        return BeforeAfter(before=_slowest(self.loads_before), after=_slowest(self.loads_after))
+        return Comparison(before=_slowest(self.loads_before), after=_slowest(self.loads_after))
 
     @property
-    def imbalance(self) -> BeforeAfter:
+    def imbalance(self) -> Comparison:
         """The slowest microbatch over the mean; 1 is even."""
-        return BeforeAfter(before=_imbalance(self.loads_before), after=_imbalance(self.loads_after))
+        return Comparison(before=_imbalance(self.loads_before), after=_imbalance(self.loads_after))
 
     @property
-    def straggler_s(self) -> BeforeAfter:
+    def straggler_s(self) -> Comparison:
         """At each microbatch, the slowest replica less the mean of all; summed."""
-        return BeforeAfter(before=straggler_s(self.loads_before), after=straggler_s(self.loads_after))
+        return Comparison(before=straggler_s(self.loads_before), after=straggler_s(self.loads_after))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tried:
+class TriedBalancer:
     """Result of one balancer for the step."""
 
     name: str
@@ -109,15 +109,15 @@ class BalancedStep:
     """Name of the balancer of this assignment: another than requested if `auto` chose it."""
     reason: str
     components: tuple[ComponentLoads, ...]
-    simulated_s: BeforeAfter
+    simulated_s: Comparison
     assignment: Assignment
-    balancers: tuple[Tried, ...] = ()
+    balancers: tuple[TriedBalancer, ...] = ()
     """Results of all balancers, if requested."""
 
     @property
-    def straggler_s(self) -> BeforeAfter:
+    def straggler_s(self) -> Comparison:
         """Sum of `straggler_s` of all components."""
-        return BeforeAfter(
+        return Comparison(
             before=sum(component.straggler_s.before for component in self.components),
             after=sum(component.straggler_s.after for component in self.components),
         )
@@ -181,8 +181,8 @@ def _traffic(plan: Plan, costs: SampleCosts, row: int, steps: tuple[Assignment, 
     before, after = (exchange(step, row, last).volume(tokens, len(source), len(target)) for step in steps)
     return Traffic(
         tokens=int(before.sum()),
-        other_rank=BeforeAfter(before=int(before[other_rank].sum()), after=int(after[other_rank].sum())),
-        other_node=BeforeAfter(before=int(before[other_node].sum()), after=int(after[other_node].sum())),
+        other_rank=Comparison(before=int(before[other_rank].sum()), after=int(after[other_rank].sum())),
+        other_node=Comparison(before=int(before[other_node].sum()), after=int(after[other_node].sum())),
     )
 
 
@@ -224,7 +224,7 @@ def straggler_s(loads: ArrayLike) -> float:
     return float((array.max(axis=0) - array.mean(axis=0)).sum())
 
 
-def _change_json(change: BeforeAfter) -> dict[str, float]:
+def _change_json(change: Comparison) -> dict[str, float]:
     return {"before": change.before, "after": change.after, "saved": change.saved}
 
 

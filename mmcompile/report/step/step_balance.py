@@ -19,7 +19,7 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError
 from mmcompile.planner.plan.balance_groups import towers
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.report.step.balanced_step import BalancedStep, BeforeAfter, Tried, components_of, straggler_s
+from mmcompile.report.step.balanced_step import BalancedStep, Comparison, TriedBalancer, components_of, straggler_s
 
 
 def balanced_step(
@@ -62,7 +62,7 @@ def balanced_step(
         balancer=choice.name,
         reason=choice.reason,
         components=components_of(plan, costs, choice.assignment),
-        simulated_s=BeforeAfter(before=choice.arrival_s, after=choice.step_s),
+        simulated_s=Comparison(before=choice.arrival_s, after=choice.step_s),
         assignment=choice.assignment,
         balancers=tuple(tried({name: plan_balancer(plan, name) for name in BALANCERS}, costs, grid, clock))
         if every
@@ -113,7 +113,9 @@ def balanced(costs: SampleCosts, grid: Grid, one: Balancer, step_time: StepTime)
     return Choice(name=one.title, assignment=assignment, step_s=step_s, reason=reason, trials=(arrival,))
 
 
-def tried(balancers: Mapping[str, Balancer], costs: SampleCosts, grid: Grid, step_time: StepTime) -> Iterator[Tried]:
+def tried(
+    balancers: Mapping[str, Balancer], costs: SampleCosts, grid: Grid, step_time: StepTime
+) -> Iterator[TriedBalancer]:
     """Yield the results of several balancers on the same step."""
     for name, one in balancers.items():
         try:
@@ -121,12 +123,12 @@ def tried(balancers: Mapping[str, Balancer], costs: SampleCosts, grid: Grid, ste
             reason = choice.reason if isinstance(one, Auto) else ""
             yield _tried(name, choice.assignment, costs, choice.step_s, reason)
         except ConfigError as error:
-            yield Tried(name=name, simulated_s=None, straggler_s=None, deferred=0, reason=str(error))
+            yield TriedBalancer(name=name, simulated_s=None, straggler_s=None, deferred=0, reason=str(error))
 
 
-def _tried(name: str, assignment: Assignment, costs: SampleCosts, step_s: float, reason: str = "") -> Tried:
+def _tried(name: str, assignment: Assignment, costs: SampleCosts, step_s: float, reason: str = "") -> TriedBalancer:
     late = np.any([assignment.deferred(row) for row in range(len(assignment.components))], axis=0)
-    return Tried(
+    return TriedBalancer(
         name=name,
         simulated_s=step_s,
         straggler_s=sum(map(straggler_s, assignment.loads(costs).values())),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mmcompile.planner.plan.stage_rows import columns, counted
-from mmcompile.report.step.balanced_step import BalancedStep, BeforeAfter, ComponentLoads, Traffic, Tried
+from mmcompile.report.step.balanced_step import BalancedStep, Comparison, ComponentLoads, Traffic, TriedBalancer
 from mmcompile.units import format_count, format_seconds
 
 MAX_ROWS = 32
@@ -124,7 +124,7 @@ def _note(deferred: int) -> str:
     return f"  {deferred} deferred" if deferred else ""
 
 
-def _table(balancers: Sequence[Tried]) -> Iterator[str]:
+def _table(balancers: Sequence[TriedBalancer]) -> Iterator[str]:
     done = sorted(
         (each for each in balancers if each.simulated_s is not None), key=lambda each: each.simulated_s or 0.0
     )
@@ -137,7 +137,7 @@ def _table(balancers: Sequence[Tried]) -> Iterator[str]:
             yield f"{each.name} not here: {each.reason}"
 
 
-def _table_row(each: Tried, arrival_s: float) -> tuple[str, ...]:
+def _table_row(each: TriedBalancer, arrival_s: float) -> tuple[str, ...]:
     step_s = each.simulated_s or 0.0
     return (
         each.name,
@@ -149,7 +149,7 @@ def _table_row(each: Tried, arrival_s: float) -> tuple[str, ...]:
     )
 
 
-def _seconds(change: BeforeAfter) -> tuple[str, str]:
+def _seconds(change: Comparison) -> tuple[str, str]:
     return _time(change.before).strip(), _time(change.after).strip()
 
 
@@ -157,7 +157,7 @@ def _time(seconds: float) -> str:
     return (format_seconds(seconds) if seconds > 0 else "0").rjust(_SECONDS)
 
 
-def _relative(change: BeforeAfter) -> str:
+def _relative(change: Comparison) -> str:
     return _percent(change.after, change.before)
 
 
@@ -165,7 +165,7 @@ def _percent(after: float, before: float) -> str:
     return f"{after / before - 1:+.1%}" if before and after != before else "="
 
 
-def _saved(change: BeforeAfter) -> str:
+def _saved(change: Comparison) -> str:
     if change.saved == 0:
         return "="
     return f"{format_seconds(abs(change.saved))} {'saved' if change.saved > 0 else 'lost'}"

@@ -20,7 +20,7 @@ from mmcompile.planner.resilience.job import WorkerId
 from mmcompile.runtime.comm.groups import Groups, Work, wait
 from mmcompile.runtime.elastic.layer_message import (
     FRAME_BYTES,
-    Damaged,
+    DamagedLayer,
     Entry,
     Header,
     chunks,
@@ -198,7 +198,7 @@ class _Arrival:
             frame = _bytes(self._messages.wait())
             self._messages.receive(torch.empty(header_length(frame), dtype=torch.uint8))
             header = open_header(frame, _bytes(self._messages.wait()))
-        except Damaged as error:
+        except DamagedLayer as error:
             raise EngineError(f"{_words(self._copy)}: {error}; {_ADVICE}") from error
         if header.layer != self.layer:
             raise VerifyError(f"{_words(self._copy)}: layer {header.layer} came instead")

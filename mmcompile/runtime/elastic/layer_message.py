@@ -20,7 +20,7 @@ _HASH_BYTES = 16
 FRAME_BYTES = LENGTH_BYTES + 2 * _HASH_BYTES
 
 
-class Damaged(Exception):
+class DamagedLayer(Exception):
     """Bytes changed on their way."""
 
 
@@ -77,17 +77,17 @@ def seal(header: Header) -> tuple[bytes, bytes]:
 
 
 def header_length(frame: bytes) -> int:
-    """Bytes of the header that comes next. Raises Damaged."""
+    """Bytes of the header that comes next. Raises DamagedLayer."""
     head, check = frame[:-_HASH_BYTES], frame[-_HASH_BYTES:]
     if _hash(head) != check:
-        raise Damaged("the length of its header changed on the way")
+        raise DamagedLayer("the length of its header changed on the way")
     return frame_length(head)
 
 
 def open_header(frame: bytes, data: bytes) -> Header:
-    """Inverse of `seal`. Raises Damaged."""
+    """Inverse of `seal`. Raises DamagedLayer."""
     if frame != _frame(data):
-        raise Damaged("its header changed on the way")
+        raise DamagedLayer("its header changed on the way")
     return wire.decode(data, Header)
 
 

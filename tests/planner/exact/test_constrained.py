@@ -10,7 +10,7 @@ from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ComponentKind
-from mmcompile.planner.exact.constrained import Constrained, constrained, exact_problem, splits_of
+from mmcompile.planner.exact.constrained import ConstrainedResult, constrained, exact_problem, splits_of
 from mmcompile.planner.exact.split_problem import broken, slowest_ps, stage_bytes, tails
 from mmcompile.planner.plan.constraints import parse_constraint
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
@@ -47,7 +47,7 @@ def search(num_devices: int = 8, space: SearchSpace = SPACE) -> BranchAndBound:
     return engine
 
 
-def under(*texts: str, engine: BranchAndBound | None = None) -> Constrained:
+def under(*texts: str, engine: BranchAndBound | None = None) -> ConstrainedResult:
     return constrained(engine or search(), [parse_constraint(text) for text in texts])
 
 

@@ -21,7 +21,7 @@ from mmcompile.data.synthetic import synthetic
 from mmcompile.errors import ConfigError, OutputError
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.report.pictures.palette import colours
-from mmcompile.report.step.balanced_step import BalancedStep, BeforeAfter, Tried, components_of, straggler_s
+from mmcompile.report.step.balanced_step import BalancedStep, Comparison, TriedBalancer, components_of, straggler_s
 from mmcompile.report.step.step_balance import balanced, drawn, step_grid, step_samples, tried
 from mmcompile.report.step.step_picture import MAX_BARS, draw_step
 from mmcompile.report.step.step_text import bar, step_text
@@ -30,11 +30,15 @@ NAMES = ("vision", "audio", "language_model")
 
 
 TRIED = (
-    Tried(name="arrival", simulated_s=0.5, straggler_s=0.06, deferred=0, reason=""),
-    Tried(name="joint", simulated_s=0.4, straggler_s=0.0, deferred=0, reason=""),
-    Tried(name="hierarchical", simulated_s=0.375, straggler_s=0.01, deferred=12, reason=""),
-    Tried(name="node-local", simulated_s=None, straggler_s=None, deferred=0, reason="too many microbatches; use joint"),
-    Tried(name="auto", simulated_s=0.4, straggler_s=0.0, deferred=0, reason="imbalance 60.0%; joint takes 20.0% less"),
+    TriedBalancer(name="arrival", simulated_s=0.5, straggler_s=0.06, deferred=0, reason=""),
+    TriedBalancer(name="joint", simulated_s=0.4, straggler_s=0.0, deferred=0, reason=""),
+    TriedBalancer(name="hierarchical", simulated_s=0.375, straggler_s=0.01, deferred=12, reason=""),
+    TriedBalancer(
+        name="node-local", simulated_s=None, straggler_s=None, deferred=0, reason="too many microbatches; use joint"
+    ),
+    TriedBalancer(
+        name="auto", simulated_s=0.4, straggler_s=0.0, deferred=0, reason="imbalance 60.0%; joint takes 20.0% less"
+    ),
 )
 
 
@@ -74,7 +78,7 @@ def step_of(
         balancer=choice.name,
         reason=choice.reason,
         components=components_of(plan, costs, choice.assignment),
-        simulated_s=BeforeAfter(before=choice.arrival_s, after=choice.step_s),
+        simulated_s=Comparison(before=choice.arrival_s, after=choice.step_s),
         assignment=choice.assignment,
         balancers=tuple(tried(BALANCERS, costs, step_grid(plan), pipelined)) if every else (),
     )

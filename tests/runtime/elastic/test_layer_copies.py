@@ -26,7 +26,7 @@ from mmcompile.planner.resilience.copies import LayerCopy, plan_copies
 from mmcompile.planner.resilience.job import Job
 from mmcompile.runtime.elastic.layer_message import (
     FRAME_BYTES,
-    Damaged,
+    DamagedLayer,
     Entry,
     Header,
     chunks,
@@ -267,10 +267,10 @@ def test_headers_open_or_are_damaged() -> None:
     assert open_header(frame, data) == header
     assert isinstance(header.entries[0], Entry)
     for place in range(8 * len(frame)):
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedLayer):
             header_length(flipped(frame, place))
     for place in range(8 * len(data)):
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedLayer):
             open_header(frame, flipped(data, place))
 
 

@@ -13,7 +13,7 @@ from support.plans.hand_replicas import PLACEMENTS
 from support.processes.local_ranks import LocalRanks
 from torch import Tensor
 
-from mmcompile.batching.accumulation import NOTHING, Accumulated, unit_of
+from mmcompile.batching.accumulation import NOTHING, AccumulatedStep, unit_of
 from mmcompile.batching.step_plan import StepPlan
 from mmcompile.config import Reduction
 from mmcompile.errors import BatchError, CheckpointError, ConfigError
@@ -176,10 +176,10 @@ class TestAccumulated:
 
     def test_sums_up_and_ends_with_an_update(self) -> None:
         once = NOTHING.with_part(self.PLAN)
-        assert once == Accumulated(num_parts=1, num_samples=5, unit=64.0, per_token=True)
+        assert once == AccumulatedStep(num_parts=1, num_samples=5, unit=64.0, per_token=True)
         per_sample = StepPlan(step=1, num_samples=3, microbatches=(), update=False)
-        assert NOTHING.with_part(per_sample) == Accumulated(num_parts=1, num_samples=3, unit=2.0, per_token=False)
-        assert once.with_part(self.PLAN) == Accumulated(num_parts=2, num_samples=10, unit=64.0, per_token=True)
+        assert NOTHING.with_part(per_sample) == AccumulatedStep(num_parts=1, num_samples=3, unit=2.0, per_token=False)
+        assert once.with_part(self.PLAN) == AccumulatedStep(num_parts=2, num_samples=10, unit=64.0, per_token=True)
         assert once.with_part(StepPlan(step=1, num_samples=3, microbatches=())) == NOTHING
 
     def test_means_over_unlike_things_have_no_mean(self) -> None:

@@ -13,7 +13,7 @@ from mmcompile.planner.resilience.job import Job
 from mmcompile.planner.resilience.replay.spot_trace import SpotTrace
 
 
-class Spent(StrEnum):
+class TimeKind(StrEnum):
     """Use of a stretch of time."""
 
     USEFUL = "useful"
@@ -54,7 +54,7 @@ class Span:
 
     start_s: float
     end_s: float
-    spent: Spent
+    spent: TimeKind
     samples: float = 0.0
 
 
@@ -74,7 +74,7 @@ class SystemReplay:
     num_pauses: int
     """Times that training had to regroup or restart."""
 
-    def seconds(self, spent: Spent) -> float:
+    def seconds(self, spent: TimeKind) -> float:
         """Return the seconds of one use, redundant computation included where that is part of useful steps."""
         return sum(span.end_s - span.start_s for span in self.spans if span.spent is spent)
 
@@ -86,12 +86,12 @@ class SystemReplay:
     @property
     def useful(self) -> float:
         """Share of the time, 0..1, in steps that counted, without redundant computation."""
-        return self.useful_share * self.seconds(Spent.USEFUL) / self.duration_s
+        return self.useful_share * self.seconds(TimeKind.USEFUL) / self.duration_s
 
     @property
     def samples(self) -> float:
         """Samples of the steps that counted."""
-        return sum(span.samples for span in self.spans if span.spent is Spent.USEFUL)
+        return sum(span.samples for span in self.spans if span.spent is TimeKind.USEFUL)
 
     @property
     def samples_per_s(self) -> float:
@@ -103,7 +103,7 @@ class SystemReplay:
         width = self.duration_s / num_windows
         totals = [0.0] * num_windows
         for span in self.spans:
-            if span.spent is not Spent.USEFUL or span.end_s <= span.start_s:
+            if span.spent is not TimeKind.USEFUL or span.end_s <= span.start_s:
                 continue
             rate = span.samples / (span.end_s - span.start_s)
             for window in range(int(span.start_s / width), min(num_windows, int(span.end_s / width) + 1)):
@@ -112,7 +112,7 @@ class SystemReplay:
         return [((window + 0.5) * width, total / width) for window, total in enumerate(totals)]
 
 
-Busy = tuple[tuple[Spent, float], ...]
+Busy = tuple[tuple[TimeKind, float], ...]
 """Work to do before the next step, in order, with its seconds."""
 
 
@@ -145,7 +145,7 @@ class ReplayRun(ABC):
         self._spans: list[Span] = []
         self._unsaved: list[int] = []
         self._waiting: list[int] = []
-        self._busy: list[tuple[Spent, float]] = []
+        self._busy: list[tuple[TimeKind, float]] = []
         self._lost_samples = 0.0
         self._num_pauses = 0
 
@@ -169,7 +169,7 @@ class ReplayRun(ABC):
                 self._join()
                 self._busy, self._num_pauses = [], 0
             self._advance(end_s)
-        self._spend(Spent.USEFUL, trace.duration_s)
+        self._spend(TimeKind.USEFUL, trace.duration_s)
         return SystemReplay(
             name=self.name,
             spans=tuple(self._spans),
@@ -185,7 +185,7 @@ class ReplayRun(ABC):
         for index in self._unsaved:
             span = self._spans[index]
             self._lost_samples += span.samples
-            self._spans[index] = replace(span, spent=Spent.REPEATED, samples=0.0)
+            self._spans[index] = replace(span, spent=TimeKind.REPEATED, samples=0.0)
         self._unsaved = []
         self._saved_s = self._now_s
 
@@ -196,7 +196,7 @@ class ReplayRun(ABC):
         busy = self.lose(nodes)
         if busy is not None:
             if not self._busy:
-                self._spend(Spent.REPEATED, self._now_s)
+                self._spend(TimeKind.REPEATED, self._now_s)
             self._start(busy)
 
     @final
@@ -220,7 +220,7 @@ class ReplayRun(ABC):
             elif self._waiting and (self.step_s == 0 or (between and not self.joins_after_save)):
                 self._join()
             elif self.step_s == 0:
-                self._spend(Spent.STOPPED, end_s)
+                self._spend(TimeKind.STOPPED, end_s)
             else:
                 self._train(end_s)
 
@@ -234,7 +234,7 @@ class ReplayRun(ABC):
             return
         self._spend(spent, self._now_s + seconds)
         self._busy.pop(0)
-        if spent is Spent.SAVING:
+        if spent is TimeKind.SAVING:
             self._saved_s, self._unsaved = self._now_s, []
             if self._waiting and self.joins_after_save:
                 self._join()
@@ -250,15 +250,15 @@ class ReplayRun(ABC):
             return
         steps = min(steps, limit, until_save)
         self._unsaved.append(len(self._spans))
-        self._spend(Spent.USEFUL, self._mark_s + steps * self.step_s, steps * self._step_samples)
+        self._spend(TimeKind.USEFUL, self._mark_s + steps * self.step_s, steps * self._step_samples)
         if steps == until_save:
-            self._busy.append((Spent.SAVING, self.state_s))
+            self._busy.append((TimeKind.SAVING, self.state_s))
 
     @final
-    def _spend(self, spent: Spent, end_s: float, samples: float = 0.0) -> None:
+    def _spend(self, spent: TimeKind, end_s: float, samples: float = 0.0) -> None:
         if end_s > self._mark_s:
             self._spans.append(Span(start_s=self._mark_s, end_s=end_s, spent=spent, samples=samples))
-            if spent in (Spent.PAUSED, Spent.STOPPED):
+            if spent in (TimeKind.PAUSED, TimeKind.STOPPED):
                 self._saved_s += end_s - self._mark_s
         self._now_s = self._mark_s = end_s
 

@@ -8,7 +8,7 @@ from math import ceil
 from typing import final
 
 from mmcompile.planner.resilience.job import Job
-from mmcompile.planner.resilience.replay.replay_run import Busy, ReplayConstants, ReplayRun, Spent
+from mmcompile.planner.resilience.replay.replay_run import Busy, ReplayConstants, ReplayRun, TimeKind
 from mmcompile.planner.resilience.template import Template
 
 
@@ -79,7 +79,7 @@ class RestartRun(ReplayRun):
         self.step_s = 0.0 if grid is None else grid.step_s
         used = 0 if grid is None else grid.num_nodes
         self._running, self._idle = alive[:used], alive[used:]
-        return () if grid is None else ((Spent.PAUSED, self.constants.restart_s + self.state_s),)
+        return () if grid is None else ((TimeKind.PAUSED, self.constants.restart_s + self.state_s),)
 
 
 @final
@@ -112,7 +112,7 @@ class RedundantRun(ReplayRun):
             self.roll_back()
             return self._regroup(self._standby, self.constants.restart_s + self.state_s)
         self._set_step()
-        return ((Spent.PAUSED, self.constants.rendezvous_s),)
+        return ((TimeKind.PAUSED, self.constants.rendezvous_s),)
 
     def join(self, nodes: Sequence[int]) -> Busy:
         """Regroup with these nodes where that helps; return the work to do."""
@@ -134,7 +134,7 @@ class RedundantRun(ReplayRun):
         self._rings = [list(alive[start : start + size]) for start in range(0, used, size)]
         self._standby = list(alive[used:])
         self._set_step()
-        return ((Spent.PAUSED, pause_s),)
+        return ((TimeKind.PAUSED, pause_s),)
 
     def _set_step(self) -> None:
         """The slowest pipeline's step, the batch being shared evenly."""

@@ -17,8 +17,8 @@ from mmcompile.planner.resilience.replay.replay_run import (
     Busy,
     ReplayConstants,
     ReplayRun,
-    Spent,
     SystemReplay,
+    TimeKind,
     save_interval_s,
 )
 from mmcompile.planner.resilience.replay.restart_baselines import RedundantRun, RestartRun
@@ -55,7 +55,7 @@ class TraceReplay:
                     "lost_samples": one.lost_samples,
                     "save_interval_s": one.save_interval_s,
                     "num_pauses": one.num_pauses,
-                    "seconds": {spent.value: one.seconds(spent) for spent in Spent},
+                    "seconds": {spent.value: one.seconds(spent) for spent in TimeKind},
                     "curve": one.curve(CURVE_WINDOWS),
                 }
                 for one in self.systems
@@ -133,18 +133,18 @@ class TemplateRun(ReplayRun):
             self.step_s = 0.0
             return ()
         self._take(found, nodes)
-        return ((Spent.PAUSED, self.constants.restart_s + self.state_s),)
+        return ((TimeKind.PAUSED, self.constants.restart_s + self.state_s),)
 
     def _take(self, found: MembershipPlan[int] | Stop | StateLost, alive: Sequence[int]) -> Busy:
         if not isinstance(found, MembershipPlan):
             self._pipelines, self._spares = (), list(alive)
             self.step_s = 0.0
-            return ((Spent.SAVING, self.state_s),)
+            return ((TimeKind.SAVING, self.state_s),)
         same = found.pipelines == self._pipelines
         self._pipelines, self._spares = found.pipelines, [spare.node for spare in found.spares]
         self.step_s = found.iteration_s
         copy_s = busiest_bytes(found.copies) / self.constants.bytes_per_s
-        return () if same else ((Spent.PAUSED, self.constants.reconfigure_s + copy_s),)
+        return () if same else ((TimeKind.PAUSED, self.constants.reconfigure_s + copy_s),)
 
     def _running(self) -> list[int]:
         return [node for pipeline in self._pipelines for node in pipeline.nodes]

@@ -9,7 +9,7 @@ import pytest
 from support.plans.template_jobs import even_job, timed_job, timed_template
 
 from mmcompile.planner.resilience.job import Job
-from mmcompile.planner.resilience.replay.replay_run import ReplayConstants, Spent, SystemReplay, save_interval_s
+from mmcompile.planner.resilience.replay.replay_run import ReplayConstants, SystemReplay, TimeKind, save_interval_s
 from mmcompile.planner.resilience.replay.restart_baselines import RedundantRun, RestartRun, fastest_grid
 from mmcompile.planner.resilience.replay.spot_trace import SpotTrace, TraceChange
 from mmcompile.planner.resilience.replay.systems import TemplateRun, replay_trace
@@ -41,7 +41,7 @@ def trace_of(duration_s: float, *changes: tuple[float, tuple[int, ...], tuple[in
     )
 
 
-def spans(found: SystemReplay) -> list[tuple[float, float, Spent]]:
+def spans(found: SystemReplay) -> list[tuple[float, float, TimeKind]]:
     return [(span.start_s, span.end_s, span.spent) for span in found.spans]
 
 
@@ -50,11 +50,11 @@ def test_templates_repeat_the_step_that_was_cut_off() -> None:
     run = TemplateRun(job_of_pairs(), 10, KNOWN, NEVER)
     found = run.play(trace_of(40, (0, (0, 1, 2, 3, 4), ()), (12, (), (4,))))
     assert spans(found) == [
-        (0, 8.5, Spent.USEFUL),  # 3 microbatches in the pair, 5 in the triple: max(1 + 3 * 2, 1 + 5 * 1.5)
-        (8.5, 12, Spent.REPEATED),
-        (12, 18, Spent.PAUSED),  # 2 + 400 / 100
-        (18, 36, Spent.USEFUL),
-        (36, 40, Spent.USEFUL),
+        (0, 8.5, TimeKind.USEFUL),  # 3 microbatches in the pair, 5 in the triple: max(1 + 3 * 2, 1 + 5 * 1.5)
+        (8.5, 12, TimeKind.REPEATED),
+        (12, 18, TimeKind.PAUSED),  # 2 + 400 / 100
+        (18, 36, TimeKind.USEFUL),
+        (36, 40, TimeKind.USEFUL),
     ]
     assert found.samples == 3 * 80
     assert (found.lost_samples, found.num_pauses) == (0, 1)
@@ -65,11 +65,11 @@ def test_templates_stop_and_come_back() -> None:
     run = TemplateRun(job_of_pairs(fault_tolerance=1), 10, KNOWN, NEVER)
     found = run.play(trace_of(100, (0, (0, 1, 2, 3), ()), (10, (), (3,)), (30, (4,), ())))
     assert spans(found)[:5] == [
-        (0, 9, Spent.USEFUL),
-        (9, 10, Spent.REPEATED),
-        (10, 15, Spent.SAVING),
-        (15, 30, Spent.STOPPED),
-        (30, 55, Spent.PAUSED),
+        (0, 9, TimeKind.USEFUL),
+        (9, 10, TimeKind.REPEATED),
+        (10, 15, TimeKind.SAVING),
+        (15, 30, TimeKind.STOPPED),
+        (30, 55, TimeKind.PAUSED),
     ]
     assert found.lost_samples == 0
     assert found.samples == 80 + 80 * (45 // 9)
@@ -79,10 +79,10 @@ def test_templates_join_at_the_end_of_a_step() -> None:
     run = TemplateRun(job_of_pairs(), 10, KNOWN, NEVER)
     found = run.play(trace_of(60, (0, (0, 1), ()), (20, (2, 3), ())))
     assert spans(found)[:4] == [
-        (0, 17, Spent.USEFUL),
-        (17, 34, Spent.USEFUL),
-        (34, 42, Spent.PAUSED),  # six layers to each of two nodes, 2 + 600 / 100
-        (42, 60, Spent.USEFUL),
+        (0, 17, TimeKind.USEFUL),
+        (17, 34, TimeKind.USEFUL),
+        (34, 42, TimeKind.PAUSED),  # six layers to each of two nodes, 2 + 600 / 100
+        (42, 60, TimeKind.USEFUL),
     ]
 
 
@@ -92,10 +92,10 @@ def test_lost_state_goes_back_to_the_last_checkpoint() -> None:
     found = run.play(trace_of(100, (0, (0, 1), ()), (40, (), (1,)), (50, (2,), ())))
     assert found.lost_samples == 160
     assert spans(found)[:4] == [
-        (0, 34, Spent.REPEATED),
-        (34, 40, Spent.REPEATED),
-        (40, 50, Spent.STOPPED),
-        (50, 75, Spent.PAUSED),
+        (0, 34, TimeKind.REPEATED),
+        (34, 40, TimeKind.REPEATED),
+        (40, 50, TimeKind.STOPPED),
+        (50, 75, TimeKind.PAUSED),
     ]
     assert found.samples == 80
 
@@ -106,13 +106,13 @@ def test_restarting_loses_what_was_not_saved() -> None:
     found = run.play(trace_of(125, (0, (0, 1, 2, 3, 4), ()), (80, (), (4, 3))))
     assert fastest_grid(run.job, 5) == fastest_grid(run.job, 4)
     assert spans(found) == [
-        (0, 54, Spent.USEFUL),
-        (54, 59, Spent.SAVING),
-        (59, 77, Spent.REPEATED),
-        (77, 80, Spent.REPEATED),
-        (80, 105, Spent.PAUSED),
-        (105, 118, Spent.USEFUL),
-        (118, 125, Spent.USEFUL),
+        (0, 54, TimeKind.USEFUL),
+        (54, 59, TimeKind.SAVING),
+        (59, 77, TimeKind.REPEATED),
+        (77, 80, TimeKind.REPEATED),
+        (80, 105, TimeKind.PAUSED),
+        (105, 118, TimeKind.USEFUL),
+        (118, 125, TimeKind.USEFUL),
     ]
     assert found.lost_samples == 160
 
@@ -121,10 +121,10 @@ def test_restarting_takes_new_nodes_at_a_checkpoint() -> None:
     run = RestartRun(job_of_pairs(), 10, KNOWN, 30.0)
     found = run.play(trace_of(100, (0, (0, 1), ()), (5, (2,), ()), (6, (3,), ())))
     assert spans(found)[:4] == [
-        (0, 34, Spent.USEFUL),
-        (34, 39, Spent.SAVING),
-        (39, 64, Spent.PAUSED),
-        (64, 100, Spent.USEFUL),
+        (0, 34, TimeKind.USEFUL),
+        (34, 39, TimeKind.SAVING),
+        (39, 64, TimeKind.PAUSED),
+        (64, 100, TimeKind.USEFUL),
     ]
 
 
@@ -134,14 +134,14 @@ def test_redundant_computation_stands_in_for_one_neighbour() -> None:
     found = run.play(trace_of(200, (0, (0, 1, 2, 3), ()), (20, (), (1,)), (100, (), (0,))))
     whole, holed, alone = 1.5 * 9, 1.5 * (1 + 2 * 8), 1.5 * 17
     assert spans(found) == [
-        (0, whole, Spent.USEFUL),
-        (whole, 20, Spent.REPEATED),
-        (20, 50, Spent.PAUSED),
-        (50, 50 + holed, Spent.USEFUL),
-        (50 + holed, 100, Spent.REPEATED),
-        (100, 130, Spent.PAUSED),
-        (130, 130 + 2 * alone, Spent.USEFUL),
-        (130 + 2 * alone, 200, Spent.USEFUL),
+        (0, whole, TimeKind.USEFUL),
+        (whole, 20, TimeKind.REPEATED),
+        (20, 50, TimeKind.PAUSED),
+        (50, 50 + holed, TimeKind.USEFUL),
+        (50 + holed, 100, TimeKind.REPEATED),
+        (100, 130, TimeKind.PAUSED),
+        (130, 130 + 2 * alone, TimeKind.USEFUL),
+        (130 + 2 * alone, 200, TimeKind.USEFUL),
     ]
     assert found.useful_share == pytest.approx(1 / 1.5)
 
@@ -150,7 +150,7 @@ def test_redundant_computation_restarts_when_no_pipeline_is_left() -> None:
     run = RedundantRun(job_of_pairs(), 10, KNOWN, NEVER)
     found = run.play(trace_of(100, (0, (0, 1), ()), (30, (), (1,)), (40, (2,), ()), (80, (), (0, 2))))
     assert found.lost_samples == 80
-    assert spans(found)[-1] == (80, 100, Spent.STOPPED)
+    assert spans(found)[-1] == (80, 100, TimeKind.STOPPED)
 
 
 def random_trace(rng: random.Random) -> SpotTrace:
@@ -179,7 +179,7 @@ def test_the_books_balance(seed: int) -> None:
     for one in found.systems:
         assert one.spans[0].start_s == 0 and one.spans[-1].end_s == pytest.approx(trace.duration_s)
         assert all(a.end_s == b.start_s for a, b in zip(one.spans, one.spans[1:], strict=False))
-        assert sum(one.seconds(spent) for spent in Spent) == pytest.approx(trace.duration_s)
+        assert sum(one.seconds(spent) for spent in TimeKind) == pytest.approx(trace.duration_s)
         assert 0 <= one.useful <= 1
         assert one.samples % (job.num_microbatches * 4) == 0
         assert sum(rate for _, rate in one.curve(50)) / 50 == pytest.approx(one.samples_per_s)
