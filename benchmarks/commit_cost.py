@@ -161,14 +161,14 @@ def steps(
         for _ in range(job.num_steps):
             totals = worker.follow()
             yield
-            worker.rank.apply(totals)
+            worker.inner.apply(totals)
         return
     controller.start(plan, layout.placement(), 0, None)
     for step in range(1, job.num_steps + 1):
         planned, _ = controller.step(step, lambda: None)
         totals = worker.lead(planned, rates.of(step), trace=False)
         yield
-        worker.rank.apply(totals)
+        worker.inner.apply(totals)
     controller.close()
 
 

@@ -187,7 +187,7 @@ class GenerationRun:
         fail_point("reduced", rank=rank, step=step)
         self._worker.membership.reduced(step, worker.answers_for(), cursor=cursor)
         fail_point("committed", rank=rank, step=step)
-        worker.rank.apply(totals)
+        worker.inner.apply(totals)
         fail_point("applied", rank=rank, step=step)
         self._cursor = cursor
         if step == self._generation.committed + 1:
@@ -195,7 +195,7 @@ class GenerationRun:
         if self._job.saves_after(step):
             self._save(step)
         if step == self._job.num_steps:
-            collect = functools.partial(tracing.collect, self._connection.groups, worker.rank.events, self._job.trace)
+            collect = functools.partial(tracing.collect, self._connection.groups, worker.inner.events, self._job.trace)
             self._connection.call(collect)
 
     def _lead_step(self, step: int, worker: GenerationWorker) -> tuple[StepTotals, str]:

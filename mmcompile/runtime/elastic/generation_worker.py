@@ -44,6 +44,9 @@ class GenerationWorker:
         store: layers held here, all that this rank runs among them.
         layers: layers that this rank runs.
         check: raises when the generation is over.
+
+    Attributes:
+        inner: the fixed engine's worker, which runs stages and the optimizer.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class GenerationWorker:
             compiled=job.compiled,
             reduction=job.reduction,
         )
-        self.rank = Worker(groups, setup, StatusBoard.private(groups.world_size), state=store.state, check=check)
+        self.inner = Worker(groups, setup, StatusBoard.private(groups.world_size), state=store.state, check=check)
         self._installed: set[str] = set()
         self._rank_of = {(stage.replica, stage.program_name): stage.ranks[0] for stage in placement.stages}
 
@@ -90,7 +93,7 @@ class GenerationWorker:
         if new:
             self._learn(new)
         self._install(planned.plan)
-        return self.rank.compute(step, [prepared.values for prepared in planned.prepared])
+        return self.inner.compute(step, [prepared.values for prepared in planned.prepared])
 
     def follow(self) -> StepTotals:
         """Other ranks: compute the step that rank 0 announces."""
@@ -98,7 +101,7 @@ class GenerationWorker:
         if order.has_new:
             self._learn()
         self._install(order.step.plan)
-        return self.rank.compute(order.step)
+        return self.inner.compute(order.step)
 
     def metrics(self, totals: StepTotals, planned: PlannedStep, *, start_s: float, waited_s: float) -> StepMetrics:
         """Rank 0: return the metrics of a step.
@@ -127,8 +130,8 @@ class GenerationWorker:
 
         Rank 0 reports those without samples, too. Numbers continue from step to step.
         """
-        assert self.rank.last is not None, "no step was computed"
-        plan, _ = self.rank.last
+        assert self.inner.last is not None, "no step was computed"
+        plan, _ = self.inner.last
         first = (plan.step - 1) * sum(self._shares)
         mine: set[int] = set()
         others: set[int] = set()
@@ -163,4 +166,4 @@ class GenerationWorker:
             f"constant/{program.stage}/{name}": tensor for program in mine for name, tensor in program.constants.items()
         }
         holders = self._programs.holders(self._stages)
-        self.rank.install(Install(pattern=pattern, tower="", holders=holders), mine, tensors)
+        self.inner.install(Install(pattern=pattern, tower="", holders=holders), mine, tensors)
