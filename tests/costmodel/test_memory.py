@@ -9,13 +9,14 @@ import pytest
 from support.graphs.hand_graph import PARTS, with_flags
 from support.models.freezing import freeze
 from support.oracles.checkpoint_oracle import checkpointed_bytes
+from support.oracles.stage_memory import stage_activation_bytes
 from support.oracles.stage_oracle import LoweredStages, lowered
 from torch import nn
 from zoo import FAMILIES
 
 from mmcompile.config import Recompute
 from mmcompile.costmodel.compute import LayerCost
-from mmcompile.costmodel.memory import recomputed, stage_activation_bytes
+from mmcompile.costmodel.memory import recomputed
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.ir.inputs import completed

@@ -5,36 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 KNOWN_CIRCLES: frozenset[str] = frozenset()
-KNOWN_CLASSES: frozenset[str] = frozenset(
-    {
-        "Action",
-        "Apply",
-        "AttentionChoice",
-        "Box",
-        "Cut",
-        "Emit",
-        "Growth",
-        "Index",
-        "LayerTable",
-        "Layout",
-        "Load",
-        "Messages",
-        "Order",
-        "Rates",
-        "Sharding",
-        "Sizes",
-        "Trial",
-        "Unit",
-        "_Call",
-        "_Enter",
-        "_Message",
-        "_Part",
-        "_Run",
-        "_Work",
-    }
-)
-KNOWN_FILES: frozenset[str] = frozenset()
-KNOWN_FOLDERS: frozenset[str] = frozenset()
 KNOWN_PAIRS: frozenset[str] = frozenset(
     {
         "mmcompile.runtime <-> mmcompile.runtime.optim",

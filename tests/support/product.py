@@ -117,6 +117,9 @@ def names_used_by(tree: ast.Module, module: str, *, is_package: bool) -> set[tup
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
             used.add((aliases[node.value.id], node.attr))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "monkeypatch.setattr" and len(node.args) == 3:
+            owner, name = ast.unparse(node.args[0]), ast.unparse(node.args[1]).strip("'")
+            used.add((aliases.get(owner, owner), name))
     return used
 
 
@@ -176,11 +179,20 @@ def _needs_no_importer(name: str, node: ast.stmt, annotated: set[str]) -> bool:
     return is_error or (name in annotated and not name.isupper())
 
 
+@cache
+def names_used_outside() -> frozenset[tuple[str, str]]:
+    """Return (module, name) of what tests, benchmarks and examples take from the product."""
+    files = [file for folder in ("tests", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")]
+    trees = (ast.parse(file.read_text()) for file in files)
+    return frozenset(used for tree in trees for used in names_used_by(tree, "outside", is_package=False))
+
+
 def unused_public_names() -> Iterator[tuple[str, str]]:
     """Yield (module, name) of every public name without an importer in the product.
 
     No importer is needed by a name of a facade (`__all__`, `mmcompile/__init__.py`), an entry point, an operator that
-    torch, Triton or typer hold, an error, or a type in a signature of its own module.
+    torch, Triton or typer hold, an error, a type in a signature of its own module, or a name that its own module uses and
+    a test takes from there.
     """
     used = set(entry_points())
     strings: set[str] = set()
@@ -194,9 +206,14 @@ def unused_public_names() -> Iterator[tuple[str, str]]:
     for module in modules().values():
         public = exported_names(module)
         annotated = annotated_names(module)
+        read = {
+            node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
         for name, node in public_definitions(module):
             in_table = f"{module.name}:{name}" in strings or (name == "main" and module.name in strings)
             if name in public or in_table or (module.name, name) in used:
+                continue
+            if name in read and (module.name, name) in names_used_outside():
                 continue
             if not _needs_no_importer(name, node, annotated):
                 yield module.name, name

@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 from support.graphs.hand_graph import with_flags
 from support.models.freezing import PATTERNS, add_adapter, freeze
+from support.oracles.stage_memory import stage_activation_bytes
 from support.oracles.stage_oracle import LoweredStages, lowered
 from torch import nn
 from zoo import FAMILIES
 
 from mmcompile.costmodel.compute import LayerCost
-from mmcompile.costmodel.memory import stage_activation_bytes
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.ir.inputs import completed

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.graphs.split import root_values
 from support.oracles.kept_bytes import kept_bytes
+from support.oracles.stage_memory import stage_activation_bytes
 from support.oracles.stage_oracle import in_order
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -21,7 +22,6 @@ import mmcompile as mm
 from mmcompile.codegen.load import load_stage
 from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.memory import stage_activation_bytes
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ParameterSpec
 from mmcompile.ir.inputs import completed

@@ -9,12 +9,12 @@ from itertools import product
 from typing import Any
 
 import pytest
+from support.oracles.stage_memory import recomputed_layers, stage_activation_bytes
 from support.plans.toy_plan import FINGERPRINT, vision_language
 
 from mmcompile.config import PlanRequest, Recompute
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost, layer_times
-from mmcompile.costmodel.memory import recomputed_layers, stage_activation_bytes
 from mmcompile.planner.plan.constraints import MemoryCap
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.pricing.priced_chain import OPTIMIZER_STATES

