@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from mmcompile.cli.commands import EXAMPLES, app
+from mmcompile.cli.command_group import EXAMPLES, app
 
 PAGE = Path(__file__).parents[1] / "cli.md"
 COLUMNS = 120

@@ -41,6 +41,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _run() -> int:
     """Run a command and return its exit code."""
-    from mmcompile.cli import commands
+    from mmcompile.cli import command_group
 
-    return commands.run()
+    return command_group.run()

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 from support.processes.cli_run import Run
 
-from mmcompile.cli.commands import COMMANDS
+from mmcompile.cli.command_group import COMMANDS
 from mmcompile.cli.config_file import SECTIONS
 from mmcompile.cli.config_options import field_docs, flag
 

@@ -13,7 +13,7 @@ import pytest
 from support.paths import ROOT
 from support.processes.cli_run import Run
 
-from mmcompile.cli.commands import EXAMPLES
+from mmcompile.cli.command_group import EXAMPLES
 
 
 @pytest.mark.parametrize("command", EXAMPLES)

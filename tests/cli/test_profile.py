@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.processes.cli_run import Run
 
-from mmcompile.cli.profile import make_batches
+from mmcompile.cli.commands.profile import make_batches
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.ir.meta_model import skeleton
 

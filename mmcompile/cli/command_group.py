@@ -17,19 +17,19 @@ from mmcompile.errors import EngineError, MMCompileError
 from mmcompile.passes.debug import DebugLevel, debug_level
 
 COMMANDS: Mapping[str, str] = {
-    "plan": "mmcompile.cli.plan:plan",
-    "stats": "mmcompile.cli.stats:stats",
-    "check": "mmcompile.cli.check:check",
-    "show": "mmcompile.cli.show:show",
-    "stages": "mmcompile.cli.stages:stages",
-    "explain": "mmcompile.cli.explain:explain",
-    "simulate": "mmcompile.cli.simulate:simulate",
-    "step": "mmcompile.cli.step:step",
-    "diff": "mmcompile.cli.diff:diff",
-    "profile": "mmcompile.cli.profile:profile",
-    "train": "mmcompile.cli.train:train",
-    "coordinate": "mmcompile.cli.coordinate:coordinate",
-    "trace": "mmcompile.cli.trace:trace",
+    "plan": "mmcompile.cli.commands.plan:plan",
+    "stats": "mmcompile.cli.commands.stats:stats",
+    "check": "mmcompile.cli.commands.check:check",
+    "show": "mmcompile.cli.commands.show:show",
+    "stages": "mmcompile.cli.commands.stages:stages",
+    "explain": "mmcompile.cli.commands.explain:explain",
+    "simulate": "mmcompile.cli.commands.simulate:simulate",
+    "step": "mmcompile.cli.commands.step:step",
+    "diff": "mmcompile.cli.commands.diff:diff",
+    "profile": "mmcompile.cli.commands.profile:profile",
+    "train": "mmcompile.cli.commands.train:train",
+    "coordinate": "mmcompile.cli.commands.coordinate:coordinate",
+    "trace": "mmcompile.cli.commands.trace:trace",
 }
 """Command -> its module and function."""
 
@@ -128,7 +128,7 @@ class _CommandGroup(TyperGroup):
 
 def _summary_of(name: str) -> str:
     """Return the first line of a command's docstring, without importing its module."""
-    tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text())
+    tree = ast.parse((Path(__file__).parent / "commands" / f"{name}.py").read_text())
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
     return (ast.get_docstring(next(functions)) or "").partition("\n\n")[0].replace("\n", " ")
 
