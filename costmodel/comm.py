@@ -67,7 +67,7 @@ def p2p_seconds(num_bytes: float, link: Interconnect) -> float:
 
 
 def ring_s(num_bytes: float, num_ranks: int, link: Interconnect) -> float:
-    """Return the seconds of a ring all-gather to, or reduce-scatter of, `num_bytes`. Every share but the own is sent."""
+    """Return the seconds of a ring all-gather to, or reduce-scatter of, `num_bytes`: every share but the own is sent."""
     if num_bytes == 0:
         return 0.0
     others = num_ranks - 1

@@ -47,14 +47,14 @@ class LayerCost:
     working_bytes: int = 0
     """Bytes held only while the layer runs its backward: recomputed activations."""
     shared_bytes: int = 0
-    """Bytes kept by a stage that begins with this layer, beside the `activation_bytes` of its layers.
+    """Further bytes kept by a stage that begins with this layer: values that earlier layers read and count too.
 
-    Values that earlier layers read and count too (masks, rotary tables, features that several layers attend to).
+    For example masks, rotary tables, features that several layers attend to.
     """
     unsaved_bytes: int = 0
-    """Part of the bytes kept under recomputation.
+    """Further bytes kept under recomputation: values that several layers read, this one first.
 
-    Values that several layers read, this one first, and that none of them keeps for its backward otherwise.
+    None of these layers keeps them for its backward otherwise.
     """
     kept_forward_bytes: int = 0
     """Part of `forward_bytes` moved by products, convolutions and attention, which selective mode does not repeat."""

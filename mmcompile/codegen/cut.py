@@ -115,7 +115,7 @@ def _shared_readers(
 ) -> dict[fx.Node, tuple[str, ...]]:
     """Return shared values at which the paths to several stages part, with all the stages that need them.
 
-    A mask that all read, a rotary table that each reshapes for itself.
+    For example a mask that all read, or a rotary table that each reshapes for itself.
     """
     calls = list(calls)
     needing: dict[fx.Node, frozenset[str]] = {}

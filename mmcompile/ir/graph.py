@@ -54,9 +54,10 @@ class NodeInfo:
     module_path: str
     """Dotted path of the innermost module that made the node, "" for the model's own forward."""
     carries_gradient: bool = False
-    """True if gradient passes through the node: an input carries gradient or a parameter read is trainable (thesis, Eq.
+    """True if gradient passes through the node.
 
-    3.1-3.3), and the loss depends on it. Set by the gradient-flow pass.
+    An input carries gradient or a parameter read is trainable (thesis, Eq. 3.1-3.3), and the loss depends on the node. Set by the
+    gradient-flow pass.
     """
     forward_flops: int = 0
     input_grad_flops: int = 0

@@ -149,7 +149,7 @@ class _KnownDispatch(TorchDispatchMode):
         return output
 
     def _needs_value(self, func: Any, args: Sequence[Any]) -> bool:
-        """Return whether the result depends on values. A Python number, or a tensor whose shape is not known otherwise."""
+        """Return whether the result depends on values: a Python number, or a tensor whose shape is not known otherwise."""
         if func is aten.index.Tensor:  # tagged as of dynamic shape, which it only is under masks
             return any(is_boolean(index) for index in args[1])
         return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags

@@ -105,7 +105,7 @@ class TokenBlocks:
         return self._tokens_of(self.blocks)
 
     def restore(self) -> Tensor:
-        """Return int64 [tokens]. Index of each token in `rearrange().flatten()`, so that `gathered[restore]` is in order."""
+        """Return int64 [tokens]: index of each token in `rearrange().flatten()`, so that `gathered[restore]` is in order."""
         order = self.rearrange().flatten()
         rows = (order >= 0).nonzero().squeeze(1)
         return torch.empty(self.tokens, dtype=torch.int64).scatter_(0, order[rows], rows)

@@ -67,10 +67,7 @@ def _frozen_share(stages: Iterable[Stage]) -> float | None:
 
 
 def recompute_text(stages: Iterable[Stage]) -> str:
-    """Format recomputation: `"full"`, or of how many layers.
-
-    `"selective 2, full 3 of 8 layers"`, those with nothing to win excluded.
-    """
+    """Format recomputation: `"full"`, or `"selective 2, full 3 of 8 layers"` without layers that have nothing to win."""
     stages = tuple(stages)
     mode = uniform_mode(stages)
     if mode != "mixed":
@@ -92,10 +89,7 @@ def frozen_text(stages: Iterable[Stage]) -> str:
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """Format ranks: `(0, 1, 2, 8, 9)` -> `"0-2,8-9"`; many that repeat: `"0-7,16-23,..,112-119"`, many others.
-
-    `"0-7,9-11 and 6 more"`.
-    """
+    """Format ranks: `"0-2,8-9"`; many that repeat: `"0-7,16-23,..,112-119"`, many others: `"0-7,9-11 and 6 more"`."""
     ranges: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if ranges and rank == ranges[-1][1] + 1:

@@ -16,10 +16,7 @@ from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 OPTIMIZER_STATES = 2
 """Optimizer states a trainable element in the parameter's dtype, those of AdamW (torch.optim.AdamW)."""
 OPTIMIZER_PASSES = 3 + 2 * OPTIMIZER_STATES
-"""Times an optimizer step moves the bytes of the trainable parameters: reads gradients.
-
-Reads and writes parameters and states.
-"""
+"""Times an optimizer step moves the bytes of the trainable parameters: reads of gradients, parameters and states, and writes."""
 
 Loads = Mapping[str, tuple[Load | None, Load | None]]
 """Component -> its mean and its worst load; None where costs are known at one load only."""

@@ -372,10 +372,7 @@ class Pricing:
         return found
 
     def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], LayerSharding] | None:
-        """Return measured forward, input gradient, weight gradient as fixed, per token, per square, [3, 3].
-
-        And their sharding.
-        """
+        """Return the seconds of forward, input and weight gradient as coefficients (fixed, token, square) [3, 3], and their sharding."""
         if component not in self.table.growing:
             return None
         at = self.table.captured_loads[component]

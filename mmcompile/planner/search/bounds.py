@@ -92,10 +92,7 @@ class _Union:
     """
 
     seconds: tuple[Array, Array, Array]
-    """Seconds of forward, of the awaited part of the backward, and of the rest, each [draws, stages, microbatches + 1].
-
-    0 at the end.
-    """
+    """Seconds [draws, stages, microbatches + 1] of forward, awaited part of the backward, and the rest; 0 at the end."""
     count: Index
     """Number of microbatches, [stages]."""
     step: Index

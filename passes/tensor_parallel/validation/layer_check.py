@@ -36,7 +36,7 @@ _MOST_FLOPS = 2e12
 _DTYPES = {torch.float32: 1e-2, torch.float64: 1e-6}
 """Dtype of the computation -> part of the largest gradient that scales the comparison of smaller ones.
 
-That of a bias of keys is 0 but for rounding.
+The gradient of a bias of keys, for example, is 0 but for rounding.
 """
 
 

@@ -63,10 +63,7 @@ class LayerMatches:
         return [(self._value_of[node], node) for node in _leaving(nodes)]
 
     def ends(self, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
-        """Yield (value, node that others read it from, whether these are of another component).
-
-        The places where gradient returns.
-        """
+        """Yield (value, node that others read it from, True if these are of another component) wherever gradient returns."""
         members = set(nodes)
         for value, node in self.outputs(nodes):
             exits = [user for user in node.users if _is_exit(user)]
