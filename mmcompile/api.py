@@ -1,4 +1,4 @@
-"""What scripts and the command line call: capture, freeze, plan, look at stages, parallelize."""
+"""Functions for scripts and the command line: capture, freeze, plan, stage programs, parallelize."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def capture(
 
 
 def freeze(model: nn.Module, train: str | Sequence[str]) -> None:
-    """Train what matches and freeze the rest.
+    """Train the parameters that match and freeze the rest.
 
     Args:
         model: changed in place (`requires_grad`).
@@ -121,7 +121,7 @@ def plan(
     packing: Sequence[Sample] | None = None,
     on_phase: Callable[[str, float], None] | None = None,
 ) -> Plan:
-    """Find where every layer runs.
+    """Plan the training of a model: assignment of every layer to devices, degrees, microbatches and schedule.
 
     Without `global_batch`, each replica of the language model computes `num_microbatches` times the captured batch in a step, and
     the plan is one that the engine runs. With it, everything is searched that is not decided here: tensor, context and data
@@ -132,8 +132,8 @@ def plan(
         model: with `requires_grad` as it will train; or a path, as for `capture`.
         batch: one microbatch, with every modality in it; made from the config when not given.
         packing: two or more conversations, as a processor returns them, which stand for a microbatch in place of `batch`. The
-            plan is then for microbatches that are one row of documents without padding, and its notes say what keeps documents
-            apart.
+            plan is then for microbatches that are one row of documents without padding, and its notes contain how documents are
+            kept apart.
         on_phase: receives the seconds of each phase: `"capture"`, `"cost"`, `"search"`, `"proof"`, `"templates"`, `"links"`.
         cluster, global_batch, ...: all others are fields of `mmcompile.config.PlanRequest`, described there. A cluster, a
             dataset, a calibration and constraints may also be given as values instead of their texts and files.
@@ -198,7 +198,7 @@ def _text(value: object) -> str:
 
 
 def pack(model: nn.Module, samples: Sequence[Sample]) -> dict[str, Value]:
-    """Samples as one batch of one row: documents one after the other, each with positions of its own, without padding.
+    """Return samples as one batch of one row: documents one after the other, each with positions of its own, without padding.
 
     Raises:
         BatchError: samples that do not go together, or have no tokens.
@@ -208,7 +208,7 @@ def pack(model: nn.Module, samples: Sequence[Sample]) -> dict[str, Value]:
 
 
 def stage_programs(model: nn.Module, batch: Mapping[str, Any], plan: Plan) -> Mapping[str, StageProgram]:
-    """The programs that the stages of a plan run for batches like `batch`, by stage name."""
+    """Return the programs that the stages of a plan run for batches like `batch`, by stage name."""
     captured = captured_step(model, batch)
     check_fingerprint(plan, fingerprint_of(captured.graph))
     return lower(with_axes(captured, plan), plan).programs

@@ -1,4 +1,4 @@
-"""`CapturedModel`: a model with the microbatch that it is captured on; and the fingerprint of what was captured."""
+"""`CapturedModel`: a model with the microbatch on which it is captured, and the fingerprint of the capture."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapturedModel:
-    """A model and the microbatch that it is captured on."""
+    """A model and the microbatch on which it is captured."""
 
     model: nn.Module = field(repr=False)
     batch: Mapping[str, Any] = field(repr=False)
     packing: Packing | None = None
-    """What keeps the samples of `batch` apart; None for a padded batch."""
+    """Isolation of the samples of `batch`; None for a padded batch."""
     num_samples: int | None = None
-    """Samples in the batch, where its shapes do not say."""
+    """Samples in the batch, if its shapes do not determine them."""
 
     @classmethod
     def of(

@@ -18,10 +18,12 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 from mmcompile.errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
-"""What the backward of a layer computes again instead of keeping: nothing; all but results of products, convolutions and
-attention; or everything but the layer's inputs."""
+"""Recomputation in the backward of a layer: nothing; all but results of products, convolutions and attention.
+
+Or everything but the layer's inputs.
+"""
 Recomputation = Recompute | Literal["auto"]
-"""What a plan is asked to compute again: one mode for all layers, or for each layer the mode that its rank's memory needs."""
+"""Recomputation of a plan: one mode for all layers, or for each layer the mode that its rank's memory needs."""
 ScheduleKind = Literal["gpipe", "1f1b", "eager-1f1b", "zb-h1"]
 """Order in which a pipeline rank runs forwards and backwards."""
 ProjectorPlacement = Literal["with_encoder", "alone", "with_language_model"]
@@ -106,7 +108,7 @@ class ModelConfig:
     """A model before it is planned: which parameters train, and their type."""
 
     train: Sequence[str] = _option((), shown="as the model is: all")
-    """What trains: 'all', a component or module name, or a pattern over parameter names; repeat for several."""
+    """Parameters that train: 'all', a component or module name, or a pattern over parameter names; repeat for several."""
     dtype: Dtype | None = _option(None, shown="the config's")
     """Type of the parameters."""
     random_weights: bool = False
@@ -137,7 +139,7 @@ class ExampleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """Everything that is asked of a plan; None leaves a choice to the planner.
+    """Request for a plan; None leaves a choice to the planner.
 
     Without `global_batch`, each replica of the language model computes `num_microbatches` times the captured batch in a step.
     With it, everything is searched that is not decided: tensor, context and data parallel degrees of every component,
@@ -158,13 +160,13 @@ class PlanRequest:
     The step is predicted for it; without it, all samples are like those of the captured batch.
     """
     strategy: str = _option("auto", choices=get_args(Strategy))
-    """Name of who decides: our search ('auto'), a published one, or a baseline."""
+    """Strategy that decides: our search ('auto'), a published one, or a baseline."""
     num_microbatches: int | None = _option(None, name="microbatches", least=1, shown="4; searched with --global-batch")
     """Microbatches of a step, of each replica of the language model."""
     schedule: ScheduleKind | None = _option(None, shown="1f1b; search with --global-batch", search=_SEARCHED)
     """Order of forwards and backwards."""
     recompute: Recomputation | None = _option(None, shown="none; auto with --global-batch")
-    """What the backward computes again; 'auto': of each layer what the memory needs.
+    """Recomputation in the backward; 'auto': of each layer as much as the memory needs.
 
     'selective' is all but products, convolutions and attention. 'auto' takes the least time, so nothing where everything fits;
     with fault tolerance it is one mode for all layers.
@@ -176,8 +178,8 @@ class PlanRequest:
     )
     """Ranks that share the tensors of every layer, or of those of a chain by name; repeat or join with commas.
 
-    Chains that are not named have 1. What so many ranks cannot share is computed by each of them; the plan's notes say what and
-    why.
+    Chains that are not named have 1. What so many ranks cannot share is computed by each of them; the plan's notes list these
+    parts with reasons.
     """
     replicas: Degrees | None = _option(
         None, metavar="N|NAME=N|search", shown="1; search with --global-batch", search=_SEARCHED
@@ -224,7 +226,7 @@ class PlanRequest:
     fault_tolerance: int | None = _option(None, metavar="F", least=0, shown="no templates")
     """Nodes that may fail at once. The plan gets a pipeline template for every number of nodes that failures may leave.
 
-    No layer is lost (`Plan.resilience`), and the plan says which numbers of nodes can be used in full.
+    No layer is lost (`Plan.resilience`), and the plan has the numbers of nodes that can be used in full.
     """
 
     def __post_init__(self) -> None:
@@ -273,7 +275,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Options of training that the Python API and `mmcompile train` have alike (`mmcompile.Engine`)."""
+    """Options of training that the Python API and `mmcompile train` share (`mmcompile.Engine`)."""
 
     balance: str | None = _option(None, metavar="NAME", shown="auto; arrival with templates")
     """Balancer, which decides who computes which sample: arrival, sorted-round-robin, disttrain, joint, hierarchical,
@@ -324,7 +326,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticConfig:
-    """Options of a run that goes on when nodes die (`mmcompile.elastic`), beside those of training."""
+    """Options of a run that continues when nodes die (`mmcompile.elastic`), beside those of training."""
 
     save_every: int | None = _option(None, least=1, shown="the end only")
     """Steps between checkpoints, in a run with templates."""

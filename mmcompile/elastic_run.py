@@ -53,18 +53,18 @@ def elastic(
     on_event: Callable[[RunEvent], None] | None = None,
     **settings: Any,
 ) -> ElasticEngine:
-    """Train on several nodes, and go on when some of them die: nothing is lost, and no sample is trained twice or left out.
+    """Train on several nodes, and continue when some of them die: no step is lost, no sample trained twice or left out.
 
-    Every step has the same samples in the same microbatches whatever the nodes; each is committed once. With
+    Every step has the same samples in the same microbatches for any nodes; each is committed once. With
     `reduction="fixed"` a run with failures ends with the same bits as one without.
 
     Args:
         model, batch, plan: as for `elastic_job`.
-        nodes: their names; by default as many as the plan's cluster has. Each is played by processes of this machine.
+        nodes: their names; by default as many as the plan's cluster has. Each is simulated by processes of this machine.
         recovery_deadline_s: longest time from a failure to the next step; all other waits follow from it.
         max_restarts: times that a node's workers are started anew.
-        on_event: told every line of the event log while `train` runs.
-        settings: of `elastic_job`: data, num_steps, folder, optimizer, ...
+        on_event: called with every line of the event log while `train` runs.
+        settings: settings of `elastic_job`: data, num_steps, folder, optimizer, ...
 
     Raises:
         PlanError, ConfigError: as `elastic_job`, or fewer nodes than keep the plan's promise.
@@ -85,12 +85,12 @@ def join(
     max_restarts: int = 3,
     **settings: Any,
 ) -> None:
-    """Be one node of a run that `mmcompile coordinate` serves, until the run ends or the node is let go.
+    """Run one node of a run that `mmcompile coordinate` serves, until the run ends or the node is released.
 
     Args:
         node: its name, unique in the run.
-        at: where the coordinator is.
-        settings: of `elastic_job`, the same on all nodes; `folder` is one that all machines share.
+        at: address of the coordinator.
+        settings: settings of `elastic_job`, the same on all nodes; `folder` is one that all machines share.
 
     Raises:
         EngineError: the node was given up, or training ended before its last step.
@@ -194,7 +194,7 @@ def elastic_job(
 
 
 def _resilience(plan: Plan) -> Resilience:
-    """The plan's templates, if workers can run them. Raises PlanError."""
+    """Return the plan's templates, if workers can run them. Raises PlanError."""
     found = plan.resilience
     if found is None:
         raise PlanError("the plan has no templates for the day nodes die: plan with fault_tolerance=1 or more")
@@ -207,12 +207,12 @@ def _resilience(plan: Plan) -> Resilience:
 
 
 def compile_layers(job: ElasticJob) -> int:
-    """Compile every distinct layer of the first steps, for all workers started later; how many graphs that made."""
+    """Compile every distinct layer of the first steps, for all workers started later; return the number of graphs."""
     return warm_up(_first_microbatches(job), job.patterns.parameters()).num_graphs
 
 
 def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
-    """A microbatch of each pattern in the first steps. What is captured here is known to all workers, whoever leads."""
+    """Return a microbatch of each pattern in the first steps. Patterns captured here are on all workers."""
     stages = tuple(PlacedStage(name=stage.name, ranks=(0,), depth=stage.depth) for stage in job.layers.stages)
     placement = Placement(stages=stages, num_microbatches=job.resilience.num_microbatches)
     planner = StepPlanner(placement, job.patterns, collate=job.collate, balancer=job.balancer, costs=job.costs)
@@ -232,7 +232,7 @@ def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
 
 
 def _costs(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
-    """What samples cost a whole pipeline: it computes all of a sample."""
+    """Return the costs of samples in a whole pipeline, which computes all of a sample."""
     costs = costs_of_samples(plan, samples)
     return SampleCosts(components=("",), costs=costs.costs.sum(axis=0, keepdims=True))
 

@@ -1,4 +1,4 @@
-"""From a captured model and a request to a plan: costs, space of the search, the search itself, links between stages."""
+"""Planning from a captured model and a request: costs, space of the search, the search itself, links between stages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from mmcompile.runtime.monitoring.timer import processor_name
 from mmcompile.units import format_seconds
 
 _KEPT = 2
-"""Tensors that stay whole, in a note."""
+"""Beginning of a note about tensors that stay whole."""
 
 OnPhase = Callable[[str, float], None]
 """Receives the name of a phase and its seconds."""
@@ -61,7 +61,7 @@ class PlanInputs:
     calibration: Calibration | None = None
     constraints: tuple[Constraint, ...] = ()
     packing: Packing | None = None
-    """What keeps samples of one row apart; None for padded samples in rows of their own."""
+    """Isolation of the samples of one row; None for padded samples in rows of their own."""
 
     @classmethod
     def read(
@@ -86,7 +86,7 @@ class PlanInputs:
 
 
 def _attention_choice(request: PlanRequest) -> AttentionChoice:
-    """Return the attention of a request: bitfield where tokens are shared, the model's own where nothing says otherwise."""
+    """Return the attention of a request: bitfield where tokens are shared, else the model's own by default."""
     context_parallel = request.context_parallel or 1
     attention = request.attention or ("bitfield" if context_parallel > 1 else "model")
     return AttentionChoice(attention=attention, context_parallel=context_parallel)

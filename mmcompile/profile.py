@@ -30,15 +30,15 @@ from mmcompile.runtime.monitoring.timer import Timer, one_thread, processor_name
 
 _WARM_UP = 1
 ROUNDS = 4
-"""Of every measurement; the median counts."""
+"""Rounds of every measurement; the median counts."""
 _IN_FLIGHT = 4
 """Forwards before the first backward of a round: as in a stage, activations then do not come out of the cache."""
 CPU_SIZES = (64, 256, 1024)
 GPU_SIZES = (64, 256, 1024, 4096, 16384)
-"""Tokens, Entrain section 4.4."""
+"""Numbers of tokens, Entrain section 4.4."""
 
 Progress = Callable[[str, float], None]
-"""Told what comes next, and the share that is done, 0..1."""
+"""Callback with the next measurement, and the share that is done, 0..1."""
 
 
 def profile(
@@ -59,10 +59,10 @@ def profile(
     Args:
         model: with `requires_grad` as it will train.
         batches: microbatches of different sizes, all with every modality.
-        device_name: what clusters call the device.
-        device: where to measure.
-        rounds: of each measurement.
-        on_progress: told before each.
+        device_name: name of the device in clusters.
+        device: device to measure on.
+        rounds: rounds of each measurement.
+        on_progress: called before each measurement.
 
     Raises:
         BatchError, CaptureError: from the captures.
@@ -139,7 +139,7 @@ class _Subject:
         )
 
     def host_s(self, model: nn.Module, batch: Mapping[str, Any], rounds: int) -> float:
-        """Seconds from samples to a prepared microbatch, on rank 0."""
+        """Return the seconds from samples to a prepared microbatch, on rank 0."""
 
         def prepare() -> None:
             made = completed(model, collate([batch], None))
@@ -150,7 +150,7 @@ class _Subject:
         return _median(Timer(torch.device("cpu")), prepare, rounds)
 
     def measure(self, place: Place, device: torch.device, rounds: int) -> LayerTimes:
-        """Median seconds of a layer."""
+        """Return the median seconds of a layer."""
         run = _LayerRun.of(self, self.programs[place], device)
         timer = Timer(device)
         forward: list[float] = []
@@ -188,7 +188,7 @@ class _LayerRun:
     leaves: Sequence[Tensor]
     """Arguments that get a gradient."""
     parameters: Sequence[nn.Parameter]
-    """Those that train."""
+    """Parameters that train."""
     roots: Sequence[int]
     """Results that the gradient comes from, by position."""
     seeds: Sequence[Tensor]
@@ -218,7 +218,7 @@ class _LayerRun:
         )
 
     def forward(self) -> list[Tensor]:
-        """The results that the gradient will come from."""
+        """Return the results that the gradient will come from."""
         with torch.set_grad_enabled(bool(self.seeds)):
             results = self.module(*self.arguments)
         return [results[index] for index in self.roots]
@@ -233,14 +233,14 @@ class _LayerRun:
 
 
 def _weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random weights that keep activations at the size of 1."""
+    """Return random weights that keep activations at the size of 1."""
     if len(shape) < 2:
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.randn(shape, dtype=dtype, device=device) / shape[-1] ** 0.5
 
 
 def _arguments(subject: _Subject, layer: LayerProgram, device: torch.device) -> list[Tensor]:
-    """Batch inputs and shared values as they are, results of other layers random."""
+    """Return batch inputs and shared values as they are, results of other layers random."""
     shared = [node for node in layer.arguments if node.op == "call_function" and info(node).shared]
     known = shared_values(subject.graph, shared, subject.inputs)
     arguments: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""`RunDisplay`: a run with templates while it goes on: progress, who is there, and the last recovery."""
+"""`RunDisplay`: progress of a run with templates: steps, members, and the last recovery."""
 
 from __future__ import annotations
 

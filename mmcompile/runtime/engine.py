@@ -293,8 +293,8 @@ class Engine:
     def train(self, batches: Iterable[Sequence[Sample]], *, trace: Container[int] = ()) -> Iterator[StepMetrics]:
         """A call of `step` for each batch. While one runs, a thread reads the next batch and plans it.
 
-        With `accumulate`, the last batch updates, however many there were since the last update; to know which one that is, the
-        thread reads one batch further.
+        With `accumulate`, the last batch updates, however many there were since the last update; to find that one, the thread
+        reads one batch further.
 
         Args:
             batches: samples of each call, as for `step` (ranks other than 0: ignored). If they have a `state_dict()`, as
@@ -346,16 +346,16 @@ class Engine:
 
     @_led(lambda engine: engine._last_saving())
     def save(self, folder: str | os.PathLike[str], *, data: object = None, wait: bool = True) -> Saving:
-        """Write a checkpoint: all that `load` needs to go on. Every rank writes what it holds; all must see the folder.
+        """Write a checkpoint with all that `load` needs. Every rank writes its part; all must see the folder.
 
         It is in the format of torch.distributed.checkpoint, so other tools can read it. `export` writes a model for
         `from_pretrained`. A checkpoint that is there already stays whole until the new one is.
 
         Args:
-            data: where the data is: plain values and tensors, that `load` gives back. By default the `state_dict()` of what
+            data: state of the data: plain values and tensors, which `load` returns. By default the `state_dict()` of what
                 `train` was given, if it has one, as it was after the batch of the last step.
             wait: until it is on the disk. Otherwise this returns once there is a copy in memory (of each rank's share), and
-                training may go on; the next save, load or close waits for it.
+                training may continue; the next save, load or close waits for it.
 
         Raises:
             CheckpointError: the disk is full or the folder not writable; the checkpoint there before is untouched. With `wait`
@@ -384,13 +384,13 @@ class Engine:
 
     @_led(lambda engine: engine._followed_load())
     def load(self, folder: str | os.PathLike[str]) -> Resumed:
-        """Go on from a checkpoint: weights (the user's model gets them too), optimizer, step count, learning rate.
+        """Resume from a checkpoint: weights (also of the user's model), optimizer, step count, learning rate.
 
-        Whatever plan and number of ranks it was saved with: every rank reads what it holds. The model must be the one that was
-        trained, with the same frozen weights, which are not saved but compared by a sample of each.
+        Any plan and number of ranks may have saved it: every rank reads the parts that it holds. The model must be the one that
+        was trained, with the same frozen weights, which are not saved but compared by a sample of each.
 
         Returns:
-            Where training was, for the data to go on from there.
+            The position of training, from which the data can resume.
 
         Raises:
             CheckpointError: none there, damaged, or of another model or optimizer. Nothing was changed.

@@ -61,9 +61,11 @@ class ProbeSource:
         self._programs = PatternPrograms(pattern=f"probe {num_elements}", programs=programs, per_token=False)
 
     def parameters(self) -> Mapping[str, Tensor]:
+        """Parameters by name."""
         return self._parameters
 
     def prepare(self, batch: Mapping[str, Value]) -> PreparedMicrobatch:
+        """Return the one program of the probe."""
         values = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         return PreparedMicrobatch(
             programs=self._programs, sizes={}, values={"x": values["x"]}, link_shapes={"y": (self._num_elements,)}
@@ -129,7 +131,7 @@ class _Probe:
 
     step_s: float
     forward_s: float
-    """Of a rank, for a forward of next to nothing."""
+    """Seconds of a rank for a forward of next to nothing."""
     backward_s: float
     send_s: float
     message_s: float
@@ -196,7 +198,7 @@ def _optimizer_costs(device: torch.device) -> tuple[float, float]:
 
 
 def _optimizer_s(num_elements: int, device: torch.device) -> float:
-    """Of one tensor."""
+    """Return the seconds of an optimizer step for one tensor."""
     parameters = [nn.Parameter(torch.ones(num_elements, device=device)) for _ in range(_NUM_TENSORS)]
     optimizer, timer, seconds = DEFAULT_OPTIMIZER(parameters), Timer(device), []
     for _ in range(_WARM_UP + _NUM_STEPS):
@@ -207,7 +209,7 @@ def _optimizer_s(num_elements: int, device: torch.device) -> float:
 
 
 def _empty_step_s(costs: RuntimeCosts) -> float:
-    """What is predicted for the small probe without `step_s`."""
+    """Return the predicted seconds of the small probe without `step_s`."""
     stages = [PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(_STAGES)]
     message = LinkMessages(source=_STAGES[0], target=_STAGES[1], sizes=(4 * _SMALL,), gradient_sizes=(4 * _SMALL,))
     nothing = LayerTimes(forward_s=0.0, input_grad_s=1e-9, weight_grad_s=0.0)

@@ -24,19 +24,19 @@ class Balancer(ABC):
 
     @abstractmethod
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Give every sample a place in every component it takes part in.
+        """Assign every sample to a place in every component with work for it.
 
         Raises:
             ConfigError: the costs lack what this balancer needs, or nothing keeps to its limits.
         """
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
-        """Like `assign`, with what a user is told of it."""
+        """Return the result of `assign`, with an explanation for the user."""
         return self.assign(costs, grid), self.title
 
     @property
     def title(self) -> str:
-        """What it is called with these options; the registry's name where it has one."""
+        """Name with these options; the registry's name where it has one."""
         return self.name
 
 

@@ -58,7 +58,7 @@ class Exchange:
         return Exchange(samples=samples, source=self.source[mine], target=other.target[theirs])
 
     def volume(self, rows: np.ndarray, num_sources: int, num_targets: int) -> np.ndarray:
-        """What each replica sends to each, int64 [sources, targets].
+        """Return the rows that each replica sends to each, int64 [sources, targets].
 
         Args:
             rows: int [all samples]: rows, bytes or tokens of a sample.
@@ -69,7 +69,10 @@ class Exchange:
 
 
 def exchange(assignment: Assignment, source: int, target: int) -> Exchange:
-    """What component `source` (an index) makes, to where component `target` needs it: samples that take part in both."""
+    """Return the places of samples with work in both components.
+
+    Where `source` (an index) computes them, where `target` reads them.
+    """
     both = (assignment.replica[source] != ABSENT) & (assignment.replica[target] != ABSENT)
     samples = np.flatnonzero(both)
     return Exchange(

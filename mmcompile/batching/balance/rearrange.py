@@ -18,7 +18,7 @@ from mmcompile.errors import ConfigError
 _REARRANGE_LIMITS = Limits(variables=256, nodes=200)
 """Batches times nodes: 32 ranks on 4 nodes, about a second at most. 128 ranks on 16 nodes (2,048) take a few seconds."""
 _LEAST_GAIN = 1e-4
-"""Of the largest volume, below which the integer program is not worth another look."""
+"""Reduction, relative to the largest volume, below which the integer program is not run again."""
 _LARGEST_ASSIGNMENT = 1024
 """Ranks up to which the start is the assignment that keeps most in all, which takes cubic time."""
 _SWAP_BUDGET = 1 << 17
@@ -27,7 +27,7 @@ _SWAP_BUDGET = 1 << 17
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rearrangement:
-    """Which rank gets which batch."""
+    """Rank of each batch."""
 
     rank: np.ndarray
     """int64 [batches]."""
@@ -86,13 +86,13 @@ def rearranged(assignment: Assignment, component: int, microbatch: int, rank: np
 
 
 def _sent(volume: np.ndarray, home: np.ndarray, node: np.ndarray) -> np.ndarray:
-    """What each rank sends to other nodes, int64 [ranks], if batch j is on node[j]."""
+    """Return the volume that each rank sends to other nodes, int64 [ranks], if batch j is on node[j]."""
     kept = np.take_along_axis(_by_node(volume, node, int(home[-1]) + 1), home[:, None], axis=1)[:, 0]
     return volume.sum(axis=1) - kept
 
 
 def _by_node(volume: np.ndarray, node: np.ndarray, num_nodes: int) -> np.ndarray:
-    """What each rank holds for each node, int64 [ranks, nodes]."""
+    """Return the volume that each rank holds for each node, int64 [ranks, nodes]."""
     order = np.argsort(node, kind="stable")
     return np.add.reduceat(volume[:, order], np.searchsorted(node[order], np.arange(num_nodes)), axis=1)
 

@@ -39,9 +39,9 @@ def coordinate(
         typer.Option(min=1, help="Nodes that training waits for.", show_default="those of the plan's cluster"),
     ] = None,
 ) -> None:
-    """Serve a run on several machines: who is there, what runs next, which steps are done.
+    """Serve a run on several machines: membership, plans and committed steps.
 
-    It may be killed and started again: training goes on where it is.
+    It may be killed and started again: training continues from the last committed step.
     """
     loaded = Plan.load(plan)
     if loaded.resilience is None:

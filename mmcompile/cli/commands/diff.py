@@ -19,7 +19,7 @@ def diff(
     after: Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     json: JsonOption = False,
 ) -> None:
-    """Say what differs from plan A to plan B: settings, layout, figures, layers that moved, stages."""
+    """Show the differences from plan A to plan B: settings, layout, figures, layers that moved, stages."""
     difference = diff_plans(Plan.load(before), Plan.load(after))
     if json:
         print_json(msgspec.to_builtins(difference))

@@ -28,10 +28,10 @@ def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, as JSON.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan the training of MODEL on a cluster: stages, devices, predicted times and memory, and why so.
+    """Plan the training of MODEL on a cluster: stages, devices, predicted times and memory, and the reasons.
 
-    No weights are needed and none are read, so real sizes are planned on a laptop. With --fault-tolerance the plan also says what
-    runs when nodes are lost or come back; `mmcompile simulate --trace` plays that over a trace of spot instances.
+    No weights are needed and none are read, so real sizes are planned on a laptop. With --fault-tolerance the plan also has
+    templates for all numbers of nodes; `mmcompile simulate --trace` simulates them over a trace of spot instances.
     """
     inputs = read_inputs(request)
     started = time.perf_counter()

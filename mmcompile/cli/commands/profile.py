@@ -95,8 +95,8 @@ def _parse_sizes(text: str | None, default: Sequence[int]) -> tuple[int, ...]:
 def make_batches(model: nn.Module, sizes: Sequence[int], media: dict[str, int]) -> list[dict[str, Any]]:
     """Microbatches of about so many tokens of the language model, each size as one sample, then as 2, 4, 8, ... of them.
 
-    So tokens are told from squares of lengths, and encoders see different numbers of images. A sample is at least as long
-    as its images and sounds need.
+    So tokens are distinguished from squares of lengths, and encoders get different numbers of images. A sample is at least as
+    long as its images and sounds need.
     """
     first = example_batch(model, batch_size=1, text_tokens=_LEAST_TEXT, **media)
     taken = first["input_ids"].shape[1] - _LEAST_TEXT
@@ -111,7 +111,7 @@ def _refuse_sizes(model: str, sizes: str | None) -> None:
 
 
 def _device(cluster: Cluster, runtime: bool) -> torch.device:
-    """Where to measure for a cluster. Raises ConfigError if this machine lacks the devices."""
+    """Return the device to measure for a cluster. Raises ConfigError if this machine lacks the devices."""
     if cluster.is_local:
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""`mmcompile show`: what does a plan file say?"""
+"""`mmcompile show`: content of a plan file."""
 
 from __future__ import annotations
 

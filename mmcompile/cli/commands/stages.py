@@ -83,7 +83,7 @@ def stages(
 
 
 def _is_plan(target: str) -> bool:
-    """A JSON file that says so; a model's config has a `model_type` instead."""
+    """Return whether a file is a plan: JSON with a fingerprint; a model's config has a `model_type` instead."""
     path = Path(target)
     return path.is_file() and '"fingerprint"' in path.read_text(errors="replace")
 

@@ -98,7 +98,7 @@ def train(
 
     Starts its processes on this machine; under torchrun (--no-python mmcompile train ...) it uses the launched ones.
 
-    With --fault-tolerance, or a plan made with it, nodes may die, and training goes on with those that are left.
+    With --fault-tolerance, or a plan made with it, nodes may die, and training continues with the others.
     """
     if plan is not None:
         refuse_typed(context, (*_FIELDS, "nodes"), WITH_PLAN)

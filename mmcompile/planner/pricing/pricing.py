@@ -372,7 +372,7 @@ class Pricing:
         return found
 
     def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], LayerSharding] | None:
-        """Return the seconds of forward, input and weight gradient as coefficients (fixed, token, square) [3, 3], and their sharding."""
+        """Return forward, input and weight gradient as coefficients (fixed, token, square) [3, 3] in seconds, and sharding."""
         if component not in self.table.growing:
             return None
         at = self.table.captured_loads[component]

@@ -1,6 +1,6 @@
-"""What we use of `torch.distributed.checkpoint`: its files and their writer, its metadata, and its plan of what to read.
+"""Our use of `torch.distributed.checkpoint`: its files and their writer, its metadata, and its plan of reads.
 
-Its own entry points want torch's default process group and pickle between ranks; so each rank drives the storage writer by
+Its own entry points require torch's default process group and pickle between ranks; so each rank drives the storage writer by
 itself, and rank 0 makes the metadata out of our index. `torch.distributed.checkpoint.load` reads the folder.
 
 Importing it takes most of a second: import this module where something is saved or loaded.
@@ -109,7 +109,7 @@ def write_metadata(folder: Path, index: CheckpointIndex) -> None:
 
 
 def read_piece(folder: Path, index: CheckpointIndex, piece: CheckpointPiece) -> None:
-    """Fill the tensor of a piece from a checkpoint, whatever parts it was written in.
+    """Fill the tensor of a piece from a checkpoint, for any parts in which it was written.
 
     Raises:
         CheckpointError: bytes that it needs are missing or are not as they were written.

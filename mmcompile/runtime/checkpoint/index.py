@@ -36,11 +36,11 @@ class StoredChunk:
     sizes: tuple[int, ...]
     file: str
     position: int
-    """Of its first byte in the file."""
+    """Position of its first byte in the file."""
     length: int
     """Bytes, as `torch.save` writes a tensor of these sizes."""
     digest: str
-    """Of these bytes."""
+    """Digest of these bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole."""
     chunks: tuple[StoredChunk, ...]
 
 
@@ -139,15 +139,17 @@ class CheckpointIndex:
 
 
 def weight_key(name: str) -> str:
+    """Return the key of a weight."""
     return _WEIGHT + name
 
 
 def state_key(name: str, key: str) -> str:
+    """Return the key of a tensor of optimizer state."""
     return f"{_STATE}{name}.{key}"
 
 
 def path_of(key: str) -> tuple[str, ...]:
-    """Where a tensor is in a nested state dict, as torch has it before flattening."""
+    """Return the path of a tensor in a nested state dict, as torch has it before flattening."""
     if key.startswith(_WEIGHT):
         return ("model", key.removeprefix(_WEIGHT))
     name, state = key.removeprefix(_STATE).rsplit(".", 1)
@@ -155,6 +157,7 @@ def path_of(key: str) -> tuple[str, ...]:
 
 
 def digest_of(data: bytes | bytearray) -> str:
+    """Return the digest of bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -171,4 +174,5 @@ def digest_in(path: Path, position: int, length: int) -> str:
 
 
 def damaged(place: Path, why: Exception | str) -> CheckpointError:
+    """Return the error of a damaged checkpoint."""
     return CheckpointError(f"the checkpoint at {place} is damaged: {why}; load an older one")

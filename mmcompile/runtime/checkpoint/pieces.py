@@ -122,11 +122,11 @@ def state_piece(holding: Holding, key: str, tensor: Tensor, part: tuple[int, ...
 def wanted_by(
     holdings: Mapping[str, Holding], index: CheckpointIndex, *, weights: Iterable[str], states: Iterable[str]
 ) -> dict[str, CheckpointPiece]:
-    """What a rank reads, as empty tensors by path: `value/<name>` and `state/<key>/<name>`.
+    """Return the empty tensors that a rank reads, by path: `value/<name>` and `state/<key>/<name>`.
 
     Args:
-        holdings: by the name the rank has for a parameter.
-        weights, states: such names of parameters whose weights, and whose optimizer state, it wants.
+        holdings: name of a parameter on the rank -> its holding.
+        weights, states: such names of parameters whose weights, and whose optimizer state, it reads.
 
     Raises:
         CheckpointError: the index does not have such a weight.

@@ -1,8 +1,8 @@
-"""`Saving`: a checkpoint on its way to the disk, while training goes on.
+"""`Saving`: a checkpoint that is written while training continues.
 
-Every rank has a thread that writes what the rank holds to a file of its own in a fresh folder, and says so in the store that
-all ranks share. Rank 0's waits for all, joins their parts to one index, and puts the folder in the place of the old one. The
-others' wait to hear how that ended. Nothing goes over the groups, which belong to the steps that run meanwhile.
+Every rank has a thread that writes the rank's tensors to a file of its own in a fresh folder, and reports it in the store that
+all ranks share. Rank 0's thread waits for all, joins their parts to one index, and puts the folder in the place of the old one.
+The other threads wait for the result. Nothing goes over the groups, which belong to the steps that run meanwhile.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -114,7 +114,7 @@ class PartJob:
             raise CheckpointError(error)
 
     def write(self) -> None:
-        """Write this rank's part, and say so. What goes wrong is said to rank 0."""
+        """Write this rank's part, and report it or the error to rank 0."""
         # It takes most of a second to import.
         from mmcompile.runtime.checkpoint import dcp
 
@@ -179,7 +179,7 @@ class WholeJob:
         self._tell(saving, "")
 
     def _tell(self, saving: Saving, outcome: str) -> None:
-        """Say how it ended, and wait until all have heard: the store may be gone when this process is."""
+        """Report the result, and wait until all ranks have it: the store may end with this process."""
         store = self.part.store
         store.set(_OUTCOME, outcome)
         # Whoever does not hear it is gone, which does not change how it ended.

@@ -35,7 +35,7 @@ _SAMPLED = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerState:
-    """What is small: counters and the optimizer's settings."""
+    """Small state: counters and the optimizer's settings."""
 
     step: int
     optimizer: OptimizerSpec
@@ -44,30 +44,30 @@ class TrainerState:
     num_samples: int = 0
     """Trained on so far, over all steps and replicas."""
     cursor: str | None = None
-    """Of the data, for a run that reads it by itself."""
+    """Cursor of the data, for a run that reads it by itself."""
     frozen: Mapping[str, str] = field(default_factory=dict)
     """Parameter that does not train -> its `fingerprint`: it is not in the checkpoint, and what trains was trained with it."""
     version: int = _CHECKPOINT_VERSION
     index: str = ""
     """Digest of the index."""
     data: str | None = None
-    """Digest of what the user's data said of itself; None if nothing was saved of it."""
+    """Digest of the state of the user's data; None if none was saved."""
     files: tuple[str, ...] = ()
     """Everything this checkpoint wrote; other files in the folder are the user's and are kept."""
     digest: str = ""
-    """Of this, without it."""
+    """Digest of this state, without this field."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """Where training was when a checkpoint was saved, for the data to go on from there."""
+    """Position of training in a checkpoint, from which the data resumes."""
 
     num_steps: int
     """Updates, and so batches, where each is one step."""
     num_samples: int
-    """Of these batches, over all replicas."""
+    """Samples of these batches, over all replicas."""
     data: Any
-    """What was saved of the user's data; None if nothing was."""
+    """Saved state of the user's data; None if none was saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +75,9 @@ class Stored:
     """A whole checkpoint on the disk, without its tensors."""
 
     folder: Path
-    """That was asked for."""
+    """Requested folder."""
     place: Path
-    """Where it is: that folder, or its predecessor after an interruption."""
+    """Folder of the checkpoint: the requested one, or its predecessor after an interruption."""
     trainer: TrainerState
     index: CheckpointIndex
 
@@ -93,7 +93,7 @@ class Stored:
         return cls(folder=folder, place=place, trainer=trainer, index=CheckpointIndex.read(place, trainer.index))
 
     def data(self) -> Any:
-        """What the user's data said of itself; None if nothing was saved of it. Raises CheckpointError."""
+        """Return the state of the user's data; None if none was saved. Raises CheckpointError."""
         if self.trainer.data is None:
             return None
         try:
@@ -106,7 +106,7 @@ class Stored:
 
 
 def saved(folder: Path) -> TrainerState | None:
-    """What a checkpoint says of itself; None if there is none.
+    """Return the state of a checkpoint; None if there is none.
 
     Raises:
         CheckpointError: another version wrote it, or it is damaged.
@@ -153,9 +153,9 @@ def _read_state(place: Path) -> TrainerState:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Of a tensor's dtype, shape and about a thousand elements spread over it: told in microseconds, whatever its size.
+    """Return a fingerprint of a tensor's dtype, shape and about a thousand elements spread over it, in microseconds for any size.
 
-    Other weights (another model, another training of it) differ nearly everywhere, so a sample tells them apart.
+    Other weights (another model, another training of it) differ nearly everywhere, so a sample distinguishes them.
     """
     flat = tensor.detach().reshape(-1)
     drawn = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous().view(torch.uint8)
@@ -172,7 +172,7 @@ def files_of(folder: Path) -> frozenset[str]:
 
 
 def encoded(data: Any) -> bytes:
-    """What the user's data says of itself, as bytes.
+    """Encode the state of the user's data as bytes.
 
     Raises:
         CheckpointError: it has more than plain values and tensors.

@@ -31,7 +31,7 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Of the weights."""
+        """Dtypes and shapes of the weights."""
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()}
 
 
@@ -59,7 +59,7 @@ def write(folder: Path, checkpoint: Checkpoint, tied: Mapping[str, str]) -> None
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read a checkpoint, whatever wrote it.
+    """Read a whole checkpoint, for any plan that wrote it.
 
     Raises:
         CheckpointError: there is no complete checkpoint, another version wrote it, or it is damaged.
@@ -76,5 +76,5 @@ def read(folder: Path) -> Checkpoint:
 
 
 def shapes_of(index: CheckpointIndex) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Of the weights of a checkpoint."""
+    """Return dtypes and shapes of the weights of a checkpoint."""
     return {name: (torch_dtype(stored.dtype), stored.shape) for name, stored in index.weights.items()}

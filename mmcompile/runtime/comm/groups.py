@@ -3,9 +3,9 @@
 The groups are made directly on a store and never become torch's default group, so a user's own use of
 torch.distributed is left alone, and two engines can live in one process one after the other.
 
-gloo on torch 2.13 offers no way to wait for a message for a while and then go on waiting: a `wait` that times out closes
-the pair, `is_completed` stays false, and an abort from another thread releases nobody. So waits block, and what ends
-them is the end of the process on the other side (`launch` sees to that), or a `Fence`.
+gloo on torch 2.13 offers no way to wait for a message for a while and then continue to wait: a `wait` that times out closes the
+pair, `is_completed` stays false, and an abort from another thread releases no wait. So waits block, and what ends them is the end
+of the process on the other side (`launch` sees to that), or a `Fence`.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -30,7 +30,7 @@ _NEVER = timedelta(days=7)
 """Rank 0 may think for hours between two steps; a dead peer is noticed by other means."""
 
 _INTERRUPT_TAG = 2**31 - 5
-"""Of messages that nobody sends."""
+"""Tag of messages that are never sent."""
 _MOMENT = timedelta(milliseconds=1)
 
 _BROADCASTS = 8
@@ -53,7 +53,8 @@ class PeerLost(Exception):
 class Work(Protocol):
     """A message on its way (`torch.distributed.Work`, as far as we use it)."""
 
-    def wait(self) -> bool: ...
+    def wait(self) -> bool:
+        """Wait for the message."""
 
 
 class _Arrived:
@@ -69,8 +70,10 @@ ARRIVED = _Arrived()
 class Backend(Protocol):
     """A process group made directly on a store (`ProcessGroupGloo`, `ProcessGroupNCCL`)."""
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any: ...
-    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any: ...
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any:
+        """Start to send."""
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any:
+        """Start to receive."""
 
 
 class _Closed:
@@ -123,7 +126,7 @@ class Groups:
     waiting: bool = False
     """A thread waits for a message on gloo; once the groups are closed it does nothing more than raise PeerLost."""
     _broadcasts: deque[list[Work]] = field(default_factory=deque)
-    """Of rank 0, not known to have arrived."""
+    """Messages of rank 0 that may not have arrived."""
     _lanes: dict[Lane, Backend] = field(default_factory=dict)
     _shards: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -154,9 +157,9 @@ class Groups:
     def close(self) -> None:
         """Give back the connections and threads of gloo; takes about 10 ms a group, in which other threads run.
 
-        Whoever waits for a message, sends or receives afterwards gets PeerLost. A thread that waits now keeps its group until
-        its wait ends (cut a `Fence` first), as does a message that nobody waited for, for as long as it is referred to. The
-        store is the caller's. Safe to call twice.
+        Waits, sends and receives afterwards raise PeerLost. A thread that waits now keeps its group until its wait ends (cut a
+        `Fence` first), as does a message without a wait, for as long as it is referred to. The store is the caller's. Safe to
+        call twice.
         """
         self.closed = True
         self.control = _Closed()
@@ -222,7 +225,7 @@ class Groups:
             raise PeerLost(str(error)) from error
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give every rank rank 0's CPU tensor, of a size that all know. On rank 0 it must not change afterwards.
+        """Give every rank rank 0's CPU tensor, of a size known to all. On rank 0 it must not change afterwards.
 
         Straight from rank 0, as `all_reduce`: for what we send this way, gloo's collectives cost more in hops between
         threads and in rounds around a ring than they save.
@@ -275,7 +278,7 @@ class Groups:
 
 
 class _Message:
-    """A message on gloo. Its wait lasts as long as it takes, whatever timeout its group was made with."""
+    """A message on gloo. Its wait lasts as long as the message takes, regardless of the timeout of its group."""
 
     __slots__ = ("_groups", "_work")
 
@@ -306,7 +309,7 @@ def _gloo(store: dist.Store, rank: int, world_size: int, local: bool, timeout: t
 
 
 def _listener(local: bool) -> Any:
-    """What gloo listens and connects with."""
+    """Return the device with which gloo listens and connects."""
     found = "hostname", "127.0.0.1"
     if not local:
         found = listen_at(os.environ)

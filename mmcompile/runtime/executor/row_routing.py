@@ -155,6 +155,7 @@ class RowRouting:
 
 
 def num_rows(ranges: Iterable[Range]) -> int:
+    """Return the number of rows in ranges."""
     return sum(last - first for first, last in ranges)
 
 

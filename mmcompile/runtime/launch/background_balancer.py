@@ -42,6 +42,7 @@ class Recipe:
     arguments: tuple[str, ...]
 
     def make(self) -> Balancer:
+        """Make the balancer."""
         return getattr(importlib.import_module(self.module), self.function)(*self.arguments)
 
 

@@ -1,7 +1,7 @@
 """Worker processes of a plain script: started, watched, and never left behind.
 
-Each worker shares a socket with rank 0, to which it writes what went wrong if it fails, and which ends when it dies. One more
-process, from which workers are forked (`worker.py`), says how each one ended; and stops them all when rank 0 is gone.
+Each worker shares a socket with rank 0, to which it writes the error if it fails, and which ends when it dies. One more process,
+from which workers are forked (`worker_main.py`), reports how each one ended; and stops them all when rank 0 is gone.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import msgspec
 from mmcompile.runtime.control.processes import describe_code, kill_group
 
 _GRACE_S = 0.3
-"""How long to wait for the first cause: a neighbour of a dead rank often complains before the death is seen."""
+"""Seconds to wait for the first cause: a neighbour of a dead rank often fails before the death is seen."""
 _POLL_S = 0.05
 _STOP_S = 1.0
-"""For what takes milliseconds, unless the process that forks workers is loading still, or is stopped."""
+"""Seconds for work of milliseconds, unless the process that forks workers is still loading, or is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOrder:
-    """What a worker is to be."""
+    """Arguments of a worker."""
 
     rank: int
     world_size: int
     port: int
-    """Of rank 0's store, on this machine."""
+    """Port of rank 0's store, on this machine."""
     report: int
     """File descriptor of the worker's end of the socket."""
     board: int
@@ -46,7 +46,7 @@ class WorkerOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOrders:
-    """What the process that forks workers is started with, as JSON on its command line."""
+    """Arguments of the process that forks workers, as JSON on its command line."""
 
     workers: tuple[WorkerOrder, ...]
     exits: int
@@ -55,7 +55,7 @@ class WorkerOrders:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
-    """How a worker ended."""
+    """End of a worker."""
 
     rank: int
     code: int
@@ -108,7 +108,7 @@ class Workers:
         return self.failure
 
     def close(self, timeout_s: float) -> None:
-        """Wait for workers that were told to end; stop those that do not. Safe to call twice."""
+        """Wait for workers that are ending; stop those that do not. Safe to call twice."""
         self._closing = True
         if self._parent is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):

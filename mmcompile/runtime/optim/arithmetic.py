@@ -78,19 +78,23 @@ class Fast(Arithmetic):
     moves = False
 
     def dtype(self, parameter: torch.dtype) -> torch.dtype:
+        """Return the parameter's dtype."""
         return parameter
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
         # Those of all microbatches are in `.grad` together, so this is the only one.
+        """Copy the gradient, which is the sum of all microbatches."""
         total.copy_(gradient)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Sum parts in float32 or wider."""
         total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
         for part in parts[1:]:
             total += part
         return total
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """Round to the parameter's dtype."""
         return total.to(dtype)
 
 
@@ -104,15 +108,19 @@ class Wide(Arithmetic):
         self._wide = wide
 
     def dtype(self, parameter: torch.dtype) -> torch.dtype:
+        """Return the wide dtype."""
         return self._wide
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
+        """Add a gradient."""
         total += gradient
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Sum parts."""
         return _sum(parts)
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """Round to the parameter's dtype."""
         return total.to(dtype)
 
 
@@ -126,9 +134,11 @@ class Fixed(Arithmetic):
     max_terms = 2.0 ** (64 - _LOW_BITS) - 1
 
     def dtype(self, parameter: torch.dtype) -> torch.dtype:
+        """Return int64."""
         return torch.int64
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
+        """Add a gradient, scaled to whole numbers."""
         for into, piece in zip(_pieces(total), _pieces(gradient), strict=True):
             # A power of two scales without rounding, and the difference to the nearest whole number is exact, too.
             rest = piece.to(torch.float64, copy=True).mul_(2.0**_HIGH_BITS)
@@ -138,9 +148,11 @@ class Fixed(Arithmetic):
             into[:, 1] += rest.to(torch.int64)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Sum parts."""
         return _sum(parts)
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """Scale back, and round to the parameter's dtype."""
         result = torch.empty(len(total), dtype=dtype, device=total.device)
         for into, piece in zip(_pieces(result), _pieces(total), strict=True):
             carry = piece[:, 1] >> _LOW_BITS

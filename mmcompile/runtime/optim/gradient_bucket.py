@@ -170,7 +170,7 @@ class Bucket:
         return self._largest.faults()
 
     def _mark(self, index: int) -> None:
-        """Say that there is a gradient."""
+        """Set the flag of a gradient."""
         if index not in self._entered:
             self._entered.add(index)
             flag = self._flags + index

@@ -49,7 +49,7 @@ class OptimizerSpec:
 
         Raises:
             ConfigError: it is neither, has positional or unserialisable arguments, or workers could not import it; groups have
-                settings that it does not know.
+                settings that it does not have.
         """
         keywords: Settings = {}
         target: object = optimizer
@@ -85,7 +85,7 @@ class OptimizerSpec:
         return spec
 
     def build(self) -> torch.optim.Optimizer:
-        """The optimizer, with an empty anchor parameter in each group: torch wants one, and it never has a gradient."""
+        """Build the optimizer, with an empty anchor parameter in each group: torch requires one, and it never has a gradient."""
         optimizer = getattr(importlib.import_module(self.module), self.name)
         # Two dims, since some optimizers take matrices only.
         groups = [{"params": [nn.Parameter(torch.empty(0, 0))], **_tuples(group.own)} for group in self.groups]
@@ -112,6 +112,7 @@ class RankOptimizer:
         return self._updated
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
+        """Add a parameter, in the group that matches its name."""
         self._parameters[name] = self._updated[name] = parameter
         if self.masters is not None and parameter.dtype in HALF:
             self._updated[name] = self.masters.add(name, parameter)
@@ -146,6 +147,7 @@ class RankOptimizer:
         self.zero_grad()
 
     def zero_grad(self) -> None:
+        """Remove all gradients."""
         for tensor in (*self._parameters.values(), *self._updated.values()):
             tensor.grad = None
 
@@ -155,6 +157,8 @@ class RankOptimizer:
 
     @hyper.setter
     def hyper(self, values: Hyper) -> None:
+        """Set the settings of the parameter groups."""
+        """Settings of the parameter groups."""
         for group, own in zip(self.optimizer.param_groups, values, strict=True):
             parameters = group["params"]
             group.clear()
@@ -271,5 +275,5 @@ class HyperSchedule:
 
 
 def _tuples(values: Settings) -> Settings:
-    """msgpack and JSON know lists only; optimizers keep betas as a tuple."""
+    """Return settings with lists as tuples: msgpack and JSON have lists only; optimizers keep betas as a tuple."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
