@@ -72,16 +72,16 @@ def _option(
     choices: tuple[str, ...] = (),
     search: Literal["always", "with global_batch"] | None = None,
 ) -> Any:
-    """Return a field with what its command-line option needs beside the type, the default and the help.
+    """Return a dataclass field with the properties of its command-line option beside type, default and help.
 
     Args:
         default: value of an option that is not given.
         name: option's name; by default the field's, with dashes.
         metavar: placeholder of the value in the help; by default the type's.
-        shown: words for the default in the help, where the value says too little.
+        shown: words for the default in the help, if the value does not explain itself.
         least: smallest number that is accepted.
-        choices: texts that the command line accepts, where Python accepts others too.
-        search: when the command line accepts `search`, which stands for None: the choice is searched.
+        choices: texts that the command line accepts, if Python accepts others too.
+        search: condition on which the command line accepts `search`, which stands for None: the choice is searched.
     """
     metadata = {"name": name, "metavar": metavar, "shown": shown, "least": least, "choices": choices, "search": search}
     return field(default=default, metadata=MappingProxyType(metadata))

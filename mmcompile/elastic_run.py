@@ -122,26 +122,26 @@ def elastic_job(
     save_every: int | None = None,
     on_capture: Callable[[int], None] | None = None,
 ) -> ElasticJob:
-    """What the workers of a run share: the model captured by layers, also for what the first steps need, and settings.
+    """Capture a model by layers, also for the loads of the first steps, and return the job that a run's workers share.
 
     Args:
-        model: with real weights; trained weights come back by `ElasticEngine.pull`.
+        model: module with real weights; `ElasticEngine.pull` copies trained weights into it.
         batch: one microbatch, with every modality in it, as for `parallelize`.
-        plan: made with `fault_tolerance`, of one device a stage.
+        plan: plan with `fault_tolerance`, of one device a stage.
         data: the samples of each step (`mmcompile.batches_of` makes them of a dataset); a sample is one conversation, as a
             processor returns it.
         num_steps: optimizer steps in all.
-        folder: a new one, for the log, the events, and the checkpoint.
-        seed: of random numbers in the model.
+        folder: new folder for the log, the events, and the checkpoint.
+        seed: seed of random numbers in the model.
         optimizer, groups, scheduler, clip_norm, compile: as for `Engine`.
-        master_weights: as for `Engine`; masters start as the parameters are.
+        master_weights: as for `Engine`; masters start from the parameters.
         accumulate, shard_optimizer: of `Engine`, and refused here: a step is one call, and what a rank updates after a commit
             must not depend on other ranks, which may be gone.
-        reduction: how gradients are added up (`mmcompile.config.Reduction`).
-        balance: which samples of a step share a microbatch: a balancer, or its name.
+        reduction: arithmetic of gradient sums (`mmcompile.config.Reduction`).
+        balance: balancer, or its name, that assigns the samples of a step to microbatches.
         pad, collate: as for `Engine`.
         save_every: steps between checkpoints; by default only the end is saved.
-        on_capture: told the number of captures so far before each.
+        on_capture: called with the number of captures so far before each.
 
     Raises:
         PlanError: the plan has no templates, or is of another model.

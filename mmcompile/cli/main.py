@@ -1,7 +1,7 @@
 """Entry of the command line. Exit code 0: done; 1: a problem was found; 2: bad usage; 130: interrupted.
 
-A user's mistake never shows a traceback, and neither does Ctrl-C, at whatever moment. This module therefore imports next to
-nothing: everything else is imported where an interrupt is caught.
+A user's mistake never shows a traceback, and neither does Ctrl-C at any moment. This module therefore imports almost nothing:
+everything else is imported where an interrupt is caught.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ class CompiledLayers:
     backend: Backend
 
     def __call__(self, layer: Layer, recompute: Recompute, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """Run the compiled canonical layer; recompute only where gradients are enabled."""
         found = self.layers[layer.__name__]
         given = [self._settled(value, argument) for value, argument in zip(arguments, found.arguments, strict=True)]
         try:

@@ -1,1 +1,1 @@
-"""."""
+"""Training on several processes: the engine, its workers and checkpoints."""

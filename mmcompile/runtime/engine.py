@@ -90,53 +90,53 @@ class Engine:
     sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) every process makes the engine and makes the same calls; rank 0's
     arguments count, those of other ranks are ignored.
 
-    After an EngineError the engine is over: all ranks were stopped. A BatchError, ConfigError or CheckpointError leaves it
-    as it was.
+    After an EngineError the engine cannot be used: all ranks were stopped. A BatchError, ConfigError or CheckpointError leaves
+    it as it was.
 
     Random numbers in a stage (dropout) depend on the seed given to `torch.manual_seed` before, the step, the first sample of the
     microbatch and the stage, not on the rank or replica.
 
     Args:
-        placement: the stages of a plan by rank (rank 0 is this process), and the number of microbatches of a step.
-        source: the stage programs (rank 0).
+        placement: stages of a plan by rank (rank 0 is this process), and the number of microbatches of a step.
+        source: stage programs (rank 0).
         model: the user's module, for `save` and `state_dict`; None if there is only a source.
         pad: padding value by key of a sample (`{"input_ids": tokenizer.pad_token_id}`).
-        collate: joins samples to a microbatch in another way; `pad` has no effect then, and must be left out.
-        balancer: decides which replica computes which sample, and in which microbatch; arrival order by default. An
-            `BackgroundBalancer` does so in a process of its own during `train`.
-        costs: of samples, for the balancer; needed where encoders are towers of their own.
-        corrector: learns from measured times what samples cost. Steps then depend on the machine, not on their samples alone.
-        check_rows: send with every row between towers the sample it is of, and check it: slower, for debugging.
+        collate: function that joins samples to a microbatch, instead of `pad`.
+        balancer: assigns samples to replicas and microbatches; arrival order by default. A `BackgroundBalancer` does so in a
+            process of its own during `train`.
+        costs: costs of samples for the balancer; required if encoders are towers of their own.
+        corrector: adjusts the costs to measured times. Steps then depend on the machine, not on their samples alone.
+        check_rows: send the sample's number with every row between towers, and check it: slower, for debugging.
         optimizer: a class of torch.optim, or any importable subclass of torch.optim.Optimizer; or a functools.partial of one with
-            keyword arguments. It updates parameters as a whole; one that wants a closure, or a look at all parameters, does not
-            work.
-        groups: parameters with settings of their own, chosen by patterns over names; the first group that means a parameter has
-            it. The optimizer that a scheduler gets has these groups in this order, then one of all other parameters.
+            keyword arguments. It updates each parameter as a whole; one that requires a closure, or reads all parameters, does
+            not work.
+        groups: parameters with settings of their own, chosen by patterns over names; a parameter is in the first group that
+            matches. The optimizer passed to a scheduler has these groups in this order, then one of all other parameters.
         scheduler: makes a learning-rate scheduler for an optimizer; stepped after each update.
-        clip_norm: largest global gradient norm, if clipped: over all parameters, on whatever ranks.
+        clip_norm: largest gradient norm over all parameters of all ranks; None does not clip.
         accumulate: calls of `step` (batches of `train`) to an update. Gradients are those of one step on all their samples: means
             over all valid tokens of the calls, not means of the calls' means, as Hugging Face's Trainer does with
-            `gradient_accumulation_steps`. Sums travel between ranks once an update.
+            `gradient_accumulation_steps`. Sums are exchanged between ranks once an update.
         master_weights: update bfloat16 and float16 parameters in float32: the optimizer keeps a float32 master of each, gradients
             of microbatches and replicas are added up in float32, and parameters are masters rounded after every update. A mapping
-            has float32 values to start from by name, those of the model before `model.to(torch.bfloat16)`; others start as the
-            parameters are. 4 bytes an element, 4 more while gradients are added up, and optimizer state in float32. Losses are
+            gives initial float32 values by name, those of the model before `model.to(torch.bfloat16)`; others start from the
+            parameters. 4 bytes an element, 4 more while gradients are added up, and optimizer state in float32. Losses are
             not scaled, so that small float16 gradients are lost.
         shard_optimizer: keep optimizer state (and masters) of a parameter that several ranks hold on one of them, balanced by
-            bytes; it alone updates the parameter, and tells the others the new value while they go on (ZeRO stage 1). Results
-            have the same bits, as long as what the optimizer does to a parameter depends on that parameter alone.
+            bytes; it alone updates the parameter, and sends the new value to the others while they continue (ZeRO stage 1).
+            Results have the same bits if the optimizer's update of a parameter depends on that parameter alone.
         reduction: how gradients of microbatches are added up. "fast" as torch does, in the parameter's dtype. "fp64" in float64,
             rounded once; 8 bytes of memory an element while a step runs. "fixed" in whole numbers, rounded once; 16 bytes. With
             "fixed", losses, gradients and parameters have the same bits however the same microbatches are spread over replicas;
             gradients of 2^23 or more, infinite ones and NaN are an EngineError. Precision: `mmcompile.runtime.optim.arithmetic`.
             Only "fast" goes with replicas that share parameters (fsdp): the sum over replicas of one microbatch's gradients is
-            rounded to the parameter's dtype there, and microbatches are added up as said.
+            rounded to the parameter's dtype there before microbatches are added up.
         compile: run stages through torch.compile(backend="inductor").
-        device: "cpu" or "cuda"; None takes cuda where every rank gets one.
+        device: "cpu" or "cuda"; None chooses cuda if there is one for every rank.
 
     Raises:
-        ConfigError: the launcher's processes do not fit the plan, an optimizer cannot travel, a group means no parameter that
-            trains or has settings that the optimizer does not know, or an option would have no effect.
+        ConfigError: the launcher's processes do not fit the plan, an optimizer cannot be sent to workers, a group matches no
+            trainable parameter or has settings unknown to the optimizer, or an option would have no effect.
         EngineError: a worker could not start.
     """
 
@@ -372,11 +372,13 @@ class Engine:
 
     @_led(lambda engine: None)
     def export(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model as it is now, gathered on rank 0, as its `save_pretrained` does (models of transformers, composed ones;
-        adapters alone of a model of peft); any other one as model.safetensors with all names. Nothing of training is in it.
+        """Write the current model, gathered on rank 0, without the state of training.
+
+        Models of transformers and composed models are written by their `save_pretrained` (of a model of peft the adapters
+        alone), any other as model.safetensors with all names.
 
         Raises:
-            CheckpointError: the disk is full or the folder not writable; what was there before is untouched.
+            CheckpointError: the disk is full or the folder not writable; earlier contents are untouched.
         """
         self._raise_failed_save()
         weights = self._session.call(self._rank_0.weights)
@@ -538,7 +540,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """If rank 0 refuses a call, announce it to the ranks that wait in the same call, so that they raise the same error."""
+        """Announce that rank 0 refuses a call to the ranks that wait in the same call, so that they raise the same error."""
         try:
             yield
         except Exception as error:

@@ -8,7 +8,7 @@ from structure import prose
 
 def test_docstrings_of_the_product_have_no_problem() -> None:
     assert len(list(prose.product_files())) > 100, "the product was not found"
-    problems = prose.over_allowance()
+    problems = prose.found()
     assert not problems, "\n".join(problems)
 
 

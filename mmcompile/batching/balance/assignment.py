@@ -59,7 +59,7 @@ class SampleCosts:
 
     @property
     def takes_part(self) -> np.ndarray:
-        """bool [components, samples]."""
+        """Return where a sample costs a component anything: bool [components, samples]."""
         return self.costs > 0
 
     def tokens(self, algorithm: str) -> np.ndarray:
@@ -153,7 +153,7 @@ class Assignment:
         return np.bincount(buckets[here], weights=values[here], minlength=shape[0] * shape[1]).reshape(shape)
 
     def deferred(self, component: int) -> np.ndarray:
-        """bool [samples]: the last component computes a sample in a later microbatch than this one."""
+        """Return whether the last component computes a sample in a later microbatch than `component`: bool [samples]."""
         takes_part = (self.microbatch[component] != ABSENT) & (self.microbatch[-1] != ABSENT)
         return takes_part & (self.microbatch[-1] > self.microbatch[component])
 

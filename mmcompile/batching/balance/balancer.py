@@ -52,21 +52,23 @@ class BottleneckBalancer(Balancer):
     """Component -> the part of its cost that its slowest stage has; 1 for those not given."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        """Assign by the costs of the slowest stages."""
         return self.inner.assign(of_slowest_stages(costs, self.shares), grid)
 
     @property
     def title(self) -> str:
+        """Title of the inner balancer."""
         return self.inner.title
 
 
 def of_slowest_stages(costs: SampleCosts, shares: Mapping[str, float]) -> SampleCosts:
-    """What samples cost the slowest stage of each component.
+    """Return the costs of samples to the slowest stage of each component.
 
     Args:
         shares: as of `BottleneckBalancer`.
 
     Raises:
-        ConfigError: a share of a component that the costs have not.
+        ConfigError: a share names a component without costs.
     """
     unknown = shares.keys() - set(costs.components)
     if unknown:

@@ -298,7 +298,7 @@ class _Learned:
         self._keys, self._gram, self._moment, self._factors = together, gram, moment, factors
 
     def _solve(self) -> np.ndarray:
-        """min over f >= 0 of |shares f - ratios / scale|^2 + prior |f - 1|^2, from the normal equations.
+        """Minimize, over f >= 0, |shares f - ratios / scale|^2 + prior |f - 1|^2, from the normal equations.
 
         prior = (noise / spread)^2: the most likely f if both are normal.
         """

@@ -33,11 +33,12 @@ class Buckets:
     """
 
     def __init__(self, shares: np.ndarray, num_times: int, bucket: np.ndarray, num_buckets: int) -> None:
-        """
+        """Start from an assignment.
+
         Args:
             shares: float64 [samples, columns]: times, then memories.
             num_times: columns that are times.
-            bucket: int [samples], to start from.
+            bucket: assignment to start from, int [samples].
         """
         self._nothing = len(shares)
         # Columns come first: they are few, and reductions over a short last axis are slow.

@@ -219,7 +219,8 @@ def _backwards(shape: StepShape) -> dict[str, list[bool]]:
 def _placed(
     component: str, shape: StepShape, replica: int, num_replicas: int, after: int, first_rank: int
 ) -> Iterator[PlacedStage]:
-    """
+    """Yield the stages of a replica.
+
     Args:
         after: stages from the component to the loss.
     """

@@ -387,7 +387,8 @@ def _from(side: Side, messages: MessageOrder) -> list[tuple[Side, Side]]:
 def _messages(
     kind: ActionKind, side: Side, inside: Mapping[int, Sequence[int]], between: Iterable[tuple[Side, Side]]
 ) -> list[Action]:
-    """
+    """Return the messages of a unit.
+
     Args:
         inside: stage -> peers, for messages of the unit itself.
         between: units: (this side, the other).

@@ -135,9 +135,10 @@ def _seconds(schedule: Schedule, durations: Durations) -> list[_Seconds]:
 def _of_stage(
     name: str, given: StageDuration | Sequence[StageDuration] | Mapping[int, StageDuration], numbers: Set[int]
 ) -> _Seconds:
-    """
+    """Return the durations of a stage by microbatch.
+
     Args:
-        numbers: of the microbatches that the stage computes.
+        numbers: microbatches that the stage computes.
     """
     count = 1 + max(numbers, default=-1)
     if isinstance(given, StageDuration):

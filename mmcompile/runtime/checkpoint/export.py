@@ -24,11 +24,12 @@ class _SavesItself(Protocol):
 
 
 def export(folder: Path, model: nn.Module | None, state_dict: Mapping[str, Tensor]) -> None:
-    """Write what the model's own `save_pretrained` does; for modules without one a model.safetensors with all names, which loads
-    strictly. Other files in the folder stay.
+    """Write the model by its own `save_pretrained`, or as a model.safetensors with all names if it has none.
+
+    The latter loads strictly. Other files in the folder stay.
 
     Raises:
-        CheckpointError: it cannot be written. What was there before is untouched.
+        CheckpointError: the files cannot be written. Earlier contents are untouched.
     """
     with replacing(folder) as fresh:
         if isinstance(model, _SavesItself):

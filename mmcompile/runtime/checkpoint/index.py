@@ -1,4 +1,4 @@
-"""`CheckpointIndex`: which tensors a checkpoint has, and in which bytes of which file each part of them is.
+"""`CheckpointIndex`: the tensors of a checkpoint, with file and bytes of each part.
 
 Tensors are named as torch's own state dicts name them once they are flattened:
 
@@ -6,7 +6,7 @@ Tensors are named as torch's own state dicts name them once they are flattened:
     optimizer.state.<parameter>.<key>       a tensor of its optimizer state (`exp_avg`, `step`, ...)
 
 A tensor is a list of *chunks*, boxes that do not overlap and fill it; a rank that holds a part of a parameter writes its own.
-The index says the same as torch's `.metadata` file, in JSON: nothing we read is unpickled.
+The index has the contents of torch's `.metadata` file as JSON: nothing is unpickled on reading.
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ class CheckpointIndex:
         return cls(tensors=dict(sorted(tensors.items())), aliases=dict(sorted(aliases.items())))
 
     def name_of(self, name: str) -> str:
-        """What a parameter is stored under, by any of its names."""
+        """Return the name that a parameter is stored under, from any of its names."""
         return self.aliases.get(name, name)
 
     @property
     def weights(self) -> dict[str, StoredTensor]:
-        """By name of the parameter."""
+        """Parameters by name."""
         return {key.removeprefix(_WEIGHT): t for key, t in self.tensors.items() if key.startswith(_WEIGHT)}
 
     def states(self) -> dict[str, dict[str, StoredTensor]]:
-        """Parameter -> key of the optimizer -> tensor."""
+        """Return optimizer state: parameter -> key -> tensor."""
         found: dict[str, dict[str, StoredTensor]] = {}
         for path, stored in self.tensors.items():
             if path.startswith(_STATE):

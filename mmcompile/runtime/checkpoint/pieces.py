@@ -42,10 +42,11 @@ class Holding:
 
     @classmethod
     def of(cls, spec: ParameterSpec) -> Holding:
+        """Return the holding of a parameter of a stage."""
         return cls(whole=spec.whole_name, shard=spec.shard, index=spec.index)
 
     def shape_of_whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the whole, by that of a part."""
+        """Return the whole's shape from the shape of a part."""
         return part if self.shard is None else _with(part, self.shard.dim, self.shard.size)
 
     def shape_of_part(self, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -77,19 +78,19 @@ class CheckpointPiece:
     """A stored tensor, or the part of it that one rank has."""
 
     key: str
-    """In the index."""
+    """Key in the index."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     boxes: tuple[TensorBox, ...]
     tensor: Callable[[], Tensor]
-    """The part; asked for when it is written, once for each box."""
+    """Returns the part; called when it is written, once for each box."""
     trains: bool = False
-    """It changes as training goes on."""
+    """True if training changes the tensor."""
 
 
 def whole_piece(key: str, tensor: Tensor) -> CheckpointPiece:
-    """A tensor that is all there is of it."""
+    """Return the piece of a tensor that is not split."""
     return _piece(key, Holding(whole=key), tensor)
 
 

@@ -1,10 +1,10 @@
-"""`TrainerState`: what a checkpoint says of the run it is of, and whether a folder is a checkpoint at all.
+"""`TrainerState`: progress of the run a checkpoint is from; also the check whether a folder is a checkpoint.
 
 trainer.json        `TrainerState`; it is written last, so a folder with it is whole
 index.json          `CheckpointIndex`: where each tensor is
 .metadata           the same for torch
 __<rank>_0.distcp   tensors, as `torch.distributed.checkpoint` writes them
-data.pt             where the user's data was, if that was saved
+data.pt             position in the user's data, if that was saved
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ Mine = Callable[[socket.socket], bool]
 
 
 def of_gloo(end: socket.socket) -> bool:
-    """gloo lets all its sockets reuse addresses; outgoing connections of others hardly ever do."""
+    """Return whether a socket is gloo's: it lets all of them reuse addresses, outgoing connections of others hardly ever do."""
     return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR))
 
 

@@ -72,6 +72,7 @@ class Backend(Protocol):
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any:
         """Start to send."""
+
     def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any:
         """Start to receive."""
 

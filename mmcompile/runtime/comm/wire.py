@@ -27,7 +27,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
-    """msgpack to the dataclass `kind`."""
+    """Return the dataclass `kind` decoded from msgpack."""
     return msgspec.msgpack.decode(data, type=kind)
 
 

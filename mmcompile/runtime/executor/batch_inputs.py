@@ -66,7 +66,8 @@ class BatchInputs:
         *,
         tag: int,
     ) -> None:
-        """
+        """Start the exchange of batch inputs.
+
         Args:
             loaded: per microbatch, this rank's stages.
             values: on rank 0, per microbatch the batch inputs by name; () on others.

@@ -56,10 +56,11 @@ class ReceivedValue:
 
     @classmethod
     def of(cls, slot: InputSlot, value: Tensor) -> ReceivedValue:
+        """Return the description of `value`, without its memory."""
         return cls(slot=slot, shape=value.shape, dtype=value.dtype, device=value.device)
 
     def enter(self, value: Tensor) -> Tensor:
-        """The value as the stage takes it: the same memory, with gradient."""
+        """Return the value as the stage's input: the same memory, with gradient."""
         return _Boundary.apply(value, torch.zeros((), requires_grad=True), self)
 
     def take_gradient(self) -> Tensor:
@@ -109,7 +110,8 @@ class Executor:
         trace: bool,
         check: Callable[[], None],
     ) -> None:
-        """
+        """Prepare a step.
+
         Args:
             loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
             board: gets every action before it is run.

@@ -64,13 +64,14 @@ class P2P:
         values: Sequence[Mapping[str, Tensor]] = (),
         check_rows: bool = False,
     ) -> None:
-        """
+        """Prepare the messages of a step.
+
         Args:
             stages: all placed stages.
             loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
             actions: this rank's part of the schedule.
             values: on rank 0, per microbatch the batch inputs by name; () on others.
-            check_rows: send with rows whose they are, and check it where they arrive.
+            check_rows: send the samples' numbers with rows, and check them at the receiver.
 
         Raises:
             EngineError: the step has more messages than there are tags.
@@ -105,15 +106,16 @@ class P2P:
         return self._inputs.take(microbatch)
 
     def microbatch(self, stage: int, number: int) -> int:
-        """Index in the step plan of what actions of a stage call `number`."""
+        """Return the index in the step plan of the microbatch `number` of a stage."""
         placed = self._stages[stage]
         return self._index[placed.tower, placed.replica, number]
 
     def is_local(self, stage: int) -> bool:
+        """Return whether this rank runs a stage."""
         return self._stages[stage].ranks[0] == self._groups.rank
 
     def put_value(self, microbatch: int, stage: int, slot: OutputSlot, value: Tensor) -> None:
-        """A stage's result on its way to all who read it: kept for stages of this rank, else until its SEND_F."""
+        """Store a stage's result for its readers: for stages of this rank, or until its SEND_F."""
         for consumer in slot.consumers:
             # Laid out as if it had been sent: where stages are must not change a bit of what they compute. It is a new tensor on
             # the same storage if it is so already; the consumer's autograd graph starts there.

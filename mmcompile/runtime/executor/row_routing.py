@@ -61,7 +61,8 @@ class RowRouting:
     """
 
     def __init__(self, plan: StepPlan, stages: Sequence[PlacedStage], rank: int) -> None:
-        """
+        """Derive the messages of `rank`.
+
         Raises:
             EngineError: the step has more messages than there are tags.
             VerifyError: an exchange does not fit the step.

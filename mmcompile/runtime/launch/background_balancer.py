@@ -110,17 +110,18 @@ class BackgroundBalancer(Balancer):
 
     @property
     def title(self) -> str:
+        """Title of the inner balancer."""
         return self.inner.title
 
     @property
     def is_up(self) -> bool:
-        """True if the process decides."""
+        """True once the process assigns."""
         if not self._up and self._line is not None and select.select([self._line], [], [], 0)[0]:
             self._up = self._heard() is not None
         return self._up
 
     def start(self) -> None:
-        """Start the process; does not wait for it. A second call does nothing."""
+        """Start the process without waiting for it. A second call does nothing."""
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
@@ -148,9 +149,11 @@ class BackgroundBalancer(Balancer):
             self._process.wait()
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
+        """Assign in the process, or here until it has started."""
         return self.explained(costs, grid)[0]
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
+        """Return `assign`'s result and the explanation of the inner balancer."""
         if not self.is_up:
             return self.inner.explained(costs, grid)
         self._tell(_Question.of(costs, grid))

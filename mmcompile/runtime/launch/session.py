@@ -106,6 +106,7 @@ class ProcessGroupSession(ABC):
 
     @property
     def rank(self) -> int:
+        """Rank of this process."""
         return self.groups.rank
 
     @property
@@ -174,7 +175,7 @@ class ProcessGroupSession(ABC):
         return self._describe(Failure(rank=self.rank, cause=f"failed: {type(error).__name__}: {error}"))
 
     def _describe(self, failure: Failure) -> str:
-        """`rank 2 (stage language_model.1) died with signal 9 (SIGKILL) in step 5 while F3; ...`"""
+        """Return e.g. `rank 2 (stage language_model.1) died with signal 9 (SIGKILL) in step 5 while F3; ...`."""
         status = self.board.read(failure.rank)
         mine = [stage.name for stage in self._stages if failure.rank in stage.ranks]
         names = [self._stages[status.stage].name] if status.stage != IDLE else mine

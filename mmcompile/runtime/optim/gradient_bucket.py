@@ -236,7 +236,7 @@ def split_into_buckets(parameters: Mapping[str, nn.Parameter], limit_bytes: int)
 
 
 def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
-    """Where each of several gradients is in a flat buffer, and where the last one shared."""
+    """Return the places of gradients in a flat buffer, and its length."""
     places: list[slice] = []
     end = 0
     for size in sizes:

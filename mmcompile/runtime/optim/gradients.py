@@ -124,7 +124,8 @@ class GradientSums:
         carried: CarriedSums | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """
+        """Prepare the sums of a step.
+
         Args:
             parameters: trainable parameters of this rank, by original name.
             shared: the same on all ranks; each parameter once, those on one rank not at all.

@@ -153,12 +153,12 @@ class RankOptimizer:
 
     @property
     def hyper(self) -> Hyper:
+        """Settings of the optimizer's parameter groups."""
         return hyper_of(self.optimizer)
 
     @hyper.setter
     def hyper(self, values: Hyper) -> None:
         """Set the settings of the parameter groups."""
-        """Settings of the parameter groups."""
         for group, own in zip(self.optimizer.param_groups, values, strict=True):
             parameters = group["params"]
             group.clear()

@@ -1,8 +1,8 @@
 """Optimizer state held once, though several ranks hold a parameter: one of them updates it, and sends the others its new value.
 
-This is stage 1 of ZeRO (Rajbhandari et al., SC 2020), by whole parameters: no optimizer need know, and what is saved has the
-shapes of the parameters. Gradients of a parameter are summed on its updater alone, so in a step as much travels as when every
-owner gets the sum.
+This is stage 1 of ZeRO (Rajbhandari et al., SC 2020), by whole parameters: any optimizer works unchanged, and saved state
+has the shapes of the parameters. Gradients of a parameter are summed on its updater alone, so a step sends as many bytes as when
+every owner gets the sum.
 """
 
 # pyright: reportPrivateImportUsage=false
