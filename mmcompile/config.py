@@ -18,9 +18,9 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 from mmcompile.errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
-"""Recomputation in the backward of a layer: nothing; all but results of products, convolutions and attention.
+"""Recomputation in the backward of a layer.
 
-Or everything but the layer's inputs.
+Nothing; all but results of products, convolutions and attention; or everything but the layer's inputs.
 """
 Recomputation = Recompute | Literal["auto"]
 """Recomputation of a plan: one mode for all layers, or for each layer the mode that its rank's memory needs."""
