@@ -35,7 +35,7 @@ from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Link
-from mmcompile.planner.schedule.measured import LinkMessages, MeasuredStep, Trained, predict_measured
+from mmcompile.planner.schedule.measured import LinkMessages, MeasuredStep, TrainedParameters, predict_measured
 from mmcompile.profile import profile
 from mmcompile.runtime.runtime_probe import probe_runtime
 
@@ -262,7 +262,7 @@ def num_bytes(tensor: TensorSpec) -> int:
     return math.prod(int(size) for size in tensor.shape) * torch_dtype(tensor.dtype).itemsize
 
 
-def trained(plan: Plan, name: str, graph: ModelGraph) -> Trained:
+def trained(plan: Plan, name: str, graph: ModelGraph) -> TrainedParameters:
     specs = {text: spec for spec in graph.parameters for text in (spec.name, *spec.aliases)}
     own = {
         specs[parameter].name: specs[parameter]
@@ -271,7 +271,7 @@ def trained(plan: Plan, name: str, graph: ModelGraph) -> Trained:
         for parameter in layer.parameters
         if specs[parameter].trainable
     }
-    return Trained(num_bytes=sum(spec.num_bytes for spec in own.values()), num_tensors=len(own))
+    return TrainedParameters(num_bytes=sum(spec.num_bytes for spec in own.values()), num_tensors=len(own))
 
 
 ROW = "{:<27}{:>10}{:>14}{:>13}{:>9}{:>9}{:>9}"

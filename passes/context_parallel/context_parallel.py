@@ -37,7 +37,7 @@ from mmcompile.kernels.bitfield_attention.parallel.attention import (
     context_parallel_attention as context_parallel_attention,
 )
 from mmcompile.passes.base import Fact, Rewrite
-from mmcompile.passes.context_parallel.sequence_sharding import Spreader
+from mmcompile.passes.context_parallel.sequence_sharding import SequenceSharder
 from mmcompile.passes.context_parallel.token_axis import (
     LOCAL_TOKENS,
     Size,
@@ -94,7 +94,7 @@ class ContextParallel(Rewrite):
         words = _words(made, self.component, nodes)
         batch, tokens = shape(words[0])
         inputs = _Inputs.added(made, words, self, batch=sizes(words[0])[0])
-        spreader = Spreader(graph=made, component=self.component, index=inputs.index, tokens=sizes(words[0])[1])
+        spreader = SequenceSharder(graph=made, component=self.component, index=inputs.index, tokens=sizes(words[0])[1])
         flow = TokenFlow(graph=made, tokens=tokens, spread=spreader.spread)
         spreader.flow = flow
         _spread_entries(flow, nodes, self.component, batch)

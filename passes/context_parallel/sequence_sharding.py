@@ -1,4 +1,4 @@
-"""`Spreader`: makes the nodes that take a rank's rows of a whole value.
+"""`SequenceSharder`: makes the nodes that take a rank's rows of a whole value.
 
 A `shard_tokens` node stands where it sends least: one of a shared value is shared (each stage computes it again, as it
 does the value); one of a whole value from layer 0 or another component is in layer 0, so that links carry a rank's rows
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 @dataclass(kw_only=True, slots=True)
-class Spreader:
+class SequenceSharder:
     """Makes `shard_tokens` nodes, one per value, even if the model computes it several times."""
 
     graph: ModelGraph

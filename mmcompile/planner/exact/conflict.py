@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmcompile.errors import PlanError
-from mmcompile.planner.exact.rules import Cap, Count, Demand, Never, SameTp
+from mmcompile.planner.exact.rules import Cap, Count, Demand, SameTp, Unsatisfiable
 from mmcompile.planner.exact.seed import least_tails, narrowed, seed
 from mmcompile.planner.exact.solver_model import Deadline, Model
 from mmcompile.planner.exact.split_problem import ExactProblem, sharing, slowest_ps
@@ -77,7 +77,7 @@ def _widened(problem: ExactProblem) -> ExactProblem:
 def _why(problem: ExactProblem, demand: Demand) -> str:
     """Return why a demand fails alone."""
     match demand.rule:
-        case Never() as rule:
+        case Unsatisfiable() as rule:
             return rule.why
         case Count() as rule if rule.low > problem.chains[rule.chain].num_layers:
             chain = problem.chains[rule.chain]

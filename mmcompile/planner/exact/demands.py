@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mmcompile.errors import ConfigError
-from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Never, Rule, SameTp
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Rule, SameTp, Unsatisfiable
 from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.plan.constraints import Apart, Constraint, EqualTp, MemoryCap, On, StageRange, Together
 from mmcompile.planner.search.layer_names import LayersByChain, chain_index, find
@@ -79,7 +79,7 @@ def _together(where: str, constraint: Together, chains: Sequence[ExactChain]) ->
         if place.chain != places[0].chain:
             own, other = chains[places[0].chain].name, chains[place.chain].name
             why = f"{constraint.layers[0]} is in chain {own}, {name} in {other}, and a stage holds layers of one chain"
-            return Never(why=why)
+            return Unsatisfiable(why=why)
     first, last = min(place.first for place in places), max(place.last for place in places) - 1
     return Cuts(chain=places[0].chain, first=first, last=last, some=False)
 
@@ -90,7 +90,7 @@ def _apart(where: str, constraint: Apart, chains: Sequence[ExactChain]) -> Itera
         return
     before, after = sorted(places, key=lambda place: (place.first, place.last))
     if before.last > after.first:
-        yield Never(why=f"{constraint.layers[0]} and {constraint.layers[1]} have a layer in common")
+        yield Unsatisfiable(why=f"{constraint.layers[0]} and {constraint.layers[1]} have a layer in common")
     else:
         yield Cuts(chain=before.chain, first=before.last - 1, last=after.first, some=True)
 
@@ -103,7 +103,7 @@ def _on(where: str, constraint: On, chains: Sequence[ExactChain]) -> Rule:
         stage = next((stage for chain, stage in stages if chain == place.chain), None)
         if stage is None:
             names = " and ".join(f"{chains[chain].name}.{stage}" for chain, stage in stages)
-            return Never(
+            return Unsatisfiable(
                 why=f"rank {constraint.rank} runs {names}, and {constraint.layer} is in {chains[place.chain].name}"
             )
     assert stage is not None

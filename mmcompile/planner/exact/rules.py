@@ -59,13 +59,13 @@ class Devices:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Never:
+class Unsatisfiable:
     """Rule that holds for no split."""
 
     why: str
 
 
-Rule = Cuts | InStage | Cap | Count | SameTp | Devices | Never
+Rule = Cuts | InStage | Cap | Count | SameTp | Devices | Unsatisfiable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

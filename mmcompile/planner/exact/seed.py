@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, Never, SameTp
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, SameTp, Unsatisfiable
 from mmcompile.planner.exact.split_problem import ExactProblem, Splits, broken, covers, slowest_ps, tails
 from mmcompile.planner.search.partition import INFINITE, Split, Table, cheapest_splits
 
@@ -49,7 +49,7 @@ def seed(problem: ExactProblem) -> Seed:
             found = _realise(problem, dp, variants, counts)
             if found is not None and (best is None or slowest_ps(problem, found) < slowest_ps(problem, best)):
                 best = found
-    if any(isinstance(demand.rule, Never) for demand in problem.demands):
+    if any(isinstance(demand.rule, Unsatisfiable) for demand in problem.demands):
         return Seed(splits=None, bound_ps=INFINITE)
     listed = prod(len(chain.variants) for chain in problem.chains) <= _MAX_COMBINATIONS
     return Seed(splits=best, bound_ps=bound_ps if listed else 0)

@@ -19,7 +19,7 @@ from typing import Literal, cast
 import z3
 
 from mmcompile.planner.exact.literals import Bit, ChainLiterals, negated
-from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, Never, Rule, SameTp
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Devices, InStage, Rule, SameTp, Unsatisfiable
 from mmcompile.planner.exact.seed import least_tails
 from mmcompile.planner.exact.split_problem import ExactProblem, Splits, covers, sharing
 
@@ -162,7 +162,7 @@ class Model:
                 self._same_tp(off, rule)
             case Devices():
                 self._devices(off, rule)
-            case Never():
+            case Unsatisfiable():
                 self.add(off)
 
     def _in_stage(self, off: Bit, rule: InStage) -> None:

@@ -24,7 +24,7 @@ class LinkMessages:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class TrainedParameters:
     """Parameters that a rank's optimizer updates."""
 
     num_bytes: int = 0
@@ -51,7 +51,7 @@ def predict_measured(
     stages: Sequence[Placed],
     times: Mapping[str, LayerTimes],
     messages: Sequence[LinkMessages],
-    trained: Mapping[int, Trained],
+    trained: Mapping[int, TrainedParameters],
     *,
     runtime: RuntimeCosts,
     prepare_s: float,
@@ -77,7 +77,7 @@ def predict_measured(
         backward=tuple(name for name, own in times.items() if own.backward_s > 0),
     )
     prepared_s = prepare_s * num_microbatches
-    optimizer_s = {r: trained.get(r, Trained()).seconds(runtime) for r in set(rank.values())}
+    optimizer_s = {r: trained.get(r, TrainedParameters()).seconds(runtime) for r in set(rank.values())}
     late_s = {r: max(0.0, own - optimizer_s[0] - prepared_s) for r, own in optimizer_s.items()}
     durations = {name: _duration(name, own, crossing, runtime) for name, own in times.items()}
     schedule = build_schedule(stages, [flow] * num_microbatches)

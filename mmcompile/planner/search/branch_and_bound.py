@@ -18,7 +18,7 @@ import numpy as np
 
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
 from mmcompile.planner.search.candidate import Candidate, Ranges, assemble
-from mmcompile.planner.search.combos import CombinationGroup, Combos
+from mmcompile.planner.search.combinations import CombinationGroup, Combinations
 from mmcompile.planner.search.options import MemoryShortage, OptionTables
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import RECOMPUTES, SCHEDULES, Combination
@@ -65,9 +65,9 @@ class BranchAndBound:
         return Splitter(problem=self.problem)
 
     @cached_property
-    def combos(self) -> Combos:
+    def combos(self) -> Combinations:
         """Combinations of degrees and stage counts."""
-        return Combos(problem=self.problem, tables=OptionTables(problem=self.problem))
+        return Combinations(problem=self.problem, tables=OptionTables(problem=self.problem))
 
     @cached_property
     def groups(self) -> list[CombinationGroup]:

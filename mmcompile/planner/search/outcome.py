@@ -17,7 +17,7 @@ from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 from mmcompile.planner.schedule.bubbles import attribute
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
 from mmcompile.planner.search.candidate import Candidate, one_rank_each, stage_durations
-from mmcompile.planner.search.combos import MAX_LISTED
+from mmcompile.planner.search.combinations import MAX_LISTED
 from mmcompile.planner.search.problem import NUM_DRAWS, Problem
 from mmcompile.planner.search.splitter import Splitter
 from mmcompile.units import format_bytes, format_seconds

@@ -20,7 +20,7 @@ from mmcompile.planner.plan.constraints import Constraint, MemoryCap
 from mmcompile.planner.pricing.priced_chain import PricedChain, price_chain
 from mmcompile.planner.search.branch_and_bound import FINALISTS, TOLERANCE, BranchAndBound
 from mmcompile.planner.search.candidate import Candidate, CandidateStage
-from mmcompile.planner.search.recompute_choice import LayerWays, Modes, StageChoices, Way, cheapest
+from mmcompile.planner.search.recompute_choice import LayerVariant, LayerWays, Modes, StageChoices, cheapest
 from mmcompile.planner.search.settings import RECOMPUTES
 
 
@@ -172,10 +172,10 @@ class _PricedModes:
         )
 
 
-def _way(priced: PricedChain, layer: int, mode: Recompute | None, in_flight: int) -> Way:
+def _way(priced: PricedChain, layer: int, mode: Recompute | None, in_flight: int) -> LayerVariant:
     """Return what one layer of a chain priced in one mode takes and holds."""
     held = _one(priced.worst_bytes, layer) + (in_flight - 1) * _one(priced.saved_bytes, layer) if in_flight else 0
-    return Way(
+    return LayerVariant(
         mode=mode,
         num_bytes=int(held),
         working_bytes=int(priced.working_bytes[layer]) if in_flight else 0,

@@ -26,7 +26,7 @@ from mmcompile.config import Recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class LayerVariant:
     """One way to run a layer."""
 
     mode: Recompute | None
@@ -38,7 +38,7 @@ class Way:
     seconds: float
 
 
-LayerWays = tuple[Way, ...]
+LayerWays = tuple[LayerVariant, ...]
 StageWays = Sequence[LayerWays]
 """Ways of each layer; equal layers have the same number in the same order."""
 Modes = tuple[Recompute | None, ...]

@@ -30,7 +30,7 @@ from mmcompile.planner.pricing.chains import ChainEdge, ChainLayer, ChainSet, Ch
 from mmcompile.planner.pricing.priced_chain import PricedChain
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
 from mmcompile.planner.search.candidate import Candidate, Ranges, Strategy, assemble
-from mmcompile.planner.search.combos import SPREAD_COST, Combos
+from mmcompile.planner.search.combinations import SPREAD_COST, Combinations
 from mmcompile.planner.search.options import OptionTables
 from mmcompile.planner.search.partition import PartitionLayer, Split, equal_ranges, partition
 from mmcompile.planner.search.problem import Problem
@@ -217,7 +217,7 @@ class _Race:
 
 def _frames(problem: Problem) -> Iterator[Frame]:
     lines = Lines(problem=problem)
-    for setting in Combos(problem=problem, tables=OptionTables(problem=problem)).settings:
+    for setting in Combinations(problem=problem, tables=OptionTables(problem=problem)).settings:
         for tp in problem.space.tp:
             count = problem.num_devices // (tp * setting.dp)
             if count:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.search.candidate import Candidate, assemble
-from mmcompile.planner.search.combos import Combos
+from mmcompile.planner.search.combinations import Combinations
 from mmcompile.planner.search.options import Array, Index, OptionTables
 from mmcompile.planner.search.partition import equal_ranges
 from mmcompile.planner.search.problem import Problem
@@ -79,7 +79,7 @@ def dflop(problem: Problem) -> Sequence[Candidate]:
 
 def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
     """Return the best few configurations of each setting."""
-    combos = Combos(problem=problem, tables=OptionTables(problem=problem))
+    combos = Combinations(problem=problem, tables=OptionTables(problem=problem))
     limit = problem.memory_bytes(1)
     modules: dict[tuple[object, ...], _Module] = {}
 

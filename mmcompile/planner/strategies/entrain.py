@@ -21,7 +21,7 @@ from itertools import product
 from mmcompile.data.allocation import allocate
 from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.candidate import Candidate, assemble
-from mmcompile.planner.search.combos import Combos
+from mmcompile.planner.search.combinations import Combinations
 from mmcompile.planner.search.options import OptionTables
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees
@@ -49,7 +49,7 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
 
 def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
     """Yield every factorisation of every allocation, with Eq. 4.2 for stages as even as layers could be."""
-    combos = Combos(problem=problem, tables=OptionTables(problem=problem))
+    combos = Combinations(problem=problem, tables=OptionTables(problem=problem))
     tables = combos.tables
     for setting in combos.settings:
         per_replica = problem.num_devices // setting.dp

@@ -16,7 +16,7 @@ import numpy as np
 
 from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.candidate import Candidate, assemble
-from mmcompile.planner.search.combos import SPREAD_COST, Combos
+from mmcompile.planner.search.combinations import SPREAD_COST, Combinations
 from mmcompile.planner.search.options import OptionTables
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
@@ -65,7 +65,7 @@ def _frames(problem: Problem, tables: OptionTables) -> Iterator[tuple[float, int
     """Yield all but stage counts; first the step if all devices were the last chain's, in stages as even as layers allow."""
     apart = [chains for chains in problem.sets if not chains.colocated]
     number = 0
-    for setting in Combos(problem=problem, tables=tables).settings:
+    for setting in Combinations(problem=problem, tables=tables).settings:
         if "1f1b" in problem.space.schedules:
             setting = replace(setting, schedule="1f1b")
         for tp in problem.space.tp:

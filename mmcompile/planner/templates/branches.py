@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmcompile.planner.templates.intervals import Found, Search
+from mmcompile.planner.templates.intervals import FoundPipeline, Search
 from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Line, LineStage
 from mmcompile.planner.templates.sweep import Costs, Sweep, steps
 
@@ -30,10 +30,10 @@ _VISITS = 8_000
 """Stages that may be put down while listing the pipelines of a node count."""
 
 
-def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, Found]:
+def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, FoundPipeline]:
     """Node count -> the best pipeline found; without those that have none, or none that was found to fit the memory."""
     searches = _searches(line, node_counts)
-    results: dict[int, Found] = {}
+    results: dict[int, FoundPipeline] = {}
     for count in node_counts:
         tried = [search for search in searches if count in search.counts]
         if tried:
@@ -117,7 +117,7 @@ def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: i
     return tuple(moved)
 
 
-def _listed(search: Search, count: int) -> Found | None:
+def _listed(search: Search, count: int) -> FoundPipeline | None:
     """The best pipeline, after all that may be better were listed; or with what is left open as the bound."""
     visits, bound = [_VISITS], INFINITE
     for interval in sorted(search.settled, key=lambda each: int(each.lower[count])):
@@ -132,7 +132,7 @@ def _listed(search: Search, count: int) -> Found | None:
     if count not in search.found:
         return None
     total = int(search.upper[count])
-    return Found(pieces=search.found[count], total=total, bound=min(total, bound))
+    return FoundPipeline(pieces=search.found[count], total=total, bound=min(total, bound))
 
 
 @dataclass(frozen=True, kw_only=True)

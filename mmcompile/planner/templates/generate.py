@@ -12,7 +12,7 @@ from mmcompile.errors import PlanError
 from mmcompile.planner.resilience.nodes import node_counts
 from mmcompile.planner.resilience.template import Template
 from mmcompile.planner.templates.branches import best_of_branches
-from mmcompile.planner.templates.intervals import Found, Search
+from mmcompile.planner.templates.intervals import FoundPipeline, Search
 from mmcompile.planner.templates.layer_table import LayerTable, SharedLayers
 from mmcompile.planner.templates.line import Line
 from mmcompile.planner.templates.sweep import Costs
@@ -66,7 +66,7 @@ def fastest_templates(table: LayerTable, node_counts: Sequence[int]) -> dict[int
     return {count: line.template(count, found.pieces, found.gap) for count, found in find(line, wanted).items()}
 
 
-def _best_of_chain(line: Line, node_counts: Sequence[int]) -> dict[int, Found]:
+def _best_of_chain(line: Line, node_counts: Sequence[int]) -> dict[int, FoundPipeline]:
     last = len(line.names) - 1
     families = [Costs(line=line, path=0, first=0, last=last, weights=(1, *(0,) * last))]
     simple = Search.of(line, families, node_counts)

@@ -36,7 +36,7 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundPipeline:
     """The best pipeline known for a node count."""
 
     pieces: tuple[LineStage, ...]
@@ -140,9 +140,9 @@ class Search:
         """No pipeline of so many nodes has a smaller T; known once `run` has ended."""
         return min(int(self.upper[count]), *(int(each.lower[count]) for each in self.settled), INFINITE)
 
-    def result(self, count: int) -> Found:
+    def result(self, count: int) -> FoundPipeline:
         """Return the best pipeline known for a node count, and its bound."""
-        return Found(pieces=self.found[count], total=int(self.upper[count]), bound=self.bound(count))
+        return FoundPipeline(pieces=self.found[count], total=int(self.upper[count]), bound=self.bound(count))
 
     def sweeps(self, intervals: Sequence[Interval], num_nodes: int) -> list[Sweep]:
         """Tables of so many nodes, one for each family."""

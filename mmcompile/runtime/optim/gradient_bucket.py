@@ -21,7 +21,7 @@ _ALIGN = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
+class OwnerSet:
     """Parameters held by the same ranks: replicas or shards of a stage, or stages that are tied; or all of these at once."""
 
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ class Bucket:
         parameters: Mapping[str, nn.Parameter],
         targets: Sequence[nn.Parameter],
         dtype: torch.dtype,
-        shared: Shared,
+        shared: OwnerSet,
         tags: tuple[int, int],
     ) -> None:
         self.is_local = shared.is_local
@@ -245,7 +245,7 @@ def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
     return places, end
 
 
-def _parts(length: int, element_bytes: int, shared: Shared) -> dict[int, slice]:
+def _parts(length: int, element_bytes: int, shared: OwnerSet) -> dict[int, slice]:
     """Part of the buffer that each owner adds up: contiguous, in order, none too small; the last ones may be empty."""
     if shared.updater is not None:
         return {rank: slice(0, length if rank == shared.updater else 0) for rank in shared.owners}

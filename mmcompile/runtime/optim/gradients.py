@@ -14,7 +14,7 @@ from mmcompile.errors import EngineError
 from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.monitoring.fail_points import fail_point
 from mmcompile.runtime.optim.arithmetic import Arithmetic, Largest, arithmetic_of
-from mmcompile.runtime.optim.gradient_bucket import Bucket, Shared, gradient_tags, split_into_buckets
+from mmcompile.runtime.optim.gradient_bucket import Bucket, OwnerSet, gradient_tags, split_into_buckets
 from mmcompile.runtime.optim.master_weights import HALF
 
 BUCKET_BYTES = 16 * 2**20
@@ -23,8 +23,8 @@ between the same ranks for less time; more is fewer messages."""
 
 
 def buckets_of(
-    shared: Sequence[Shared], parameters: Mapping[str, nn.Parameter], rank: int, bucket_bytes: int
-) -> Iterator[tuple[Shared, dict[str, nn.Parameter], tuple[int, int]]]:
+    shared: Sequence[OwnerSet], parameters: Mapping[str, nn.Parameter], rank: int, bucket_bytes: int
+) -> Iterator[tuple[OwnerSet, dict[str, nn.Parameter], tuple[int, int]]]:
     """Yield the buckets that travel between this rank and others, in one order on all ranks, each with two tags.
 
     Args:
@@ -116,7 +116,7 @@ class GradientSums:
         self,
         groups: Groups,
         parameters: Mapping[str, nn.Parameter],
-        shared: Sequence[Shared],
+        shared: Sequence[OwnerSet],
         backwards: Mapping[str, int],
         *,
         reduction: Reduction = "fast",
@@ -158,7 +158,7 @@ class GradientSums:
             if self._num_terms[name] and name not in elsewhere and self._arithmetic(parameter).moves
         }
         if alone:
-            here = Shared(names=tuple(alone), owners=(groups.rank,), givers=(groups.rank,))
+            here = OwnerSet(names=tuple(alone), owners=(groups.rank,), givers=(groups.rank,))
             for part in split_into_buckets(alone, bucket_bytes):
                 self._open_bucket(part, here, (0, 0))
         for bucket in [bucket for bucket, left in self._open.items() if not left]:
@@ -214,7 +214,7 @@ class GradientSums:
                     f"{int(arithmetic.max_terms):,}: use fewer microbatches a step, or reduction='fp64'"
                 )
 
-    def _open_bucket(self, parameters: Mapping[str, nn.Parameter], shared: Shared, tags: tuple[int, int]) -> None:
+    def _open_bucket(self, parameters: Mapping[str, nn.Parameter], shared: OwnerSet, tags: tuple[int, int]) -> None:
         first = next(iter(parameters.values()))
         arithmetic = self._arithmetic(first)
         self._check_terms(arithmetic, parameters, len(shared.owners))

@@ -15,7 +15,7 @@ from torch import nn
 from mmcompile.config import Reduction
 from mmcompile.planner.plan.placement import PlacedStage
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.optim.gradient_bucket import Shared
+from mmcompile.runtime.optim.gradient_bucket import OwnerSet
 from mmcompile.runtime.optim.gradients import CarriedSums, GradientSums
 from mmcompile.runtime.optim.optimizer import RankState
 from mmcompile.runtime.optim.sharded_optimizer import NewValues
@@ -148,7 +148,7 @@ class RankGradients:
     def _owners(self, stages: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({self._rank_of[index] for index in stages}))
 
-    def _shared(self) -> list[Shared]:
+    def _shared(self) -> list[OwnerSet]:
         """Parameters on several ranks, by the ranks that hold them and those that ran a backward through them in this step."""
         names: dict[tuple[tuple[int, ...], tuple[int, ...], int | None], list[str]] = {}
         for (stages, updater), held in self._held.items():
@@ -157,7 +157,7 @@ class RankGradients:
             ends = self._owners(stages), self._owners(index for index in counted if index in self._ran), updater
             names.setdefault(ends, []).extend(held)
         return [
-            Shared(names=tuple(held), owners=owners, givers=givers, updater=updater)
+            OwnerSet(names=tuple(held), owners=owners, givers=givers, updater=updater)
             for (owners, givers, updater), held in names.items()
         ]
 

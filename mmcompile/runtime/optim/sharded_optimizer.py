@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmcompile.runtime.comm.groups import Groups, Lane, Work, wait
-from mmcompile.runtime.optim.gradient_bucket import Shared
+from mmcompile.runtime.optim.gradient_bucket import OwnerSet
 from mmcompile.runtime.optim.gradients import BUCKET_BYTES, buckets_of
 
 
@@ -64,7 +64,7 @@ class NewValues:
         self,
         groups: Groups,
         parameters: Mapping[str, nn.Parameter],
-        shared: Sequence[Shared],
+        shared: Sequence[OwnerSet],
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:

@@ -7,7 +7,7 @@ from support.plans.exact_cases import chain, equal_layers
 
 from mmcompile.errors import ConfigError
 from mmcompile.planner.exact.demands import demands
-from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, InStage, Never, SameTp
+from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, InStage, SameTp, Unsatisfiable
 from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.plan.constraints import Apart, EqualTp, MemoryCap, On, StageRange, Together, parse_constraint
 
@@ -120,7 +120,7 @@ def test_what_always_holds_demands_nothing() -> None:
     ],
 )
 def test_what_never_holds_says_why(text: str, why: str) -> None:
-    assert rules(text) == [Never(why=why)]
+    assert rules(text) == [Unsatisfiable(why=why)]
 
 
 @pytest.mark.parametrize(

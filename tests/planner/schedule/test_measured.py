@@ -10,7 +10,7 @@ from mmcompile.costmodel.calibration import RuntimeCosts
 from mmcompile.costmodel.cluster import Interconnect
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.planner.plan.placement import PlacedStage
-from mmcompile.planner.schedule.measured import LinkMessages, MeasuredStep, Trained, predict_measured
+from mmcompile.planner.schedule.measured import LinkMessages, MeasuredStep, TrainedParameters, predict_measured
 
 FREE = RuntimeCosts(
     forward_s=0.0,
@@ -29,7 +29,7 @@ LINK = LinkMessages(source="lm.0", target="lm.1", sizes=(1000, 24), gradient_siz
 
 
 def predict(
-    runtime: RuntimeCosts = FREE, trained: dict[int, Trained] | None = None, prepare_s: float = 0.0
+    runtime: RuntimeCosts = FREE, trained: dict[int, TrainedParameters] | None = None, prepare_s: float = 0.0
 ) -> MeasuredStep:
     return predict_measured(
         STAGES,
@@ -63,10 +63,13 @@ def test_actions_and_messages_cost_their_ranks() -> None:
 
 def test_preparing_counts_on_rank_0_and_optimizers_overlap_it() -> None:
     assert predict(prepare_s=0.1).iteration_s == pytest.approx(21.6)
-    equal = {0: Trained(num_bytes=10**8, num_tensors=100), 1: Trained(num_bytes=10**8, num_tensors=100)}
+    equal = {
+        0: TrainedParameters(num_bytes=10**8, num_tensors=100),
+        1: TrainedParameters(num_bytes=10**8, num_tensors=100),
+    }
     assert predict(trained=equal).iteration_s == pytest.approx(21.2)
     # Rank 1 is busy 0.5 s longer, of which 0.3 s hide behind preparing and 0.2 s behind rank 0's first forward.
-    late = {1: Trained(num_bytes=5 * 10**8)}
+    late = {1: TrainedParameters(num_bytes=5 * 10**8)}
     assert predict(trained=late, prepare_s=0.05).iteration_s == pytest.approx(21.3)
-    very_late = {1: Trained(num_bytes=3 * 10**9)}
+    very_late = {1: TrainedParameters(num_bytes=3 * 10**9)}
     assert predict(trained=very_late).iteration_s == pytest.approx(21 + 2)

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from mmcompile.config import Recompute
-from mmcompile.planner.search.recompute_choice import LayerWays, Modes, StageChoices, Way, cheapest
+from mmcompile.planner.search.recompute_choice import LayerVariant, LayerWays, Modes, StageChoices, cheapest
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-def total(ways: Sequence[Way]) -> tuple[float, int]:
+def total(ways: Sequence[LayerVariant]) -> tuple[float, int]:
     """(seconds, bytes) of a stage."""
     held = sum(way.num_bytes for way in ways) + max(way.working_bytes for way in ways)
     return sum(way.seconds for way in ways), held
@@ -41,14 +41,14 @@ def chosen(stage: StageChoices, modes: Modes) -> tuple[float, int]:
 def layer(draw: random.Random) -> LayerWays:
     """Whole seconds, so that sums are exact. More computed again is slower and usually holds less."""
     if draw.random() < 0.2:
-        return (Way(mode=None, num_bytes=draw.randint(0, 5), working_bytes=draw.randint(0, 9), seconds=3.0),)
+        return (LayerVariant(mode=None, num_bytes=draw.randint(0, 5), working_bytes=draw.randint(0, 9), seconds=3.0),)
     held = sorted((draw.randint(0, 30) for _ in MODES), reverse=True)
     if draw.random() < 0.2:
         draw.shuffle(held)
     seconds = sorted(float(draw.randint(1, 9)) for _ in MODES)
     working = draw.randint(0, 20)
     return tuple(
-        Way(mode=mode, num_bytes=own, working_bytes=working // 3 if mode == "none" else working, seconds=each)
+        LayerVariant(mode=mode, num_bytes=own, working_bytes=working // 3 if mode == "none" else working, seconds=each)
         for mode, own, each in zip(MODES, held, seconds, strict=True)
     )
 
@@ -57,7 +57,7 @@ def stage(draw: random.Random) -> StageChoices:
     kinds = [layer(draw) for _ in range(draw.randint(1, 3))]
     layers = [draw.choice(kinds) for _ in range(draw.randint(1, 4))]
     alone = [
-        Way(
+        LayerVariant(
             mode=ways[0].mode,
             num_bytes=max(0, ways[0].num_bytes - 2),
             working_bytes=ways[0].working_bytes,
@@ -86,9 +86,9 @@ def test_no_other_choice_within_the_memory_is_faster() -> None:
 
 def test_of_layers_that_are_alike_the_first_compute_more_again() -> None:
     ways = (
-        Way(mode="none", num_bytes=10, working_bytes=0, seconds=1.0),
-        Way(mode="selective", num_bytes=4, working_bytes=0, seconds=1.5),
-        Way(mode="full", num_bytes=1, working_bytes=0, seconds=1.9),
+        LayerVariant(mode="none", num_bytes=10, working_bytes=0, seconds=1.0),
+        LayerVariant(mode="selective", num_bytes=4, working_bytes=0, seconds=1.5),
+        LayerVariant(mode="full", num_bytes=1, working_bytes=0, seconds=1.9),
     )
     layers = StageChoices(mixed=[ways] * 4, kept=[(ways[0],)] * 4, limit_bytes=100)
     assert cheapest([layers], 40) == [("none",) * 4]
@@ -100,12 +100,12 @@ def test_of_layers_that_are_alike_the_first_compute_more_again() -> None:
 
 def test_what_is_computed_again_needs_room_once() -> None:
     small = (
-        Way(mode="none", num_bytes=10, working_bytes=0, seconds=1.0),
-        Way(mode="full", num_bytes=1, working_bytes=9, seconds=2.0),
+        LayerVariant(mode="none", num_bytes=10, working_bytes=0, seconds=1.0),
+        LayerVariant(mode="full", num_bytes=1, working_bytes=9, seconds=2.0),
     )
     head = (
-        Way(mode="none", num_bytes=50, working_bytes=0, seconds=1.0),
-        Way(mode="full", num_bytes=1, working_bytes=50, seconds=2.0),
+        LayerVariant(mode="none", num_bytes=50, working_bytes=0, seconds=1.0),
+        LayerVariant(mode="full", num_bytes=1, working_bytes=50, seconds=2.0),
     )
     layers = StageChoices(
         mixed=[small, small, small, head], kept=[(own[0],) for own in (small, small, small, head)], limit_bytes=1000

@@ -11,7 +11,7 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.search import combos
+from mmcompile.planner.search import combinations
 from mmcompile.planner.search.bounds import expected_s
 from mmcompile.planner.search.branch_and_bound import TOLERANCE, BranchAndBound
 from mmcompile.planner.search.build_problem import problem_of
@@ -149,7 +149,7 @@ def test_chains_of_a_tower_have_equally_many(listed: bool, monkeypatch: pytest.M
     graph = toy_graph(kinds, [("vision", "projector"), ("projector", "language_model")])
     costs = {"vision": (cost(300), cost(200)), "projector": (cost(20),), "language_model": (cost(100),) * 2}
     if not listed:
-        monkeypatch.setattr(combos, "MAX_LISTED", 0)
+        monkeypatch.setattr(combinations, "MAX_LISTED", 0)
     problem = problem_of(
         graph,
         costs,

@@ -16,7 +16,7 @@ from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.schedule.schedule import build_schedule
-from mmcompile.planner.search import combos
+from mmcompile.planner.search import combinations
 from mmcompile.planner.search.branch_and_bound import TOLERANCE
 from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.candidate import assemble
@@ -151,7 +151,7 @@ def test_no_allocation_beats_the_plan_by_more_than_the_tolerance(name: str, clus
 @pytest.mark.parametrize("name", ["three_encoders", "encoder_decoder", "vision_language"])
 def test_target_times_find_nearly_the_same_plan_as_all_allocations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = find(CASES[name], "1x8xH100")
-    monkeypatch.setattr(combos, "MAX_LISTED", 0)
+    monkeypatch.setattr(combinations, "MAX_LISTED", 0)
     coupled = find(CASES[name], "1x8xH100")
     assert coupled.predicted.iteration_s <= everything.predicted.iteration_s * 1.03
     assert any("combinations" in note for note in coupled.notes)

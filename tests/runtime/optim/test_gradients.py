@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmcompile.config import Reduction
 from mmcompile.errors import EngineError
 from mmcompile.runtime.comm.groups import Groups, Lane, wait
-from mmcompile.runtime.optim.gradient_bucket import Shared, gradient_tags
+from mmcompile.runtime.optim.gradient_bucket import OwnerSet, gradient_tags
 from mmcompile.runtime.optim.gradients import GradientSums
 
 NUM_RANKS = 4
@@ -44,11 +44,11 @@ def case_of(
     """Random gradients of parameters by name, of very different sizes.
 
     Args:
-        givers: as `Shared.givers`; by default all owners.
+        givers: as `OwnerSet.givers`; by default all owners.
         num_backwards: of each rank, for each of its parameters; they touch one or two parameters each, in an order of its own.
         absent: (rank, name) of gradients that are None though the rank ran backwards.
         extra: ranks that run backwards though they are no givers: what they get must not count.
-        updaters: as `Shared.updater`, by name.
+        updaters: as `OwnerSet.updater`, by name.
         masters, earlier: as of the case.
     """
     generator = torch.Generator().manual_seed(len(sizes))
@@ -73,7 +73,7 @@ def case_of(
             ends.setdefault((owners[name], givers[name], (updaters or {}).get(name)), []).append(name)
     return Case(
         reduction="fast",
-        shared=tuple(Shared(names=tuple(n), owners=a, givers=b, updater=c) for (a, b, c), n in ends.items()),
+        shared=tuple(OwnerSet(names=tuple(n), owners=a, givers=b, updater=c) for (a, b, c), n in ends.items()),
         held=tuple(tuple(name for name in owners if rank in owners[name]) for rank in range(NUM_RANKS)),
         backwards=tuple(backwards(rank) for rank in range(NUM_RANKS)),
         values=values,
@@ -178,7 +178,7 @@ def spread(seed: int) -> tuple[Case, list[Gradients]]:
     owners = tuple(range(1 + seed % NUM_RANKS))
     rank_of = torch.randint(0, len(owners), (len(microbatches),), generator=other).tolist()
     order = torch.randperm(len(microbatches), generator=other).tolist()
-    shared = Shared(names=tuple(sizes), owners=owners, givers=tuple(sorted(set(rank_of))))
+    shared = OwnerSet(names=tuple(sizes), owners=owners, givers=tuple(sorted(set(rank_of))))
     case = Case(
         reduction="fixed",
         shared=(shared,) if len(owners) > 1 else (),
@@ -200,7 +200,7 @@ def bad_case() -> Case:
     mine = {name: torch.tensor([0.5, value, 0.0]) for name, value in BAD.items()}
     return Case(
         reduction="fixed",
-        shared=(Shared(names=names, owners=(0, 1), givers=(0, 1)),),
+        shared=(OwnerSet(names=names, owners=(0, 1), givers=(0, 1)),),
         held=(names, names, (), ()),
         backwards=((zeros,), (mine, zeros), (), ()),
         values=zeros,
@@ -314,8 +314,8 @@ def test_a_bucket_travels_before_the_last_backward() -> None:
         parameters = {name: nn.Parameter(torch.zeros(count)) for name in ("early", "late")}
         # Unlike givers keep the two in buckets of their own.
         shared = [
-            Shared(names=("early",), owners=owners, givers=(0,)),
-            Shared(names=("late",), owners=owners, givers=(0, 1)),
+            OwnerSet(names=("early",), owners=owners, givers=(0,)),
+            OwnerSet(names=("late",), owners=owners, givers=(0, 1)),
         ]
         sums = GradientSums(mine, parameters, shared, {"early": 1, "late": 1})
         parameters["early"].sum().backward()

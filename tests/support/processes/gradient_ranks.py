@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmcompile.config import Reduction
 from mmcompile.runtime.comm.groups import Groups
-from mmcompile.runtime.optim.gradient_bucket import Shared
+from mmcompile.runtime.optim.gradient_bucket import OwnerSet
 from mmcompile.runtime.optim.gradients import CarriedSums, GradientSums
 from mmcompile.runtime.optim.master_weights import HALF, MasterWeights
 from support.processes.spawn_ranks import RankContext, spawn_ranks
@@ -24,7 +24,7 @@ class Case:
     """Who shares what, and each rank's own backwards."""
 
     reduction: Reduction
-    shared: tuple[Shared, ...]
+    shared: tuple[OwnerSet, ...]
     held: tuple[tuple[str, ...], ...]
     """Per rank, its parameters."""
     backwards: tuple[tuple[Gradients, ...], ...]

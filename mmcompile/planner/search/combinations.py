@@ -75,7 +75,7 @@ class CombinationGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Combos:
+class Combinations:
     """Lists combinations of a problem."""
 
     problem: Problem
