@@ -79,7 +79,7 @@ def profile(
         for number, batch in enumerate(batches):
             name, done = f"batch {number + 1} of {len(batches)}", number / len(batches)
             on_progress(f"capturing {name}", done)
-            subject = _Subject.of(model, batch)
+            subject = _MeasuredModel.of(model, batch)
             graph = subject.graph
             hosts.append((subject.loads[graph.loss_component], subject.host_s(model, batch, rounds)))
             for index, (kind, place) in enumerate(subject.kinds.items()):
@@ -105,7 +105,7 @@ def profile(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Subject:
+class _MeasuredModel:
     """A model captured on one batch, ready to be measured layer by layer."""
 
     captured: Capture = field(repr=False)
@@ -121,7 +121,7 @@ class _Subject:
         return self.captured.graph
 
     @classmethod
-    def of(cls, model: nn.Module, batch: Mapping[str, Any]) -> _Subject:
+    def of(cls, model: nn.Module, batch: Mapping[str, Any]) -> _MeasuredModel:
         batch = completed(model, batch)
         captured = capture(model, batch)
         Pipeline(passes=(GradientFlow(),)).run(captured.graph)
@@ -195,7 +195,7 @@ class _LayerRun:
     """Gradients of these results; () for a layer that only runs forward."""
 
     @classmethod
-    def of(cls, subject: _Subject, layer: LayerProgram, device: torch.device) -> _LayerRun:
+    def of(cls, subject: _MeasuredModel, layer: LayerProgram, device: torch.device) -> _LayerRun:
         program = layer.program
         tensors = {spec.name: _weights(spec.shape, torch_dtype(spec.dtype), device) for spec in program.parameters}
         tensors |= {name: real(attribute(subject.graph.module, name)).to(device) for name in program.buffers}
@@ -239,7 +239,7 @@ def _weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     return torch.randn(shape, dtype=dtype, device=device) / shape[-1] ** 0.5
 
 
-def _arguments(subject: _Subject, layer: LayerProgram, device: torch.device) -> list[Tensor]:
+def _arguments(subject: _MeasuredModel, layer: LayerProgram, device: torch.device) -> list[Tensor]:
     """Return batch inputs and shared values as they are, results of other layers random."""
     shared = [node for node in layer.arguments if node.op == "call_function" and info(node).shared]
     known = shared_values(subject.graph, shared, subject.inputs)
