@@ -31,6 +31,8 @@ from mmcompile.kernels.bitfield_attention.masks.words import visible
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+__all__ = ["use_bitfield_attention"]
+
 NAME = "mmcompile_bitfield"
 """Name of this attention in transformers."""
 

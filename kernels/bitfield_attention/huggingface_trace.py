@@ -17,6 +17,8 @@ from mmcompile.kernels.bitfield_attention.masks.words import document, instance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["check_words_reach_every_layer", "expect_words"]
+
 # Their sliding layers see window and (causal or island); with words it is (window and causal) or island.
 _WINDOW_CUTS_ISLANDS = ("gemma3", "gemma4")
 

@@ -29,7 +29,7 @@ def load_samples(text: str) -> Sequence[Sample]:
     if function is not None:
         samples = list(function())
     elif Path(text).is_dir():
-        samples = StoredSamples(sorted(Path(text).glob("*.safetensors")))
+        samples = _StoredSamples(sorted(Path(text).glob("*.safetensors")))
     else:
         raise ConfigError(f"no data {text!r}: it is neither a folder nor package.module:function")
     if not samples:
@@ -39,7 +39,7 @@ def load_samples(text: str) -> Sequence[Sample]:
     return samples
 
 
-class StoredSamples(Sequence[Sample]):
+class _StoredSamples(Sequence[Sample]):
     """Samples in files of their own."""
 
     def __init__(self, files: Sequence[Path]) -> None:

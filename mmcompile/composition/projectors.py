@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmcompile.errors import ConfigError
 
-ProjectorKind: TypeAlias = Literal["linear", "mlp", "qformer"]
+_ProjectorKind: TypeAlias = Literal["linear", "mlp", "qformer"]
 DEFAULT_QUERIES = 32
 _HEAD_SIZE = 64
 
@@ -32,7 +32,7 @@ def make_projector(kind: str, features: int, hidden: int, num_queries: int) -> n
         return MLP(features, hidden)
     if kind == "qformer":
         return QFormer(features, hidden, num_queries)
-    kinds = ", ".join(map(repr, get_args(ProjectorKind)))
+    kinds = ", ".join(map(repr, get_args(_ProjectorKind)))
     raise ConfigError(f"projector is {kind!r}; choose one of {kinds}, or give a module")
 
 
@@ -60,7 +60,7 @@ class QFormer(nn.Module):
         self.queries = nn.Parameter(torch.empty(num_queries, hidden))
         nn.init.normal_(self.queries, std=0.02)
         self.features_norm = nn.LayerNorm(features)
-        self.blocks = nn.ModuleList(QFormerBlock(features, hidden) for _ in range(depth))
+        self.blocks = nn.ModuleList(_QFormerBlock(features, hidden) for _ in range(depth))
         self.norm = nn.LayerNorm(hidden)
 
     def forward(self, features: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -72,15 +72,15 @@ class QFormer(nn.Module):
         return self.norm(hidden)
 
 
-class QFormerBlock(nn.Module):
+class _QFormerBlock(nn.Module):
     """Queries see each other, then the features, then a feed-forward; norms before."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
         self.self_norm = nn.LayerNorm(hidden)
-        self.self_attention = Attention(hidden, hidden)
+        self.self_attention = _Attention(hidden, hidden)
         self.cross_norm = nn.LayerNorm(hidden)
-        self.cross_attention = Attention(hidden, features)
+        self.cross_attention = _Attention(hidden, features)
         self.mlp_norm = nn.LayerNorm(hidden)
         self.up = nn.Linear(hidden, 4 * hidden)
         self.down = nn.Linear(4 * hidden, hidden)
@@ -93,7 +93,7 @@ class QFormerBlock(nn.Module):
         return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
 
 
-class Attention(nn.Module):
+class _Attention(nn.Module):
     """Multi-head attention of one sequence to another."""
 
     def __init__(self, hidden: int, read: int) -> None:

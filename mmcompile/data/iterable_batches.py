@@ -31,7 +31,7 @@ class ResumableDataset(Protocol):
 
 
 @runtime_checkable
-class EpochDataset(Protocol):
+class _EpochDataset(Protocol):
     """A dataset whose order depends on the epoch."""
 
     def set_epoch(self, epoch: int, /) -> object:
@@ -153,7 +153,7 @@ class IterableBatches:
 
 
 def _set_epoch(dataset: object, epoch: int) -> None:
-    if isinstance(dataset, EpochDataset):
+    if isinstance(dataset, _EpochDataset):
         dataset.set_epoch(epoch)
 
 

@@ -77,7 +77,7 @@ def capture(
         reasons=(*reasons, *_fixed(kept, trace.sizes.dynamic())),
         dynamic=trace.sizes.dynamic(),
         hints={str(symbol): value for symbol, value in (trace.sizes.bind(tensors) or {}).items()},
-        num_samples=num_samples(batch),
+        num_samples=_num_samples(batch),
     )
     bound = trace.sizes.bind(tensors) or {}
     reads = trace.host.run({**tensors, **trace.sizes.size_inputs(bound)}).reads
@@ -118,7 +118,7 @@ def _fixed(wanted: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, 
     return tuple(lines)
 
 
-def num_samples(batch: Mapping[str, Any]) -> int:
+def _num_samples(batch: Mapping[str, Any]) -> int:
     """Return the samples in a batch: the leading size of `input_ids`, else of `labels`, else of the first tensor."""
     for name in ("input_ids", "labels", *batch):
         if isinstance(batch.get(name), torch.Tensor):

@@ -12,8 +12,6 @@ from torch.fx.node import has_side_effect
 from mmcompile.errors import MaskError
 from mmcompile.kernels.bitfield_attention.masks.convert import words_from_ids
 
-MERGE = "merge_features"
-
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of cross-entropy over valid tokens, and their number.

@@ -14,8 +14,8 @@ from torch import nn
 from mmcompile.errors import ConfigError
 from mmcompile.ir.compat import VALUES_NEEDED, fake_mode_of, shape_hint
 
-DEFAULT_TEXT_TOKENS = 1024
-DEFAULT_IMAGE_SIZE = 448
+_DEFAULT_TEXT_TOKENS = 1024
+_DEFAULT_IMAGE_SIZE = 448
 IGNORE = -100
 
 
@@ -23,9 +23,9 @@ def example_batch(
     model: nn.Module,
     *,
     batch_size: int = 2,
-    text_tokens: int = DEFAULT_TEXT_TOKENS,
+    text_tokens: int = _DEFAULT_TEXT_TOKENS,
     images: int = 1,
-    image_size: int = DEFAULT_IMAGE_SIZE,
+    image_size: int = _DEFAULT_IMAGE_SIZE,
     audios: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Return a batch of random tokens with images and sounds where the model takes them, labels on the text.

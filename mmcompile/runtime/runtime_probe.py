@@ -45,7 +45,7 @@ class Stage(StageModule):
 _STAGES = ("scale", "sum")
 
 
-class ProbeSource:
+class _ProbeSource:
     """`ProgramSource` of a pipeline that scales a vector in one process and sums it in the other."""
 
     def __init__(self, num_elements: int) -> None:
@@ -147,7 +147,7 @@ def _measure(num_elements: int, num_steps: int, device: str | None) -> _Probe:
     seconds: list[float] = []
     handling: list[float] = []
     events: list[Event] = []
-    with Engine(placement, ProbeSource(num_elements), device=device) as engine:
+    with Engine(placement, _ProbeSource(num_elements), device=device) as engine:
         for number in range(_WARM_UP + num_steps):
             before = _process_s()
             metrics = engine.step([sample] * _NUM_MICROBATCHES)

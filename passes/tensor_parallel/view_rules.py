@@ -131,7 +131,7 @@ def split(flow: ShardFlow, node: fx.Node) -> Shards:
     sizes = [int(piece.shape[shard.dim]) for piece in pieces]
     ends = list(accumulate(sizes))
     found = tuple(
-        flow.shard(shard.dim, piece(flow, node, value, end - size, end)) for size, end in zip(sizes, ends, strict=True)
+        flow.shard(shard.dim, _piece(flow, node, value, end - size, end)) for size, end in zip(sizes, ends, strict=True)
     )
     if has_argument(node, "split_size"):
         flow.local(node, "split_size", sizes[0] // flow.count)
@@ -142,7 +142,7 @@ def split(flow: ShardFlow, node: fx.Node) -> Shards:
     return found
 
 
-def piece(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int) -> tuple[int, ...]:
+def _piece(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int) -> tuple[int, ...]:
     """Return the blocks that make up `start` to `end` of the sharded dim."""
     blocks = flow.shard_of(value).blocks
     borders = [0, *accumulate(blocks)]
@@ -186,7 +186,7 @@ def _narrowed(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: i
     if step != 1:
         raise Refusal(node, f"it takes every {step}th of the sharded dim")
     shard = flow.shard_of(value)
-    blocks = piece(flow, node, value, start, end)
+    blocks = _piece(flow, node, value, start, end)
     flow.local(node, "start", start // flow.count)
     if has_argument(node, "end"):
         flow.local(node, "end", end // flow.count)
@@ -214,7 +214,7 @@ def glu(flow: ShardFlow, node: fx.Node) -> TensorShard:
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
         return shard
     half = shard.size // 2
-    parts = [piece(flow, node, value, *border) for border in ((0, half), (half, 2 * half))]
+    parts = [_piece(flow, node, value, *border) for border in ((0, half), (half, 2 * half))]
     if parts[0] != parts[1]:
         raise Refusal(node, f"the halves it multiplies are sharded in blocks {list(parts[0])} and {list(parts[1])}")
     return flow.shard(shard.dim, parts[0])

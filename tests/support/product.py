@@ -171,7 +171,7 @@ def _needs_no_importer(name: str, node: ast.stmt, annotated: set[str]) -> bool:
         return any(_REGISTERING.search(ast.unparse(decorator)) for decorator in node.decorator_list)
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
         return True  # `aten = torch.ops.aten`
-    if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("TypeVar("):
+    if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("TypeVar(", "ParamSpec(")):
         return True
     is_error = isinstance(node, ast.ClassDef) and any(
         ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases
@@ -180,10 +180,9 @@ def _needs_no_importer(name: str, node: ast.stmt, annotated: set[str]) -> bool:
 
 
 @cache
-def names_used_outside() -> frozenset[tuple[str, str]]:
-    """Return (module, name) of what tests, benchmarks and examples take from the product."""
-    files = [file for folder in ("tests", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")]
-    trees = (ast.parse(file.read_text()) for file in files)
+def names_used_by_folder(folder: str) -> frozenset[tuple[str, str]]:
+    """Return (module, name) of what a folder outside the product takes from it."""
+    trees = (ast.parse(file.read_text()) for file in (ROOT / folder).rglob("*.py"))
     return frozenset(used for tree in trees for used in names_used_by(tree, "outside", is_package=False))
 
 
@@ -191,10 +190,10 @@ def unused_public_names() -> Iterator[tuple[str, str]]:
     """Yield (module, name) of every public name without an importer in the product.
 
     No importer is needed by a name of a facade (`__all__`, `mmcompile/__init__.py`), an entry point, an operator that
-    torch, Triton or typer hold, an error, a type in a signature of its own module, or a name that its own module uses and
-    a test takes from there.
+    torch, Triton or typer hold, an error, a type in a signature of its own module, a name that a benchmark or an example
+    takes, or one that its own module uses and a test takes.
     """
-    used = set(entry_points())
+    used = entry_points() | names_used_by_folder("benchmarks") | names_used_by_folder("examples")
     strings: set[str] = set()
     for module in modules().values():
         used |= names_used_by(module.tree, module.name, is_package=module.is_package)
@@ -213,7 +212,7 @@ def unused_public_names() -> Iterator[tuple[str, str]]:
             in_table = f"{module.name}:{name}" in strings or (name == "main" and module.name in strings)
             if name in public or in_table or (module.name, name) in used:
                 continue
-            if name in read and (module.name, name) in names_used_outside():
+            if name in read and (module.name, name) in names_used_by_folder("tests"):
                 continue
             if not _needs_no_importer(name, node, annotated):
                 yield module.name, name

@@ -33,7 +33,7 @@ import triton.language as tl
 FULL = tl.constexpr(0)
 ROW = tl.constexpr(1)
 GENERAL = tl.constexpr(2)
-LN2 = tl.constexpr(0.6931471805599453)
+_LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 SIZES = ["q_len", "padded_len", "sequences", "kv_len", "q_blocks", "kv_blocks", "heads", "group", "window"]
@@ -160,7 +160,7 @@ def attend(
         )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    top = (top + tl.log2(total)) * LN2
+    top = (top + tl.log2(total)) * _LN2
     if slot < 0:
         flat_rows = (batch.to(tl.int64) * heads + head) * q_len + rows
         tl.store(out + flat_rows[:, None] * HEAD_DIM + offsets_d[None, :], acc.to(out.dtype.element_ty), mask=real)

@@ -43,11 +43,6 @@ def pack(
     return torch.where(document == 0, torch.zeros_like(word), word)
 
 
-def is_causal(words: torch.Tensor) -> torch.Tensor:
-    """Return the C bit, which is the sign, as bool."""
-    return words < 0
-
-
 def document(words: torch.Tensor) -> torch.Tensor:
     """Return int64 document ids; masked after the shift, which is arithmetic for negative words."""
     return (words >> 48) & MAX_DOCUMENT

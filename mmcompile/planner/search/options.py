@@ -218,7 +218,7 @@ def _flights(schedule: ScheduleKind, num_microbatches: int, most: int, last: boo
     return np.array([in_flight(schedule, depth, num_microbatches) for depth in depths])
 
 
-def undominated(ranks: Index, first: Array, second: Array) -> Index:
+def _undominated(ranks: Index, first: Array, second: Array) -> Index:
     """Return options that no other with as few ranks beats in both costs; the first of equals. In order of ranks."""
     order = np.lexsort((second, first, ranks))
     kept: list[int] = []
@@ -328,12 +328,12 @@ class _Bound:
 
 
 def _undominated_each(kinds: Index, ranks: Index, first: Array, second: Array) -> Index:
-    """Return `undominated` among options of each kind [options, any], in order of kinds."""
+    """Return `_undominated` among options of each kind [options, any], in order of kinds."""
     if not kinds.any():
-        return undominated(ranks, first, second)
+        return _undominated(ranks, first, second)
     _, kind = np.unique(kinds, axis=0, return_inverse=True)
     groups = [np.flatnonzero(kind == number) for number in range(int(kind.max()) + 1)]
-    return np.concatenate([group[undominated(ranks[group], first[group], second[group])] for group in groups])
+    return np.concatenate([group[_undominated(ranks[group], first[group], second[group])] for group in groups])
 
 
 def _path(chains: ChainSet, times: Sequence[Array], chosen: NDArray[np.int64], *, first: bool) -> Array:

@@ -35,19 +35,19 @@ def plan_of(engine: BranchAndBound, best: Candidate, *, strategy: str = "auto") 
         links=(),
         num_microbatches=setting.num_microbatches,
         shared_values=(),
-        predicted=predicted(best, engine.lower_bound_s),
+        predicted=_predicted(best, engine.lower_bound_s),
         rejected=tuple(_rejected(engine, best)),
         schedule=setting.schedule,
         strategy=strategy,
         microbatch_samples=0.0 if problem.global_batch is None else setting.samples,
         data=_data(problem),
         costs=_costs(problem),
-        cuts=tuple(cuts(best, engine.splitter)),
+        cuts=tuple(_cuts(best, engine.splitter)),
         notes=tuple(_notes(engine, best)),
     )
 
 
-def predicted(best: Candidate, lower_bound_s: float = float("inf")) -> Prediction:
+def _predicted(best: Candidate, lower_bound_s: float = float("inf")) -> Prediction:
     """Return the simulator's prediction for a judged candidate.
 
     Args:
@@ -119,7 +119,7 @@ def _costs(problem: Problem) -> str:
     return describe_costs(pricing.calibration, pricing.kinds)
 
 
-def cuts(candidate: Candidate, splitter: Splitter) -> Iterator[Cut]:
+def _cuts(candidate: Candidate, splitter: Splitter) -> Iterator[Cut]:
     """Yield the reason why each stage but the last ends where it does."""
     problem, setting = candidate.problem, candidate.setting
     names = candidate.names

@@ -48,12 +48,12 @@ def plan_resilience(problem: Problem, candidate: Candidate, fault_tolerance: int
         num_nodes=problem.cluster.num_nodes,
         devices_per_node=problem.cluster.devices_per_node,
         num_microbatches=num_microbatches,
-        layer_bytes={chain.name: layer_bytes(problem.graph, chain) for chain in chains.chains},
+        layer_bytes={chain.name: _layer_bytes(problem.graph, chain) for chain in chains.chains},
         microbatch_samples=float(setting.samples),
     )
 
 
-def layer_bytes(graph: ModelGraph, chain: ChainSpec) -> tuple[int, ...]:
+def _layer_bytes(graph: ModelGraph, chain: ChainSpec) -> tuple[int, ...]:
     """Return the bytes that a node must get to run each layer of a chain: parameters that train, and AdamW's state of them.
 
     Gradients are made anew, and what is frozen every node has. A parameter that several layers use (tied embeddings) counts with

@@ -201,7 +201,7 @@ class ProcessGroupSession(ABC):
         """Wait for ranks that are ending."""
 
 
-class SpawnedSession(ProcessGroupSession):
+class _SpawnedSession(ProcessGroupSession):
     """A plain script: rank 0 is this process and starts the others here."""
 
     def __init__(self, stages: tuple[PlacedStage, ...], num_ranks: int, devices: list[str]) -> None:
@@ -242,7 +242,7 @@ class SpawnedSession(ProcessGroupSession):
         self._workers.close(timeout_s)
 
 
-class LaunchedSession(ProcessGroupSession):
+class _LaunchedSession(ProcessGroupSession):
     """Ranks started by torchrun, or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
     def __init__(self, stages: tuple[PlacedStage, ...], num_ranks: int, device: str) -> None:
@@ -296,9 +296,9 @@ def open_session(stages: tuple[PlacedStage, ...], device: str | None) -> Process
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         kind = device or ("cuda" if torch.cuda.device_count() > local else "cpu")
-        return LaunchedSession(stages, num_ranks, "cpu" if kind == "cpu" else f"cuda:{local}")
+        return _LaunchedSession(stages, num_ranks, "cpu" if kind == "cpu" else f"cuda:{local}")
     kind = device or ("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
-    return SpawnedSession(stages, num_ranks, ["cpu" if kind == "cpu" else f"cuda:{rank}" for rank in range(num_ranks)])
+    return _SpawnedSession(stages, num_ranks, ["cpu" if kind == "cpu" else f"cuda:{rank}" for rank in range(num_ranks)])
 
 
 def _moment(status: Status) -> str:

@@ -72,7 +72,7 @@ class Arithmetic(ABC):
 
 
 @final
-class Fast(Arithmetic):
+class _Fast(Arithmetic):
     """Sums in the parameter's dtype, as torch adds; half precision in float32 between ranks."""
 
     moves = False
@@ -99,7 +99,7 @@ class Fast(Arithmetic):
 
 
 @final
-class Wide(Arithmetic):
+class _Wide(Arithmetic):
     """In a float type wider than the parameters': float64, or float32 for half-precision gradients of float32 masters."""
 
     moves = True
@@ -194,9 +194,9 @@ def arithmetic_of(reduction: Reduction, *, master: bool = False) -> Arithmetic:
     """
     match reduction:
         case "fast":
-            return Wide(torch.float32) if master else Fast()
+            return _Wide(torch.float32) if master else _Fast()
         case "fp64":
-            return Wide(torch.float64)
+            return _Wide(torch.float64)
         case "fixed":
             return Fixed()
 

@@ -154,7 +154,7 @@ class RankOptimizer:
     @property
     def hyper(self) -> Hyper:
         """Settings of the optimizer's parameter groups."""
-        return hyper_of(self.optimizer)
+        return _hyper_of(self.optimizer)
 
     @hyper.setter
     def hyper(self, values: Hyper) -> None:
@@ -216,7 +216,7 @@ class RankState:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
 
-def hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
+def _hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
     """Settings of all groups of an optimizer."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
@@ -267,7 +267,7 @@ class HyperSchedule:
             elif self._scheduler is not None:
                 self._optimizer, self._scheduler = self._start(done)
             self._num_steps = done
-        return hyper_of(self._optimizer)
+        return _hyper_of(self._optimizer)
 
     def _start(self, num_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
         optimizer = self._spec.build()
