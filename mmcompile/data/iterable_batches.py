@@ -25,6 +25,7 @@ class ResumableDataset(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a dict."""
+        ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Resume from the position of a dict."""

@@ -190,10 +190,10 @@ def unused_public_names() -> Iterator[tuple[str, str]]:
     """Yield (module, name) of every public name without an importer in the product.
 
     No importer is needed by a name of a facade (`__all__`, `mmcompile/__init__.py`), an entry point, an operator that
-    torch, Triton or typer hold, an error, a type in a signature of its own module, a name that a benchmark or an example
-    takes, or one that its own module uses and a test takes.
+    torch, Triton or typer hold, an error, a type in a signature of its own module, a name that a benchmark, an example or
+    a tool of the documentation takes, or one that its own module uses and a test takes.
     """
-    used = entry_points() | names_used_by_folder("benchmarks") | names_used_by_folder("examples")
+    used = entry_points().union(*map(names_used_by_folder, ("benchmarks", "examples", "docs")))
     strings: set[str] = set()
     for module in modules().values():
         used |= names_used_by(module.tree, module.name, is_package=module.is_package)

@@ -87,7 +87,7 @@ class ElasticWorker:
             self.membership.connected()
             fail_point("connected", rank=rank, generation=number)
             try:
-                run = GenerationRun(self, connection, generation)
+                run = _GenerationRun(self, connection, generation)
                 connection.call(run.gather_state)
                 fail_point("copied", rank=rank, generation=number)
                 self.membership.ready()
@@ -103,7 +103,7 @@ class ElasticWorker:
             self.membership.abort(str(error))
 
 
-class GenerationRun:
+class _GenerationRun:
     """A worker's way through one generation: the state it lacks, then steps, each committed before it counts.
 
     Made once the groups of the generation are connected. Rank 0 plans its first step from then on.
