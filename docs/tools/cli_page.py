@@ -24,6 +24,11 @@ list of samples.
 | 0 | done |
 | 1 | a problem was found; the message says what to do. `MMCOMPILE_DEBUG=1` adds the traceback, `--json` prints it as an object |
 | 2 | bad usage |
+| 130 | interrupted |
+
+Options can come from a file: `--dump-config` prints all options of a command as YAML, `--config FILE` reads such a file (or
+TOML). Its sections are `model`, `example`, `plan`, `train`, `run` and `elastic`; options that are typed override it, and an
+unknown key is refused with its name and the nearest known ones.
 
 ## At a glance
 

@@ -57,7 +57,7 @@ def glossary() -> set[str]:
 
 def vocabulary() -> set[str]:
     """Return the head nouns of class names that need no explanation."""
-    lines = (TESTS / "vocabulary.txt").read_text().splitlines()
+    lines = (TESTS / "structure/vocabulary.txt").read_text().splitlines()
     return {word for line in lines if not line.startswith("#") for word in line.split()}
 
 
@@ -87,7 +87,7 @@ def test_the_last_word_of_every_class_name_is_explained() -> None:
     known = vocabulary() | {word for term in glossary() for word in term.split()[-1:]}
     unknown = {name: file for name, file in public_classes().items() if unknown_head(name, known)}
     assert unknown == {}, (
-        "explain the last word in docs/glossary.md; tests/vocabulary.txt has the field's standard words"
+        "explain the last word in docs/glossary.md; tests/structure/vocabulary.txt has the field's standard words"
     )
 
 
