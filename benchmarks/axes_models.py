@@ -26,18 +26,20 @@ from transformers import (
 )
 from transformers.models.internvl.configuration_internvl import InternVLVisionConfig
 
-from mmcompile.codegen.attention_choice import AttentionChoice, with_shared_tokens, with_words
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import MMCompileError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.meta_model import skeleton
 from mmcompile.ir.sample_inputs import example_batch
+from mmcompile.passes.capture_pipeline import run_on_capture
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.masks.bitfield_attention import BitfieldAttention
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes, tensor_axes
+from mmcompile.planner.planning_passes import with_context_parallel
 
 Built = tuple[nn.Module, Mapping[str, Any]]
 """A model without weights, and a batch for it."""
@@ -94,9 +96,8 @@ def _deepened(axes: TensorAxes, tower: Tower | None) -> TensorAxes:
 
 def _no_cp(found: Capture) -> str:
     """Tries it. Masks become words first, as the engine does it."""
-    choice = AttentionChoice(attention="bitfield", context_parallel=2, head_stride=1)
     try:
-        with_shared_tokens(with_words(found, choice), choice)
+        with_context_parallel(run_on_capture(found, (BitfieldAttention(),)).capture, num_ranks=2, head_stride=1)
     except MMCompileError as error:
         return str(error).split("\n")[0]
     return ""

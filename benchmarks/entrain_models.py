@@ -17,6 +17,7 @@ from mmcompile import capture, example_batch, skeleton
 from mmcompile.costmodel.load import Polynomial
 from mmcompile.data.sample import SampleShape
 from mmcompile.passes.cost.cost import Cost
+from mmcompile.passes.pipeline import analyse
 from mmcompile.planner.pricing.workload import Workload
 
 PATCH_FEATURES = 3 * 2 * 14 * 14  # channels, frames, height and width of a patch
@@ -122,7 +123,7 @@ def _captured(language: Language) -> tuple[Workload, dict[str, Polynomial]]:
     model = skeleton(_config(language), dtype="bfloat16")
     batch = example_batch(model, batch_size=1, text_tokens=256, image_size=560)
     graph = capture(model, batch)
-    table = Cost().run(graph)
+    table = analyse(Cost(), graph)
     flops = {
         name: sum(
             (table.polynomial(name, index, field) for index in range(len(table[name])) for field in _FLOPS),

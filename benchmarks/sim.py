@@ -32,6 +32,7 @@ from mmcompile.ir.sample_inputs import example_batch
 from mmcompile.ir.tensor_spec import TensorSpec
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.layer_kinds import layer_kinds
+from mmcompile.passes.pipeline import analyse
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Link
@@ -220,7 +221,7 @@ def run(pipeline: Pipeline, runtime: RuntimeCosts, num_steps: int) -> Result:
 
 def predict(plan: Plan, graph: ModelGraph, calibration: Calibration, runtime: RuntimeCosts) -> MeasuredStep:
     """A step of a plan at the sizes of `graph`, from measured layers."""
-    loads, kinds = Cost().run(graph).loads, layer_kinds(graph)
+    loads, kinds = analyse(Cost(), graph).loads, layer_kinds(graph)
     return predict_measured(
         Placement.of(plan).stages,
         {stage.name: stage_times(plan, stage.name, loads, kinds, calibration) for stage in plan.stages},

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -19,9 +20,9 @@ from mmcompile.batching.balance.simulated_step import StepShape, step_time
 from mmcompile.batching.pack import Packer
 from mmcompile.batching.sample_costs import costs_of_samples
 from mmcompile.captured_model import CapturedModel, built, captured_step, fingerprint_of, padding
+from mmcompile.codegen.pipeline import with_stage_passes
 from mmcompile.codegen.program import StageProgram
 from mmcompile.codegen.program_cache import Patterns
-from mmcompile.codegen.stage_passes import with_axes
 from mmcompile.codegen.stage_programs import lower
 from mmcompile.config import (
     Attention,
@@ -42,9 +43,12 @@ from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.parameter_patterns import matches
+from mmcompile.passes.base import AnyPass
 from mmcompile.planner.plan.constraints import Constraint
 from mmcompile.planner.plan.placement import Placement, check_runnable
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
+from mmcompile.planner.search.candidate import Strategy
+from mmcompile.planner.strategies.search import AUTO
 from mmcompile.planning import PlanInputs, make_plan
 from mmcompile.runtime.engine import Engine
 from mmcompile.runtime.launch.background_balancer import BackgroundBalancer, Recipe
@@ -101,7 +105,7 @@ def plan(
     cluster: Cluster | str = "local",
     global_batch: int | None = None,
     stats: DatasetStats | str | Path | None = None,
-    strategy: str = "auto",
+    strategy: str | Strategy = AUTO,
     num_microbatches: int | None = None,
     schedule: ScheduleKind | None = None,
     recompute: Recomputation | None = None,
@@ -119,6 +123,7 @@ def plan(
     solver_seconds: float | None = None,
     fault_tolerance: int | None = None,
     packing: Sequence[Sample] | None = None,
+    passes: Sequence[AnyPass] = (),
     on_phase: Callable[[str, float], None] | None = None,
 ) -> Plan:
     """Plan the training of a model: assignment of every layer to devices, degrees, microbatches and schedule.
@@ -134,6 +139,9 @@ def plan(
         packing: two or more conversations, as a processor returns them, which stand for a microbatch in place of `batch`. The
             plan is then for microbatches that are one row of documents without padding, and its notes contain how documents are
             kept apart.
+        passes: own passes, run on the whole model before its layers are priced (`mmcompile passes` prints the order). Give
+            `parallelize` and `stage_programs` the same.
+        strategy: name of a strategy, or a function from a problem to candidates (`mmcompile.planner.search.candidate.Strategy`).
         on_phase: receives the seconds of each phase: `"capture"`, `"cost"`, `"search"`, `"proof"`, `"templates"`, `"links"`.
         cluster, global_batch, ...: all others are fields of `mmcompile.config.PlanRequest`, described there. A cluster, a
             dataset, a calibration and constraints may also be given as values instead of their texts and files.
@@ -146,7 +154,14 @@ def plan(
         ConfigError: options that conflict or have no effect; a calibration for another machine.
     """
     request = _request(locals())
-    inputs = PlanInputs.read(cluster=cluster, stats=stats, calibration=calibration, constraints=constraints)
+    inputs = PlanInputs.read(
+        cluster=cluster,
+        stats=stats,
+        calibration=calibration,
+        constraints=constraints,
+        passes=passes,
+        strategy=strategy,
+    )
     return planned(CapturedModel.of(model, batch, packing), request, inputs, on_phase)
 
 
@@ -180,19 +195,23 @@ def _request(given: Mapping[str, Any]) -> PlanRequest:
     """Return the request among the arguments of a call; values are replaced by their texts."""
     options: dict[str, Any] = {own.name: given[own.name] for own in fields(PlanRequest) if own.name in given}
     options |= {
-        name: _text(options[name]) for name in ("cluster", "stats", "calibration") if options.get(name) is not None
+        name: _text(options[name])
+        for name in ("cluster", "stats", "calibration", "strategy")
+        if options.get(name) is not None
     }
     options["constraints"] = tuple(map(str, options.get("constraints", ())))
     return PlanRequest(**options)
 
 
 def _text(value: object) -> str:
-    """Return the name of a dataset, the device of a calibration, the text of anything else."""
+    """Return the name of a dataset or function, the device of a calibration, the text of anything else."""
     match value:
         case DatasetStats():
             return value.name
         case Calibration():
             return value.device
+        case FunctionType():
+            return value.__name__
         case _:
             return str(value)
 
@@ -207,11 +226,20 @@ def pack(model: nn.Module, samples: Sequence[Sample]) -> dict[str, Value]:
     return Packer.of(model, padding(model)).pack(samples)
 
 
-def stage_programs(model: nn.Module, batch: Mapping[str, Any], plan: Plan) -> Mapping[str, StageProgram]:
-    """Return the programs that the stages of a plan run for batches like `batch`, by stage name."""
+def stage_programs(
+    model: nn.Module, batch: Mapping[str, Any], plan: Plan, *, passes: Sequence[AnyPass] = ()
+) -> Mapping[str, StageProgram]:
+    """Return the programs that the stages of a plan run for batches like `batch`, by stage name.
+
+    Args:
+        model: the model that the plan was made for.
+        batch: one microbatch.
+        plan: where layers run.
+        passes: own passes, those that the plan was made with; they run on the whole model, before it is split over ranks.
+    """
     captured = captured_step(model, batch)
     check_fingerprint(plan, fingerprint_of(captured.graph))
-    return lower(with_axes(captured, plan), plan).programs
+    return lower(with_stage_passes(captured, plan, own=passes), plan).programs
 
 
 def parallelize(
@@ -234,6 +262,7 @@ def parallelize(
     packing: Sequence[Sample] | None = None,
     balance: str | Balancer = Auto.name,
     correct: bool = False,
+    passes: Sequence[AnyPass] = (),
     on_capture: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Engine:
@@ -253,6 +282,8 @@ def parallelize(
             (`mmcompile.batching.balance.registry`), or a balancer. `"auto"` takes the one whose step is predicted to be shortest,
             and arrival order where that is as good.
         correct: learn from measured times what samples cost. Steps then depend on the machine, not on their samples alone.
+        passes: own passes, those that the plan was made with; they run on every capture of the model, before it is split over
+            ranks.
         on_capture: called before each later capture with the number of captures so far.
         options: of `Engine` (optimizer, scheduler, clip_norm, compile, ...).
 
@@ -266,10 +297,10 @@ def parallelize(
     subject = CapturedModel.of(model, batch, packing)
     model, batch, captured = subject.model, subject.batch, subject.capture()
     if plan is None:
-        inputs = replace(PlanInputs.read(cluster=cluster), packing=subject.packing)
+        inputs = replace(PlanInputs.read(cluster=cluster, passes=passes), packing=subject.packing)
         plan = make_plan(captured, completed(model, batch), request, inputs, fingerprint_of(captured.graph))
     check_fingerprint(plan, fingerprint_of(captured.graph))
-    patterns = Patterns(model, plan, captured, batch, on_capture)
+    patterns = Patterns(model, plan, captured, batch, on_capture, passes)
     if packing is None:
         options.setdefault("pad", padding(model))
     else:

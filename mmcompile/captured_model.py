@@ -21,8 +21,7 @@ from mmcompile.ir.capture import capture as _capture
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.ir.meta_model import skeleton
 from mmcompile.ir.sample_inputs import example_batch
-from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.passes.pipeline import Pipeline
+from mmcompile.passes.capture_pipeline import annotated
 from mmcompile.planner.plan.plan_record import Fingerprint, Packing
 
 
@@ -87,9 +86,7 @@ def padding(model: nn.Module) -> dict[str, int]:
 
 def captured_step(model: nn.Module, batch: Mapping[str, Any], dynamic: Mapping[str, Any] | None = None) -> Capture:
     """Return the captured training step of a model, with gradient flow annotated."""
-    captured = _capture(model, batch, dynamic=dynamic)
-    Pipeline(passes=(GradientFlow(),)).run(captured.graph)
-    return captured
+    return annotated(_capture(model, batch, dynamic=dynamic))
 
 
 def fingerprint_of(graph: ModelGraph) -> Fingerprint:

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from mmcompile.codegen.attention_choice import AttentionChoice, with_shared_tokens, with_words
 from mmcompile.codegen.cut import cut
-from mmcompile.codegen.stage_passes import with_autocast
 from mmcompile.codegen.stage_programs import links
-from mmcompile.config import DEFAULT_MICROBATCHES, SOLVER_SECONDS, Components, PlanRequest, Recompute
+from mmcompile.config import DEFAULT_MICROBATCHES, SOLVER_SECONDS, Attention, Components, PlanRequest, Recompute
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.data.readers import read_stats
@@ -22,19 +20,20 @@ from mmcompile.data.stats import DatasetStats
 from mmcompile.errors import ConfigError, PlanError
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.graph import ModelGraph, component_of, info
-from mmcompile.passes.cost.cost import Cost
+from mmcompile.passes.base import AnyPass
 from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.layer_kinds import layer_kinds
 from mmcompile.passes.tensor_parallel.tensor_axes import TensorAxes, tensor_axes
 from mmcompile.planner.plan.constraints import Constraint, decided_stages, parse_constraint
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Fingerprint, Packing
+from mmcompile.planner.planning_passes import run_planning_passes, with_context_parallel
 from mmcompile.planner.pricing.geometries import geometries
 from mmcompile.planner.pricing.shared_tokens import SharedTokens
 from mmcompile.planner.pricing.workload import Workload
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
 from mmcompile.planner.search.build_problem import problem_of
-from mmcompile.planner.search.candidate import Candidate
+from mmcompile.planner.search.candidate import Candidate, Strategy
 from mmcompile.planner.search.infeasible import explain
 from mmcompile.planner.search.outcome import plan_of, sample_rates
 from mmcompile.planner.search.problem import Problem
@@ -62,6 +61,10 @@ class PlanInputs:
     constraints: tuple[Constraint, ...] = ()
     packing: Packing | None = None
     """Isolation of the samples of one row; None for padded samples in rows of their own."""
+    passes: tuple[AnyPass, ...] = ()
+    """Passes of the user, run before layers are priced (`mmcompile.passes.catalog.PLANNING`)."""
+    strategy: Strategy | None = None
+    """Strategy of the user, which the request names too; None for one that comes with mmcompile."""
 
     @classmethod
     def read(
@@ -71,6 +74,8 @@ class PlanInputs:
         stats: DatasetStats | str | Path | None = None,
         calibration: Calibration | str | Path | None = None,
         constraints: Sequence[Constraint | str] = (),
+        passes: Sequence[AnyPass] = (),
+        strategy: Strategy | str = AUTO,
     ) -> PlanInputs:
         """Return the values; texts are parsed and files are read.
 
@@ -82,14 +87,14 @@ class PlanInputs:
             stats=stats if isinstance(stats, DatasetStats | None) else read_stats(stats),
             calibration=calibration if isinstance(calibration, Calibration | None) else Calibration.load(calibration),
             constraints=tuple(parse_constraint(own) if isinstance(own, str) else own for own in constraints),
+            passes=tuple(passes),
+            strategy=None if isinstance(strategy, str) else strategy,
         )
 
 
-def _attention_choice(request: PlanRequest) -> AttentionChoice:
+def _attention(request: PlanRequest) -> Attention:
     """Return the attention of a request: bitfield where tokens are shared, else the model's own by default."""
-    context_parallel = request.context_parallel or 1
-    attention = request.attention or ("bitfield" if context_parallel > 1 else "model")
-    return AttentionChoice(attention=attention, context_parallel=context_parallel)
+    return request.attention or ("bitfield" if (request.context_parallel or 1) > 1 else "model")
 
 
 def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bool) -> SearchSpace:
@@ -162,19 +167,18 @@ def make_plan(
     Raises:
         PlanError, ConfigError: as `mmcompile.plan`.
     """
-    choice, clock = _attention_choice(request), _Clock(on_phase)
+    attention, clock = _attention(request), _Clock(on_phase)
     autocast = _components(captured.graph, request.autocast)
-    captured = with_words(with_autocast(captured, autocast), choice, batch)
+    captured, table = run_planning_passes(captured, batch, attention=attention, autocast=autocast, own=inputs.passes)
     graph = captured.graph
     dtype = "bfloat16" if graph.loss_component in autocast else graph.main_dtype
     _check_calibration(inputs, dtype)
-    table = Cost().run(graph)
-    can_share_tokens = _searches_tokens(request) and _can_share_tokens(captured, choice)
+    can_share_tokens = _searches_tokens(request) and _can_share_tokens(captured)
     space = search_space(request, inputs.cluster, can_share_tokens=can_share_tokens)
     axes = tensor_axes(graph, max(space.tp), table) if max(space.tp) > 1 else {}
     clock.done("cost")
     problem = _problem(graph, table, batch, request, inputs, fingerprint, dtype=dtype, space=space, axes=axes)
-    search, best = searched(problem, request.strategy)
+    search, best = searched(problem, inputs.strategy or request.strategy)
     clock.done("search")
     if best is None:
         raise PlanError(explain(problem))
@@ -194,7 +198,7 @@ def make_plan(
     loads = geometries(graph, table.loads, batch, packed=inputs.packing is not None)
     found = replace(
         found,
-        attention=choice.attention,
+        attention=attention,
         autocast=autocast,
         head_stride=head_stride,
         notes=(
@@ -208,7 +212,7 @@ def make_plan(
         resilience=resilience,
         sample_rates=sample_rates(best, loads, pricing),
     )
-    found = _linked(captured, found, replace(choice, context_parallel=cp, head_stride=head_stride))
+    found = _linked(captured, found)
     clock.done("links")
     return found
 
@@ -347,12 +351,12 @@ def _tensor_note(name: str, degree: int, own: TensorAxes) -> str:
     return f"{degree} ranks share {own.shares[degree]:.0%} of the parameters of {name}{whole}{more}"
 
 
-def _linked(captured: Capture, plan: Plan, choice: AttentionChoice) -> Plan:
+def _linked(captured: Capture, plan: Plan) -> Plan:
     """Return the plan with the tensors that stages exchange; a plan that runs layers in several stages has no such programs."""
     layers = [(s.component, i) for stage in plan.stages for s in stage.segments for i in range(s.first, s.last)]
     if len(set(layers)) < len(layers):
         return plan
-    parts = cut(with_shared_tokens(captured, choice).graph, plan)
+    parts = cut(with_context_parallel(captured, plan.context_parallel, plan.head_stride).graph, plan)
     return replace(plan, links=links(parts), shared_values=parts.shared_values)
 
 
@@ -384,10 +388,10 @@ def _searches_tokens(request: PlanRequest) -> bool:
     return request.attention == "bitfield" and request.context_parallel is None and request.global_batch is not None
 
 
-def _can_share_tokens(captured: Capture, choice: AttentionChoice) -> bool:
+def _can_share_tokens(captured: Capture) -> bool:
     """Return whether layers, attention apart, compute each token from that token alone."""
     try:
-        with_shared_tokens(captured, replace(choice, context_parallel=2, head_stride=1))
+        with_context_parallel(captured, num_ranks=2, head_stride=1)
     except PlanError:
         return False
     return True

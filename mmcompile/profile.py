@@ -22,10 +22,10 @@ from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import ModelGraph, info, torch_dtype
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.ir.inputs import completed
+from mmcompile.passes.capture_pipeline import annotated
 from mmcompile.passes.cost.cost import Cost
-from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.layer_kinds import layer_kinds
-from mmcompile.passes.pipeline import Pipeline
+from mmcompile.passes.pipeline import analyse
 from mmcompile.runtime.monitoring.timer import Timer, one_thread, processor_name
 
 _WARM_UP = 1
@@ -123,8 +123,7 @@ class _MeasuredModel:
     @classmethod
     def of(cls, model: nn.Module, batch: Mapping[str, Any]) -> _MeasuredModel:
         batch = completed(model, batch)
-        captured = capture(model, batch)
-        Pipeline(passes=(GradientFlow(),)).run(captured.graph)
+        captured = annotated(capture(model, batch))
         kinds: dict[str, Place] = {}
         for component, own in layer_kinds(captured.graph).items():
             for layer, kind in enumerate(own):
@@ -133,7 +132,7 @@ class _MeasuredModel:
         return cls(
             captured=captured,
             inputs={**tensors, **captured.host.run(tensors).values},
-            loads=Cost().run(captured.graph).loads,
+            loads=analyse(Cost(), captured.graph).loads,
             kinds=kinds,
             programs=layer_programs(captured.graph, kinds.values()),
         )

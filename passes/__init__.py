@@ -1,6 +1,5 @@
-"""Passes over a `ModelGraph`, one file each; `pipeline.Pipeline` runs them.
+"""Passes over a `ModelGraph`, one file each. `pipeline.Pipeline` runs them, in the order of `catalog`.
 
-Analyses: verify, gradient_flow, cost, layers, modality_dag. Shared by them: values (what a node computes), op_flops,
-op_backward and op_memory (what an op costs), op_load (how that grows), cost_table (the result), text (how a graph
-prints), debug (`MMCOMPILE_DEBUG`).
+Helpers of passes stand in folders: cost/ (FLOPs, bytes and growth of an op), masks/ (forms of attention masks),
+context_parallel/ (rules of the token dim), tensor_parallel/ (regions of sharded ops, and their validation).
 """

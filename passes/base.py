@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from mmcompile.ir.graph import ModelGraph
+if TYPE_CHECKING:  # `mmcompile passes` reads facts without torch
+    from mmcompile.ir.graph import ModelGraph
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
@@ -53,3 +54,6 @@ class Rewrite(Pass):
     @abstractmethod
     def run(self, graph: ModelGraph) -> ModelGraph:
         """Return the rewritten graph; `graph` itself is left unchanged."""
+
+
+AnyPass = Analysis[object] | Rewrite

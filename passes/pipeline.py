@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ModelGraph
-from mmcompile.passes.base import Analysis, Fact, Pass, Rewrite
+from mmcompile.passes.base import Analysis, AnyPass, Fact, Pass, Rewrite
 from mmcompile.passes.debug import DebugLevel, debug_level
 from mmcompile.passes.text import graph_text, place_text
 from mmcompile.passes.values import op_name
@@ -25,13 +25,17 @@ class PipelineResult:
     """The graph after the last pass, and the results of the analyses."""
 
     graph: ModelGraph
-    results: Mapping[Pass, object] = field(repr=False)
+    results: tuple[tuple[Pass, object], ...] = field(repr=False)
+    """(analysis, its result), in the order in which they ran."""
     seconds: tuple[tuple[str, float], ...]
     """(pass, seconds)."""
 
     def of(self, analysis: Analysis[ResultT]) -> ResultT:
-        """Return the result of `analysis`; KeyError if it was not in the pipeline."""
-        return cast(ResultT, self.results[analysis])
+        """Return the last result of `analysis`; KeyError if it was not in the pipeline."""
+        for pass_, result in reversed(self.results):
+            if pass_ == analysis:
+                return cast(ResultT, result)
+        raise KeyError(analysis.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +46,7 @@ class Pipeline:
         ConfigError: a pass requires a fact that neither `given` nor an earlier pass ensures.
     """
 
-    passes: tuple[Analysis[object] | Rewrite, ...]
+    passes: tuple[AnyPass, ...]
     given: tuple[Fact, ...] = (Fact.ANNOTATED,)
     """Facts that hold of the graph before the first pass."""
     verify: bool = True
@@ -52,6 +56,10 @@ class Pipeline:
     def __post_init__(self) -> None:
         facts = set(self.given)
         for pass_ in self.passes:
+            if not isinstance(pass_, Analysis | Rewrite):
+                raise ConfigError(
+                    f"passes are instances of mmcompile.passes.base.Analysis or Rewrite, got {pass_!r}; derive from one of them"
+                )
             missing = [fact for fact in pass_.requires if fact not in facts]
             if missing:
                 names = ", ".join(missing)
@@ -61,26 +69,43 @@ class Pipeline:
                 )
             facts = set(pass_.ensures) if isinstance(pass_, Rewrite) else facts | set(pass_.ensures)
 
-    def run(self, graph: ModelGraph) -> PipelineResult:
+    def run(
+        self, graph: ModelGraph, finish: Callable[[Rewrite, ModelGraph], ModelGraph] = lambda rewrite, made: made
+    ) -> PipelineResult:
         """Run all passes over `graph`.
+
+        Args:
+            graph: where to begin; rewrites leave it as it is.
+            finish: called with each rewrite and the graph that it made; returns the graph of the next pass.
 
         Raises:
             VerifyError: the graph, or one that a rewrite made, breaks a rule.
         """
         hook = _Hook(debug=self.debug, verify=self.verify)
         hook.start(graph)
-        results: dict[Pass, object] = {}
+        results: list[tuple[Pass, object]] = []
         seconds = []
         for pass_ in self.passes:
             began = time.perf_counter()
             if isinstance(pass_, Rewrite):
-                after = pass_.run(graph)
+                after = finish(pass_, pass_.run(graph))
             else:
-                after, results[pass_] = graph, pass_.run(graph)
+                after = graph
+                results.append((pass_, pass_.run(graph)))
             seconds.append((pass_.name, time.perf_counter() - began))
             hook.between(pass_, graph, after, seconds[-1][1])
             graph = after
-        return PipelineResult(graph=graph, results=results, seconds=tuple(seconds))
+        return PipelineResult(graph=graph, results=tuple(results), seconds=tuple(seconds))
+
+
+def analyse(analysis: Analysis[ResultT], graph: ModelGraph) -> ResultT:
+    """Return the result of one analysis of a graph for which all holds that the analysis requires.
+
+    The graph is not verified again: the pipeline that made it did so.
+    """
+    return (
+        Pipeline(passes=(analysis,), given=(Fact.ANNOTATED, *analysis.requires), verify=False).run(graph).of(analysis)
+    )
 
 
 class _Hook:

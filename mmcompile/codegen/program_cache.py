@@ -7,7 +7,7 @@ is free: token ids, pixels, where placeholders stand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,8 @@ import sympy
 import torch
 from torch import nn
 
+from mmcompile.codegen.pipeline import with_stage_passes
 from mmcompile.codegen.program import PatternPrograms, PreparedMicrobatch, RowCount
-from mmcompile.codegen.rewritten_capture import WORDS
-from mmcompile.codegen.stage_passes import ShardsRight, with_axes
 from mmcompile.codegen.stage_programs import lower
 from mmcompile.codegen.token_shards import local_tokens, shard_inputs
 from mmcompile.errors import CaptureError
@@ -25,9 +24,9 @@ from mmcompile.ir.capture import Capture, capture, differing_dims
 from mmcompile.ir.graph import dtype_name
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.sizes import Shape, evaluate
+from mmcompile.passes.base import AnyPass
+from mmcompile.passes.capture_pipeline import WORDS, annotated
 from mmcompile.passes.context_parallel.token_axis import LOCAL_TOKENS
-from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.passes.pipeline import Pipeline
 from mmcompile.planner.plan.plan import Plan
 
 Key = tuple[object, ...]
@@ -108,6 +107,7 @@ class Patterns:
         first: the capture the plan was made from; its layer order holds for all later ones.
         batch: batch on which `first` was captured.
         on_capture: called before each capture with the number of captures so far, for progress output.
+        passes: of the user, run on each capture (`mmcompile.passes.catalog.STAGES`).
     """
 
     def __init__(
@@ -117,13 +117,16 @@ class Patterns:
         first: Capture,
         batch: Mapping[str, Any],
         on_capture: Callable[[int], None] | None = None,
+        passes: Sequence[AnyPass] = (),
     ) -> None:
         self._model = model
         self._plan = plan
         self._components = first.graph.components
         self._families: dict[Key, _Family] = {}
         self._on_capture = on_capture
-        self._right = ShardsRight()
+        self._passes = passes
+        self._validated: set[str] = set()
+        """Kinds of sharded layers that a check found equal to the whole layer."""
         self.num_captures = 1
         batch = completed(model, batch)
         self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], example=batch)
@@ -164,13 +167,12 @@ class Patterns:
         if self._on_capture is not None:
             self._on_capture(self.num_captures)
         family.note(batch)
-        captured = capture(self._model, batch, varying=family.varying, reference=self._components)
-        Pipeline(passes=(GradientFlow(),)).run(captured.graph)
+        captured = annotated(capture(self._model, batch, varying=family.varying, reference=self._components))
         self.num_captures += 1
         return self._lowered(captured, batch)
 
     def _lowered(self, captured: Capture, batch: Mapping[str, Any]) -> _Pattern:
-        captured = with_axes(captured, self._plan, batch, self._right)
+        captured = with_stage_passes(captured, self._plan, batch, validated=self._validated, own=self._passes)
         programs = lower(captured, self._plan)
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         sizes = captured.sizes.size_inputs(captured.sizes.bind(tensors) or {})

@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 from mmcompile.codegen.cut import Cut, StageCut, cut
+from mmcompile.codegen.pipeline import layer_choices
 from mmcompile.codegen.program import PatternPrograms, Port, StageProgram
-from mmcompile.codegen.source import LayerChoices, layer_names, stage_source
+from mmcompile.codegen.source import LayerChoices, stage_source
 from mmcompile.ir.capture import Capture
 from mmcompile.ir.compat import FakeTensor
 from mmcompile.ir.graph import ModelGraph, ParameterSpec, dtype_name, results_of
@@ -19,8 +20,6 @@ from mmcompile.ir.host_shapes import attribute
 from mmcompile.ir.sizes import shape_of
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.ir.tensor_spec import TensorSpec
-from mmcompile.passes.cost.deferred_weights import DeferredWeights
-from mmcompile.passes.cost.recompute import Recomputed
 from mmcompile.passes.values import op_name
 from mmcompile.planner.plan.placement import shard_name, shard_names
 from mmcompile.planner.plan.plan import Plan
@@ -32,11 +31,7 @@ def lower(capture: Capture, plan: Plan) -> PatternPrograms:
     graph = capture.graph
     parts = cut(graph, plan)
     shards = _Shards.of(graph, plan, parts)
-    choices = LayerChoices(
-        names=layer_names(graph),
-        recompute=Recomputed(modes=plan.modes).run(graph),
-        deferred=DeferredWeights().run(graph) if plan.schedule == "zb-h1" else {},
-    )
+    choices = layer_choices(graph, plan)
     programs = {
         shard: shards.program(_program(graph, plan, parts, part, index % shards.tp[name], choices), index)
         for name, part in parts.stages.items()

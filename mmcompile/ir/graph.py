@@ -8,7 +8,7 @@ Parameters and buffers are `get_attr` nodes whose targets are the model's own na
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -64,6 +64,9 @@ class NodeInfo:
     weight_grad_flops: int = 0
     bytes_moved: int = 0
     """Bytes of the tensors read and written by the forward."""
+    flops_rule: Callable[[fx.Node], Any] | None = field(default=None, repr=False)
+    """Rule that counts the node's FLOPs in place of the op's own (`mmcompile.passes.cost.op_flops.FlopsRule`). Set by the
+    op-costs pass."""
 
     @property
     def shared(self) -> bool:

@@ -15,6 +15,7 @@ from mmcompile.ir.inputs import completed
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.gradient_flow import GradientFlow, GradientReport
+from mmcompile.passes.pipeline import analyse
 from mmcompile.passes.tensor_parallel.tensor_axes import tensor_axes
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.pricing.pricing import Pricing
@@ -56,10 +57,10 @@ def study(model: nn.Module, batch: Mapping[str, Any], stats: DatasetStats | None
         PlanError: the dataset is empty.
     """
     graph = api.capture(model, batch)
-    table = Cost().run(graph)
+    table = analyse(Cost(), graph)
     return Study(
         graph=graph,
-        gradients=GradientFlow().run(graph),
+        gradients=analyse(GradientFlow(), graph),
         table=table,
         workload=Workload.of(graph, table, completed(model, batch), stats),
         dtype=graph.main_dtype,

@@ -36,6 +36,7 @@ from mmcompile.ir.tensor_spec import TensorSpec
 from mmcompile.kernels.bitfield_attention.parallel.attention import (
     context_parallel_attention as context_parallel_attention,
 )
+from mmcompile.kernels.bitfield_attention.parallel.token_blocks import padded_length
 from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.context_parallel.sequence_sharding import SequenceSharder
 from mmcompile.passes.context_parallel.token_axis import (
@@ -71,8 +72,11 @@ class ContextParallel(Rewrite):
 
     component: str
     num_ranks: int
-    local_tokens: int
-    """Rows of one rank in the captured batch, for recorded shapes."""
+    local_tokens: int | None = None
+    """Rows of one rank in the captured batch, on which only recorded shapes depend.
+
+    None stands for equal parts, free rows included.
+    """
     head_stride: int = 0
     """Key/value heads gathered at a time, so that gathering overlaps with computation; 0 gathers all at once."""
     group: str = "cp"
@@ -83,7 +87,7 @@ class ContextParallel(Rewrite):
             raise ConfigError(
                 f"context parallelism over {self.num_ranks} ranks has no effect; give 2 or more, or leave it out"
             )
-        if self.local_tokens < 1:
+        if self.local_tokens is not None and self.local_tokens < 1:
             raise ConfigError(f"local_tokens must be at least 1, got {self.local_tokens}")
 
     def run(self, graph: ModelGraph) -> ModelGraph:
@@ -93,7 +97,8 @@ class ContextParallel(Rewrite):
         nodes = _region(made, self.component)
         words = _words(made, self.component, nodes)
         batch, tokens = shape(words[0])
-        inputs = _Inputs.added(made, words, self, batch=sizes(words[0])[0])
+        local_tokens = self.local_tokens or padded_length(tokens, self.num_ranks) // self.num_ranks
+        inputs = _Inputs.added(made, words, self.num_ranks, local_tokens, batch=sizes(words[0])[0])
         spreader = SequenceSharder(graph=made, component=self.component, index=inputs.index, tokens=sizes(words[0])[1])
         flow = TokenFlow(graph=made, tokens=tokens, spread=spreader.spread)
         spreader.flow = flow
@@ -101,7 +106,7 @@ class ContextParallel(Rewrite):
         follow(flow, nodes, rule_of)
         _check_whole(flow, nodes)
         _gather_keys(made, nodes, inputs, self)
-        localize(flow, self.local_tokens)
+        localize(flow, local_tokens)
         _drop_unread(made.module.graph)
         made.module.graph.lint()
         made.module.recompile()
@@ -158,7 +163,8 @@ def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[
     if not words:
         raise PlanError(
             f"context parallelism finds no bitfield attention in the layers of {component}: each rank would see its own "
-            "tokens only; run the pass bitfield-attention first"
+            f"tokens only ({'; '.join(graph.rewrites) or 'no attention was rewritten'}); run the pass bitfield-attention "
+            "first, or plan without context_parallel"
         )
     return list(dict.fromkeys(words))
 
@@ -180,13 +186,15 @@ class _Inputs:
         return (self.index, self.positions, self.kv_positions, *pairs)
 
     @classmethod
-    def added(cls, graph: ModelGraph, words: list[fx.Node], options: ContextParallel, batch: Size) -> _Inputs:
+    def added(
+        cls, graph: ModelGraph, words: list[fx.Node], num_ranks: int, local_tokens: int, *, batch: Size
+    ) -> _Inputs:
         """Add them behind the graph's last input."""
         roots: frozenset[str] = frozenset().union(*(node.meta.get("roots", {str(node.target)}) for node in words))
-        gathered = options.num_ranks * LOCAL_TOKENS
+        gathered = num_ranks * LOCAL_TOKENS
 
         def add(name: str, *full: Size, dtype: torch.dtype, shard: bool, source: str = "") -> fx.Node:
-            local = [size if isinstance(size, int) else _example(size, graph, options) for size in full]
+            local = [size if isinstance(size, int) else _example(size, graph, local_tokens) for size in full]
             last = [node for node in graph.module.graph.nodes if node.op == "placeholder"][-1]
             with graph.module.graph.inserting_after(last):
                 node = graph.module.graph.placeholder(name)
@@ -209,8 +217,8 @@ class _Inputs:
         return cls(index=index, positions=positions, kv_positions=kv_positions, words=local_words, kv_words=kv_words)
 
 
-def _example(size: Any, graph: ModelGraph, options: ContextParallel) -> int:
-    known = [(LOCAL_TOKENS, options.local_tokens)]
+def _example(size: Any, graph: ModelGraph, local_tokens: int) -> int:
+    known = [(LOCAL_TOKENS, local_tokens)]
     known += [(symbol, graph.hints[str(symbol)]) for symbol in size.free_symbols if str(symbol) in graph.hints]
     return int(size.subs(known))
 

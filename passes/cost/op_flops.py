@@ -38,6 +38,8 @@ class OpFlops:
     joint_operands: tuple[fx.Node, ...] = ()
 
 
+FlopsRule = Callable[[fx.Node], OpFlops]
+"""From a node to its work; reads shapes of its operands by `shape_of`, and arguments by `passed`."""
 _NOTHING = OpFlops()
 
 
@@ -86,7 +88,7 @@ def _attend(query: Shape, key: Shape, value: Shape) -> tuple[int, int]:
     return forward, flop_registry[aten._scaled_dot_product_flash_attention_backward](out, query, key, value)
 
 
-def _product(first: str, second: str) -> Callable[[fx.Node], OpFlops]:
+def _product(first: str, second: str) -> FlopsRule:
     """Count a (batched, broadcast) matrix product: both gradients cost as much as the forward."""
 
     def rule(node: fx.Node) -> OpFlops:
@@ -102,7 +104,7 @@ def _product(first: str, second: str) -> Callable[[fx.Node], OpFlops]:
     return rule
 
 
-def _convolution(dims: int, *, transposed: bool) -> Callable[[fx.Node], OpFlops]:
+def _convolution(dims: int, *, transposed: bool) -> FlopsRule:
     """Count the products of a convolution. torch's weight gradient forgets that groups do not mix; corrected here."""
 
     def rule(node: fx.Node) -> OpFlops:
@@ -292,7 +294,7 @@ PRODUCTS = frozenset(
 )
 """Matrix products of two operands, both of which may be activations."""
 
-_RULES: Mapping[str, Callable[[fx.Node], OpFlops]] = {
+_RULES: Mapping[str, FlopsRule] = {
     "aten.linear": _linear,
     "aten.matmul": _product("self", "other"),
     "aten.mm": _product("self", "mat2"),

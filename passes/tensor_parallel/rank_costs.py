@@ -38,8 +38,8 @@ def rank_parts(
     degrees = tuple((name, degree) for name in components)
     if not degrees:
         return {}
-    sharded = Pipeline(passes=(TensorParallel(degrees=degrees), GradientFlow()), given=_GIVEN).run(graph).graph
-    table = Cost().run(sharded)
+    cost = Cost()
+    table = Pipeline(passes=(TensorParallel(degrees=degrees), GradientFlow(), cost), given=_GIVEN).run(graph).of(cost)
     return {
         name: tuple(_parts(before, after, degree) for before, after in zip(whole[name], table[name], strict=True))
         for name, _ in degrees

@@ -21,7 +21,6 @@ from zoo import ALL, Batch, samples
 import mmcompile as mm
 from mmcompile.batching.isolation import check_packing
 from mmcompile.batching.pack import Packer
-from mmcompile.codegen.attention_choice import AttentionChoice, with_attention
 from mmcompile.codegen.load import load_stage
 from mmcompile.codegen.program import PatternPrograms
 from mmcompile.codegen.program_cache import Patterns
@@ -30,7 +29,9 @@ from mmcompile.config import Attention
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.inputs import completed
 from mmcompile.ir.nodes import token_loss
+from mmcompile.passes.capture_pipeline import annotated, run_on_capture
 from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.masks.bitfield_attention import BitfieldAttention
 from mmcompile.passes.pipeline import Pipeline
 
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "qwen2_audio")
@@ -61,9 +62,9 @@ class Packed:
 def packed(name: str, attention: Attention = "model") -> Packed:
     model = ALL[name].build(torch.float64)
     documents = samples(ALL[name], 3, seed=4, media=(1, 1, 0), dtype=torch.float64)
-    captured = capture(model, Packer.of(model).pack(documents))
-    Pipeline(passes=(GradientFlow(),)).run(captured.graph)
-    captured = with_attention(captured, AttentionChoice(attention=attention))
+    captured = annotated(capture(model, Packer.of(model).pack(documents)))
+    if attention == "bitfield":
+        captured = run_on_capture(captured, (BitfieldAttention(),)).capture
     programs = lower(captured, even_plan(captured.graph, {"language_model": 2}))
     return Packed(model=model, samples=documents, captured=captured, programs=programs)
 

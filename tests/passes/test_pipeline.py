@@ -16,7 +16,7 @@ from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.debug import DebugLevel, debug_level
 from mmcompile.passes.gradient_flow import GradientFlow
-from mmcompile.passes.layers import Layers
+from mmcompile.passes.modality_dag import ModalityDag
 from mmcompile.passes.pipeline import Pipeline
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ class ReplaceSilu(Rewrite):
         return made
 
 
-def run(level: DebugLevel, *passes: ReplaceSilu | GradientFlow | Layers) -> ModelGraph:
+def run(level: DebugLevel, *passes: ReplaceSilu | GradientFlow | ModalityDag) -> ModelGraph:
     return Pipeline(passes=passes, debug=level).run(small_graph()).graph
 
 
@@ -88,13 +88,13 @@ def test_nothing_is_printed_when_off(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("level", "lines"),
     [
-        (DebugLevel.TIME, ["pass replace-silu:", "pass layers:"]),
+        (DebugLevel.TIME, ["pass replace-silu:", "pass modality-dag:"]),
         (
             DebugLevel.DIFF,
             [
                 "pass replace-silu:",
                 "  aten.mul 0 -> 4, aten.sigmoid 0 -> 4, aten.silu 4 -> 0",
-                "pass layers:",
+                "pass modality-dag:",
                 "  no op changed",
             ],
         ),
@@ -105,14 +105,14 @@ def test_nothing_is_printed_when_off(capsys: pytest.CaptureFixture[str]) -> None
                 "pass replace-silu:",
                 "  aten.mul 0 -> 4, aten.sigmoid 0 -> 4, aten.silu 4 -> 0",
                 "  verify: 11 rules hold over 166 nodes",
-                "pass layers:",
+                "pass modality-dag:",
                 "  no op changed",
             ],
         ),
     ],
 )
 def test_each_level_adds_lines(level: DebugLevel, lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    run(level, ReplaceSilu(), Layers())
+    run(level, ReplaceSilu(), ModalityDag())
     out, err = capsys.readouterr()
     assert out == ""
     shown = err.splitlines()

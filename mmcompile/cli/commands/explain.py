@@ -16,6 +16,7 @@ from mmcompile.cli.options import MODEL_HELP, OF_MODEL, JsonOption, PlanOption
 from mmcompile.config import ExampleConfig, ModelConfig
 from mmcompile.errors import ConfigError
 from mmcompile.passes.cost.cost import Cost
+from mmcompile.passes.pipeline import analyse
 from mmcompile.planner.plan.plan import Plan, check_fingerprint
 from mmcompile.report.explain import Explanation
 from mmcompile.report.explain import explain as explained
@@ -65,6 +66,6 @@ def _with_model(plan: Plan, what: str, subject: CapturedModel) -> Explanation:
     with busy("capturing"):
         graph = api.capture(subject.model, subject.batch)
     check_fingerprint(plan, fingerprint_of(graph))
-    table, dtype = Cost().run(graph), graph.main_dtype
+    table, dtype = analyse(Cost(), graph), graph.main_dtype
     shares, work = layer_shares(plan, table, dtype), layer_work(graph, table, plan.cluster, dtype)
     return explained(plan, what, shares, work)

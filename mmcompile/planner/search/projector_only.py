@@ -7,6 +7,7 @@ from dataclasses import replace
 from mmcompile.ir.graph import ComponentKind
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.pipeline import Pipeline
 from mmcompile.planner.search.problem import Problem
 
 
@@ -27,12 +28,12 @@ def projector_only(problem: Problem) -> Problem:
     names = _projectors(problem)
     specs = (replace(spec, trainable=spec.name in names) for spec in graph.parameters)
     frozen = replace(graph, parameters=tuple(specs))
+    cost = Cost()
+    passes = Pipeline(passes=(GradientFlow(), cost), verify=False)
     try:
-        GradientFlow().run(frozen)
-        table = Cost().run(frozen)
+        table = passes.run(frozen).of(cost)
     finally:
-        GradientFlow().run(graph)
-        Cost().run(graph)
+        passes.run(graph)
     pricing = replace(problem.pricing, table=table)
     return replace(problem, prices=replace(problem.prices, graph=frozen, pricing=pricing))
 

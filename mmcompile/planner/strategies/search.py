@@ -43,8 +43,12 @@ def strategy_of(name: str) -> Strategy:
     return STRATEGIES[name]
 
 
-def searched(problem: Problem, strategy: str = AUTO) -> tuple[BranchAndBound, Candidate | None]:
+def searched(problem: Problem, strategy: str | Strategy = AUTO) -> tuple[BranchAndBound, Candidate | None]:
     """Run a strategy: return the fastest candidate, and the engine with the others; None if nothing fits the memory.
+
+    Args:
+        problem: what is planned.
+        strategy: a name, or a function that proposes candidates.
 
     Raises:
         ConfigError: no strategy of that name, or the space leaves it nothing to begin with.
@@ -52,11 +56,13 @@ def searched(problem: Problem, strategy: str = AUTO) -> tuple[BranchAndBound, Ca
     engine = BranchAndBound(problem=problem)
     apart = any(not chains.colocated for chains in problem.sets)
     if strategy != AUTO:
+        propose = strategy_of(strategy) if isinstance(strategy, str) else strategy
+        strategy = strategy if isinstance(strategy, str) else strategy.__name__
         if not apart:
             raise ConfigError(
                 f"strategy {strategy} begins with chains on ranks of their own; allow placement 'disjoint'"
             )
-        proposed = list(strategy_of(strategy)(problem))
+        proposed = list(propose(problem))
         for candidate in proposed:
             if _keeps_replicas(problem, candidate):
                 engine.judge([candidate], strategy)

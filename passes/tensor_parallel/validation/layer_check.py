@@ -44,8 +44,8 @@ The gradient of a bias of keys, for example, is 0 but for rounding.
 class ShardCheck:
     """Result of `check_shards`."""
 
-    right: Set[str]
-    """Kinds of layers found right."""
+    validated: Set[str]
+    """Kinds of layers whose ranks compute what the whole layer computes."""
     unchecked: tuple[str, ...]
     """Layers that were not checked and why, one line for each kind."""
 
@@ -60,14 +60,14 @@ def check_shards(
             are.
         sharded: after it.
         inputs: values of the graph's inputs in the captured batch, sizes and host values included.
-        known: kinds that need no check, `ShardCheck.right` of an earlier graph of the same model.
+        known: kinds that need no check, `ShardCheck.validated` of an earlier graph of the same model.
 
     Raises:
         VerifyError: a layer's ranks compute something else, or fail.
     """
     matches = LayerMatches.of(whole, sharded)
     kinds = ShardKinds(whole=whole, sharded=sharded)
-    right: set[str] = set()
+    validated: set[str] = set()
     unchecked: dict[str, list[str]] = {}
     for place, nodes in matches.sharded.items():
         if not _is_sharded(sharded, nodes):
@@ -76,13 +76,13 @@ def check_shards(
         layer = _Layer(whole=whole, sharded=sharded, place=place, matches=matches, inputs=inputs)
         if kind in unchecked:
             unchecked[kind].append(layer.name)
-        elif kind not in right | known:
+        elif kind not in validated | known:
             reason = layer.why_not() or layer.compare()
             if reason is None:
-                right.add(kind)
+                validated.add(kind)
             else:
                 unchecked[kind] = [layer.name, reason]
-    return ShardCheck(right=right, unchecked=tuple(_unchecked(*lines) for lines in unchecked.values()))
+    return ShardCheck(validated=validated, unchecked=tuple(_unchecked(*lines) for lines in unchecked.values()))
 
 
 def _unchecked(name: str, reason: str, *others: str) -> str:

@@ -17,13 +17,13 @@ from support.processes.shard_ranks import Job, Ran, ran_by
 from torch import fx
 from zoo import ALL
 
-from mmcompile.codegen.rewritten_capture import with_bitfield_attention
 from mmcompile.codegen.token_shards import local_tokens, shard_inputs, shard_values
 from mmcompile.errors import BatchError, ConfigError, PlanError
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.ir.graph import LossInfo, ModelGraph
 from mmcompile.ir.inputs import completed
 from mmcompile.kernels.bitfield_attention.parallel.token_blocks import BlockPolicy, distribute
+from mmcompile.passes.capture_pipeline import run_on_capture
 from mmcompile.passes.context_parallel.context_parallel import ContextParallel
 from mmcompile.passes.masks.bitfield_attention import BitfieldAttention
 from mmcompile.passes.pipeline import Pipeline
@@ -105,7 +105,7 @@ def _under_words(case: Case, found: Capture, batch: Mapping[str, Any]) -> tuple[
     """What one rank runs, the same under words, and all inputs."""
     if case.own_mask:
         whole = replace(found, graph=widened(found.graph))
-        under = with_bitfield_attention(whole, BitfieldAttention())
+        under = run_on_capture(whole, (BitfieldAttention(),)).capture
         return whole, under, root_values(under, batch)
     words = causal_words(batch, documents=case.documents, image=IMAGE if case.islands else None)
     under = replace(found, graph=with_words(found.graph, case.windows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,6 @@ from support.oracles.flop_oracle import counted_flops, saved_bytes
 from torch import nn
 from zoo import ALL, Size
 
-from mmcompile.codegen.rewritten_capture import with_bitfield_attention
 from mmcompile.costmodel.compute import LayerCost
 from mmcompile.errors import ConfigError, MaskError
 from mmcompile.ir.capture import Capture, capture
@@ -24,6 +24,7 @@ from mmcompile.ir.host_shapes import hoist
 from mmcompile.ir.inputs import with_positions
 from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs
 from mmcompile.kernels.bitfield_attention.masks.words import PADDING, visible
+from mmcompile.passes.capture_pipeline import run_on_capture, with_hoisted_words
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.masks.bitfield_attention import BitfieldAttention
@@ -59,7 +60,7 @@ def captured(name: str, kind: str = "right") -> tuple[nn.Module, dict[str, Any],
 
 
 def rewritten(found: Capture) -> Capture:
-    return with_bitfield_attention(found, PASS)
+    return with_hoisted_words(replace(found, graph=Pipeline(passes=(PASS,)).run(found.graph).graph))
 
 
 def attention_of(graph: ModelGraph, component: str = "language_model") -> list[torch.fx.Node]:
@@ -258,7 +259,7 @@ def test_with_a_batch_costs_count_visible_pairs() -> None:
     family = ALL["gemma3"]
     model, values = family.build(), family.padded_batch("right")
     found = capture(model, values)
-    made = with_bitfield_attention(found, PASS, with_positions(model, values))
+    made = run_on_capture(found, (PASS,), with_positions(model, values)).capture
     got = total(made.graph)
     inputs = tensors_of(made, values, model)
     inputs |= made.host.run(inputs).values

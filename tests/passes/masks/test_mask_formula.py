@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from support.oracles.eager import difference, graph_outcome
 from torch import Tensor, nn
 
-from mmcompile.codegen.rewritten_capture import with_bitfield_attention
 from mmcompile.ir.capture import Capture, capture
 from mmcompile.kernels.bitfield_attention.masks.words import PADDING, visible
+from mmcompile.passes.capture_pipeline import run_on_capture
 from mmcompile.passes.masks.bitfield_attention import BitfieldAttention
 from mmcompile.passes.values import op_name
 
@@ -184,7 +184,7 @@ SPELLINGS: dict[str, tuple[Mask, tuple[Any, ...]]] = {
 
 
 def rewritten(found: Capture) -> Capture:
-    return with_bitfield_attention(found, BitfieldAttention(impl="eager"))
+    return run_on_capture(found, (BitfieldAttention(impl="eager"),)).capture
 
 
 def call_of(found: Capture) -> Any:

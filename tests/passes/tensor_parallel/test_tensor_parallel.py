@@ -13,6 +13,7 @@ from support.graphs.hand_graph import with_flags
 from support.graphs.split import captured, root_values
 from support.models.freezing import add_adapter, freeze
 from support.models.tensor_blocks import SHARDED, WHOLE, Block, Ways, batch, experts, gated
+from support.oracles.tensor_parity import TensorParity, tensor_parity
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from zoo import ALL
@@ -25,7 +26,6 @@ from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.pipeline import Pipeline
 from mmcompile.passes.tensor_parallel.tensor_axes import tensor_axes
 from mmcompile.passes.tensor_parallel.tensor_parallel import TensorParallel
-from mmcompile.passes.tensor_parallel.validation.tensor_check import TensorParity, tensor_parity
 from mmcompile.passes.text import graph_text
 from mmcompile.passes.values import op_name
 

@@ -52,7 +52,7 @@ def test_a_layer_of_every_kind_is_found_right() -> None:
     _, given, found = captured("llava")
     check = checked(found, given, LLAVA)
     assert check.unchecked == ()
-    labels = sorted(kind.split("-")[0] for kind in check.right)
+    labels = sorted(kind.split("-")[0] for kind in check.validated)
     assert labels == [
         *("encoder.layers", "encoder.outputs", "language_model.embed_tokens", "language_model.layers"),
         *("language_model.norm", "projector.linear_1"),
@@ -64,7 +64,7 @@ def test_windows_and_full_attention_are_kinds_of_their_own() -> None:
     _, given, found = captured("qwen2_5_vl")
     check = checked(found, given, {"visual": 4, "language_model": 2})
     assert check.unchecked == ()
-    assert len([kind for kind in check.right if kind.startswith("encoder.blocks")]) == 2
+    assert len([kind for kind in check.validated if kind.startswith("encoder.blocks")]) == 2
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_families(name: str) -> None:
         degrees = legal(found.graph, degree)
         if degrees:
             check = checked(found, given, degrees)
-            assert check.right and check.unchecked == ()
+            assert check.validated and check.unchecked == ()
 
 
 Breaks = Callable[[ModelGraph], ModelGraph | None]
@@ -217,7 +217,7 @@ def test_a_mistake_is_found(mistake: Mistake) -> None:
     GradientFlow().run(found.graph)
     right = sharded(found.graph, mistake.degrees)
     roots = root_values(found, given)
-    known = check_shards(found.graph, right, roots).right
+    known = check_shards(found.graph, right, roots).validated
     wrong = mistake.breaks(right) or right
     with pytest.raises(VerifyError, match=mistake.told) as error:
         # That layers like it were right before hides nothing.
@@ -230,20 +230,20 @@ def test_other_sizes_are_no_other_kinds() -> None:
     family = ALL["llava"]
     model, given, found = captured("llava")
     model.requires_grad_(True)  # Other tests freeze parts of it.
-    known = checked(with_present_flags(model, found), given, LLAVA).right
+    known = checked(with_present_flags(model, found), given, LLAVA).validated
     longer = completed(
         model, family.draw(replace(family.first, length=family.first.length + 7), seed=2, dtype=torch.float64)
     )
     other = capture(model, longer)
     GradientFlow().run(other.graph)
     again = check_shards(other.graph, sharded(other.graph, LLAVA), root_values(other, longer), known)
-    assert again == ShardCheck(right=set(), unchecked=())
-    assert checked(other, longer, LLAVA).right == known
+    assert again == ShardCheck(validated=set(), unchecked=())
+    assert checked(other, longer, LLAVA).validated == known
 
 
 def test_other_degrees_are_other_kinds() -> None:
     found = ways_of("gated")
-    kinds = [checked(found, batch(), {"language_model": degree}).right for degree in (2, 4)]
+    kinds = [checked(found, batch(), {"language_model": degree}).validated for degree in (2, 4)]
     assert kinds[0].isdisjoint(kinds[1])
 
 

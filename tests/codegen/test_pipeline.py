@@ -1,4 +1,4 @@
-"""`with_axes`: a graph that will train is checked where ranks share tensors, once for every kind of layer."""
+"""`with_stage_passes`: a graph that will train is checked where ranks share tensors, once for every kind of layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zoo import ALL
 
 import mmcompile as mm
 from mmcompile.captured_model import captured_step
-from mmcompile.codegen.stage_passes import ShardsRight, with_axes
+from mmcompile.codegen.pipeline import with_stage_passes
 from mmcompile.ir.compat import FakeTensorMode
 from mmcompile.ir.inputs import completed
 from mmcompile.planner.plan.plan import Plan
@@ -39,13 +39,13 @@ def test_layers_are_checked_as_the_plan_computes_them(cp: int, axes: dict[str, o
     given = completed(model, ALL["llava"].batch(torch.float32))
     found = captured_step(model, given)
     plan = replace(shared(even_plan(found.graph, {}), 2, cp), **axes)  # type: ignore[arg-type]
-    right = ShardsRight()
-    graph = with_axes(found, plan, given, right).graph
+    validated: set[str] = set()
+    graph = with_stage_passes(found, plan, given, validated=validated).graph
     assert not [line for line in graph.rewrites if "not checked" in line]
-    assert {kind.split(".")[0] for kind in right.kinds} == {"encoder", "projector", "language_model"}
-    before = set(right.kinds)
-    with_axes(found, plan, given, right)
-    assert right.kinds == before
+    assert {kind.split(".")[0] for kind in validated} == {"encoder", "projector", "language_model"}
+    before = set(validated)
+    with_stage_passes(found, plan, given, validated=validated)
+    assert validated == before
 
 
 def noisy(block: Block, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def test_what_was_not_checked_is_told() -> None:
     found = captured_step(model, batch())
     plan = shared(even_plan(found.graph, {}), 2)
     with pytest.warns(UserWarning, match="tensor-parallel: layer 1 of language_model .* not checked: rand_like = "):
-        graph = with_axes(found, plan, batch()).graph
+        graph = with_stage_passes(found, plan, batch()).graph
     assert "not checked" in graph.rewrites[-1]
 
 

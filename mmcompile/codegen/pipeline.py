@@ -1,0 +1,119 @@
+"""The passes of stages: from a captured graph to the graph that the ranks of a plan run.
+
+Their order, with the reason of each place: `mmcompile.passes.catalog.STAGES`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mmcompile.codegen.source import LayerChoices, layer_names
+from mmcompile.codegen.token_shards import first_shard
+from mmcompile.ir.capture import Capture
+from mmcompile.ir.graph import ModelGraph
+from mmcompile.passes.base import AnyPass
+from mmcompile.passes.capture_pipeline import GRADIENTS, run_on_capture
+from mmcompile.passes.catalog import STAGES, in_order
+from mmcompile.passes.cost.deferred_weights import DeferredWeights
+from mmcompile.passes.cost.recompute import Recomputed
+from mmcompile.passes.pipeline import Pipeline
+from mmcompile.passes.tensor_parallel.sharded_parameters import ShardedParameters
+from mmcompile.passes.tensor_parallel.tensor_parallel import TensorParallel
+from mmcompile.passes.tensor_parallel.validation.layer_check import check_shards
+from mmcompile.planner.plan.plan import Plan
+from mmcompile.planner.planning_passes import context_parallel, graph_passes
+
+
+def passes_for(plan: Plan, graph: ModelGraph, own: Sequence[AnyPass] = ()) -> tuple[AnyPass, ...]:
+    """Return the passes of `STAGES` that a plan needs, in order; gradient-flow has run at capture.
+
+    Args:
+        plan: decides which passes run, and their options.
+        graph: as captured; on a batch without images it lacks the vision encoder.
+        own: passes of the user.
+    """
+    names = {component.name for component in graph.components}
+    present = [(chain, name) for chain in plan.chains for name in chain.components if name in names]
+    tensors = tuple((name, chain.tp) for chain, name in present if chain.tp > 1)
+    replicas = tuple((name, chain.dp) for chain, name in present if chain.fsdp)
+    tokens = plan.context_parallel
+    passes: dict[str, tuple[AnyPass, ...]] = {
+        **graph_passes(plan.attention, plan.autocast, own),
+        "context-parallel": (context_parallel(graph, tokens, plan.head_stride),) if tokens > 1 else (),
+        "tensor-parallel": (TensorParallel(degrees=tensors),) if tensors else (),
+        "sharded-parameters": (ShardedParameters(degrees=replicas),) if replicas else (),
+    }
+    return in_order(STAGES, passes)
+
+
+def with_stage_passes(
+    capture: Capture,
+    plan: Plan,
+    batch: Mapping[str, Any] | None = None,
+    *,
+    validated: set[str] | None = None,
+    own: Sequence[AnyPass] = (),
+) -> Capture:
+    """Return the capture that the ranks of a plan run: all passes of `passes_for` applied, gradient flow annotated.
+
+    Args:
+        capture: annotated by gradient-flow; left as it is.
+        plan: how to compute it.
+        batch: the captured batch, for a graph that will train: then ranks that share tensors are checked against whole layers
+            (`mmcompile.passes.tensor_parallel.validation.layer_check`), and a warning names the layers that were not.
+        validated: kinds of layers that need no check; those that pass it are added, for later captures of the model.
+        own: passes of the user.
+
+    Raises:
+        ConfigError: autocast has no effect, or a pass of the user requires what none before it ensures.
+        PlanError: tokens cannot be shared; or no tensor of a chain can, by as many ranks as the plan has; or no parameter by its
+            replicas.
+        VerifyError: ranks that share tensors compute something else than the whole layer, or a rewrite broke a rule of graphs.
+    """
+    found = run_on_capture(capture, passes_for(plan, capture.graph, own))
+    result = found.capture
+    for rewrite, whole, sharded in found.made:
+        if batch is not None and isinstance(rewrite, TensorParallel):
+            lines = _check_shards(result, whole, sharded, batch, plan.context_parallel, validated)
+            result = replace(result, graph=replace(result.graph, rewrites=(*result.graph.rewrites, *lines)))
+    return result
+
+
+def layer_choices(graph: ModelGraph, plan: Plan) -> LayerChoices:
+    """Return how the layers of a rewritten graph are written: the last analyses of `STAGES`."""
+    recomputed, deferred = Recomputed(modes=plan.modes), DeferredWeights()
+    analyses = (recomputed, deferred) if plan.schedule == "zb-h1" else (recomputed,)
+    found = Pipeline(passes=analyses, given=GRADIENTS, verify=False).run(graph)
+    return LayerChoices(
+        names=layer_names(graph),
+        recompute=found.of(recomputed),
+        deferred=found.of(deferred) if deferred in analyses else {},
+    )
+
+
+def _check_shards(
+    capture: Capture,
+    whole: ModelGraph,
+    sharded: ModelGraph,
+    batch: Mapping[str, Any],
+    context_parallel: int,
+    validated: set[str] | None,
+) -> tuple[str, ...]:
+    """Check each kind of sharded layer against the whole one; return a line for each kind that was not checked."""
+    validated = set() if validated is None else validated
+    given = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    sizes = capture.sizes.size_inputs(capture.sizes.bind(given) or {})
+    values = {**given, **sizes, **capture.host.run({**given, **sizes}).values}
+    if context_parallel > 1:
+        values |= first_shard(whole, values, context_parallel)
+    found = check_shards(whole, sharded, values, validated)
+    validated |= found.validated
+    lines = tuple(f"{TensorParallel.name}: {line}" for line in found.unchecked)
+    for line in lines:
+        warnings.warn(line, stacklevel=3)
+    return lines

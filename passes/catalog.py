@@ -1,0 +1,236 @@
+"""Every pass by name, and the order of the compiler: passes of planning, then passes of a stage.
+
+Data only: this module does not import torch, so that `mmcompile passes` prints it at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Literal
+
+from mmcompile.errors import ConfigError
+from mmcompile.passes.base import AnyPass, Fact, Pass
+
+Kind = Literal["analysis", "rewrite"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassEntry:
+    """Name of a pass and facts about it, as its class states them."""
+
+    name: str
+    """Class name in kebab case."""
+    module: str
+    """Module below `mmcompile.passes`."""
+    kind: Kind
+    summary: str
+    """Line that describes the pass."""
+    requires: tuple[Fact, ...] = (Fact.ANNOTATED,)
+    ensures: tuple[Fact, ...] = ()
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class."""
+        return "".join(part.capitalize() for part in self.name.split("-"))
+
+    def load(self) -> type[Pass]:
+        """Return the class of the pass, importing its module."""
+        found = getattr(importlib.import_module(f"mmcompile.passes.{self.module}"), self.class_name)
+        assert issubclass(found, Pass)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderedPass:
+    """Place of a pass in an order."""
+
+    name: str
+    when: str
+    """Condition under which it runs there."""
+    reason: str
+    """Why it has this place."""
+
+
+OWN = "(own passes)"
+"""Place of the passes that a user gives: `mmcompile.plan(..., passes=[...])`."""
+_WITH_GRADIENTS = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
+
+PASSES: tuple[PassEntry, ...] = (
+    PassEntry(
+        name="verify",
+        module="verify",
+        kind="analysis",
+        summary="checks the rules that every graph keeps; the pipeline runs it by itself",
+        requires=(),
+        ensures=(Fact.ANNOTATED, Fact.VERIFIED),
+    ),
+    PassEntry(
+        name="modality-dag",
+        module="modality_dag",
+        kind="analysis",
+        summary="finds components that do not depend on each other, and where they meet",
+        requires=(),
+    ),
+    PassEntry(
+        name="gradient-flow",
+        module="gradient_flow",
+        kind="analysis",
+        summary="finds the nodes through which gradient passes, and the parameters that receive one",
+        ensures=(Fact.GRADIENT_FLOW,),
+    ),
+    PassEntry(
+        name="autocast",
+        module="autocast",
+        kind="rewrite",
+        summary="writes the casts of torch.autocast into the graph",
+        ensures=(Fact.ANNOTATED,),
+    ),
+    PassEntry(
+        name="bitfield-attention",
+        module="masks.bitfield_attention",
+        kind="rewrite",
+        summary="turns attention under a mask into attention under one word of 64 bits a token",
+        ensures=(Fact.ANNOTATED,),
+    ),
+    PassEntry(
+        name="context-parallel",
+        module="context_parallel.context_parallel",
+        kind="rewrite",
+        summary="splits the tokens of a language model over ranks",
+        ensures=(Fact.ANNOTATED,),
+    ),
+    PassEntry(
+        name="tensor-parallel",
+        module="tensor_parallel.tensor_parallel",
+        kind="rewrite",
+        summary="splits the large weights of components over ranks",
+        requires=_WITH_GRADIENTS,
+        ensures=(Fact.ANNOTATED,),
+    ),
+    PassEntry(
+        name="sharded-parameters",
+        module="tensor_parallel.sharded_parameters",
+        kind="rewrite",
+        summary="splits the parameters of components over their replicas (FSDP)",
+        requires=_WITH_GRADIENTS,
+        ensures=(Fact.ANNOTATED,),
+    ),
+    PassEntry(
+        name="op-costs",
+        module="cost.op_costs",
+        kind="analysis",
+        summary="gives nodes of some ops the FLOPs that rules of your own count",
+    ),
+    PassEntry(
+        name="cost",
+        module="cost.cost",
+        kind="analysis",
+        summary="counts FLOPs, bytes, kernels and saved memory of every layer, forward and backward",
+        requires=_WITH_GRADIENTS,
+        ensures=(Fact.COST,),
+    ),
+    PassEntry(
+        name="recomputed",
+        module="cost.recompute",
+        kind="analysis",
+        summary="finds the layers that compute their activations again in the backward",
+        requires=_WITH_GRADIENTS,
+    ),
+    PassEntry(
+        name="deferred-weights",
+        module="cost.deferred_weights",
+        kind="analysis",
+        summary="finds the products whose weight gradient can be computed after the backward (zb-h1)",
+        requires=_WITH_GRADIENTS,
+    ),
+)
+
+_COMMON = (
+    OrderedPass(
+        name="gradient-flow",
+        when="always; again after every rewrite",
+        reason="first: capture states what trains, every later pass reads where gradient passes, and a rewrite makes nodes "
+        "without that annotation",
+    ),
+    OrderedPass(
+        name="autocast",
+        when="autocast is asked for",
+        reason="first rewrite: types of values decide their bytes, and attention under words computes in the type it is given",
+    ),
+    OrderedPass(
+        name="bitfield-attention",
+        when="attention is 'bitfield'",
+        reason="after autocast, which knows the model's own attention; before all that reads words of masks: costs of visible "
+        "pairs, and tokens split over ranks",
+    ),
+    OrderedPass(
+        name=OWN,
+        when="passes=[...] is given",
+        reason="on the whole model as one device would compute it: what they rewrite is priced, and then split over ranks like "
+        "the rest",
+    ),
+)
+
+PLANNING: tuple[OrderedPass, ...] = (
+    *_COMMON,
+    OrderedPass(
+        name="modality-dag",
+        when="always",
+        reason="components must form a DAG before chains of stages are made of it; needs no other pass",
+    ),
+    OrderedPass(
+        name="cost",
+        when="always; once more for each split that the search considers",
+        reason="last: it prices the graph that stages compute",
+    ),
+)
+"""Passes of `mmcompile.plan`, in order.
+
+The search then tries context-parallel and tensor-parallel, each with gradient-flow and cost, on copies of the graph.
+"""
+
+STAGES: tuple[OrderedPass, ...] = (
+    *_COMMON,
+    OrderedPass(
+        name="context-parallel",
+        when="ranks share tokens",
+        reason="before tensor-parallel: it follows the token dim through whole layers, and its attention is then split by heads",
+    ),
+    OrderedPass(
+        name="tensor-parallel",
+        when="ranks share tensors",
+        reason="before sharded-parameters: what a rank computes with is the part of a parameter that replicas share",
+    ),
+    OrderedPass(
+        name="sharded-parameters",
+        when="replicas share parameters",
+        reason="last rewrite: it gathers parameters where layers read them, so all readers must be known",
+    ),
+    OrderedPass(
+        name="recomputed",
+        when="a layer is asked to recompute",
+        reason="on the final graph: layers are recomputed with the collectives that they hold",
+    ),
+    OrderedPass(
+        name="deferred-weights",
+        when="the schedule is 'zb-h1'",
+        reason="on the final graph: it names the products of which stages are written",
+    ),
+)
+"""Passes between a captured graph and the programs of its stages, in order."""
+
+
+def pass_entry(name: str) -> PassEntry:
+    """Return the entry of a pass by name. Raises ConfigError with the names there are."""
+    known = {entry.name: entry for entry in PASSES}
+    if name not in known:
+        raise ConfigError(f"no pass {name!r}; choose of {', '.join(known)}")
+    return known[name]
+
+
+def in_order(order: tuple[OrderedPass, ...], passes: dict[str, tuple[AnyPass, ...]]) -> tuple[AnyPass, ...]:
+    """Return the passes of each name in the order of a table; a name without passes does not run."""
+    names = [own.name for own in order]
+    assert set(passes) <= set(names), f"{set(passes) - set(names)} have no place in the order {names}"
+    return tuple(pass_ for name in names for pass_ in passes.get(name, ()))

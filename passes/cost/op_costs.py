@@ -1,0 +1,46 @@
+"""`OpCosts`: FLOPs of ops that mmcompile has no rule for, or another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from mmcompile.errors import ConfigError
+from mmcompile.ir.graph import ModelGraph, annotate
+from mmcompile.passes.base import Analysis, Fact
+from mmcompile.passes.cost.op_flops import FlopsRule
+from mmcompile.passes.values import op_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpCosts(Analysis[int]):
+    """Sets `NodeInfo.flops_rule` of the nodes of some ops, which every later cost follows; returns the number of nodes.
+
+    Raises:
+        ConfigError: an op is not registered with torch.
+    """
+
+    name: ClassVar[str] = "op-costs"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
+
+    rules: Mapping[str, FlopsRule] = field(hash=False)
+    """Name of an op, such as `"acme.fused_mlp"` -> its rule."""
+
+    def __post_init__(self) -> None:
+        for op in self.rules:
+            namespace, _, name = op.partition(".")
+            if not hasattr(getattr(torch.ops, namespace), name or "default"):
+                raise ConfigError(
+                    f"a cost rule is given for {op!r}, which is no op of torch's; name it as graphs do, 'namespace.op'"
+                )
+
+    def run(self, graph: ModelGraph) -> int:
+        """Return the number of nodes that have a rule now."""
+        calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
+        found = [node for node in calls if op_name(node) in self.rules]
+        for node in found:
+            annotate(node, flops_rule=self.rules[op_name(node)])
+        return len(found)
