@@ -31,7 +31,7 @@ class Violation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class GraphRule:
     """A named property of a graph."""
 
     name: str
@@ -267,17 +267,17 @@ def _regions(graph: ModelGraph) -> Iterator[Violation]:
             )
 
 
-_RULES: tuple[Rule, ...] = (
-    Rule(name="annotated", check=_annotated),
-    Rule(name="place", check=_place),
-    Rule(name="layer-order", check=_layer_order),
-    Rule(name="component-dag", check=_component_dag),
-    Rule(name="shared", check=_shared),
-    Rule(name="parameters", check=_parameters),
-    Rule(name="tied", check=_tied),
-    Rule(name="output", check=_output),
-    Rule(name="static-shapes", check=_static_shapes),
-    Rule(name="functional", check=_functional),
-    Rule(name="regions", check=_regions),
+_RULES: tuple[GraphRule, ...] = (
+    GraphRule(name="annotated", check=_annotated),
+    GraphRule(name="place", check=_place),
+    GraphRule(name="layer-order", check=_layer_order),
+    GraphRule(name="component-dag", check=_component_dag),
+    GraphRule(name="shared", check=_shared),
+    GraphRule(name="parameters", check=_parameters),
+    GraphRule(name="tied", check=_tied),
+    GraphRule(name="output", check=_output),
+    GraphRule(name="static-shapes", check=_static_shapes),
+    GraphRule(name="functional", check=_functional),
+    GraphRule(name="regions", check=_regions),
 )
 """In the order they are checked: each may rely on those before it."""

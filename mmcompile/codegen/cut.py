@@ -34,7 +34,7 @@ class StageCut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class GraphCut:
     """All stages of one captured graph."""
 
     stages: Mapping[str, StageCut]
@@ -46,7 +46,7 @@ class Cut:
     shared_values: tuple[SharedValue, ...]
 
 
-def cut(graph: ModelGraph, plan: Plan) -> Cut:
+def cut(graph: ModelGraph, plan: Plan) -> GraphCut:
     """Cut `graph` along the layers of `plan`. Nodes must be annotated by gradient-flow."""
     order = [stage.name for stage in plan.stages]
     place = {
@@ -87,7 +87,7 @@ def cut(graph: ModelGraph, plan: Plan) -> Cut:
             sent=tuple((n, peers) for n, peers in sorted(sent.items(), key=lambda item: position[item[0]]) if peers),
             tensors=tuple(sorted((n for n in leaves if n.op == "get_attr"), key=position.__getitem__)),
         )
-    return Cut(stages=stages, owner=owner, needs_gradient=needs, shared_values=decisions)
+    return GraphCut(stages=stages, owner=owner, needs_gradient=needs, shared_values=decisions)
 
 
 def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:

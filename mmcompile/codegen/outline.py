@@ -21,7 +21,7 @@ from mmcompile.passes.values import op_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class NodeRun:
     """Nodes of one layer that run together in a stage."""
 
     place: Place | None
@@ -47,7 +47,7 @@ class Run:
         return any(isinstance(value, torch.device) for value in pytree.tree_leaves(list(arguments)))
 
 
-def runs_of(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> tuple[Run, ...]:
+def runs_of(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> tuple[NodeRun, ...]:
     """Return the runs of a stage, each after those it reads from.
 
     Args:
@@ -64,10 +64,10 @@ def runs_of(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> tuple[Run, 
     return tuple(_run(place, own, wanted) for place, own in groups)
 
 
-def _run(place: Place | None, own: Sequence[fx.Node], wanted: set[fx.Node]) -> Run:
+def _run(place: Place | None, own: Sequence[fx.Node], wanted: set[fx.Node]) -> NodeRun:
     inside = set(own)
     read = [s for s in dict.fromkeys(source for node in own for source in node.all_input_nodes) if s not in inside]
-    return Run(
+    return NodeRun(
         place=place,
         nodes=tuple(own),
         tensors=tuple(node for node in read if node.op == "get_attr"),

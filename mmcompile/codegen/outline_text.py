@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from mmcompile.codegen.expressions import TAKEN, Expressions, comment_in_layer, identifier, variable
-from mmcompile.codegen.outline import Run, last_uses, module_paths
+from mmcompile.codegen.outline import NodeRun, last_uses, module_paths
 from mmcompile.codegen.weight_grad_inputs import Product, Tap
 from mmcompile.config import Recompute
 from mmcompile.ir.graph import dtype_name, info
@@ -48,7 +48,7 @@ class StageTensors:
 class LayerText:
     """Writes one run as a function and as a call of an equal function."""
 
-    run: Run
+    run: NodeRun
     tensors: StageTensors
     products: tuple[Product, ...]
     """Products whose weight gradient is computed later."""

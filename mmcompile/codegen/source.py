@@ -14,7 +14,7 @@ from torch import fx
 from mmcompile.codegen.canonical import canonical_layers
 from mmcompile.codegen.cut import StageCut
 from mmcompile.codegen.expressions import TAKEN, Expressions, comment, identifier, registering_imports, variable
-from mmcompile.codegen.outline import Run, module_paths, runs_of
+from mmcompile.codegen.outline import NodeRun, module_paths, runs_of
 from mmcompile.codegen.outline_text import LayerText, StageTensors
 from mmcompile.codegen.weight_grad_inputs import products_of
 from mmcompile.config import Recompute
@@ -129,7 +129,7 @@ class _Writer:
         for function in self.found.values():
             yield function.first.function(function.name, function.prefix, function.serves)
 
-    def forward(self, runs: Iterable[Run]) -> Iterator[str]:
+    def forward(self, runs: Iterable[NodeRun]) -> Iterator[str]:
         """Yield lines of `forward`, without its end."""
         runs = tuple(runs)
         last_reader = {node: at for at, run in enumerate(runs) for node in run.inputs}
@@ -151,7 +151,7 @@ class _Writer:
             if dead and at + 1 < len(runs):
                 yield f"del {', '.join(map(variable, dead))}"
 
-    def _inline(self, run: Run) -> Iterator[str]:
+    def _inline(self, run: NodeRun) -> Iterator[str]:
         def name(node: fx.Node) -> str:
             return self.tensors.expression(node) if node.op == "get_attr" else variable(node)
 
@@ -160,13 +160,13 @@ class _Writer:
             yield f"# {comment(nodes[0])}"
             yield from (f"{variable(node)} = {text.call(node)}" for node in nodes)
 
-    def _title(self, run: Run) -> str:
+    def _title(self, run: NodeRun) -> str:
         return _SHARED if run.place is None else self._path(run) or "the model's own forward"
 
-    def _path(self, run: Run) -> str:
+    def _path(self, run: NodeRun) -> str:
         return self.choices.names.get(run.place, "") if run.place is not None else ""
 
-    def _recompute(self, run: Run) -> Recompute:
+    def _recompute(self, run: NodeRun) -> Recompute:
         return "none" if run.place is None else self.choices.recompute.get(run.place, "none")
 
     def _function(self, layer: LayerText) -> str:
@@ -180,7 +180,7 @@ class _Writer:
         known.serves.append(title)
         return known.name
 
-    def _free_name(self, run: Run) -> str:
+    def _free_name(self, run: NodeRun) -> str:
         """Return `language_model_layer` for a numbered layer, `language_model_embed_tokens` for another; numbered if taken."""
         if run.place is None:
             base = "shared_values"

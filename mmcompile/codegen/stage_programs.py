@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from mmcompile.codegen.cut import Cut, StageCut, cut
+from mmcompile.codegen.cut import GraphCut, StageCut, cut
 from mmcompile.codegen.pipeline import layer_choices
 from mmcompile.codegen.program import PatternPrograms, Port, StageProgram
 from mmcompile.codegen.source import LayerChoices, stage_source
@@ -45,7 +45,7 @@ def lower(capture: Capture, plan: Plan) -> PatternPrograms:
     )
 
 
-def links(parts: Cut) -> tuple[Link, ...]:
+def links(parts: GraphCut) -> tuple[Link, ...]:
     """Return the links of a plan, from the cut of the graph it was made for."""
     found = []
     for name, part in parts.stages.items():
@@ -66,7 +66,7 @@ def links(parts: Cut) -> tuple[Link, ...]:
 
 
 def _program(
-    graph: ModelGraph, plan: Plan, parts: Cut, part: StageCut, index: int, choices: LayerChoices
+    graph: ModelGraph, plan: Plan, parts: GraphCut, part: StageCut, index: int, choices: LayerChoices
 ) -> StageProgram:
     """Return the program of a stage, with ports between whole stages.
 
@@ -142,7 +142,7 @@ class _Shards:
     """Inputs whose value differs by shard."""
 
     @classmethod
-    def of(cls, graph: ModelGraph, plan: Plan, parts: Cut) -> _Shards:
+    def of(cls, graph: ModelGraph, plan: Plan, parts: GraphCut) -> _Shards:
         nodes = graph.module.graph.nodes
         placed = [(stage, chain) for chain in plan.chains for stage in chain.stages if stage.name in parts.stages]
         return cls(
@@ -198,7 +198,7 @@ def _root_port(node: fx.Node) -> Port:
     return Port(name=name, kind=kind, shape=shape_of(node), dtype=dtype_name(node.meta["val"].dtype))
 
 
-def _link_port(node: fx.Node, parts: Cut, peers: tuple[str, ...]) -> Port:
+def _link_port(node: fx.Node, parts: GraphCut, peers: tuple[str, ...]) -> Port:
     return Port(
         name=node.name,
         kind="link",

@@ -11,7 +11,7 @@ import sympy
 from torch import fx
 
 from mmcompile.codegen.expressions import variable
-from mmcompile.codegen.outline import Run
+from mmcompile.codegen.outline import NodeRun
 from mmcompile.ir.graph import info
 from mmcompile.ir.sizes import shape_of
 from mmcompile.passes.cost.deferred_weights import DeferredWeight
@@ -47,7 +47,7 @@ class Product:
         return ("tapped",) if self.x_tap is None else ("tapped", "handed")
 
 
-def products_of(run: Run, deferred: Mapping[fx.Node, DeferredWeight], *, recomputed: bool) -> tuple[Product, ...]:
+def products_of(run: NodeRun, deferred: Mapping[fx.Node, DeferredWeight], *, recomputed: bool) -> tuple[Product, ...]:
     """Return the products of a run whose weight gradient can be deferred.
 
     The sizes of their results follow from its inputs.
@@ -78,7 +78,7 @@ def _tap(node: fx.Node, *, suffix: str, known: Mapping[str, str]) -> Tap | None:
     return Tap(name=f"{node.name}_{suffix}", node=node, sizes=found) if len(found) == len(sizes) else None
 
 
-def _known_sizes(run: Run) -> dict[str, str]:
+def _known_sizes(run: NodeRun) -> dict[str, str]:
     """Return text of a size -> an expression for it."""
     known: dict[str, str] = {}
     for node in run.inputs:

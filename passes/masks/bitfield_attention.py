@@ -31,7 +31,7 @@ from mmcompile.kernels.bitfield_attention.impl.backends import Impl
 from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.masks.mask_formula import MaskFormula, recognise
 from mmcompile.passes.masks.mask_nodes import NodeMaker, extent_of
-from mmcompile.passes.masks.mask_reader import Reader, given, shape
+from mmcompile.passes.masks.mask_reader import MaskReader, given, shape
 from mmcompile.passes.masks.predicates import UnrecognisedMask
 from mmcompile.passes.values import aliased, aten_ops, op_name
 
@@ -71,7 +71,7 @@ class BitfieldAttention(Rewrite):
         components = self._components(graph)
         made = copied(graph)
         calls = [node for node in made.module.graph.nodes if _called(node) == _ATTENTION]
-        work = _Work(impl=self.impl)
+        work = _AttentionRewriter(impl=self.impl)
         for call in calls:
             if info(call).component in components:
                 work.rewrite(call)
@@ -111,12 +111,12 @@ class _Words:
 
 
 @final
-class _Work:
+class _AttentionRewriter:
     """State of one run of the pass: words made, and calls left alone."""
 
     def __init__(self, impl: str) -> None:
         self._impl = impl
-        self._masks: dict[tuple[fx.Node, bool], tuple[MaskFormula, Reader]] = {}
+        self._masks: dict[tuple[fx.Node, bool], tuple[MaskFormula, MaskReader]] = {}
         self._made: dict[tuple[MaskFormula, tuple[str, ...]], _Words] = {}
         self._done: dict[tuple[str, fx.Node, int | None], list[int]] = {}
         """(component, words, window) -> layers rewritten."""
@@ -139,7 +139,7 @@ class _Work:
         """Return the mask formula of a call and words for it; a window that bounds islands is noted there for their check."""
         mask, causal, extent = given(call)["attn_mask"], given(call)["is_causal"], extent_of(given(call)["query"])
         if (mask, causal) not in self._masks:
-            reader = Reader()
+            reader = MaskReader()
             self._masks[mask, causal] = recognise(mask, reader, causal=causal), reader
         formula, reader = self._masks[mask, causal]
         key = replace(formula, window=None, window_bounds_islands=False), tuple(map(str, extent.symbolic))

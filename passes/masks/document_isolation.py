@@ -41,7 +41,7 @@ def documents_meet(graph: ModelGraph, batch: PackedBatch, others: Sequence[Packe
         graph: captured on `batch`, annotated; not changed.
         others: the same documents in another order, or with other tokens in some of them.
     """
-    work = _Work(made=copied(graph), batches=(batch, *others))
+    work = _IsolationProof(made=copied(graph), batches=(batch, *others))
     try:
         work.run()
     except PlanError as error:
@@ -50,7 +50,7 @@ def documents_meet(graph: ModelGraph, batch: PackedBatch, others: Sequence[Packe
 
 
 @dataclass(kw_only=True, slots=True)
-class _Work:
+class _IsolationProof:
     made: ModelGraph
     batches: tuple[PackedBatch, ...]
     """Packed batches; the captured one is first."""

@@ -14,7 +14,7 @@ Axis = Literal["b", "h", "q", "k", "t"]
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class AxisIndex:
     """A place along an axis."""
 
     axis: Axis
@@ -28,7 +28,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class NodeElement:
     """An element of a node that is not analysed further."""
 
     node: fx.Node
@@ -36,7 +36,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
+class Elementwise:
     """An elementwise op: `add sub mul floor_divide remainder neg eq ne lt le gt ge and or not xor where to`."""
 
     op: str
@@ -49,18 +49,18 @@ class Apply:
     size: int = field(compare=False)
 
 
-Expression = Index | Number | Load | Apply
+Expression = AxisIndex | Number | NodeElement | Elementwise
 Places = tuple[Expression, ...]
 
 
 def axes_of(expression: Expression) -> frozenset[Axis]:
     """Return the axes that a value depends on."""
     match expression:
-        case Index(axis):
+        case AxisIndex(axis):
             return frozenset((axis,))
-        case Load(_, index):
+        case NodeElement(_, index):
             return frozenset().union(*map(axes_of, index))
-        case Apply():
+        case Elementwise():
             return expression.axes
         case _:
             return frozenset()
@@ -69,10 +69,10 @@ def axes_of(expression: Expression) -> frozenset[Axis]:
 def dtype_of(expression: Expression) -> torch.dtype:
     """Return the kind of a value: bool, an integer type or a float type."""
     match expression:
-        case Load(node, _):
+        case NodeElement(node, _):
             value = node.meta["val"]
             return value.dtype if isinstance(value, torch.Tensor) else torch.int64
-        case Apply():
+        case Elementwise():
             return expression.dtype
         case Number(value):
             return number_dtype(value)
@@ -85,26 +85,26 @@ def number_dtype(value: int | float | bool) -> torch.dtype:
     return torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
 
 
-def applied(op: str, args: tuple[Expression, ...], node: fx.Node, dtype: torch.dtype | None = None) -> Apply:
+def applied(op: str, args: tuple[Expression, ...], node: fx.Node, dtype: torch.dtype | None = None) -> Elementwise:
     """Return an operation on expressions; `node` is the node of the operation."""
-    return Apply(
+    return Elementwise(
         op,
         args,
         node.meta["val"].dtype if dtype is None else dtype,
         node,
         frozenset().union(*map(axes_of, args)),
-        1 + sum(arg.size if isinstance(arg, Apply) else 1 for arg in args),
+        1 + sum(arg.size if isinstance(arg, Elementwise) else 1 for arg in args),
     )
 
 
 def per_token(expression: Expression) -> Expression:
     """Return the same expression of a token t, for one of queries or of keys."""
     match expression:
-        case Index("q" | "k"):
-            return Index("t")
-        case Load(node, index):
-            return Load(node, tuple(map(per_token, index)))
-        case Apply():
+        case AxisIndex("q" | "k"):
+            return AxisIndex("t")
+        case NodeElement(node, index):
+            return NodeElement(node, tuple(map(per_token, index)))
+        case Elementwise():
             return applied(expression.op, tuple(map(per_token, expression.args)), expression.node, expression.dtype)
         case _:
             return expression
@@ -117,17 +117,17 @@ Form = tuple[Mapping[Axis, int], int]
 def linear(expression: Expression) -> Form | None:
     """Return the coefficients of the axes and a constant, if the value is a linear form of places."""
     match expression:
-        case Index(axis):
+        case AxisIndex(axis):
             return {axis: 1}, 0
         case Number(value) if isinstance(value, int) and not isinstance(value, bool):
             return {}, value
-        case Apply("to", (source,)) if not expression.dtype.is_floating_point and expression.dtype != torch.bool:
+        case Elementwise("to", (source,)) if not expression.dtype.is_floating_point and expression.dtype != torch.bool:
             return linear(source)
-        case Apply("add" | "sub" as op, (left, right)):
+        case Elementwise("add" | "sub" as op, (left, right)):
             return _sum(linear(left), linear(right), 1 if op == "add" else -1)
-        case Apply("neg", (source,)):
+        case Elementwise("neg", (source,)):
             return _sum(({}, 0), linear(source), -1)
-        case Apply("mul", (left, right)):
+        case Elementwise("mul", (left, right)):
             for factor, other in ((left, right), (right, left)):
                 if isinstance(factor, Number) and isinstance(factor.value, int):
                     return _sum(({}, 0), linear(other), factor.value)

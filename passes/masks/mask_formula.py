@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from mmcompile.passes.masks.mask_expression import Apply, Axis, Expression, Index, Load, Number
+from mmcompile.passes.masks.mask_expression import Axis, AxisIndex, Elementwise, Expression, NodeElement, Number
 from mmcompile.passes.masks.mask_positions import with_places
-from mmcompile.passes.masks.mask_reader import Reader, shape
+from mmcompile.passes.masks.mask_reader import MaskReader, shape
 from mmcompile.passes.masks.predicates import (
     CAUSAL,
     Alternatives,
@@ -43,7 +43,7 @@ class MaskFormula:
     window_bounds_islands: bool = False
 
 
-def recognise(mask: fx.Node | None, reader: Reader, *, causal: bool) -> MaskFormula:
+def recognise(mask: fx.Node | None, reader: MaskReader, *, causal: bool) -> MaskFormula:
     """Return the formula of a mask [..., q, k], bool or added to scores; without a mask, of causal or full attention.
 
     Raises:
@@ -54,7 +54,7 @@ def recognise(mask: fx.Node | None, reader: Reader, *, causal: bool) -> MaskForm
     sizes = shape(mask)
     axes: tuple[Axis, ...] = ("b", "h", "q", "k")
     places = tuple(
-        Number(0) if size == 1 else Index(axis) for size, axis in zip(sizes, axes[4 - len(sizes) :], strict=True)
+        Number(0) if size == 1 else AxisIndex(axis) for size, axis in zip(sizes, axes[4 - len(sizes) :], strict=True)
     )
     expression, documents = with_places(reader.at(mask, places), reader)
     found = holds(expression) if mask.meta["val"].dtype == torch.bool else unbiased(expression)
@@ -78,7 +78,7 @@ def _of_keys(claims: frozenset[Claim]) -> frozenset[Claim]:
 def _made_of(expression: Expression, source: Expression) -> bool:
     if expression == source or isinstance(expression, Number):
         return True
-    return isinstance(expression, Apply) and all(_made_of(arg, source) for arg in expression.args)
+    return isinstance(expression, Elementwise) and all(_made_of(arg, source) for arg in expression.args)
 
 
 def _matched(alternatives: Alternatives) -> MaskFormula:
@@ -164,4 +164,4 @@ def _text(tests: set[Test]) -> str:
 
 
 def _name(expression: Expression) -> str:
-    return expression.node.name if isinstance(expression, (Apply, Load)) else str(expression)
+    return expression.node.name if isinstance(expression, (Elementwise, NodeElement)) else str(expression)

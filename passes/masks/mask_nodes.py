@@ -14,13 +14,21 @@ from mmcompile.ir.graph import META_KEY, NodeInfo
 from mmcompile.ir.host_shapes import drop_unread
 from mmcompile.ir.nodes import attention_words, token_positions
 from mmcompile.ir.sizes import SIZE_PREFIX
-from mmcompile.passes.masks.mask_expression import Apply, Expression, Index, Load, Number, Places, number_dtype
+from mmcompile.passes.masks.mask_expression import (
+    AxisIndex,
+    Elementwise,
+    Expression,
+    NodeElement,
+    Number,
+    Places,
+    number_dtype,
+)
 from mmcompile.passes.masks.mask_formula import MaskFormula, Test
-from mmcompile.passes.masks.mask_reader import Reader, shape
+from mmcompile.passes.masks.mask_reader import MaskReader, shape
 from mmcompile.passes.masks.predicates import UnrecognisedMask
 
 aten = torch.ops.aten
-_TOKENS = (Index("b"), Index("t"))
+_TOKENS = (AxisIndex("b"), AxisIndex("t"))
 
 _WITH_NUMBER: Mapping[str, Any] = {
     "add": aten.add.Tensor,
@@ -67,7 +75,7 @@ def extent_of(query: fx.Node) -> Extent:
 class NodeMaker:
     """Makes the nodes of one formula in front of a node of the graph."""
 
-    def __init__(self, before: fx.Node, extent: Extent, reader: Reader, module_path: str) -> None:
+    def __init__(self, before: fx.Node, extent: Extent, reader: MaskReader, module_path: str) -> None:
         self._graph = before.graph
         self._before = before
         self._extent = extent
@@ -118,7 +126,7 @@ class NodeMaker:
             return None
         ids = self._tensor(formula.islands)
         match formula.island_tests:
-            case ((Apply("ge", (source, Number(0))), True),) if source == formula.islands:
+            case ((Elementwise("ge", (source, Number(0))), True),) if source == formula.islands:
                 return ids  # Below 0 is no island, as `attention_words` has it.
         counted = self._call(aten.sub.Tensor, ids, self._call(aten.min.default, ids))
         inside = self._valid(formula.island_tests)
@@ -156,22 +164,22 @@ class NodeMaker:
         match expression:
             case Number(value):
                 return self._call(aten.full.default, [], value, dtype=number_dtype(value))
-            case Index("t"):
+            case AxisIndex("t"):
                 return self._call(aten.arange.default, self._size(1))
-            case Load(node, places):
+            case NodeElement(node, places):
                 return self._loaded(node, places)
-            case Apply("to", (source,)):
+            case Elementwise("to", (source,)):
                 return self._call(aten.to.dtype, self._tensor(source), expression.dtype)
-            case Apply("where", (condition, yes, no)):
+            case Elementwise("where", (condition, yes, no)):
                 target = _WHERE[isinstance(yes, Number), isinstance(no, Number)]
                 return self._call(target, self._tensor(condition), self._operand(yes), self._operand(no))
-            case Apply(op, (Number(value), other)) if op in _MIRRORED:
+            case Elementwise(op, (Number(value), other)) if op in _MIRRORED:
                 return self._call(_WITH_NUMBER[_MIRRORED[op]], self._tensor(other), value)
-            case Apply("sub", (Number(value), other)):
+            case Elementwise("sub", (Number(value), other)):
                 return self._call(aten.rsub.Scalar, self._tensor(other), value)
-            case Apply(op, (left, Number(value))) if op in _WITH_NUMBER:
+            case Elementwise(op, (left, Number(value))) if op in _WITH_NUMBER:
                 return self._call(_WITH_NUMBER[op], self._tensor(left), value)
-            case Apply(op, operands):
+            case Elementwise(op, operands):
                 return self._call(_WITH_TENSOR[op], *map(self._tensor, operands))
         raise UnrecognisedMask(f"a value per token depends on {expression}")
 

@@ -16,23 +16,23 @@ import torch
 from torch import fx
 
 from mmcompile.passes.masks.mask_expression import (
-    Apply,
+    AxisIndex,
+    Elementwise,
     Expression,
-    Index,
-    Load,
+    NodeElement,
     Number,
     applied,
     axes_of,
     linear,
     per_token,
 )
-from mmcompile.passes.masks.mask_reader import Reader, given, shape
+from mmcompile.passes.masks.mask_reader import MaskReader, given, shape
 from mmcompile.passes.values import op_name
 
 _COMPARISONS = ("lt", "le", "gt", "ge")
 
 
-def with_places(expression: Expression, reader: Reader) -> tuple[Expression, Expression | None]:
+def with_places(expression: Expression, reader: MaskReader) -> tuple[Expression, Expression | None]:
     """Return a mask whose comparisons of positions are comparisons of places.
 
     Returns:
@@ -46,14 +46,14 @@ def with_places(expression: Expression, reader: Reader) -> tuple[Expression, Exp
     return expression, None
 
 
-def _documents(expression: Expression, reader: Reader) -> Iterator[tuple[Expression, Expression]]:
+def _documents(expression: Expression, reader: MaskReader) -> Iterator[tuple[Expression, Expression]]:
     """Yield ids compared for equality that increase where positions do not grow by one, and those positions; per token."""
     match expression:
-        case Apply("eq", (Load(node, _) as left, Load() as right)) if _sides(left, right):
+        case Elementwise("eq", (NodeElement(node, _) as left, NodeElement() as right)) if _sides(left, right):
             positions = _counted(node, reader)
             if positions is not None:
                 yield per_token(left), positions
-        case Apply(_, operands):
+        case Elementwise(_, operands):
             for operand in operands:
                 yield from _documents(operand, reader)
 
@@ -62,7 +62,7 @@ def _sides(left: Expression, right: Expression) -> bool:
     return per_token(left) == per_token(right) and axes_of(left) & {"q", "k"} != axes_of(right) & {"q", "k"}
 
 
-def _counted(node: fx.Node, reader: Reader) -> Expression | None:
+def _counted(node: fx.Node, reader: MaskReader) -> Expression | None:
     """Return `p`, per token, of a node cumsum(diff(p) != 1) along the last dim; the value before token 0 does not matter."""
     if _name(node) != "aten.cumsum" or not _last(node):
         return None
@@ -77,7 +77,7 @@ def _counted(node: fx.Node, reader: Reader) -> Expression | None:
     source = given(grown)["self"]
     if len(shape(source)) != 2 or shape(source) != shape(node):
         return None
-    return reader.at(source, (Number(0) if shape(source)[0] == 1 else Index("b"), Index("t")))
+    return reader.at(source, (Number(0) if shape(source)[0] == 1 else AxisIndex("b"), AxisIndex("t")))
 
 
 def _name(node: fx.Node) -> str:
@@ -90,7 +90,7 @@ def _last(node: fx.Node) -> bool:
 
 def _replaced(expression: Expression, positions: Expression) -> Expression:
     """Replace comparisons of `positions` of query and key, by their distance alone, by comparisons of places."""
-    if not isinstance(expression, Apply):
+    if not isinstance(expression, Elementwise):
         return expression
     if expression.op in _COMPARISONS:
         left, right = (_placed(side, positions) for side in expression.args)
@@ -105,8 +105,8 @@ def _placed(expression: Expression, positions: Expression) -> Expression:
     """Return places instead of positions."""
     sides = axes_of(expression) & {"q", "k"}
     if len(sides) == 1 and per_token(expression) == positions:
-        return Index(next(iter(sides)))
-    if isinstance(expression, Apply):
+        return AxisIndex(next(iter(sides)))
+    if isinstance(expression, Elementwise):
         parts = tuple(_placed(part, positions) for part in expression.args)
         return applied(expression.op, parts, expression.node, expression.dtype)
     return expression

@@ -1,4 +1,4 @@
-"""`Reader`: from a mask's node to the expression of one of its elements.
+"""`MaskReader`: from a mask's node to the expression of one of its elements.
 
 A node's dims are indexed from the mask down to what it is made of: views, expansions, slices, casts and look-ups by
 `arange` disappear, and what stays are comparisons of positions and of values per token, however the model spelled them.
@@ -18,10 +18,10 @@ from torch import fx
 from mmcompile.ir.compat import op_schema
 from mmcompile.ir.host_shapes import attribute
 from mmcompile.passes.masks.mask_expression import (
-    Apply,
+    AxisIndex,
+    Elementwise,
     Expression,
-    Index,
-    Load,
+    NodeElement,
     Number,
     Places,
     applied,
@@ -35,7 +35,7 @@ _MAX_SIZE = 2000
 """Most parts of an expression: a larger one is left as it is."""
 
 
-class Reader:
+class MaskReader:
     """Reads one mask, or masks of one graph that share nodes."""
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ class Reader:
         key = (node, index)
         if key not in self._known:
             found = self._read(node, index)
-            if isinstance(found, Apply) and found.size > _MAX_SIZE:
-                found = Load(node, index)
+            if isinstance(found, Elementwise) and found.size > _MAX_SIZE:
+                found = NodeElement(node, index)
             self._known[key] = found
         return self._known[key]
 
@@ -55,7 +55,7 @@ class Reader:
         """Yield expressions of nodes read at plain places, as [b, t]."""
         for (node, index), expression in self._known.items():
             places = tuple(map(per_token, index))
-            if Index("t") in places and not isinstance(expression, (Index, Number)):
+            if AxisIndex("t") in places and not isinstance(expression, (AxisIndex, Number)):
                 yield per_token(expression), node, places
 
     def _read(self, node: fx.Node, index: Places) -> Expression:
@@ -63,7 +63,7 @@ class Reader:
             return _constant(node, index)
         rule = _RULES.get(op_name(node)) if node.op == "call_function" else None
         found = rule(self, node, index) if rule is not None else None
-        return Load(node, index) if found is None else found
+        return NodeElement(node, index) if found is None else found
 
     def argument(self, node: fx.Node, value: object, index: Places) -> Expression | None:
         """Return an operand of an elementwise node at the node's place: broadcast, or a number."""
@@ -72,7 +72,7 @@ class Reader:
         if not isinstance(value, fx.Node):
             return None
         if not isinstance(value.meta["val"], torch.Tensor):
-            return Load(value, ())
+            return NodeElement(value, ())
         return self.at(value, _broadcast(value, index))
 
 
@@ -103,27 +103,27 @@ def _constant(node: fx.Node, index: Places) -> Expression:
     value = attribute(module, str(node.target))
     if type(value) is torch.Tensor and value.device.type != "meta" and value.numel() == 1:
         return Number(value.item())
-    return Load(node, index)
+    return NodeElement(node, index)
 
 
-Rule = Callable[[Reader, fx.Node, Places], Expression | None]
+Rule = Callable[[MaskReader, fx.Node, Places], Expression | None]
 
 
 def _source(node: fx.Node) -> fx.Node:
     return node.all_input_nodes[0]
 
 
-def _same(reader: Reader, node: fx.Node, index: Places) -> Expression:
+def _same(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
     return reader.at(_source(node), index)
 
 
-def _cast(reader: Reader, node: fx.Node, index: Places) -> Expression:
+def _cast(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
     value = reader.at(_source(node), index)
     same = not isinstance(value, Number) and dtype_of(value) == node.meta["val"].dtype
     return value if same else applied("to", (value,), node)
 
 
-def _reshaped(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
+def _reshaped(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
     """Read a view that only adds or removes dims of size 1."""
     source = _source(node)
     places = [place for size, place in zip(shape(node), index, strict=True) if size != 1]
@@ -133,11 +133,11 @@ def _reshaped(reader: Reader, node: fx.Node, index: Places) -> Expression | None
     return reader.at(source, tuple(Number(0) if size == 1 else next(rest) for size in shape(source)))
 
 
-def _expanded(reader: Reader, node: fx.Node, index: Places) -> Expression:
+def _expanded(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
     return reader.at(_source(node), _broadcast(_source(node), index))
 
 
-def _sliced(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
+def _sliced(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
     arguments = given(node)
     dim, start, step = arguments["dim"] % len(index), arguments["start"] or 0, arguments["step"]
     if not isinstance(start, int) or step != 1:
@@ -149,7 +149,7 @@ def _sliced(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
     return reader.at(_source(node), _normal((*index[:dim], moved, *index[dim + 1 :])))
 
 
-def _selected(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
+def _selected(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
     arguments = given(node)
     dim, place = arguments["dim"] % (len(index) + 1), arguments["index"]
     if not isinstance(place, int) or place < 0:
@@ -157,21 +157,21 @@ def _selected(reader: Reader, node: fx.Node, index: Places) -> Expression | None
     return reader.at(_source(node), (*index[:dim], Number(place), *index[dim:]))
 
 
-def _transposed(reader: Reader, node: fx.Node, index: Places) -> Expression:
+def _transposed(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
     arguments, moved = given(node), list(index)
     first, second = (arguments["dim0"], arguments["dim1"]) if "dim0" in arguments else (0, -1)
     moved[first], moved[second] = moved[second], moved[first]
     return reader.at(_source(node), tuple(moved))
 
 
-def _permuted(reader: Reader, node: fx.Node, index: Places) -> Expression:
+def _permuted(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
     places: list[Expression] = list(index)
     for place, dim in zip(index, given(node)["dims"], strict=True):
         places[dim] = place
     return reader.at(_source(node), tuple(places))
 
 
-def _looked_up(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
+def _looked_up(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
     """Read `x[..., i, j, ...]` with integer index tensors side by side."""
     source, indices = _source(node), list(given(node)["indices"])
     indices += [None] * (len(shape(source)) - len(indices))
@@ -199,17 +199,17 @@ def _plain(place: Expression) -> Expression:
     if not factors:
         return Number(constant)
     (axis, factor), *others = factors.items()
-    return Index(axis) if factor == 1 and not others and constant == 0 else place
+    return AxisIndex(axis) if factor == 1 and not others and constant == 0 else place
 
 
-def _triangle(reader: Reader, node: fx.Node, index: Places) -> Expression:
+def _triangle(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
     """Read tril, which keeps column <= row + diagonal, or triu: column >= row + diagonal."""
     limit = applied("add", (index[-2], Number(given(node)["diagonal"])), node, torch.int64)
     inside = applied("le" if "tril" in op_name(node) else "ge", (index[-1], limit), node, torch.bool)
     return applied("where", (inside, reader.at(_source(node), index), Number(0)), node)
 
 
-def _arange(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
+def _arange(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
     arguments = given(node)
     start, step = arguments.get("start", 0), arguments.get("step", 1)
     if not isinstance(start, int) or step != 1 or node.meta["val"].dtype.is_floating_point:
@@ -220,7 +220,7 @@ def _arange(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
 def _filled(value: bool | int | float | None) -> Rule:
     """Make the rule of a factory: all elements are `value`, or its fill argument."""
 
-    def rule(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
+    def rule(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)
         names = ("fill_value", "s", "value")
         filling = value if value is not None else next(arguments[name] for name in names if name in arguments)
@@ -234,7 +234,7 @@ def _filled(value: bool | int | float | None) -> Rule:
 def _elementwise(op: str, *order: str) -> Rule:
     """Make the rule of an op on operands of these argument names, in this order."""
 
-    def rule(reader: Reader, node: fx.Node, index: Places) -> Expression | None:
+    def rule(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)
         if arguments.get("alpha", 1) != 1 or (op in _LOGICAL and not _is_logical(node)):
             return None

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from mmcompile.passes.masks.mask_expression import (
-    Apply,
     Axis,
+    Elementwise,
     Expression,
     Form,
-    Load,
+    NodeElement,
     Number,
     applied,
     axes_of,
@@ -62,24 +62,24 @@ def holds(expression: Expression, positive: bool = True) -> Alternatives:
     match expression:
         case Number(value):
             return _TRUE if bool(value) == positive else _FALSE
-        case Apply("not", (source,)):
+        case Elementwise("not", (source,)):
             return holds(source, not positive)
-        case Apply("to", (source,)) if not (dtype_of(source).is_floating_point and _is_integer(expression)):
+        case Elementwise("to", (source,)) if not (dtype_of(source).is_floating_point and _is_integer(expression)):
             return holds(source, positive)
-        case Apply("and" | "mul", (left, right)) if positive or not _one_sided(expression):
+        case Elementwise("and" | "mul", (left, right)) if positive or not _one_sided(expression):
             return (_all if positive else _any)(holds(left, positive), holds(right, positive))
-        case Apply("or", (left, right)) if not positive or not _one_sided(expression):
+        case Elementwise("or", (left, right)) if not positive or not _one_sided(expression):
             return (_any if positive else _all)(holds(left, positive), holds(right, positive))
-        case Apply("eq" | "ne" | "lt" | "le" | "gt" | "ge" as op, (left, right)):
+        case Elementwise("eq" | "ne" | "lt" | "le" | "gt" | "ge" as op, (left, right)):
             return _compared(op, left, right, expression, positive)
-        case Apply("where", (condition, yes, no)) if not _one_sided(expression):
+        case Elementwise("where", (condition, yes, no)) if not _one_sided(expression):
             return _any(
                 _all(holds(condition), holds(yes, positive)), _all(holds(condition, False), holds(no, positive))
             )
     return _token_claim(expression, positive)
 
 
-def _is_integer(expression: Apply) -> bool:
+def _is_integer(expression: Elementwise) -> bool:
     return not expression.dtype.is_floating_point and expression.dtype != torch.bool
 
 
@@ -98,11 +98,11 @@ def _token_claim(expression: Expression, positive: bool) -> Alternatives:
 
 def _reason(expression: Expression) -> str:
     match expression:
-        case Apply() if "h" in axes_of(expression):
+        case Elementwise() if "h" in axes_of(expression):
             return f"{_described(expression.node)} differs by head"
-        case Apply():
+        case Elementwise():
             return f"{_described(expression.node)} mixes queries and keys in a way that words cannot say"
-        case Load(node, _):
+        case NodeElement(node, _):
             return f"{_described(node)} has a value for every query and key"
         case _:
             return f"it depends on {expression}"
@@ -113,7 +113,7 @@ def _described(node: fx.Node) -> str:
     return f"{node.name} ({what or op_name(node)})"
 
 
-def _compared(op: str, left: Expression, right: Expression, whole: Apply, positive: bool) -> Alternatives:
+def _compared(op: str, left: Expression, right: Expression, whole: Elementwise, positive: bool) -> Alternatives:
     if op == "ne":
         return _compared("eq", left, right, applied("eq", (left, right), whole.node, torch.bool), not positive)
     difference = linear(applied("sub", (left, right), whole.node, torch.int64))
@@ -149,7 +149,7 @@ def _compared(op: str, left: Expression, right: Expression, whole: Apply, positi
     )
 
 
-def _non_negative(form: Form, whole: Apply, positive: bool) -> Alternatives:
+def _non_negative(form: Form, whole: Elementwise, positive: bool) -> Alternatives:
     """Return the conditions under which a linear form of places is 0 or more; `whole` is the same as an expression."""
     factors, constant = form
     if all(factor > 0 for factor in factors.values()) and constant >= 0:
@@ -163,7 +163,7 @@ def _non_negative(form: Form, whole: Apply, positive: bool) -> Alternatives:
     return _token_claim(whole, positive)
 
 
-def _compared_numbers(op: str, values: tuple[Expression, ...], whole: Apply, positive: bool) -> Alternatives:
+def _compared_numbers(op: str, values: tuple[Expression, ...], whole: Elementwise, positive: bool) -> Alternatives:
     left, right = values
     if not isinstance(left, Number) or not isinstance(right, Number):
         raise UnrecognisedMask(_reason(whole))
@@ -190,7 +190,7 @@ def unbiased(expression: Expression) -> Alternatives:
 
 
 def _bias_reason(value: Expression) -> str:
-    return f"the bias {_described(value.node)}" if isinstance(value, (Apply, Load)) else "a bias"
+    return f"the bias {_described(value.node)}" if isinstance(value, (Elementwise, NodeElement)) else "a bias"
 
 
 Cases = list[tuple[Alternatives, tuple[Expression, ...]]]
@@ -210,17 +210,17 @@ def _cases(values: tuple[Expression, ...]) -> Cases:
 
 
 def _split(value: Expression) -> list[tuple[Alternatives, Expression]]:
-    if isinstance(value, (Apply, Load)) and dtype_of(value) == torch.bool:
+    if isinstance(value, (Elementwise, NodeElement)) and dtype_of(value) == torch.bool:
         return [(holds(value), Number(1)), (holds(value, False), Number(0))]
     match value:
-        case Apply("to", (source,)):
+        case Elementwise("to", (source,)):
             return _split(source)
-        case Apply("where", (condition, yes, no)):
+        case Elementwise("where", (condition, yes, no)):
             no = Number(0) if _is_zero_unless(condition, no) else no
             return [(_all(holds(condition), c), v) for c, v in _split(yes)] + [
                 (_all(holds(condition, False), c), v) for c, v in _split(no)
             ]
-        case Apply("add" | "sub" | "mul" as op, operands):
+        case Elementwise("add" | "sub" | "mul" as op, operands):
             if not any(_has_cases(operand) for operand in operands):
                 return [(_TRUE, value)]
             return [(c, _folded(op, left, right, value)) for c, (left, right) in _cases(operands)]
@@ -228,22 +228,22 @@ def _split(value: Expression) -> list[tuple[Alternatives, Expression]]:
 
 
 def _has_cases(value: Expression) -> bool:
-    if isinstance(value, (Apply, Load)) and dtype_of(value) == torch.bool:
+    if isinstance(value, (Elementwise, NodeElement)) and dtype_of(value) == torch.bool:
         return True
-    return isinstance(value, Apply) and (value.op == "where" or any(map(_has_cases, value.args)))
+    return isinstance(value, Elementwise) and (value.op == "where" or any(map(_has_cases, value.args)))
 
 
 def _is_zero_unless(condition: Expression, value: Expression) -> bool:
     """Return whether a value is 0 unless a condition holds: `where(x != 0, ..., x)`."""
     match condition:
-        case Apply("to", (source,)):
+        case Elementwise("to", (source,)):
             return dtype_of(condition) == torch.bool and source == value
-        case Apply("ne", (source, Number(0))):
+        case Elementwise("ne", (source, Number(0))):
             return source == value
     return False
 
 
-def _folded(op: str, left: Expression, right: Expression, whole: Apply) -> Expression:
+def _folded(op: str, left: Expression, right: Expression, whole: Elementwise) -> Expression:
     if isinstance(left, Number) and isinstance(right, Number):
         numbers = torch.tensor(left.value, dtype=torch.float64), torch.tensor(right.value, dtype=torch.float64)
         return Number({"add": torch.add, "sub": torch.sub, "mul": torch.mul}[op](*numbers).item())

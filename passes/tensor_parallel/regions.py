@@ -16,7 +16,7 @@ from mmcompile.ir.graph import info
 from mmcompile.ir.tensor_shard import TensorShard
 from mmcompile.passes.cost.op_flops import keys_and_values
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts, LayerFacts, num_outputs, projection
-from mmcompile.passes.tensor_parallel.shard_flow import Growth, Refinement, Refusal, ShardFlow
+from mmcompile.passes.tensor_parallel.shard_flow import Refinement, Refusal, RegionGrowth, ShardFlow
 from mmcompile.passes.tensor_parallel.shard_rules import rule_of
 from mmcompile.passes.tensor_parallel.vocabulary_tables import embedding_shard
 from mmcompile.passes.values import aten_ops, op_name
@@ -36,7 +36,7 @@ class UnshardedNode:
 
 
 @dataclass(kw_only=True, slots=True)
-class Sharding:
+class ComponentSharding:
     """Sharding of one component at one degree."""
 
     component: str
@@ -59,7 +59,7 @@ class Sharding:
         return {node for region in self.regions for node in region.shards if keys_and_values(node)}
 
 
-def shardings(facts: GraphFacts, degrees: Mapping[str, int]) -> dict[str, Sharding]:
+def shardings(facts: GraphFacts, degrees: Mapping[str, int]) -> dict[str, ComponentSharding]:
     """Return component -> its sharding.
 
     A parameter that is read in several places (a tied embedding) is sharded in all of them alike, or in none.
@@ -71,8 +71,8 @@ def shardings(facts: GraphFacts, degrees: Mapping[str, int]) -> dict[str, Shardi
     return found
 
 
-def _sharding(facts: GraphFacts, component: str, count: int) -> Sharding:
-    made = Sharding(component=component, count=count)
+def _sharding(facts: GraphFacts, component: str, count: int) -> ComponentSharding:
+    made = ComponentSharding(component=component, count=count)
     for (name, _), nodes in facts.layers.items():
         if name != component:
             continue
@@ -88,7 +88,7 @@ def _sharding(facts: GraphFacts, component: str, count: int) -> Sharding:
     return made
 
 
-def _embeddings(made: Sharding, layer: LayerFacts) -> None:
+def _embeddings(made: ComponentSharding, layer: LayerFacts) -> None:
     for node in layer.nodes:
         if op_name(node) != "aten.embedding":
             continue
@@ -107,7 +107,7 @@ def _leads_to_projection(node: fx.Node) -> bool:
     return bool(readers) and all(projection(reader) is not None for reader in readers)
 
 
-def _start(made: Sharding, layer: LayerFacts, start: fx.Node) -> None:
+def _start(made: ComponentSharding, layer: LayerFacts, start: fx.Node) -> None:
     """Try the region that starts at a projection."""
     result = _search(layer, start, made.count)
     if isinstance(result, ShardFlow):
@@ -131,7 +131,7 @@ def _search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusa
         try:
             flow.run(rule_of)
             return flow
-        except Growth as growth:
+        except RegionGrowth as growth:
             columns |= {node: (num_outputs(node),) for node in growth.projections}
         except Refinement as refusal:
             refusals.append(refusal)
@@ -157,7 +157,7 @@ def _telling(refusals: list[Refusal]) -> Refusal:
     return uneven[-1] if uneven else refusals[-1]
 
 
-def _inconsistent(facts: GraphFacts, found: Mapping[str, Sharding]) -> tuple[str, str] | None:
+def _inconsistent(facts: GraphFacts, found: Mapping[str, ComponentSharding]) -> tuple[str, str] | None:
     """Return a parameter that is not sharded alike in all its readers, and why; None if all are."""
     wanted: dict[str, TensorShard] = {}
     weights: dict[tuple[fx.Node, fx.Node], TensorShard] = {}
@@ -179,7 +179,7 @@ def _place(node: fx.Node) -> str:
     return f"layer {info(node).layer} of {info(node).component}" if node.op == "call_function" else "the result"
 
 
-def _drop(facts: GraphFacts, sharding: Sharding, name: str, reason: str) -> None:
+def _drop(facts: GraphFacts, sharding: ComponentSharding, name: str, reason: str) -> None:
     """Keep all that reads a parameter whole."""
 
     def reads(parameters: Iterable[fx.Node]) -> bool:

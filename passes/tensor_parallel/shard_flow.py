@@ -42,7 +42,7 @@ class Refinement(Refusal):
         self.blocks = blocks
 
 
-class Growth(Exception):
+class RegionGrowth(Exception):
     """Request to shard further projections, whose results meet a sharded value."""
 
     def __init__(self, projections: Sequence[fx.Node]) -> None:
@@ -82,7 +82,7 @@ class ShardFlow:
     losses: set[fx.Node] = field(default_factory=set)
 
     def run(self, rule_of: Callable[[fx.Node], Rule | None]) -> None:
-        """Follow the sharded dim. Raises Refusal or Growth."""
+        """Follow the sharded dim. Raises Refusal or RegionGrowth."""
         for node in self.facts.nodes:
             if node in self.columns:
                 self._column(node)
@@ -173,7 +173,7 @@ class ShardFlow:
         known = self.columns.keys() | self.sums | self.excluded
         found = [source for source in self.facts.projections_of(value, self.count) if source not in known]
         if found:
-            raise Growth(found)
+            raise RegionGrowth(found)
 
     def refine(
         self, node: fx.Node, value: fx.Node, blocks: Sequence[int], reason: str, *, indivisible: bool = False

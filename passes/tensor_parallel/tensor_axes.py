@@ -16,7 +16,7 @@ from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.cost.op_flops import keys_and_values
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts
 from mmcompile.passes.tensor_parallel.rank_costs import Parts, rank_parts
-from mmcompile.passes.tensor_parallel.regions import Sharding, shardings
+from mmcompile.passes.tensor_parallel.regions import ComponentSharding, shardings
 from mmcompile.passes.tensor_parallel.tensor_report import kept_lines
 from mmcompile.passes.tensor_parallel.tensor_shares import tensor_shares
 
@@ -62,13 +62,13 @@ def tensor_axes(graph: ModelGraph, max_degree: int = 16, costs: CostTable | None
 
 
 def _parts(
-    graph: ModelGraph, costs: CostTable, found: Mapping[str, Sharding], degree: int
+    graph: ModelGraph, costs: CostTable, found: Mapping[str, ComponentSharding], degree: int
 ) -> Mapping[str, tuple[Parts, ...]]:
     return rank_parts(graph, costs, [name for name, own in found.items() if own.regions or own.embeddings], degree)
 
 
 def _axes(
-    facts: GraphFacts, name: str, found: Mapping[int, Sharding], parts: Mapping[int, tuple[Parts, ...]]
+    facts: GraphFacts, name: str, found: Mapping[int, ComponentSharding], parts: Mapping[int, tuple[Parts, ...]]
 ) -> TensorAxes:
     reasons = {
         degree: why for degree, sharding in found.items() if (why := _illegal(facts, sharding, found)) is not None
@@ -83,7 +83,7 @@ def _axes(
     )
 
 
-def _illegal(facts: GraphFacts, sharding: Sharding, found: Mapping[int, Sharding]) -> str | None:
+def _illegal(facts: GraphFacts, sharding: ComponentSharding, found: Mapping[int, ComponentSharding]) -> str | None:
     """Return why a component should not be run at a degree; None if it can be."""
     own = [node for (name, _), nodes in facts.layers.items() if name == sharding.component for node in nodes]
     reasons = {kept.node: kept.reason for kept in sharding.kept}
@@ -103,12 +103,12 @@ def _illegal(facts: GraphFacts, sharding: Sharding, found: Mapping[int, Sharding
     return None
 
 
-def _projections(sharding: Sharding) -> set[fx.Node]:
+def _projections(sharding: ComponentSharding) -> set[fx.Node]:
     """Return the projections that a degree shards, without the head over the vocabulary."""
     return {node for region in sharding.regions if not region.losses for node in (*region.columns, *region.sums)}
 
 
-def _shares_heads(node: fx.Node, sharding: Sharding) -> bool:
+def _shares_heads(node: fx.Node, sharding: ComponentSharding) -> bool:
     """Return whether a projection makes fewer key or value heads than ranks, so that ranks share heads."""
     taken = {value for region in sharding.regions for _, value in (*region.heads, *region.parts)}
     waiting, seen = [node], set[fx.Node]()
@@ -137,7 +137,7 @@ def _before(node: fx.Node, reasons: Mapping[fx.Node, str]) -> str | None:
     return None
 
 
-def _share(facts: GraphFacts, sharding: Sharding) -> float:
+def _share(facts: GraphFacts, sharding: ComponentSharding) -> float:
     component = facts.graph.component(sharding.component)
     sizes = {spec.name: spec.num_elements for spec in facts.graph.parameters}
     own = {facts.parameters[name] for layer in component.layers for name in layer.parameters}

@@ -29,7 +29,7 @@ from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.context_parallel.token_axis import argument
 from mmcompile.passes.tensor_parallel.boundary_collectives import add_borders
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts
-from mmcompile.passes.tensor_parallel.regions import Sharding, shardings
+from mmcompile.passes.tensor_parallel.regions import ComponentSharding, shardings
 from mmcompile.passes.tensor_parallel.tensor_report import summary
 from mmcompile.passes.tensor_parallel.tensor_rewrite import ShardRewriter
 from mmcompile.passes.values import op_name
@@ -94,11 +94,11 @@ class TensorParallel(Rewrite):
         return dict.fromkeys(names, 1) | dict(self.degrees)
 
 
-def _shards(sharding: Sharding) -> bool:
+def _shards(sharding: ComponentSharding) -> bool:
     return bool(sharding.regions or sharding.embeddings)
 
 
-def _why_nothing(sharding: Sharding) -> str:
+def _why_nothing(sharding: ComponentSharding) -> str:
     name = sharding.component
     reasons = [f"{op_name(kept.node)} in {_where(kept.node)}: {kept.reason}" for kept in sharding.kept]
     why = "; ".join(dict.fromkeys(reasons)) or "it has no projections"
@@ -108,7 +108,7 @@ def _why_nothing(sharding: Sharding) -> str:
     )
 
 
-def _check_draws(graph: ModelGraph, facts: GraphFacts, sharding: Sharding) -> None:
+def _check_draws(graph: ModelGraph, facts: GraphFacts, sharding: ComponentSharding) -> None:
     """Refuse random numbers in what every rank computes alike."""
     name = sharding.component
     sharded = {node for region in sharding.regions for node in region.shards}

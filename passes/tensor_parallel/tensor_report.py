@@ -7,14 +7,14 @@ from collections import Counter
 
 from mmcompile.ir.graph import info
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts
-from mmcompile.passes.tensor_parallel.regions import Sharding
+from mmcompile.passes.tensor_parallel.regions import ComponentSharding
 from mmcompile.passes.values import op_name
 
 _MOST_KEPT = 6
 _PRODUCTS = ("mm", "matmul", "einsum", "conv", "index")
 
 
-def summary(facts: GraphFacts, sharding: Sharding) -> str:
+def summary(facts: GraphFacts, sharding: ComponentSharding) -> str:
     """Summarize: `language_model over 2 ranks: 21 column and 8 row projections, heads of 4 attention ops; whole: ...`."""
     columns = sum(len(region.columns) for region in sharding.regions)
     rows = sum(len(region.sums) for region in sharding.regions)
@@ -31,7 +31,7 @@ def summary(facts: GraphFacts, sharding: Sharding) -> str:
     return f"{sharding.component} over {sharding.count} ranks: {', '.join(parts)}{whole}"
 
 
-def kept_lines(facts: GraphFacts, sharding: Sharding) -> list[str]:
+def kept_lines(facts: GraphFacts, sharding: ComponentSharding) -> list[str]:
     """List whole parts: `model.layers.*.mlp.gate (4): aten.softmax works along the sharded dim`, projections first."""
     names: Counter[tuple[str, str]] = Counter()
     for kept in sharding.kept:
@@ -41,7 +41,7 @@ def kept_lines(facts: GraphFacts, sharding: Sharding) -> list[str]:
     return [f"{name}{f' ({number})' if number > 1 else ''}: {reason}" for (name, reason), number in names.items()]
 
 
-def _stacked(facts: GraphFacts, sharding: Sharding) -> dict[str, str]:
+def _stacked(facts: GraphFacts, sharding: ComponentSharding) -> dict[str, str]:
     """Return weights of three dims and more, and their readers: experts of a layer in one tensor, convolutions."""
     specs = {spec.name: spec for spec in facts.graph.parameters}
     found: dict[str, str] = {}

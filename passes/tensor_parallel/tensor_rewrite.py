@@ -17,7 +17,7 @@ from mmcompile.kernels.tensor_parallel.boundary_ops import tp_copy as tp_copy
 from mmcompile.kernels.tensor_parallel.vocabulary import tp_embedding as tp_embedding
 from mmcompile.passes.context_parallel.token_axis import argument, set_argument, sizes
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts, projection
-from mmcompile.passes.tensor_parallel.regions import Sharding
+from mmcompile.passes.tensor_parallel.regions import ComponentSharding
 from mmcompile.passes.tensor_parallel.shard_flow import ShardFlow, Shards
 from mmcompile.passes.values import aliased, aten_ops, op_name, tensors
 
@@ -41,7 +41,7 @@ class ShardRewriter:
     _summed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Node that computes a rank's share of a sum -> the whole value, which others read instead."""
 
-    def apply(self, sharding: Sharding) -> None:
+    def apply(self, sharding: ComponentSharding) -> None:
         """Rewrite the regions and embeddings of a component."""
         for (_, parameter), shard in sharding.weights().items():
             self.shards[self.facts.parameters[str(parameter.target)]] = shard

@@ -10,7 +10,7 @@ from mmcompile.costmodel.sharding import TensorShare
 from mmcompile.ir.graph import info
 from mmcompile.passes.tensor_parallel.graph_facts import GraphFacts
 from mmcompile.passes.tensor_parallel.rank_costs import Parts
-from mmcompile.passes.tensor_parallel.regions import Sharding
+from mmcompile.passes.tensor_parallel.regions import ComponentSharding
 from mmcompile.passes.tensor_parallel.shard_flow import ShardFlow
 from mmcompile.passes.tensor_parallel.tensor_rewrite import smallest
 from mmcompile.passes.values import num_bytes, tensors
@@ -20,7 +20,7 @@ _LOSS_NUMBERS = 3
 
 
 def tensor_shares(
-    facts: GraphFacts, sharding: Sharding, parts: Sequence[Parts] | None = None
+    facts: GraphFacts, sharding: ComponentSharding, parts: Sequence[Parts] | None = None
 ) -> tuple[TensorShare, ...]:
     """Return the share of every layer of the component, for the captured batch.
 

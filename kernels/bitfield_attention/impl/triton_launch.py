@@ -145,7 +145,7 @@ def _prepare(
 
 
 def _query_gradients(
-    call: _Call, dout: torch.Tensor, shift: torch.Tensor, delta: torch.Tensor, dtype: torch.dtype, tiles: Config
+    call: _KernelCall, dout: torch.Tensor, shift: torch.Tensor, delta: torch.Tensor, dtype: torch.dtype, tiles: Config
 ) -> torch.Tensor:
     plan, lists, heads, q = call.plan, call.plan.queries, call.heads, call.q
     dq = q.new_empty(q.shape, dtype=_stored(dtype))
@@ -162,7 +162,7 @@ def _query_gradients(
 
 
 def _key_gradients(
-    call: _Call, dout: torch.Tensor, shift: torch.Tensor, delta: torch.Tensor, dtype: torch.dtype, tiles: Config
+    call: _KernelCall, dout: torch.Tensor, shift: torch.Tensor, delta: torch.Tensor, dtype: torch.dtype, tiles: Config
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plan, lists, heads, k = call.plan, call.plan.keys, call.k.shape[1], call.k
     dk, dv = (k.new_empty(k.shape, dtype=_stored(dtype)) for _ in range(2))
@@ -191,7 +191,7 @@ def _add_parts(lists: TileLists, block: int, partial: torch.Tensor, total: torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
+class _KernelCall:
     """Checked arguments in the layout of the kernels."""
 
     q: torch.Tensor
@@ -229,13 +229,13 @@ def _call(
     scale: float,
     window: int | None,
     plan: BlockPlan,
-) -> _Call:
+) -> _KernelCall:
     dtype = torch.float32 if _interpreted() else q.dtype
     _check(q, k, v, scale, window, plan)
     q, k, v = (_rows(x, dtype) for x in (q, k, v))
     halves = words.contiguous().view(torch.int32), kv_words.contiguous().view(torch.int32)
     mask = halves[0], positions.contiguous(), halves[1], kv_positions.contiguous()
-    return _Call(q=q, k=k, v=v, mask=mask, scale=scale, window=window, plan=plan)
+    return _KernelCall(q=q, k=k, v=v, mask=mask, scale=scale, window=window, plan=plan)
 
 
 def _check(
@@ -272,7 +272,7 @@ def _check(
         )
 
 
-def _tiles(kernel: Kernel, call: _Call) -> Config:
+def _tiles(kernel: Kernel, call: _KernelCall) -> Config:
     """Return the shipped configuration. Interpreted, 16-bit inputs keep theirs although they are computed in float32."""
     dtype = torch.bfloat16 if _interpreted() else call.q.dtype
     return config(kernel, call.q.shape[-1], dtype)

@@ -92,7 +92,7 @@ class Document:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _TokenRun:
     """Tokens with one word; no bits make it padding."""
 
     length: int
@@ -133,7 +133,7 @@ def _row(documents: Sequence[Document], where: str) -> torch.Tensor:
         raise MaskError(
             f"{where} packs {len(documents)} documents; a word numbers at most {MAX_DOCUMENT}: use more rows"
         )
-    runs: list[_Run] = []
+    runs: list[_TokenRun] = []
     numbers: list[tuple[int, int]] = []
     for index, document in enumerate(documents):
         place = f"{where}, document {index}"
@@ -152,7 +152,7 @@ def _row(documents: Sequence[Document], where: str) -> torch.Tensor:
     return words.repeat_interleave(torch.tensor([run.length for run in runs], dtype=torch.int64))
 
 
-def _islands(runs: list[_Run], where: str) -> list[int]:
+def _islands(runs: list[_TokenRun], where: str) -> list[int]:
     """Return the island number of each run of a document, from 1 in order of appearance; 0 for none."""
     names: dict[str, int] = {}
     numbers, count = [], 0
@@ -174,21 +174,21 @@ def _islands(runs: list[_Run], where: str) -> list[int]:
     return numbers
 
 
-def _runs(part: Part, where: str) -> Iterator[_Run]:
+def _runs(part: Part, where: str) -> Iterator[_TokenRun]:
     if isinstance(part, Video):
         _check_length(part.frames, "frames", where)
         _check_length(part.tokens_per_frame, "tokens per frame", where)
-        run = _Run(length=part.tokens_per_frame, causal=True, bits=_bits(part.sees, where), island=True)
+        run = _TokenRun(length=part.tokens_per_frame, causal=True, bits=_bits(part.sees, where), island=True)
         yield from [run] * part.frames
         return
     _check_length(part.length, "tokens", where)
     if isinstance(part, Padding):
-        yield _Run(length=part.length, causal=False, bits=0)
+        yield _TokenRun(length=part.length, causal=False, bits=0)
     elif isinstance(part, Text | Prefix):
-        yield _Run(length=part.length, causal=True, bits=_bits(part.sees, where), island=isinstance(part, Prefix))
+        yield _TokenRun(length=part.length, causal=True, bits=_bits(part.sees, where), island=isinstance(part, Prefix))
     else:
         bits = _ALL_MODALITIES if part.sees_earlier else _bit(part.modality, where)
-        yield _Run(length=part.length, causal=part.sees_earlier, bits=bits, island=part.island or True)
+        yield _TokenRun(length=part.length, causal=part.sees_earlier, bits=bits, island=part.island or True)
 
 
 def _check_length(length: int, what: str, where: str) -> None:

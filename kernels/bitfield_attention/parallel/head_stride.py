@@ -30,7 +30,7 @@ _SUM_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class AttentionRates:
     """Measured rates of a device and its link, below their nominal ones."""
 
     flops_per_s: float
@@ -60,7 +60,7 @@ class RankAttention:
     element_bytes: int = 2
 
 
-def choose_head_stride(call: RankAttention, rates: Rates) -> int:
+def choose_head_stride(call: RankAttention, rates: AttentionRates) -> int:
     """Return the head stride with which forward and backward take least, by the model above; the smaller of equals.
 
     Only strides that divide the key/value heads are tried: a smaller last step would be exposed.
@@ -69,7 +69,7 @@ def choose_head_stride(call: RankAttention, rates: Rates) -> int:
     return min(strides, key=lambda stride: (attention_s(call, rates, stride), stride))
 
 
-def attention_s(call: RankAttention, rates: Rates, head_stride: int) -> float:
+def attention_s(call: RankAttention, rates: AttentionRates, head_stride: int) -> float:
     """Return the seconds of forward and backward, exposed communication included.
 
     Raises:
@@ -88,7 +88,7 @@ def attention_s(call: RankAttention, rates: Rates, head_stride: int) -> float:
     return forward + gather + (steps - 1) * max(gather + add, compute) + compute + add
 
 
-def _compute_s(call: RankAttention, rates: Rates, head_stride: int) -> float:
+def _compute_s(call: RankAttention, rates: AttentionRates, head_stride: int) -> float:
     """Return the seconds of one forward launch."""
     heads = head_stride * call.num_heads // call.num_kv_heads
     tile_s = 4 * call.block**2 * call.head_dim * rates.programs / rates.flops_per_s

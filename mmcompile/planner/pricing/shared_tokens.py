@@ -18,7 +18,7 @@ from mmcompile.costmodel.compute import LayerCost
 from mmcompile.costmodel.sharding import context_parallel
 from mmcompile.ir.graph import ModelGraph, info
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BLOCK
-from mmcompile.kernels.bitfield_attention.parallel.head_stride import RankAttention, Rates, choose_head_stride
+from mmcompile.kernels.bitfield_attention.parallel.head_stride import AttentionRates, RankAttention, choose_head_stride
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class SharedTokens:
             tiles=[tiles] * (batch * blocks),
             element_bytes=key.element_size(),
         )
-        rates = Rates(
+        rates = AttentionRates(
             flops_per_s=self.cluster.device.flops_per_s(self.dtype),
             bytes_per_s=self.cluster.intra.bytes_per_s,
             latency_s=self.cluster.intra.latency_s,

@@ -205,7 +205,7 @@ class _Sum(Function):
         return grads
 
 
-class _Enter(Function):
+class _EnterRegion(Function):
     @staticmethod
     def forward(ctx: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         return tuple(value.clone() for value in values)
@@ -260,7 +260,7 @@ ACROSS: Mapping[str, Callable[..., World]] = {
     "mmcompile.tp_copy": _apply(_Copy),
     "mmcompile.tp_exit": _apply(_Copy),
     "mmcompile.tp_sum": _apply(_Sum),
-    "mmcompile.tp_enter": _apply(_Enter),
+    "mmcompile.tp_enter": _apply(_EnterRegion),
     "mmcompile.tp_slice": _slice,
     "mmcompile.tp_heads": _heads,
     "mmcompile.tp_embedding": _embedding,

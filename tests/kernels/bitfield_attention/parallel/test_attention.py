@@ -24,8 +24,8 @@ from mmcompile.kernels.bitfield_attention.parallel.attention import (
 )
 from mmcompile.kernels.bitfield_attention.parallel.head_exchange import KeySums, gathered_heads
 from mmcompile.kernels.bitfield_attention.parallel.head_stride import (
+    AttentionRates,
     RankAttention,
-    Rates,
     attention_s,
     choose_head_stride,
 )
@@ -250,7 +250,7 @@ def test_shard_ops_have_derivatives_of_derivatives() -> None:
     assert torch.autograd.gradgradcheck(lambda x: shard_tokens(x, INDEX, 0, 0).sin(), x)
 
 
-RATES = Rates(flops_per_s=4e14, bytes_per_s=300e9, latency_s=2e-5)
+RATES = AttentionRates(flops_per_s=4e14, bytes_per_s=300e9, latency_s=2e-5)
 CALL = RankAttention(
     num_ranks=8, batch=1, local_tokens=8192, num_heads=32, num_kv_heads=8, head_dim=128, tiles=[256] * 64
 )
