@@ -25,6 +25,8 @@ from typing import Literal
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.hardware import Generation, Interconnect
 
+__all__ = ["p2p_seconds", "all_reduce_s", "all_gather_s", "reduce_scatter_s", "broadcast_s", "all_to_all_s"]
+
 Algorithm = Literal["tree", "ring"]
 Protocol = Literal["ll", "ll128", "simple"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]

@@ -18,6 +18,8 @@ from mmcompile.data.stats import DatasetStats, Progress
 from mmcompile.data.synthetic import synthetic
 from mmcompile.errors import ConfigError
 
+__all__ = ["ReadOptions", "read_stats", "shapes_of_folder", "shapes_of_jsonl", "shapes_of_samples"]
+
 _SYNTHETIC = "synthetic:"
 _CAPTIONS = ("metadata.jsonl", "captions.jsonl")
 """Names of caption files beside or above the images: lines of `file_name` and `text`."""

@@ -15,7 +15,7 @@ from mmcompile.batching.balance.hierarchical import Defer, Hierarchical
 from mmcompile.batching.balance.post_balance import PostBalance
 
 StepTime = Callable[[Assignment, SampleCosts], float]
-"""Time of a step, in the unit of the costs: `pipelined`, `phased`, `bottleneck`, or a simulator."""
+"""Time of a step, in the unit of the costs: `pipelined`, `bottleneck`, or a simulator."""
 
 _KEEP_BELOW = 0.05
 """Default of `Auto.keep_below`."""

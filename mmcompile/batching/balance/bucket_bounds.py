@@ -70,11 +70,6 @@ def pipelined(assignment: Assignment, costs: SampleCosts) -> float:
     return sum(slowest) + (assignment.grid.num_microbatches - 1) * max(slowest)
 
 
-def phased(assignment: Assignment, costs: SampleCosts) -> float:
-    """Time if all replicas run the components one after the other, microbatch by microbatch (OrchMLLM §6)."""
-    return sum(float(loads.max(axis=0).sum()) for loads in assignment.loads(costs).values())
-
-
 def _whole_units(weights: np.ndarray, mean: float) -> float:
     smallest = float(weights[weights > 0].min(initial=np.inf))
     if not np.isfinite(smallest):

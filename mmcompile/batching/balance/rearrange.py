@@ -11,7 +11,6 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import coo_array, hstack
 
-from mmcompile.batching.balance.assignment import ABSENT, Assignment
 from mmcompile.batching.balance.integer_program import Limits
 from mmcompile.errors import ConfigError
 
@@ -72,16 +71,6 @@ def rearrange(
         sent_before=int(before.max()),
         sent=int(_sent(volume, home, node).max()),
         exact=exact,
-    )
-
-
-def rearranged(assignment: Assignment, component: int, microbatch: int, rank: np.ndarray) -> Assignment:
-    """The assignment with batches of one component's microbatch on other replicas: batch j on replica `rank[j]`."""
-    replica = assignment.replica.copy()
-    here = (assignment.microbatch[component] == microbatch) & (replica[component] != ABSENT)
-    replica[component, here] = rank[replica[component, here]]
-    return Assignment(
-        components=assignment.components, grid=assignment.grid, replica=replica, microbatch=assignment.microbatch
     )
 
 

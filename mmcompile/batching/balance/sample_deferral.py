@@ -58,7 +58,9 @@ def pairwise_deferral(
     half = len(work) // 2
     by_work = np.argsort(-work, kind="stable")
     over, under = by_work[:half], by_work[len(work) - half :]
-    choices = [_choices(microbatches[index], (work[index] - work[under]) / 2, resolution) for index in over.tolist()]
+    choices = [
+        subsets_nearest(microbatches[index], (work[index] - work[under]) / 2, resolution) for index in over.tolist()
+    ]
     handed = np.zeros((half, half))
     for row, index in enumerate(over.tolist()):
         handed[row] = [microbatches[index][list(chosen)].sum() for chosen in choices[row]]
@@ -88,18 +90,17 @@ def _least_squares(over: np.ndarray, under: np.ndarray, handed: np.ndarray, thre
     return partner
 
 
-def subset_nearest(work: np.ndarray, target: float, resolution: int = RESOLUTION) -> tuple[int, ...]:
-    """Positions of the samples whose total is nearest to a target, to the resolution (exact for whole numbers below it).
+def subsets_nearest(work: np.ndarray, targets: np.ndarray, resolution: int = RESOLUTION) -> list[tuple[int, ...]]:
+    """Return, for each target, the positions of the samples whose total is nearest to it.
+
+    Totals are exact for whole numbers below the resolution. Sums that can be reached are bits of one integer, kept for each
+    sample to walk back.
 
     Args:
         work: float64 [samples], none negative.
-        target: at least 0. Of two totals as near, the smaller.
+        targets: float64 [targets], each at least 0. Of two totals as near, the smaller is taken.
+        resolution: whole numbers that the total of `work` is rounded to.
     """
-    return _choices(work, np.array([target]), resolution)[0]
-
-
-def _choices(work: np.ndarray, targets: np.ndarray, resolution: int) -> list[tuple[int, ...]]:
-    """`subset_nearest` for many targets. Sums that can be reached are bits of one integer, kept for each sample to walk back."""
     total = float(work.sum())
     whole = total <= resolution and bool((work == np.rint(work)).all())
     scale = 1.0 if whole or total == 0 else resolution / total

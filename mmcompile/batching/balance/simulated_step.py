@@ -111,28 +111,9 @@ def simulate_step(assignment: Assignment, costs: SampleCosts, shape: StepShape, 
     """
     assignment.check(costs)
     parts = _parts(assignment)
-    stages, units, edges = _units(assignment, shape, parts)
+    stages, units, edges = step_units(assignment, shape, parts)
     schedule = schedule_units(stages, units, edges, shape.schedule, num_slots=assignment.grid.num_microbatches)
     return simulate(schedule, _durations(assignment, costs, shape, parts), _links(shape, units, edges), record=record)
-
-
-def step_units(
-    assignment: Assignment, shape: StepShape
-) -> tuple[tuple[PlacedStage, ...], tuple[Unit, ...], tuple[CrossEdge, ...]]:
-    """Return the inputs of `schedule_units` for a step.
-
-    A microbatch without samples has no unit. Samples of an encoder's microbatch that the language model computes `lag` slots
-    later are a unit of their own: its number is slot + lag * microbatches, its backward waits for theirs.
-
-    Returns:
-        Stages, component by component, replica by replica (`vision.0#1` is in the second replica of several); units; and an
-        edge from each unit of an encoder to each of the language model that has some of its samples.
-
-    Raises:
-        ConfigError: the shape is of other components.
-        VerifyError: the language model computes a sample before an encoder has.
-    """
-    return _units(assignment, shape, _parts(assignment))
 
 
 def step_time(shape: StepShape) -> StepTime:
@@ -176,9 +157,26 @@ def _parts(assignment: Assignment) -> list[_Parts]:
     return found
 
 
-def _units(
-    assignment: Assignment, shape: StepShape, parts: Sequence[_Parts]
+def step_units(
+    assignment: Assignment, shape: StepShape, parts: Sequence[_Parts] | None = None
 ) -> tuple[tuple[PlacedStage, ...], tuple[Unit, ...], tuple[CrossEdge, ...]]:
+    """Return the inputs of `schedule_units` for a step.
+
+    A microbatch without samples has no unit. Samples of an encoder's microbatch that the language model computes `lag` slots
+    later are a unit of their own: its number is slot + lag * microbatches, its backward waits for theirs.
+
+    Args:
+        parts: the units of each component, where they are known.
+
+    Returns:
+        Stages, component by component, replica by replica (`vision.0#1` is in the second replica of several); units; and an
+        edge from each unit of an encoder to each of the language model that has some of its samples.
+
+    Raises:
+        ConfigError: the shape is of other components.
+        VerifyError: the language model computes a sample before an encoder has.
+    """
+    parts = _parts(assignment) if parts is None else parts
     if tuple(shape.stages) != assignment.components:
         raise ConfigError(
             f"stages of {', '.join(shape.stages)} for an assignment to {', '.join(assignment.components)}; give the same, in the "

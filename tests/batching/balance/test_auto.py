@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.oracles.balance_oracle import largest, optimum, random_costs
+from support.oracles.balance_oracle import largest, optimum, phased, random_costs
 
 from mmcompile.batching.balance.arrival_order import Arrival, DistTrain
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
 from mmcompile.batching.balance.auto import Auto
-from mmcompile.batching.balance.bucket_bounds import bottleneck, phased, pipelined
+from mmcompile.batching.balance.bucket_bounds import bottleneck, pipelined
 from mmcompile.batching.balance.buckets import Joint
 from mmcompile.batching.balance.hierarchical import Hierarchical
 from mmcompile.batching.balance.integer_program import Limits, better_buckets

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.oracles.balance_oracle import optimum
+from support.oracles.balance_oracle import optimum, phased
 
 from mmcompile.batching.balance.assignment import Grid, SampleCosts, assignment_of
 from mmcompile.batching.balance.bucket_bounds import (
     bottleneck,
     imbalance,
     lower_bound,
-    phased,
     pipelined,
     scaled,
     step_bound,

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from support.oracles.balance_oracle import random_costs
+from support.oracles.balance_oracle import random_costs, rearranged
 
 from mmcompile.batching.balance.arrival_order import Arrival
 from mmcompile.batching.balance.assignment import Grid
@@ -14,7 +14,7 @@ from mmcompile.batching.balance.exchange import from_arrival
 from mmcompile.batching.balance.integer_program import Limits
 from mmcompile.batching.balance.node_local import NodeLocal
 from mmcompile.batching.balance.post_balance import PostBalance
-from mmcompile.batching.balance.rearrange import rearrange, rearranged
+from mmcompile.batching.balance.rearrange import rearrange
 from mmcompile.errors import ConfigError
 
 GREEDY = Limits(variables=0)

@@ -7,7 +7,7 @@ from itertools import chain, combinations, permutations
 import numpy as np
 import pytest
 
-from mmcompile.batching.balance.sample_deferral import bottleneck_match, pairwise_deferral, subset_nearest
+from mmcompile.batching.balance.sample_deferral import bottleneck_match, pairwise_deferral, subsets_nearest
 
 
 def test_worked_example() -> None:
@@ -38,7 +38,7 @@ def test_nearest_subset_is_nearest(seed: int) -> None:
     rng = np.random.default_rng(seed)
     work = rng.integers(0, 30, rng.integers(1, 9)).astype(np.float64)
     target = float(rng.uniform(0, work.sum() / 2 + 1))
-    chosen = subset_nearest(work, target)
+    (chosen,) = subsets_nearest(work, np.array([target]))
     subsets = chain.from_iterable(combinations(range(len(work)), size) for size in range(len(work) + 1))
     best = min(abs(work[list(subset)].sum() - target) for subset in subsets)
     assert len(set(chosen)) == len(chosen)
@@ -52,7 +52,8 @@ def test_rounded_work_is_near_to_the_resolution(seed: int) -> None:
     target = float(work.sum() / 3)
     subsets = chain.from_iterable(combinations(range(9), size) for size in range(10))
     best = min(abs(work[list(subset)].sum() - target) for subset in subsets)
-    found = abs(work[list(subset_nearest(work, target, resolution=4096))].sum() - target)
+    (chosen,) = subsets_nearest(work, np.array([target]), resolution=4096)
+    found = abs(work[list(chosen)].sum() - target)
     assert found <= best + 10 * work.sum() / 4096
 
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from mmcompile.batching.balance.assignment import SampleCosts
+from mmcompile.batching.balance.assignment import ABSENT, Assignment, SampleCosts
 from mmcompile.data.synthetic import synthetic
 
 
@@ -78,4 +78,19 @@ def mixed_step(name: str, count: int, seed: int = 0) -> SampleCosts:
         components=("vision", "language_model"),
         costs=np.stack([patches / patches.sum(), language / language.sum()]),
         memory_bytes=np.stack([patches * 2_000, tokens * 10_000]).astype(np.int64),
+    )
+
+
+def phased(assignment: Assignment, costs: SampleCosts) -> float:
+    """Return the time if all replicas run the components one after the other, microbatch by microbatch (OrchMLLM §6)."""
+    return sum(float(loads.max(axis=0).sum()) for loads in assignment.loads(costs).values())
+
+
+def rearranged(assignment: Assignment, component: int, microbatch: int, rank: np.ndarray) -> Assignment:
+    """Return the assignment with batches of one component's microbatch on other replicas: batch j on replica `rank[j]`."""
+    replica = assignment.replica.copy()
+    here = (assignment.microbatch[component] == microbatch) & (replica[component] != ABSENT)
+    replica[component, here] = rank[replica[component, here]]
+    return Assignment(
+        components=assignment.components, grid=assignment.grid, replica=replica, microbatch=assignment.microbatch
     )
