@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from mmcompile.cli.command_group import EXAMPLES, app
+from mmcompile.cli.command_group import COMMANDS, EXAMPLES, app
 
 PAGE = Path(__file__).parents[1] / "cli.md"
 COLUMNS = 120
@@ -57,15 +57,15 @@ mmcompile train MODEL --data DATA --fault-tolerance 1 --nodes 5 --reduction fixe
 
 def page() -> str:
     """Return the text of docs/cli.md."""
-    return "\n".join([HEAD, *(line for name in EXAMPLES for line in _section(name))])
+    return "\n".join([HEAD, *(line for name in COMMANDS for line in _section(name))])
 
 
 def _section(name: str) -> Iterator[str]:
     yield f"## {name}\n"
     yield f"```\n{_help(name)}\n```\n"
-    yield "Examples:\n"
-    lines = "\n".join(EXAMPLES[name])
-    yield f"```\n{lines}\n```\n"
+    if name in EXAMPLES:
+        lines = "\n".join(EXAMPLES[name])
+        yield f"Examples:\n\n```\n{lines}\n```\n"
 
 
 def _help(name: str) -> str:
