@@ -7,10 +7,17 @@ from structure.counts import MAX_CLASSES, MAX_FILES, MAX_LINES, NONE, by_folder,
 from support.product import modules, unused_public_names
 
 
-def test_the_product_stays_small() -> None:
-    total = sum(by_folder().values(), NONE)
-    if total.lines > MAX_LINES or total.classes > MAX_CLASSES:
-        pytest.skip(f"{total.lines:,} lines and {total.classes} classes; a bound once the moves are done")
+def test_the_product_has_few_lines() -> None:
+    lines = sum(by_folder().values(), NONE).lines
+    if lines > MAX_LINES:
+        pytest.skip(f"{lines:,} lines, wanted are at most {MAX_LINES:,}; a bound once the moves are done")
+
+
+def test_the_product_has_few_classes() -> None:
+    classes = sum(by_folder().values(), NONE).classes
+    assert classes <= MAX_CLASSES, (
+        f"{classes} classes, at most {MAX_CLASSES}: merge some, or say why the bound must rise"
+    )
 
 
 def test_no_folder_is_long() -> None:
@@ -20,8 +27,7 @@ def test_no_folder_is_long() -> None:
 
 def test_a_class_name_stands_for_one_class() -> None:
     twice = [f"{name}: {' '.join(where)}" for name, where in sorted(class_names().items()) if len(where) > 1]
-    if twice:
-        pytest.skip("\n".join(twice))
+    assert not twice, "\n".join(twice)
 
 
 def test_a_file_name_is_used_at_most_twice() -> None:
