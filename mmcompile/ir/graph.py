@@ -7,6 +7,7 @@ Parameters and buffers are `get_attr` nodes whose targets are the model's own na
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -233,6 +234,7 @@ class ModelGraph:
         return sink
 
 
+@functools.cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a name: `"float32"` -> `torch.float32`."""
     return getattr(torch, name)

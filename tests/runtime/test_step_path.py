@@ -17,7 +17,7 @@ MOST_FILES = 20
 
 
 class StepPath:
-    """Product files in which Python functions run while `on`, in order, without those that only `StepPlanner.plan` calls."""
+    """Product files in which Python functions run while `on`, in order, without those of planning only."""
 
     def __init__(self) -> None:
         self.on = False
@@ -25,17 +25,17 @@ class StepPath:
         self._planning = False
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        if not self.on:
+        if not self.on or event not in ("call", "return"):
             return
         code = frame.f_code
-        if code is StepPlanner.plan.__code__:
+        if code in (StepPlanner.plan.__code__, StepPlanner.observe.__code__):
             self._planning = event == "call"
         elif event == "call" and not self._planning and code.co_filename not in self.files:
             self.files.append(code.co_filename)
 
     @property
     def product(self) -> list[str]:
-        found = (Path(file).resolve() for file in self.files)
+        found = (Path(file).resolve() for file in self.files if not file.startswith("<"))
         return [
             str(file.relative_to(ROOT)) for file in found if file.is_relative_to(ROOT) and "tests" not in file.parts
         ]

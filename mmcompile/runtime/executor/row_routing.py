@@ -75,7 +75,8 @@ class RowRouting:
             {shape.name: shape for shape in microbatch.links} for microbatch in plan.microbatches
         ]
         """Per microbatch, the values that its stages make or read."""
-        place = {(stage.tower, stage.replica, stage.program_name): at for at, stage in enumerate(stages)}
+        placed = enumerate(stages) if plan.exchanges else ()
+        place = {(stage.tower, stage.replica, stage.program_name): at for at, stage in placed}
         self.edges: dict[Edge, list[int]] = {}
         self.edge: dict[int, Edge] = {}
         self.made: dict[tuple[int, int, str], list[int]] = {}
