@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 # Before numpy is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +34,10 @@ import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
+
+from rearrange import rearrange  # noqa: E402
 
 from mmcompile.batching.balance.arrival_order import Arrival  # noqa: E402
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts  # noqa: E402
@@ -46,7 +51,6 @@ from mmcompile.batching.balance.integer_program import Limits  # noqa: E402
 from mmcompile.batching.balance.lpt import lpt  # noqa: E402
 from mmcompile.batching.balance.node_local import NodeLocal  # noqa: E402
 from mmcompile.batching.balance.post_balance import PostBalance  # noqa: E402
-from mmcompile.batching.balance.rearrange import rearrange  # noqa: E402
 from mmcompile.data.synthetic import synthetic  # noqa: E402
 
 HEURISTICS = Limits(variables=0)

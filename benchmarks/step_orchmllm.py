@@ -39,6 +39,7 @@ from scipy.sparse import coo_array, hstack  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
 
+from rearrange import rearrange  # noqa: E402
 from step_models import STEP, Decoder, Encoder, audio, vision  # noqa: E402
 from step_report import Pool, Row, arguments, show  # noqa: E402
 
@@ -49,7 +50,6 @@ from mmcompile.batching.balance.lengths import BatchKind, batch_costs  # noqa: E
 from mmcompile.batching.balance.lpt import lpt  # noqa: E402
 from mmcompile.batching.balance.node_local import NodeLocal  # noqa: E402
 from mmcompile.batching.balance.post_balance import Algorithm, PostBalance  # noqa: E402
-from mmcompile.batching.balance.rearrange import rearrange  # noqa: E402
 from mmcompile.costmodel.hardware import find_device  # noqa: E402
 
 COMPONENTS = ("vision", "audio", "language_model")
