@@ -88,7 +88,7 @@ def _exchange_s(candidate: Candidate, chain: int) -> float:
         load = problem.prices.mean_load(layer.component, setting, degrees, last=last)
         sharding = degrees.sharding(setting.recompute)
         own = load if load is None or layer.share == 1.0 else load * layer.share
-        cost, _ = problem.pricing.layers(layer.component, own, sharding)[layer.index]
+        cost = problem.pricing.costs(layer.component, own, sharding)[layer.index]
         total_s += cost.forward_exchange_s + cost.backward_exchange_s
     return total_s * setting.num_microbatches * degrees.ranks
 

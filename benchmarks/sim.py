@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from measured_prediction import MeasuredStep, TrainedParameters, predict_measured
 from torch import nn
 
 from mmcompile import api
@@ -36,7 +37,7 @@ from mmcompile.passes.pipeline import analyse
 from mmcompile.planner.plan.placement import Placement
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Link
-from mmcompile.planner.schedule.measured import LinkMessages, MeasuredStep, TrainedParameters, predict_measured
+from mmcompile.planner.schedule.measured import LinkMessages
 from mmcompile.profile import profile
 from mmcompile.runtime.runtime_probe import probe_runtime
 

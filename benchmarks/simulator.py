@@ -19,8 +19,9 @@ from functools import partial
 from typing import get_args
 
 from mmcompile.config import ScheduleKind
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
-from mmcompile.planner.schedule.simulate import StageDuration, simulate
+from mmcompile.planner.schedule.simulate import simulate
 
 TARGET_ACTIONS_PER_S = 200_000
 NUM_MICROBATCHES = 128
@@ -73,7 +74,7 @@ def main() -> int:
     rng = random.Random(0)
     durations = {
         stage.name: [
-            StageDuration(forward_s=rng.uniform(1, 2), input_grad_s=rng.uniform(1, 2), weight_grad_s=rng.uniform(1, 2))
+            LayerTimes(forward_s=rng.uniform(1, 2), input_grad_s=rng.uniform(1, 2), weight_grad_s=rng.uniform(1, 2))
             for _ in range(NUM_MICROBATCHES)
         ]
         for stage in stages

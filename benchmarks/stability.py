@@ -11,8 +11,8 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from mmcompile.data.allocation import allocate
 from mmcompile.errors import ConfigError
+from mmcompile.planner.strategies.entrain import allocate
 
 Allocation: TypeAlias = tuple[int, ...]
 """Devices of each component."""

@@ -49,9 +49,10 @@ from mmcompile.batching.balance.hierarchical import Hierarchical  # noqa: E402
 from mmcompile.batching.balance.simulated_step import StageShare, StepShape, simulate_step, step_time  # noqa: E402
 from mmcompile.config import ScheduleKind  # noqa: E402
 from mmcompile.costmodel.comm import p2p_seconds  # noqa: E402
+from mmcompile.costmodel.compute import LayerTimes  # noqa: E402
 from mmcompile.costmodel.hardware import find_device  # noqa: E402
 from mmcompile.planner.schedule.schedule import Action, ActionKind, Schedule  # noqa: E402
-from mmcompile.planner.schedule.simulate import StageDuration, simulate  # noqa: E402
+from mmcompile.planner.schedule.simulate import simulate  # noqa: E402
 from mmcompile.planner.search.partition import PartitionLayer, partition  # noqa: E402
 
 REPLICAS, TENSOR_PARALLEL, GLOBAL_BATCH, PER_MICROBATCH, DEVICES = 4, 2, 512, 4, 8
@@ -145,7 +146,7 @@ class Case:
         for replica in range(REPLICAS):
             durations = {
                 share.name: [
-                    StageDuration(
+                    LayerTimes(
                         forward_s=load * share.forward,
                         input_grad_s=load * share.input_grad,
                         weight_grad_s=load * share.weight_grad,

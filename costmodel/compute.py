@@ -69,11 +69,13 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTimes:
-    """Predicted seconds of one layer for one microbatch."""
+    """Seconds of one microbatch in one layer, or in the layers of one stage."""
 
     forward_s: float
     input_grad_s: float
-    weight_grad_s: float
+    """Part of the backward that earlier stages wait for."""
+    weight_grad_s: float = 0.0
+    """Part of the backward that no other action waits for."""
 
     @property
     def backward_s(self) -> float:

@@ -226,7 +226,7 @@ def _stage_bytes(
         sharding = LayerSharding(
             tp=chain.tp, cp=chain.cp, fsdp=chain.dp if chain.fsdp else 1, recompute=mode, mixed=mixed
         )
-        heavy.append(pricing.layers(component, worst[component], sharding)[layer][0])
+        heavy.append(pricing.costs(component, worst[component], sharding)[layer])
     others = (predicted.in_flight - 1) * (predicted.activation_bytes // predicted.in_flight)
     return held + others + sum(cost.activation_bytes for cost in heavy) + max(cost.working_bytes for cost in heavy)
 

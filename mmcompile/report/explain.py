@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, RankLoad, causes, chain_of_stage, memory_bytes, rank_loads
+from mmcompile.planner.plan.bottlenecks import CAUSE_WORDS, RankGroup, causes, chain_of_stage, memory_bytes, rank_loads
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain, Link, Stage
 from mmcompile.planner.plan.stage_rows import frozen_text, rank_ranges, recompute_text
@@ -164,7 +164,7 @@ def _labels(chain: Chain) -> Iterator[ChainLayer]:
             yield ChainLayer(component=component, index=layer, name=name)
 
 
-def _load_of(stage: Stage, loads: Sequence[RankLoad]) -> RankLoad:
+def _load_of(stage: Stage, loads: Sequence[RankGroup]) -> RankGroup:
     return max((load for load in loads if stage in load.stages), key=lambda load: load.num_bytes)
 
 

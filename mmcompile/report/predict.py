@@ -7,11 +7,12 @@ from dataclasses import replace
 from itertools import product
 
 from mmcompile.costmodel.comm import p2p_seconds
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.planner.plan.placement import Placement, shard_names
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Link
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
-from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
+from mmcompile.planner.schedule.simulate import Timeline, simulate
 
 
 def predict(plan: Plan) -> Timeline:
@@ -32,7 +33,7 @@ def predict(plan: Plan) -> Timeline:
         backward=tuple(name for name, stage in shards.items() if stage.has_backward),
     )
     durations = {
-        name: StageDuration(
+        name: LayerTimes(
             forward_s=stage.prediction.forward_s,
             input_grad_s=stage.prediction.input_grad_s,
             weight_grad_s=stage.prediction.weight_grad_s,

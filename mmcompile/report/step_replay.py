@@ -11,30 +11,31 @@ from dataclasses import dataclass, field, replace
 
 from mmcompile.config import ScheduleKind
 from mmcompile.costmodel.comm import p2p_seconds
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.errors import PlanError
+from mmcompile.planner.plan.bottlenecks import RankGroup
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import BubbleShare, Link, Stage
 from mmcompile.planner.schedule.bubbles import attribute
-from mmcompile.planner.schedule.memory_curve import MemoryCurve, SavedBytes, memory_curve
-from mmcompile.planner.schedule.schedule import Flow, FlowEdge, Schedule, build_schedule
-from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
+from mmcompile.planner.schedule.schedule import ActionKind, Flow, FlowEdge, Schedule, build_schedule
+from mmcompile.planner.schedule.simulate import Timeline, simulate
+
+_SIGNS = {ActionKind.F: 1, ActionKind.I: 0, ActionKind.W: -1, ActionKind.B: -1}
+"""Action -> 1 if it allocates the activations of its microbatch, -1 if it frees them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankGroup:
-    """Stages that share ranks."""
+class MemoryCurve:
+    """Bytes of one rank over time."""
 
-    stages: tuple[Stage, ...]
-
-    @property
-    def name(self) -> str:
-        """Names of the stages."""
-        return " + ".join(stage.name for stage in self.stages)
+    rank: int
+    points: tuple[tuple[float, int], ...]
+    """(seconds, bytes from then on), in order; begins at 0 with the bytes that are there all the time."""
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of the stages."""
-        return tuple(sorted({rank for stage in self.stages for rank in stage.ranks}))
+    def peak_bytes(self) -> int:
+        """Largest bytes over the step."""
+        return max(num_bytes for _, num_bytes in self.points)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,7 @@ class Replay:
     flows: tuple[Flow, ...] = field(repr=False)
     loads: Mapping[str, Sequence[float]] = field(repr=False)
     """Chain -> work of each microbatch relative to the plan's prediction."""
-    durations: Mapping[str, Sequence[StageDuration]] = field(repr=False)
+    durations: Mapping[str, Sequence[LayerTimes]] = field(repr=False)
     """Stage -> seconds of each microbatch."""
     link_s: Mapping[tuple[str, str], float] = field(repr=False)
 
@@ -91,9 +92,7 @@ class Replay:
     def memory(self) -> tuple[MemoryCurve, ...]:
         """Return the memory of a rank of each group over the step."""
         saved = {
-            stage.name: [
-                SavedBytes(activation_bytes=round(load * saved_bytes(stage))) for load in self.loads[chain.name]
-            ]
+            stage.name: [round(load * saved_bytes(stage)) for load in self.loads[chain.name]]
             for chain in self.plan.chains
             for stage in chain.stages
         }
@@ -185,10 +184,10 @@ def _fixed_bytes(stage: Stage) -> int:
     return predicted.parameter_bytes + predicted.gradient_bytes + predicted.optimizer_bytes + rest
 
 
-def _durations(stage: Stage, loads: Sequence[float]) -> list[StageDuration]:
+def _durations(stage: Stage, loads: Sequence[float]) -> list[LayerTimes]:
     predicted = stage.prediction
     return [
-        StageDuration(
+        LayerTimes(
             forward_s=load * predicted.forward_s,
             input_grad_s=load * predicted.input_grad_s,
             weight_grad_s=load * predicted.weight_grad_s,
@@ -213,3 +212,44 @@ def _message_bytes(plan: Plan, link: Link) -> int:
     chains = {stage.name: chain for chain in plan.chains for stage in chain.stages}
     widths = [chains[name].tp * chains[name].cp for name in (link.source, link.target)]
     return link.num_bytes // min(widths)
+
+
+def memory_curve(
+    schedule: Schedule,
+    timeline: Timeline,
+    saved: Mapping[str, Sequence[int]],
+    fixed_bytes: Mapping[str, int],
+) -> tuple[MemoryCurve, ...]:
+    """Follow the bytes of each rank through a step.
+
+    A forward allocates its activations when it starts. They are freed when the backward B of the same microbatch ends, or W
+    where the backward is split. The forward of a stage that runs no backward for the microbatch keeps nothing. Parameters,
+    gradients and optimizer state are there all the time. Messages under way and what one kernel needs for itself are not counted.
+
+    Args:
+        timeline: of the schedule, with its events recorded.
+        saved: stage name -> bytes that it keeps of each microbatch for its backward.
+        fixed_bytes: stage name -> what it holds all the time.
+
+    Returns:
+        One a rank.
+    """
+    when = {(event.stage, event.kind, event.microbatch): (event.start_s, event.end_s) for event in timeline.events}
+    names = schedule.stages
+    backward = (ActionKind.B, ActionKind.I)
+    returns = {(a.stage, a.microbatch) for actions in schedule.ranks for a in actions if a.kind in backward}
+    curves: list[MemoryCurve] = []
+    for rank, actions in enumerate(schedule.ranks):
+        held = sum(fixed_bytes[names[stage]] for stage in {action.stage for action in actions})
+        points = [(0.0, held)]
+        for action in actions:
+            name, microbatch = names[action.stage], action.microbatch
+            if not action.kind.is_compute or (action.stage, microbatch) not in returns:
+                continue
+            change = saved[name][microbatch] * _SIGNS[action.kind]
+            if change:
+                held += change
+                start_s, end_s = when[name, action.kind, microbatch]
+                points.append((start_s if action.kind is ActionKind.F else end_s, held))
+        curves.append(MemoryCurve(rank=rank, points=tuple(points)))
+    return tuple(curves)

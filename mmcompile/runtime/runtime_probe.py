@@ -17,9 +17,9 @@ from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.data.collate import Sample, Value
 from mmcompile.ir.graph import ParameterSpec
 from mmcompile.planner.plan.placement import PlacedStage, Placement
-from mmcompile.planner.schedule.measured import LinkMessages, predict_measured
-from mmcompile.planner.schedule.schedule import ActionKind
-from mmcompile.planner.schedule.simulate import Event
+from mmcompile.planner.schedule.measured import LinkMessages, measured_step
+from mmcompile.planner.schedule.schedule import ActionKind, build_schedule
+from mmcompile.planner.schedule.simulate import Event, simulate
 from mmcompile.runtime.engine import DEFAULT_OPTIMIZER, Engine
 from mmcompile.runtime.monitoring.timer import Timer, one_thread
 
@@ -213,12 +213,5 @@ def _empty_step_s(costs: RuntimeCosts) -> float:
     stages = [PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(_STAGES)]
     message = LinkMessages(source=_STAGES[0], target=_STAGES[1], sizes=(4 * _SMALL,), gradient_sizes=(4 * _SMALL,))
     nothing = LayerTimes(forward_s=0.0, input_grad_s=1e-9, weight_grad_s=0.0)
-    return predict_measured(
-        stages,
-        dict.fromkeys(_STAGES, nothing),
-        [message],
-        {},
-        runtime=costs,
-        prepare_s=0.0,
-        num_microbatches=_NUM_MICROBATCHES,
-    ).iteration_s
+    flow, durations, link_s = measured_step(stages, dict.fromkeys(_STAGES, nothing), [message], costs)
+    return costs.step_s + simulate(build_schedule(stages, [flow] * _NUM_MICROBATCHES), durations, link_s).makespan_s

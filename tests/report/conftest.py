@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from mmcompile.costmodel.cluster import Cluster
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.ir.tensor_spec import TensorSpec
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain, Fingerprint, Link, Prediction, Segment, Stage, StagePrediction
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
-from mmcompile.planner.schedule.simulate import Event, StageDuration, simulate
+from mmcompile.planner.schedule.simulate import Event, simulate
 
 EDGES = (
     ("vision.0", "language_model.0", False),
@@ -83,7 +84,7 @@ def events(plan: Plan) -> tuple[Event, ...]:
         backward=tuple(stage.name for stage in plan.stages if stage.has_backward),
     )
     durations = {
-        stage.name: StageDuration(
+        stage.name: LayerTimes(
             forward_s=stage.prediction.forward_s,
             input_grad_s=stage.prediction.input_grad_s,
             weight_grad_s=stage.prediction.weight_grad_s,

@@ -17,13 +17,14 @@ from mmcompile.batching.balance.assignment import ABSENT, Assignment, SampleCost
 from mmcompile.batching.balance.auto import StepTime
 from mmcompile.config import ScheduleKind
 from mmcompile.costmodel.comm import p2p_seconds
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.errors import ConfigError, PlanError, VerifyError
 from mmcompile.planner.plan.balance_groups import towers
 from mmcompile.planner.plan.placement import PlacedStage, replica_name
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain
 from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit, schedule_units
-from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
+from mmcompile.planner.schedule.simulate import Timeline, simulate
 
 _TOLERANCE = 1e-6
 """Largest deviation of the shares of a component from 1."""
@@ -271,17 +272,17 @@ def _edges(
 
 def _durations(
     assignment: Assignment, costs: SampleCosts, shape: StepShape, parts: Sequence[_Parts]
-) -> dict[str, Mapping[int, StageDuration]]:
-    found: dict[str, Mapping[int, StageDuration]] = {}
+) -> dict[str, Mapping[int, LayerTimes]]:
+    found: dict[str, Mapping[int, LayerTimes]] = {}
     for row, (component, own) in enumerate(zip(assignment.components, parts, strict=True)):
         num_replicas = assignment.grid.num_replicas[row]
         here = own.of_sample != ABSENT
         cost = np.bincount(own.of_sample[here], weights=costs.costs[row, here]).tolist()
         for share in shape.stages[component]:
-            by_replica: list[dict[int, StageDuration]] = [{} for _ in range(num_replicas)]
+            by_replica: list[dict[int, LayerTimes]] = [{} for _ in range(num_replicas)]
             for unit in own.present:
                 replica, number = divmod(unit, own.span)
-                by_replica[replica][number] = StageDuration(
+                by_replica[replica][number] = LayerTimes(
                     forward_s=cost[unit] * share.forward,
                     input_grad_s=cost[unit] * share.input_grad,
                     weight_grad_s=cost[unit] * share.weight_grad,

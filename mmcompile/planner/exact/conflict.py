@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -10,8 +11,9 @@ import numpy as np
 from mmcompile.errors import PlanError
 from mmcompile.planner.exact.rules import Cap, Count, Demand, SameTp, Unsatisfiable
 from mmcompile.planner.exact.seed import least_tails, narrowed, seed
-from mmcompile.planner.exact.solver_model import Deadline, Model
+from mmcompile.planner.exact.solver_model import Model
 from mmcompile.planner.exact.split_problem import ExactProblem, sharing, slowest_ps
+from mmcompile.planner.plan.stage_rows import counted
 from mmcompile.planner.search.partition import PER_SECOND
 from mmcompile.units import format_bytes, format_seconds
 
@@ -47,7 +49,7 @@ def conflict(problem: ExactProblem, budget_s: float) -> Conflict:
     # Who shares ranks with whom is said for one number of stages.
     wide = problem if sharing(problem) and narrowed(problem) is not None else _widened(problem)
     try:
-        core = Model(wide, Deadline.after(budget_s)).core()
+        core = Model(wide, time.monotonic() + budget_s).core()
     except TimeoutError:
         words = ", ".join(f"'{demand.words}'" for demand in problem.demands)
         raise PlanError(
@@ -81,7 +83,7 @@ def _why(problem: ExactProblem, demand: Demand) -> str:
             return rule.why
         case Count() as rule if rule.low > problem.chains[rule.chain].num_layers:
             chain = problem.chains[rule.chain]
-            return f"{chain.name} has {_counted(chain.num_layers, 'layer')}, and a stage has at least one"
+            return f"{chain.name} has {counted(chain.num_layers, 'layer')}, and a stage has at least one"
         case Cap() as rule:
             return _too_big(problem, rule)
         case SameTp() as rule:
@@ -108,7 +110,7 @@ def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
     """Yield a possible replacement of each demand, by the DP."""
     for demand in demands:
         others = replace(problem, demands=tuple(other for other in problem.demands if other is not demand))
-        best = seed(others).splits
+        best, _ = seed(others)
         if best is None:
             continue
         works = f"there is one, with a slowest stage of {format_seconds(slowest_ps(others, best) / PER_SECOND)}"
@@ -116,14 +118,10 @@ def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
             case Cap() as rule:
                 yield f"with {format_bytes(_least_cap(others, demand, rule))} in place of '{demand.words}' there is one"
             case Count() as rule:
-                count = _counted(best[rule.chain].num_stages, "stage")
+                count = counted(best[rule.chain].num_stages, "stage")
                 yield f"with {count} of {problem.chains[rule.chain].name} in place of '{demand.words}' {works}"
             case _:
                 yield f"without '{demand.words}' {works}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def _least_cap(others: ExactProblem, demand: Demand, cap: Cap) -> int:
@@ -131,7 +129,7 @@ def _least_cap(others: ExactProblem, demand: Demand, cap: Cap) -> int:
 
     def fits(num_bytes: int) -> bool:
         changed = replace(demand, rule=replace(cap, num_bytes=num_bytes))
-        return seed(replace(others, demands=(*others.demands, changed))).splits is not None
+        return seed(replace(others, demands=(*others.demands, changed)))[0] is not None
 
     low, high = cap.num_bytes, 2 * cap.num_bytes
     while not fits(high):

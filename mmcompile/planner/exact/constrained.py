@@ -158,7 +158,7 @@ def _cut_by_dp(candidate: Candidate, constraints: Sequence[Constraint]) -> Candi
     if not broken(problem, splits_of(candidate)):
         return candidate
     tight = narrowed(problem)
-    splits = None if tight is None else seed(tight).splits
+    splits = None if tight is None else seed(tight)[0]
     return None if splits is None else _recut(candidate, splits)
 
 

@@ -8,6 +8,7 @@ from mmcompile.errors import ConfigError
 from mmcompile.planner.exact.rules import Cap, Count, Cuts, Demand, Devices, InStage, Rule, SameTp, Unsatisfiable
 from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.plan.constraints import Apart, Constraint, EqualTp, MemoryCap, On, StageRange, Together
+from mmcompile.planner.plan.stage_rows import counted
 from mmcompile.planner.search.layer_names import LayersByChain, chain_index, find
 from mmcompile.units import format_bytes
 
@@ -37,7 +38,7 @@ def demands(
         words = f"memory <= {format_bytes(memory_bytes)} of a device"
         found.append(Demand(rule=Cap(num_bytes=memory_bytes), words=words, asked=False))
     for index, count in enumerate(counts or ()):
-        words = f"{chains[index].name} has {count} stage{'s' if count != 1 else ''}"
+        words = f"{chains[index].name} has {counted(count, 'stage')}"
         found.append(Demand(rule=Count(chain=index, low=count, high=count), words=words, asked=False))
     if devices is not None:
         found.append(Demand(rule=Devices(most=devices), words=f"at most {devices} devices", asked=False))

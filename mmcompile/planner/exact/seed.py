@@ -24,18 +24,13 @@ _MAX_REALISED = 32
 """Most target times whose stage counts are tried with the real distances to the loss."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seed:
-    """A split by the DP, with a lower bound."""
+def seed(problem: ExactProblem) -> tuple[Splits | None, int]:
+    """Split every chain by DP. Deterministic.
 
-    splits: Splits | None
-    """Splits that meet every demand; None if none was found, which proves nothing."""
-    bound_ps: int
-    """Lower bound of the slowest stage in picoseconds; INFINITE if no split exists, 0 if there are too many degrees to bound."""
-
-
-def seed(problem: ExactProblem) -> Seed:
-    """Split every chain by DP. Deterministic."""
+    Returns:
+        Splits that meet every demand, None if none was found, which proves nothing; and a lower bound of the slowest stage in
+        picoseconds, INFINITE if no split exists, 0 if there are too many degrees to bound.
+    """
     dp = _ChainSplits(problem)
     bound_ps, best = INFINITE, None
     for variants in _variants(problem):
@@ -50,9 +45,9 @@ def seed(problem: ExactProblem) -> Seed:
             if found is not None and (best is None or slowest_ps(problem, found) < slowest_ps(problem, best)):
                 best = found
     if any(isinstance(demand.rule, Unsatisfiable) for demand in problem.demands):
-        return Seed(splits=None, bound_ps=INFINITE)
+        return None, INFINITE
     listed = prod(len(chain.variants) for chain in problem.chains) <= _MAX_COMBINATIONS
-    return Seed(splits=best, bound_ps=bound_ps if listed else 0)
+    return best, bound_ps if listed else 0
 
 
 def _counts_allowed(problem: ExactProblem, chain: int) -> range:

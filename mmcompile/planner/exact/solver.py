@@ -20,7 +20,7 @@ from mmcompile.errors import PlanError
 from mmcompile.planner.exact.conflict import Conflict, conflict
 from mmcompile.planner.exact.rules import Devices
 from mmcompile.planner.exact.seed import narrowed, seed
-from mmcompile.planner.exact.solver_model import Deadline, Model
+from mmcompile.planner.exact.solver_model import Model
 from mmcompile.planner.exact.split_problem import ExactProblem, Splits, broken, sharing, slowest_ps, stage_times
 from mmcompile.planner.search.partition import INFINITE, PER_SECOND
 from mmcompile.units import format_seconds
@@ -84,12 +84,12 @@ def solve(
     tight = narrowed(problem)
     if tight is None:
         return conflict(problem, budget_s)
-    run = _Minimisation(problem=tight, deadline=Deadline.after(budget_s), bound_ps=_biggest_layer_ps(tight))
+    run = _Minimisation(problem=tight, deadline=time.monotonic() + budget_s, bound_ps=_biggest_layer_ps(tight))
     if seeded:
-        found = seed(tight)
-        if found.bound_ps == INFINITE:
+        run.best, bound_ps = seed(tight)
+        if bound_ps == INFINITE:
             return conflict(problem, budget_s)
-        run.best, run.bound_ps = found.splits, max(run.bound_ps, found.bound_ps)
+        run.bound_ps = max(run.bound_ps, bound_ps)
     if start is not None and not broken(problem, start):
         run.consider(start)
     try:
@@ -115,7 +115,7 @@ class _Minimisation:
     """State of the search: it is an answer at any time."""
 
     problem: ExactProblem
-    deadline: Deadline
+    deadline: float
     bound_ps: int
     best: Splits | None = None
     proved: bool = False
@@ -132,7 +132,6 @@ class _Minimisation:
 
     def search(self) -> None:
         """Make the slowest stage fast, then each chain's own. Raises TimeoutError when the time is up, unless it is proved."""
-        self.deadline.check()
         self.values = _values(self.problem)
         model = Model(self.problem, self.deadline)
         chains = range(len(self.problem.chains))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, cast
 
 import z3
@@ -24,32 +23,18 @@ from mmcompile.planner.exact.seed import least_tails
 from mmcompile.planner.exact.split_problem import ExactProblem, Splits, covers, sharing
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """A point in time of `time.monotonic`."""
-
-    at: float
-
-    @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """Return the deadline after so many seconds."""
-        return cls(time.monotonic() + seconds)
-
-    def left(self) -> float:
-        """Seconds left."""
-        return self.at - time.monotonic()
-
-    def check(self) -> None:
-        """Raise TimeoutError after the deadline."""
-        if self.left() <= 0:
-            raise TimeoutError
-
-
 class Model:
     """A Z3 solver for a problem: given a limit, it finds a split with no slower stage, or proves that there is none."""
 
-    def __init__(self, problem: ExactProblem, deadline: Deadline) -> None:
-        """Raises TimeoutError if the deadline passes while the clauses are made."""
+    def __init__(self, problem: ExactProblem, deadline: float) -> None:
+        """Make the clauses.
+
+        Args:
+            deadline: a time of `time.monotonic`.
+
+        Raises:
+            TimeoutError: the deadline passes while the clauses are made.
+        """
         self._problem = problem
         self._deadline = deadline
         # Sums over stages that share ranks need arithmetic; all else is propositional.
@@ -65,7 +50,7 @@ class Model:
 
     def add(self, *literals: Bit) -> None:
         """Add a clause; constants are folded. Raises TimeoutError after the deadline."""
-        self._deadline.check()
+        self._left_s()
         if any(literal is True for literal in literals):
             return
         kept = [literal for literal in literals if literal is not False]
@@ -112,12 +97,17 @@ class Model:
         return tuple(core)
 
     def _check(self, assumed: Sequence[z3.BoolRef]) -> z3.CheckSatResult:
-        self._deadline.check()
-        self._solver.set("timeout", max(1, int(self._deadline.left() * 1000)))
+        self._solver.set("timeout", max(1, int(self._left_s() * 1000)))
         result = self._solver.check(*assumed)
         if result == z3.unknown:
             raise TimeoutError
         return result
+
+    def _left_s(self) -> float:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        return left_s
 
     def _splits(self) -> Splits:
         model = self._solver.model()

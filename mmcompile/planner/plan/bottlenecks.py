@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from mmcompile.planner.plan.plan_record import BubbleShare, Chain, PlanRecord, Stage
 from mmcompile.planner.plan.stage_rows import milliseconds
@@ -34,8 +34,8 @@ class Bottleneck:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankLoad:
-    """Load of one rank by its stages, the same on every rank of their group."""
+class RankGroup:
+    """Stages that share ranks, and their load on each of the ranks."""
 
     stages: tuple[Stage, ...]
 
@@ -43,6 +43,11 @@ class RankLoad:
     def name(self) -> str:
         """Names of the stages."""
         return " + ".join(stage.name for stage in self.stages)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the stages."""
+        return tuple(sorted({rank for stage in self.stages for rank in stage.ranks}))
 
     @property
     def seconds(self) -> float:
@@ -60,16 +65,16 @@ class RankLoad:
         return max(stage.prediction.in_flight for stage in self.stages)
 
 
-def rank_loads(plan: PlanRecord) -> tuple[RankLoad, ...]:
+def rank_loads(plan: PlanRecord) -> tuple[RankGroup, ...]:
     """Return every set of stages that shares a rank, once, in order of ranks."""
     on_rank: defaultdict[int, list[Stage]] = defaultdict(list)
     for stage in plan.stages:
         for rank in stage.ranks:
             on_rank[rank].append(stage)
-    found: dict[tuple[str, ...], RankLoad] = {}
+    found: dict[tuple[str, ...], RankGroup] = {}
     for rank in sorted(on_rank):
         names = tuple(stage.name for stage in on_rank[rank])
-        found.setdefault(names, RankLoad(stages=tuple(on_rank[rank])))
+        found.setdefault(names, RankGroup(stages=tuple(on_rank[rank])))
     return tuple(found.values())
 
 
@@ -85,7 +90,7 @@ def bottlenecks(plan: PlanRecord) -> tuple[Bottleneck, Bottleneck, Bottleneck]:
     return _slowest(plan, loads), _fullest(plan, loads), _idle(plan, loads)
 
 
-def _slowest(plan: PlanRecord, loads: tuple[RankLoad, ...]) -> Bottleneck:
+def _slowest(plan: PlanRecord, loads: tuple[RankGroup, ...]) -> Bottleneck:
     slowest = max(loads, key=lambda load: load.seconds)
     mean_s = sum(load.seconds for load in loads) / len(loads)
     excess = slowest.seconds / mean_s - 1 if mean_s else 0.0
@@ -103,7 +108,7 @@ def times_text(ratio: float) -> str:
     return f"{ratio - 1:.0%} above" if ratio < 2 else f"{ratio:.1f} times"
 
 
-def _faster(plan: PlanRecord, slowest: RankLoad, excess: float) -> str:
+def _faster(plan: PlanRecord, slowest: RankGroup, excess: float) -> str:
     if excess <= EVEN:
         return "all are even, so only more devices shorten the step"
     stage, *beside = slowest.stages
@@ -121,7 +126,7 @@ def _faster(plan: PlanRecord, slowest: RankLoad, excess: float) -> str:
     return f"--stages {chain.name}={count} {gain}"
 
 
-def _fullest(plan: PlanRecord, loads: tuple[RankLoad, ...]) -> Bottleneck:
+def _fullest(plan: PlanRecord, loads: tuple[RankGroup, ...]) -> Bottleneck:
     limit = memory_bytes(plan)
     fullest = max(loads, key=lambda load: load.num_bytes)
     share = fullest.num_bytes / limit
@@ -135,7 +140,7 @@ def _fullest(plan: PlanRecord, loads: tuple[RankLoad, ...]) -> Bottleneck:
     return Bottleneck(kind="memory", where=fullest.name, what=what, advice=_smaller(plan, largest, share))
 
 
-def _parts(load: RankLoad) -> Mapping[str, int]:
+def _parts(load: RankGroup) -> Mapping[str, int]:
     predictions = [stage.prediction for stage in load.stages]
     return {
         "parameters": sum(predicted.parameter_bytes for predicted in predictions),
@@ -155,7 +160,7 @@ def _smaller(plan: PlanRecord, largest: str, share: float) -> str:
     return "spread it over more stages, or let more ranks share the tensors (--tensor-parallel)"
 
 
-def _idle(plan: PlanRecord, loads: tuple[RankLoad, ...]) -> Bottleneck:
+def _idle(plan: PlanRecord, loads: tuple[RankGroup, ...]) -> Bottleneck:
     shares = plan.predicted.bubbles
     if not shares:
         depth = 1 + max(stage.depth for stage in plan.stages)
@@ -180,12 +185,7 @@ def _idle(plan: PlanRecord, loads: tuple[RankLoad, ...]) -> Bottleneck:
 
 def causes(share: BubbleShare) -> dict[Cause, float]:
     """Return cause -> share of the chain's time, in the order of `BubbleShare`."""
-    return {
-        "warm_up": share.warm_up,
-        "stages": share.stages,
-        "microbatches": share.microbatches,
-        "links": share.links,
-    }
+    return {cause: getattr(share, cause) for cause in get_args(Cause)}
 
 
 CAUSE_WORDS: Mapping[Cause, str] = {
@@ -202,7 +202,7 @@ _DOING: Mapping[Cause, str] = {
 }
 
 
-def _busier(plan: PlanRecord, chain: str, cause: Cause, loads: tuple[RankLoad, ...]) -> str:
+def _busier(plan: PlanRecord, chain: str, cause: Cause, loads: tuple[RankGroup, ...]) -> str:
     match cause:
         case "warm_up":
             depth = 1 + max(stage.depth for stage in plan.stages)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmcompile.errors import ConfigError
+from mmcompile.planner.plan.stage_rows import counted
 
 _UNITS = {
     "TiB": 2**40,
@@ -118,10 +119,10 @@ class StageRange:
     def words(self) -> str:
         """The constraint in words."""
         if self.low == self.high:
-            return f"{self.chain} has {_stages(self.low)}"
+            return f"{self.chain} has {counted(self.low, 'stage')}"
         if self.high is None:
-            return f"{self.chain} has at least {_stages(self.low)}"
-        return f"{self.chain} has {self.low} to {_stages(self.high)}"
+            return f"{self.chain} has at least {counted(self.low, 'stage')}"
+        return f"{self.chain} has {self.low} to {counted(self.high, 'stage')}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +181,7 @@ def decided_stages(constraints: Sequence[Constraint]) -> dict[str, int]:
             continue
         count = found.setdefault(constraint.chain, constraint.low)
         if count != constraint.low:
-            raise ConfigError(f"{constraint.chain} cannot have {count} and {_stages(constraint.low)} at once")
+            raise ConfigError(f"{constraint.chain} cannot have {count} and {counted(constraint.low, 'stage')} at once")
     return found
 
 
@@ -230,10 +231,6 @@ def _size(num_bytes: int, space: str = "") -> str:
     """Format bytes in the largest unit that gives a whole number, so that it reads back exactly."""
     unit = next(unit for unit, size in sorted(_UNITS.items(), key=lambda item: -item[1]) if num_bytes % size == 0)
     return f"{num_bytes // _UNITS[unit]}{space}{unit}"
-
-
-def _stages(count: int) -> str:
-    return f"{count} stage{'s' if count != 1 else ''}"
 
 
 def _listed(names: tuple[str, ...]) -> str:

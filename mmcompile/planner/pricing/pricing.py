@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mmcompile.config import Recompute
 from mmcompile.costmodel.calibration import Calibration
 from mmcompile.costmodel.cluster import Cluster
-from mmcompile.costmodel.compute import LayerCost, LayerTimes, layer_times
+from mmcompile.costmodel.compute import LayerCost, LayerTimes
 from mmcompile.costmodel.load import Load
 from mmcompile.costmodel.memory import recomputed
 from mmcompile.costmodel.sharding import TensorShare, context_parallel, fully_sharded, tensor_parallel
@@ -126,31 +126,18 @@ class Pricing:
     _shared: dict[tuple[LayerCost, LayerSharding, bool, TensorShare | None], LayerCost] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
-    _priced: dict[tuple[str, Load | None, LayerSharding], tuple[tuple[LayerCost, LayerTimes], ...]] = field(
-        init=False, default_factory=dict, repr=False, compare=False
-    )
     _affine: dict[tuple[str, LayerSharding, int], NDArray[np.float64]] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
 
-    def layers(
-        self, component: str, load: Load | None = None, sharding: LayerSharding = WHOLE
-    ) -> tuple[tuple[LayerCost, LayerTimes], ...]:
-        """Return cost and seconds of each layer of a component, for one microbatch.
+    def costs(self, component: str, load: Load | None = None, sharding: LayerSharding = WHOLE) -> tuple[LayerCost, ...]:
+        """Return the cost of each layer of a component on one of its ranks, for one microbatch.
 
         Args:
             load: load of the microbatch; None for the captured one.
         """
-        sharding = self._possible(component, sharding)
-        key = (component, load, sharding)
-        if key not in self._priced:
-            of_layer, groups = self._grouped(component)
-            each = [
-                self._price(component, cost, group, load, sharding)
-                for cost, group in zip(self._costs(component, load), groups, strict=True)
-            ]
-            self._priced[key] = tuple(each[group] for group in of_layer)
-        return self._priced[key]
+        each = self._shared_costs(component, load, self._possible(component, sharding))
+        return tuple(each[group] for group in self.groups(component))
 
     def groups(self, component: str) -> NDArray[np.int64]:
         """Return the number of the group of each layer, [layers]; layers of a group cost the same at every load."""
@@ -159,7 +146,7 @@ class Pricing:
     def bulk(
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> tuple[NDArray[np.float64], LayerBytes]:
-        """Return the prices of `layers` for each group at each of many loads [n], of any sizes, to rounding.
+        """Return the seconds and bytes of a layer of each group at each of many loads [n], of any sizes, to rounding.
 
         Returns:
             [groups, n, 3] seconds of forward, input gradient, weight gradient; and bytes [groups, n].
@@ -299,23 +286,6 @@ class Pricing:
         captured = self.table.captured_loads[component].tokens
         return load.tokens / captured if captured else 0.0
 
-    def _price(
-        self, component: str, whole: LayerCost, group: LayerGroup, load: Load | None, sharding: LayerSharding
-    ) -> tuple[LayerCost, LayerTimes]:
-        cost = self._share(component, whole, group, load, sharding)
-        analytic = layer_times(cost, self.cluster.device, self.dtype)
-        if self.calibration is None or load is None or load.tokens <= 0:
-            return cost, analytic
-        measured, known = self._known(group.kind, load, sharding.tp)
-        if measured is None:
-            return cost, analytic
-        base = layer_times(self._share(component, whole, group, load, known), self.cluster.device, self.dtype)
-        return cost, LayerTimes(
-            forward_s=_scaled(measured.forward_s, analytic.forward_s, base.forward_s),
-            input_grad_s=_scaled(measured.input_grad_s, analytic.input_grad_s, base.input_grad_s),
-            weight_grad_s=_scaled(measured.weight_grad_s, analytic.weight_grad_s, base.weight_grad_s),
-        )
-
     def _known(self, kind: str, load: Load, tp: int) -> tuple[LayerTimes | None, LayerSharding]:
         """Return measured seconds, and the sharding they were measured in."""
         assert self.calibration is not None
@@ -348,15 +318,19 @@ class Pricing:
         return self._affine[key]
 
     def _amounts(self, component: str, load: Load | None, sharding: LayerSharding) -> NDArray[np.float64]:
+        costs = self._shared_costs(component, load, sharding)
+        return np.array([[float(getattr(cost, name)) for name in _AMOUNTS] for cost in costs])
+
+    def _shared_costs(self, component: str, load: Load | None, sharding: LayerSharding) -> list[LayerCost]:
+        """Return the cost of one layer of each group."""
         groups = self._grouped(component)[1]
-        costs = [
+        return [
             self._share(component, cost, group, load, sharding)
             for cost, group in zip(self._costs(component, load), groups, strict=True)
         ]
-        return np.array([[float(getattr(cost, name)) for name in _AMOUNTS] for cost in costs])
 
     def _roofline(self, amounts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return seconds [groups, n, 3] of amounts [groups, amounts, n]: `layer_times`."""
+        """Return seconds [groups, n, 3] of amounts [groups, amounts, n]: `layer_times` of the cost model."""
         device = self.cluster.device
         flops_per_s, bytes_per_s = device.flops_per_s(self.dtype), device.memory_bytes_per_s
         by_name = np.maximum(amounts, 0.0).transpose(1, 0, 2)
@@ -402,8 +376,3 @@ def _affine(points: NDArray[np.float64], at: Load) -> NDArray[np.float64]:
         ],
         axis=-1,
     )
-
-
-def _scaled(measured_s: float, analytic_s: float, base_s: float) -> float:
-    """Return measured seconds of one layout, carried to another by the ratio of the roofline's."""
-    return measured_s * analytic_s / base_s if base_s else analytic_s

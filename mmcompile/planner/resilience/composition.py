@@ -24,8 +24,6 @@ class Composition:
     """Combinations with the shortest step."""
 
     iteration_s: float
-    num_used: int
-    """Nodes in pipelines."""
     sizes: tuple[tuple[int, ...], ...]
     """Tied combinations: nodes of each pipeline, ascending. The one most like what runs comes first."""
     spare_reason: str
@@ -42,19 +40,14 @@ class _Shapes:
     num_microbatches: int
 
 
-def compositions(sizes: Sequence[int], num_nodes: int, min_pipelines: int = 1) -> Iterator[tuple[int, ...]]:
-    """Every x with `sum_i x_i * sizes_i = num_nodes` and `sum_i x_i >= min_pipelines` (Oobleck, Eq. 2.5), as counts by size."""
-
-    def fill(index: int, left: int) -> Iterator[tuple[int, ...]]:
-        if index == len(sizes):
-            if left == 0:
-                yield ()
-            return
-        for count in range(left // sizes[index], -1, -1):
-            for rest in fill(index + 1, left - count * sizes[index]):
-                yield (count, *rest)
-
-    return (counts for counts in fill(0, num_nodes) if sum(counts) >= min_pipelines)
+def compositions(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, ...]]:
+    """Yield every x with `sum_i x_i * sizes_i = num_nodes` (Oobleck, Eq. 2.5), as counts by size."""
+    if not sizes:
+        yield from [()] if num_nodes == 0 else []
+        return
+    for count in range(num_nodes // sizes[0], -1, -1):
+        for rest in compositions(sizes[1:], num_nodes - count * sizes[0]):
+            yield (count, *rest)
 
 
 def fastest(job: Job, num_nodes: int, like: Mapping[int, int] | None = None) -> Composition:
@@ -84,7 +77,7 @@ def fastest(job: Job, num_nodes: int, like: Mapping[int, int] | None = None) -> 
     used, seconds, reason = _used(shapes, num_nodes)
     table = _capacities(shapes, _limits(shapes, seconds), used)
     tied = tuple(_combinations(shapes, _limits(shapes, seconds), table, used, like or {}))
-    return Composition(iteration_s=seconds, num_used=used, sizes=tied, spare_reason=reason)
+    return Composition(iteration_s=seconds, sizes=tied, spare_reason=reason)
 
 
 @lru_cache(maxsize=4096)

@@ -163,7 +163,6 @@ def sizes_of(pipelines: Sequence[NodePipeline[Node]]) -> Counter[int]:
 def too_few(job: Job, num_nodes: int) -> Stop:
     """Return the decision to stop since the promise cannot be kept."""
     return Stop(
-        needed_nodes=job.min_nodes,
         reason=(
             f"{num_nodes} nodes are left and {job.min_nodes} are needed: {job.min_pipelines} pipelines (fault tolerance "
             f"{job.fault_tolerance}) of at least {job.templates[0].num_nodes} nodes"

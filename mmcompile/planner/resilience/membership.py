@@ -122,8 +122,6 @@ class Stop:
     """Decision to end training. Every layer may still have a holder."""
 
     reason: str
-    needed_nodes: int | None = None
-    """Fewest nodes that keep the promise, where too few are left; else None."""
 
     def __str__(self) -> str:
         return f"stop: {self.reason}"

@@ -1,1 +1,1 @@
-"""Orders of a step, and what they take: schedules, the simulator, idle time by cause, memory over time."""
+"""Orders of a step, and what they take: schedules, the simulator, idle time by cause."""

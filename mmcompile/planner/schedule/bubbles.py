@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mmcompile.config import ScheduleKind
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.planner.plan.plan_record import BubbleShare
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, Placed, build_schedule
-from mmcompile.planner.schedule.simulate import Durations, StageDuration, Timeline, simulate
+from mmcompile.planner.schedule.simulate import Durations, Timeline, simulate
 
-_NOTHING = StageDuration(forward_s=0.0, input_grad_s=0.0)
+_NOTHING = LayerTimes(forward_s=0.0, input_grad_s=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,19 +105,19 @@ def equal_stages(case: Case) -> Case:
     """
     if not case.flows:
         return case
-    durations = {name: duration for name, duration in case.durations.items() if isinstance(duration, StageDuration)}
+    durations = {name: duration for name, duration in case.durations.items() if isinstance(duration, LayerTimes)}
     groups: dict[int, list[str]] = {}
     for stage in case.stages:
         groups.setdefault(stage.ranks[0], []).append(stage.name)
     totals = {rank: _sum(durations[name] for name in names) for rank, names in groups.items()}
-    mean_s = _total_s(_sum(totals.values())) / max(1, len(totals))
+    mean_s = _sum(totals.values()).total_s / max(1, len(totals))
     profiles = {
         trains: _sum(total for total in totals.values() if (total.backward_s > 0) == trains) for trains in (True, False)
     }
-    equal: dict[str, StageDuration] = {}
+    equal: dict[str, LayerTimes] = {}
     for rank, names in groups.items():
         profile = profiles[totals[rank].backward_s > 0]
-        factor = mean_s / _total_s(profile) if _total_s(profile) else 0.0
+        factor = mean_s / profile.total_s if profile.total_s else 0.0
         # Ranks without any work get forwards.
         wanted = _scaled(profile, factor, factor) if factor else replace(_NOTHING, forward_s=mean_s)
         for name in names:
@@ -126,7 +127,7 @@ def equal_stages(case: Case) -> Case:
     return replace(case, flows=flows, durations=equal)
 
 
-def _part(wanted: StageDuration, own: StageDuration, total: StageDuration, count: int) -> StageDuration:
+def _part(wanted: LayerTimes, own: LayerTimes, total: LayerTimes, count: int) -> LayerTimes:
     """Return the share of one of a rank's stages in the seconds that the rank should have."""
     forward = own.forward_s / total.forward_s if total.forward_s else 1 / count
     backward = own.backward_s / total.backward_s if total.backward_s else 0.0
@@ -150,32 +151,28 @@ def _union(stages: Sequence[Placed], flows: Sequence[Flow]) -> Flow:
     )
 
 
-def _mean(name: str, case: Case) -> StageDuration:
+def _mean(name: str, case: Case) -> LayerTimes:
     """Return the mean duration of a stage over all microbatches that it runs."""
     given = case.durations[name]
-    parts: list[StageDuration] = []
+    parts: list[LayerTimes] = []
     for microbatch, flow in enumerate(case.flows):
-        duration = given if isinstance(given, StageDuration) else given[microbatch]
+        duration = given if isinstance(given, LayerTimes) else given[microbatch]
         parts.append(_scaled(duration, float(name in flow.stages), float(name in flow.backward)))
     return _scaled(_sum(parts), 1 / len(parts), 1 / len(parts))
 
 
-def _scaled(duration: StageDuration, forward: float, backward: float) -> StageDuration:
-    return StageDuration(
+def _scaled(duration: LayerTimes, forward: float, backward: float) -> LayerTimes:
+    return LayerTimes(
         forward_s=duration.forward_s * forward,
         input_grad_s=duration.input_grad_s * backward,
         weight_grad_s=duration.weight_grad_s * backward,
     )
 
 
-def _sum(durations: Iterable[StageDuration]) -> StageDuration:
+def _sum(durations: Iterable[LayerTimes]) -> LayerTimes:
     items = list(durations)
-    return StageDuration(
+    return LayerTimes(
         forward_s=sum(item.forward_s for item in items),
         input_grad_s=sum(item.input_grad_s for item in items),
         weight_grad_s=sum(item.weight_grad_s for item in items),
     )
-
-
-def _total_s(duration: StageDuration) -> float:
-    return duration.forward_s + duration.backward_s

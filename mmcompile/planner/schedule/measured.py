@@ -1,14 +1,13 @@
-"""`predict_measured`: seconds of a step from measured layers, actions, messages, preparation and optimizer."""
+"""`measured_step`: a step to simulate, from measured seconds of layers, actions and messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mmcompile.costmodel.calibration import RuntimeCosts
 from mmcompile.costmodel.compute import LayerTimes
-from mmcompile.planner.schedule.schedule import ActionKind, Flow, FlowEdge, Placed, build_schedule
-from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
+from mmcompile.planner.schedule.schedule import Flow, FlowEdge, Placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,49 +22,19 @@ class LinkMessages:
     """Bytes of each gradient on its way back."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedParameters:
-    """Parameters that a rank's optimizer updates."""
-
-    num_bytes: int = 0
-    num_tensors: int = 0
-
-    def seconds(self, runtime: RuntimeCosts) -> float:
-        """Return the seconds of the update."""
-        return self.num_bytes * runtime.optimizer_s_per_byte + self.num_tensors * runtime.optimizer_s_per_tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredStep:
-    """A predicted step: `iteration_s = prepare_s + step_s + timeline.makespan_s + optimizer_s`."""
-
-    iteration_s: float
-    prepare_s: float
-    """Seconds in which rank 0 collates and plans; the others wait."""
-    optimizer_s: float
-    """Seconds of rank 0's optimizer; longer ones of other ranks delay their next step."""
-    timeline: Timeline
-
-
-def predict_measured(
-    stages: Sequence[Placed],
-    times: Mapping[str, LayerTimes],
-    messages: Sequence[LinkMessages],
-    trained: Mapping[int, TrainedParameters],
-    *,
-    runtime: RuntimeCosts,
-    prepare_s: float,
-    num_microbatches: int,
-) -> MeasuredStep:
-    """Simulate a step of the engine in which every microbatch passes through every stage.
+def measured_step(
+    stages: Sequence[Placed], times: Mapping[str, LayerTimes], messages: Sequence[LinkMessages], runtime: RuntimeCosts
+) -> tuple[Flow, dict[str, LayerTimes], dict[tuple[str, str], float]]:
+    """Return what a step of the engine consists of if every microbatch passes through every stage.
 
     Args:
         stages: placed, each on one rank.
         times: of each stage, its layers alone.
         messages: between stages, those of one rank too.
-        trained: trained parameters by rank.
-        prepare_s: of one microbatch on rank 0.
-        num_microbatches: of the step.
+        runtime: measured seconds of actions and messages.
+
+    Returns:
+        Flow of a microbatch; durations of each stage with its part of the runtime; (sender, receiver) -> seconds of a message.
     """
     rank = {stage.name: stage.ranks[0] for stage in stages}
     crossing = [link for link in messages if rank[link.source] != rank[link.target]]
@@ -76,29 +45,16 @@ def predict_measured(
         ),
         backward=tuple(name for name, own in times.items() if own.backward_s > 0),
     )
-    prepared_s = prepare_s * num_microbatches
-    optimizer_s = {r: trained.get(r, TrainedParameters()).seconds(runtime) for r in set(rank.values())}
-    late_s = {r: max(0.0, own - optimizer_s[0] - prepared_s) for r, own in optimizer_s.items()}
     durations = {name: _duration(name, own, crossing, runtime) for name, own in times.items()}
-    schedule = build_schedule(stages, [flow] * num_microbatches)
-    link_s = _link_s(crossing, runtime)
-    timeline = simulate(schedule, durations, link_s)
-    if any(late_s.values()):
-        timeline = simulate(schedule, _delayed(durations, timeline, late_s, num_microbatches), link_s)
-    return MeasuredStep(
-        iteration_s=prepared_s + runtime.step_s + timeline.makespan_s + optimizer_s[0],
-        prepare_s=prepared_s,
-        optimizer_s=optimizer_s[0],
-        timeline=timeline,
-    )
+    return flow, durations, _link_s(crossing, runtime)
 
 
-def _duration(name: str, own: LayerTimes, crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> StageDuration:
+def _duration(name: str, own: LayerTimes, crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> LayerTimes:
     """Return the duration of a stage: its layers, the runtime's part of its actions, and its rank's work for messages."""
     forward = [size for link in crossing if name in (link.source, link.target) for size in link.sizes]
     backward = [size for link in crossing if name in (link.source, link.target) for size in link.gradient_sizes]
     has_backward = own.backward_s > 0
-    return StageDuration(
+    return LayerTimes(
         forward_s=own.forward_s + runtime.forward_s + _handling_s(forward, runtime),
         input_grad_s=own.input_grad_s + (runtime.backward_s + _handling_s(backward, runtime)) * has_backward,
         weight_grad_s=own.weight_grad_s,
@@ -120,18 +76,3 @@ def _link_s(crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> dict[tup
             whole_s = runtime.link.latency_s + sum(sizes) / runtime.link.bytes_per_s
             found[pair] = max(0.0, whole_s - 2 * _handling_s(sizes, runtime))
     return found
-
-
-def _delayed(
-    durations: Mapping[str, StageDuration], timeline: Timeline, late_s: Mapping[int, float], num_microbatches: int
-) -> dict[str, Sequence[StageDuration]]:
-    """Delay ranks that are late: add the part that no wait hides to their first forward."""
-    delayed: dict[str, Sequence[StageDuration]] = {name: [own] * num_microbatches for name, own in durations.items()}
-    begun: set[int] = set()
-    for event in timeline.events:
-        if event.rank not in begun and event.kind is ActionKind.F:
-            begun.add(event.rank)
-            first = durations[event.stage]
-            first = replace(first, forward_s=first.forward_s + max(0.0, late_s[event.rank] - event.start_s))
-            delayed[event.stage] = [first, *delayed[event.stage][1:]]
-    return delayed

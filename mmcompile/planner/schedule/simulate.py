@@ -11,27 +11,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.errors import PlanError, VerifyError
 from mmcompile.planner.schedule.schedule import Action, ActionKind, Schedule
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageDuration:
-    """Seconds of one microbatch in one stage."""
-
-    forward_s: float
-    input_grad_s: float
-    """Part of the backward that earlier stages wait for."""
-    weight_grad_s: float = 0.0
-    """Part of the backward that no other action waits for."""
-
-    @property
-    def backward_s(self) -> float:
-        """Seconds of input and weight gradient."""
-        return self.input_grad_s + self.weight_grad_s
-
-
-Durations = Mapping[str, StageDuration | Sequence[StageDuration] | Mapping[int, StageDuration]]
+Durations = Mapping[str, LayerTimes | Sequence[LayerTimes] | Mapping[int, LayerTimes]]
 """Stage name -> its durations: the same for every microbatch, or one for each number of a microbatch."""
 
 
@@ -133,7 +117,7 @@ def _seconds(schedule: Schedule, durations: Durations) -> list[_Seconds]:
 
 
 def _of_stage(
-    name: str, given: StageDuration | Sequence[StageDuration] | Mapping[int, StageDuration], numbers: Set[int]
+    name: str, given: LayerTimes | Sequence[LayerTimes] | Mapping[int, LayerTimes], numbers: Set[int]
 ) -> _Seconds:
     """Return the durations of a stage by microbatch.
 
@@ -141,7 +125,7 @@ def _of_stage(
         numbers: microbatches that the stage computes.
     """
     count = 1 + max(numbers, default=-1)
-    if isinstance(given, StageDuration):
+    if isinstance(given, LayerTimes):
         each = (given.forward_s, given.backward_s, given.input_grad_s, given.weight_grad_s)
         return [each[0]] * count, [each[1]] * count, [each[2]] * count, [each[3]] * count
     if isinstance(given, Mapping):

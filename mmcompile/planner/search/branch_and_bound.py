@@ -19,7 +19,7 @@ import numpy as np
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
 from mmcompile.planner.search.candidate import Candidate, Ranges, assemble
 from mmcompile.planner.search.combinations import CombinationGroup, Combinations
-from mmcompile.planner.search.options import MemoryShortage, OptionTables
+from mmcompile.planner.search.options import MemoryShortage
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import RECOMPUTES, SCHEDULES, Combination
 from mmcompile.planner.search.splitter import Splitter
@@ -67,7 +67,7 @@ class BranchAndBound:
     @cached_property
     def combos(self) -> Combinations:
         """Combinations of degrees and stage counts."""
-        return Combinations(problem=self.problem, tables=OptionTables(problem=self.problem))
+        return Combinations(problem=self.problem)
 
     @cached_property
     def groups(self) -> list[CombinationGroup]:

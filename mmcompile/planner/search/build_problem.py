@@ -221,14 +221,7 @@ def _with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follo
     Raises:
         PlanError: a name that is neither of a chain nor of a component, a number below 1, or none can.
     """
-    names = dict.fromkeys(name for each in sets for chain in each.chains for name in (chain.name, *chain.components))
-    for name, number in wanted.items():
-        if name not in names:
-            raise PlanError(
-                f"no chain {name!r} to give {number} replicas; chains and components are {', '.join(names)}"
-            )
-        if number < 1:
-            raise PlanError(f"{name} cannot have {number} replicas; give 1 or more")
+    _check_names(sets, wanted, "{} replicas")
     fitting = [chains for chains in sets if decided_replicas(chains, wanted, follow=follow) is not None]
     if not fitting:
         asked = ", ".join(f"{name} {number}" for name, number in wanted.items())
@@ -243,6 +236,16 @@ def _with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follo
     return fitting
 
 
+def _check_names(sets: Sequence[ChainSet], wanted: Mapping[str, int], words: str) -> None:
+    names = dict.fromkeys(name for each in sets for chain in each.chains for name in (chain.name, *chain.components))
+    for name, number in wanted.items():
+        what = words.format(number)
+        if name not in names:
+            raise PlanError(f"no chain {name!r} to give {what}; chains and components are {', '.join(names)}")
+        if number < 1:
+            raise PlanError(f"{name} cannot have {what}; give 1 or more")
+
+
 def _with_shared_tensors(sets: Sequence[ChainSet], wanted: Mapping[str, int]) -> list[ChainSet]:
     """Return the chain sets whose chains can have the given degrees.
 
@@ -252,14 +255,7 @@ def _with_shared_tensors(sets: Sequence[ChainSet], wanted: Mapping[str, int]) ->
     Raises:
         PlanError: a name that is neither of a chain nor of a component, a number below 1, or no set can.
     """
-    names = dict.fromkeys(name for each in sets for chain in each.chains for name in (chain.name, *chain.components))
-    for name, number in wanted.items():
-        if name not in names:
-            raise PlanError(
-                f"no chain {name!r} to give tensor parallel degree {number}; chains and components are {', '.join(names)}"
-            )
-        if number < 1:
-            raise PlanError(f"{name} cannot have tensor parallel degree {number}; give 1 or more")
+    _check_names(sets, wanted, "tensor parallel degree {}")
     fitting = [
         each for each in sets if all(len(_degrees(chain.name, chain.components, wanted)) <= 1 for chain in each.chains)
     ]

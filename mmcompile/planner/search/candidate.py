@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.config import Recompute
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.planner.plan.placement import PlacedStage
 from mmcompile.planner.plan.plan_record import Chain, Segment, Stage, StagePrediction
 from mmcompile.planner.pricing.chains import ChainLayer, ChainSet
 from mmcompile.planner.pricing.priced_chain import OPTIMIZER_PASSES, OPTIMIZER_STATES, PricedChain
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule, in_flight
-from mmcompile.planner.schedule.simulate import StageDuration, Timeline, simulate
+from mmcompile.planner.schedule.simulate import Timeline, simulate
 from mmcompile.planner.search.messages import StageMessages, place
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
@@ -426,11 +427,11 @@ def one_rank_each(candidate: Candidate) -> list[PlacedStage]:
     ]
 
 
-def stage_durations(names: Sequence[str], drawn: NDArray[np.float64]) -> dict[str, list[StageDuration]]:
+def stage_durations(names: Sequence[str], drawn: NDArray[np.float64]) -> dict[str, list[LayerTimes]]:
     """Return stage name -> its durations, from [stages, microbatches, 3]."""
     return {
         name: [
-            StageDuration(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
+            LayerTimes(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
             for forward_s, input_grad_s, weight_grad_s in rows
         ]
         for name, rows in zip(names, drawn.tolist(), strict=True)

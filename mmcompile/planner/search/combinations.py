@@ -79,7 +79,6 @@ class Combinations:
     """Lists combinations of a problem."""
 
     problem: Problem
-    tables: OptionTables
     listed: list[bool] = field(default_factory=list)
     """True for each set whose combinations were all listed; filled by `groups`."""
     left_out: list[float] = field(default_factory=list)
@@ -98,6 +97,11 @@ class Combinations:
             if all(map(len, options))
         ]
         return [group for group in found if len(group)]
+
+    @cached_property
+    def tables(self) -> OptionTables:
+        """Options of single chains."""
+        return OptionTables(problem=self.problem)
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:

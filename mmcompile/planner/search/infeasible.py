@@ -13,9 +13,12 @@ from functools import cache, partial
 
 from mmcompile.config import Recompute
 from mmcompile.costmodel.cluster import Cluster
+from mmcompile.ir.graph import ComponentKind
+from mmcompile.passes.cost.cost import Cost
+from mmcompile.passes.gradient_flow import GradientFlow
+from mmcompile.passes.pipeline import Pipeline
 from mmcompile.planner.search.branch_and_bound import BranchAndBound
 from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.projector_only import projector_only, trains_more
 from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.units import format_bytes
 
@@ -277,3 +280,42 @@ def _needs(problem: Problem) -> Iterator[str]:
     verdict = "more than there is" if state > together else "the activations in flight do not fit beside"
     yield f"parameters, gradients and optimizer state need {format_bytes(state)}: {verdict}"
     yield from lines
+
+
+def trains_more(problem: Problem) -> bool:
+    """Return whether more than the projectors is trained; False if there are none, or costs cannot be computed anew."""
+    names = _projectors(problem)
+    trained = {spec.name for spec in problem.graph.parameters if spec.trainable}
+    return bool(names) and not trained <= names and problem.pricing.given_cp == 1
+
+
+def projector_only(problem: Problem) -> Problem:
+    """Return the problem with everything but its projectors frozen; the graph's annotations are restored.
+
+    Args:
+        problem: problem that trains more.
+    """
+    graph = problem.graph
+    names = _projectors(problem)
+    specs = (replace(spec, trainable=spec.name in names) for spec in graph.parameters)
+    frozen = replace(graph, parameters=tuple(specs))
+    cost = Cost()
+    passes = Pipeline(passes=(GradientFlow(), cost), verify=False)
+    try:
+        table = passes.run(frozen).of(cost)
+    finally:
+        passes.run(graph)
+    pricing = replace(problem.pricing, table=table)
+    return replace(problem, prices=replace(problem.prices, graph=frozen, pricing=pricing))
+
+
+def _projectors(problem: Problem) -> set[str]:
+    """Return the names of the parameters of projectors."""
+    named = {
+        name
+        for component in problem.graph.components
+        if component.kind is ComponentKind.PROJECTOR
+        for layer in component.layers
+        for name in layer.parameters
+    }
+    return {spec.name for spec in problem.graph.parameters if not named.isdisjoint((spec.name, *spec.aliases))}

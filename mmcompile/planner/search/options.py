@@ -55,20 +55,6 @@ class Options:
     def __len__(self) -> int:
         return len(self.which)
 
-    def take(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> Options:
-        """Return some of the options."""
-        return Options(
-            degrees=self.degrees,
-            which=self.which[chosen],
-            stages=self.stages[chosen],
-            ranks=self.ranks[chosen],
-            slowest_s=self.slowest_s[chosen],
-            path_s=self.path_s[chosen],
-            late_s=self.late_s[chosen],
-            waited=self.waited[chosen],
-            tail_s=self.tail_s[chosen],
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryShortage:
@@ -155,17 +141,8 @@ class OptionTables:
             kept.append(degrees)
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.zeros(0)] * 8
         which, stages, ranks = (column.astype(np.int64) for column in columns[:3])
-        return Options(
-            degrees=tuple(kept),
-            which=which,
-            stages=stages,
-            ranks=ranks,
-            slowest_s=columns[3],
-            path_s=columns[4],
-            late_s=columns[5],
-            waited=columns[6],
-            tail_s=columns[7],
-        )
+        times = dict(zip(("slowest_s", "path_s", "late_s", "waited", "tail_s"), columns[3:], strict=True))
+        return Options(degrees=tuple(kept), which=which, stages=stages, ranks=ranks, **times)
 
     def _note(self, chain: ChainSpec, setting: Setting, degrees: Degrees, counts: Index) -> None:
         again = setting.recompute if setting.recompute != "none" else ""

@@ -101,12 +101,9 @@ class _PricedModes:
     backward: NDArray[np.bool_]
     """True for layers with something to win, [layers]."""
     kept: PricedChain
-    """Ways of a stage that recomputes nothing."""
+    """Ways of a stage that recomputes nothing; its shared bytes are those of every mode."""
     mixed: dict[Recompute, PricedChain]
     """Ways of a stage of which some layers recompute."""
-    shared_bytes: NDArray[np.int64]
-    """Further bytes for backward in every mode, of a stage that begins with the layer, by the mean microbatch, [layers]."""
-    worst_shared_bytes: NDArray[np.int64]
 
     @classmethod
     def of(cls, candidate: Candidate, chain: int) -> _PricedModes:
@@ -123,8 +120,6 @@ class _PricedModes:
             backward=np.diff(kept.backward) > 0,
             kept=kept,
             mixed={mode: priced(mode) for mode in RECOMPUTES},
-            shared_bytes=kept.shared_bytes,
-            worst_shared_bytes=kept.worst_shared_bytes,
         )
 
     def fixed_bytes(self, stage: CandidateStage) -> int:
@@ -132,7 +127,7 @@ class _PricedModes:
         held = stage.total_bytes - stage.activation_bytes
         if not stage.in_flight:
             return held
-        shared, worst = self.shared_bytes[stage.first], self.worst_shared_bytes[stage.first]
+        shared, worst = self.kept.shared_bytes[stage.first], self.kept.worst_shared_bytes[stage.first]
         return held + int(worst + (stage.in_flight - 1) * shared)
 
     def choices(self, stage: CandidateStage, limit_bytes: int) -> StageChoices:
@@ -162,10 +157,11 @@ class _PricedModes:
             input_grad_s=float(sum(_one(priced.input_grad_s, layer) for priced, layer in own)),
             weight_grad_s=float(sum(_one(priced.weight_grad_s, layer) for priced, layer in own)),
             saved_bytes=int(
-                sum(_one(priced.saved_bytes, layer) for priced, layer in own) + self.shared_bytes[stage.first]
+                sum(_one(priced.saved_bytes, layer) for priced, layer in own) + self.kept.shared_bytes[stage.first]
             ),
             worst_bytes=int(
-                sum(_one(priced.worst_bytes, layer) for priced, layer in own) + self.worst_shared_bytes[stage.first]
+                sum(_one(priced.worst_bytes, layer) for priced, layer in own)
+                + self.kept.worst_shared_bytes[stage.first]
             ),
             working_bytes=int(max(priced.working_bytes[layer] for priced, layer in own)),
             modes=modes,

@@ -31,7 +31,6 @@ from mmcompile.planner.pricing.priced_chain import PricedChain
 from mmcompile.planner.search.bounds import expected_s, lower_bound_s
 from mmcompile.planner.search.candidate import Candidate, Ranges, Strategy, assemble
 from mmcompile.planner.search.combinations import SPREAD_COST, Combinations
-from mmcompile.planner.search.options import OptionTables
 from mmcompile.planner.search.partition import PartitionLayer, Split, equal_ranges, partition
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, Setting
@@ -98,7 +97,6 @@ class Lines:
 class Frame:
     """Setting of a baseline: one tensor-parallel degree, and the stages that the devices of a replica make."""
 
-    problem: Problem
     lines: Lines
     setting: Setting
     tp: int
@@ -114,7 +112,7 @@ class Frame:
         """Lower bound of a step's seconds: all layers once a microbatch, spread evenly over the stages."""
         chains = self.lines.apart[0].chains
         each_s = sum(
-            float(self.problem.prices.priced(chain, self.degrees, self.setting).total_s[-1]) for chain in chains
+            float(self.lines.problem.prices.priced(chain, self.degrees, self.setting).total_s[-1]) for chain in chains
         )
         return self.setting.num_microbatches * each_s / self.num_stages
 
@@ -124,26 +122,28 @@ class Frame:
 
         What all stages hold together is compared with the memory of all; where that is too much, the guess is far up.
         """
-        priced = [self.problem.prices.priced(chain, self.degrees, self.setting) for chain in self.lines.apart[0].chains]
+        priced = [
+            self.lines.problem.prices.priced(chain, self.degrees, self.setting) for chain in self.lines.apart[0].chains
+        ]
         count = self.setting.num_microbatches
         stages = min(self.num_stages, sum(len(chain.layers) for chain in self.lines.apart[0].chains))
         each_s = sum(float(own.total_s[-1]) for own in priced)
-        uneven = 1.0 + SPREAD_COST * self.problem.prices.spread(self.setting) * sqrt(log(stages))
+        uneven = 1.0 + SPREAD_COST * self.lines.problem.prices.spread(self.setting) * sqrt(log(stages))
         held = sum(own.held_bytes(stages, count) for own in priced)
-        tight = 1.0 if held <= stages * self.problem.memory_bytes(1) else 1000.0
+        tight = 1.0 if held <= stages * self.lines.problem.memory_bytes(1) else 1000.0
         return tight * each_s * (1.0 + (count - 1) * uneven / stages)
 
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a candidate fits the memory."""
-        return max(candidate.rank_bytes) <= self.problem.memory_bytes(candidate.num_ranks)
+        return max(candidate.rank_bytes) <= self.lines.problem.memory_bytes(candidate.num_ranks)
 
     def assemble(self, chains: ChainSet, parts: Sequence[Ranges]) -> Candidate:
         """Return the candidate of these cuts."""
-        return assemble(self.problem, chains, self.setting, [self.degrees] * len(chains.chains), parts)
+        return assemble(self.lines.problem, chains, self.setting, [self.degrees] * len(chains.chains), parts)
 
     def splits(self, chain: ChainSpec, max_stages: int) -> tuple[Split, ...]:
         """Return best splits of a chain into 1, 2, ... stages by forward time alone."""
-        priced = self.problem.prices.priced(chain, self.degrees, self.setting)
+        priced = self.lines.problem.prices.priced(chain, self.degrees, self.setting)
         most = max(1, min(max_stages, len(chain.layers)))
         return tuple(split for split in partition(_by_forward(priced), most) if split is not None)
 
@@ -217,12 +217,12 @@ class _Race:
 
 def _frames(problem: Problem) -> Iterator[Frame]:
     lines = Lines(problem=problem)
-    for setting in Combinations(problem=problem, tables=OptionTables(problem=problem)).settings:
+    for setting in Combinations(problem=problem).settings:
         for tp in problem.space.tp:
             count = problem.num_devices // (tp * setting.dp)
             if count:
                 own = replace(setting, schedule="1f1b")
-                yield Frame(problem=problem, lines=lines, setting=own, tp=tp, num_stages=count)
+                yield Frame(lines=lines, setting=own, tp=tp, num_stages=count)
 
 
 def _replicas(problem: Problem) -> Iterator[Frame]:
@@ -301,7 +301,7 @@ def _pinned(frame: Frame) -> Iterator[Candidate]:
 def _fully_sharded(frame: Frame) -> Iterator[Candidate]:
     line = frame.lines.line
     degrees = replace(frame.degrees, fsdp=frame.setting.dp > 1)
-    yield assemble(frame.problem, line, frame.setting, [degrees], [((0, len(line.chains[0].layers)),)])
+    yield assemble(frame.lines.problem, line, frame.setting, [degrees], [((0, len(line.chains[0].layers)),)])
 
 
 _STRUCTURES: Mapping[str, Structure] = {

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from mmcompile.planner.pricing.chains import ChainSet, ChainSpec
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.combinations import Combinations
-from mmcompile.planner.search.options import Array, Index, OptionTables
+from mmcompile.planner.search.options import Array, Index
 from mmcompile.planner.search.partition import equal_ranges
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
@@ -50,16 +50,24 @@ class _Module:
     saved_bytes: Array
     """Bytes of a stage's activations of the mean microbatch."""
 
-    def take(self, chosen: NDArray[np.bool_]) -> _Module:
-        return _Module(
-            degrees=self.degrees,
-            which=self.which[chosen],
-            pp=self.pp[chosen],
-            ranks=self.ranks[chosen],
-            duration_s=self.duration_s[chosen],
-            state_bytes=self.state_bytes[chosen],
-            saved_bytes=self.saved_bytes[chosen],
+    @classmethod
+    def of(cls, degrees: tuple[Degrees, ...], table: NDArray[Any]) -> _Module:
+        """Return the configurations of a table of the fields after `degrees`, [6, configurations]."""
+        which, pp, ranks = table[:3].astype(np.int64)
+        duration_s, state_bytes, saved_bytes = table[3:]
+        return cls(
+            degrees=degrees,
+            which=which,
+            pp=pp,
+            ranks=ranks,
+            duration_s=duration_s,
+            state_bytes=state_bytes,
+            saved_bytes=saved_bytes,
         )
+
+    def take(self, chosen: NDArray[np.bool_]) -> _Module:
+        columns = (self.which, self.pp, self.ranks, self.duration_s, self.state_bytes, self.saved_bytes)
+        return _Module.of(self.degrees, np.stack(columns)[:, chosen])
 
 
 def dflop(problem: Problem) -> Sequence[Candidate]:
@@ -79,7 +87,7 @@ def dflop(problem: Problem) -> Sequence[Candidate]:
 
 def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
     """Return the best few configurations of each setting."""
-    combos = Combinations(problem=problem, tables=OptionTables(problem=problem))
+    combos = Combinations(problem=problem)
     limit = problem.memory_bytes(1)
     modules: dict[tuple[object, ...], _Module] = {}
 
@@ -127,13 +135,4 @@ def _module(problem: Problem, chain: ChainSpec, setting: Setting, choices: tuple
         state = float(priced.state_bytes[-1])
         stage = np.array([[float(priced.total_s[-1])], [state], [float(priced.saved_bytes[-1])]]) / pp
         columns.append(np.stack([np.full(len(pp), which), pp, pp * degrees.ranks, *stage]))
-    table = np.concatenate(columns, axis=1)
-    return _Module(
-        degrees=choices,
-        which=table[0].astype(np.int64),
-        pp=table[1].astype(np.int64),
-        ranks=table[2].astype(np.int64),
-        duration_s=table[3],
-        state_bytes=table[4],
-        saved_bytes=table[5],
-    )
+    return _Module.of(choices, np.concatenate(columns, axis=1))

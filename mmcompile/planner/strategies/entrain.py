@@ -14,15 +14,14 @@ Source: Entrain, Algorithm 3 (dissertation of Oobleck / Cornstarch / Entrain, §
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from mmcompile.data.allocation import allocate
+from mmcompile.errors import ConfigError
 from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.combinations import Combinations
-from mmcompile.planner.search.options import OptionTables
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees
 from mmcompile.planner.search.splitter import Splitter
@@ -49,7 +48,7 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
 
 def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
     """Yield every factorisation of every allocation, with Eq. 4.2 for stages as even as layers could be."""
-    combos = Combinations(problem=problem, tables=OptionTables(problem=problem))
+    combos = Combinations(problem=problem)
     tables = combos.tables
     for setting in combos.settings:
         per_replica = problem.num_devices // setting.dp
@@ -101,3 +100,39 @@ def _step_s(candidate: Candidate) -> float:
         if candidate.degrees[candidate.stages[source].chain] != candidate.degrees[candidate.stages[target].chain]
     )
     return sum(stage.total_s for stage in candidate.stages) + (count - 1) * slowest_s + count * crossing_s
+
+
+def allocate(work: Mapping[str, float], devices: int, minimum: int = 1) -> dict[str, int]:
+    """Allocate devices in proportion to work, by largest remainder; ties go to the component named first.
+
+    A component whose share is below the minimum gets the minimum, and the others share the rest.
+
+    Args:
+        work: component -> seconds, FLOPs or any other measure of work.
+        devices: number of devices to allocate, all of them.
+        minimum: fewest devices of a component.
+
+    Raises:
+        ConfigError: fewer devices than the minimum takes, or work that is negative or zero in all.
+    """
+    if devices < minimum * len(work):
+        raise ConfigError(
+            f"{devices} devices for {len(work)} components of at least {minimum}; give {minimum * len(work)} or more"
+        )
+    if min(work.values()) < 0 or not sum(work.values()):
+        raise ConfigError(f"work is {dict(work)}; wanted none negative and at least one above zero")
+    free = dict(work)
+    given: dict[str, int] = {}
+    left = devices
+    while small := [name for name, amount in free.items() if amount / sum(free.values()) * left < minimum]:
+        for name in small:
+            given[name] = minimum
+            left -= minimum
+            del free[name]
+    total = sum(free.values())
+    shares = {name: amount / total * left for name, amount in free.items()}
+    given |= {name: int(share) for name, share in shares.items()}
+    rest = devices - sum(given.values())
+    for name in sorted(shares, key=lambda name: int(shares[name]) - shares[name])[:rest]:
+        given[name] += 1
+    return {name: given[name] for name in work}

@@ -9,7 +9,7 @@ Source: Cornstarch, Algorithm 1 (§5.2).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import log, sqrt
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy as np
 from mmcompile.planner.pricing.chains import ChainSet
 from mmcompile.planner.search.candidate import Candidate, assemble
 from mmcompile.planner.search.combinations import SPREAD_COST, Combinations
-from mmcompile.planner.search.options import OptionTables
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter
@@ -30,20 +29,9 @@ _FINALISTS = 6
 """Number of estimated options that are simulated."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Option:
-    guess_s: float
-    chains: ChainSet
-    setting: Setting
-    degrees: Degrees
-    stages: int
-    """Number of stages of the last chain."""
-
-
 def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
     """Yield the candidates of Algorithm 1."""
-    tables = OptionTables(problem=problem)
-    options = sorted(_options(problem, tables), key=lambda option: option.guess_s)
+    options = sorted(_options(Combinations(problem=problem)), key=lambda option: option.guess_s)
     splitter = Splitter(problem=problem)
     found: list[Candidate] = []
     for option in options[:_MAX_DRAFTED]:
@@ -55,17 +43,18 @@ def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
     return found
 
 
-def _options(problem: Problem, tables: OptionTables) -> Iterator[_Option]:
-    """Yield every stage count of the last chain, with a rough estimate of the step."""
-    for _, _, chains, setting, degrees in sorted(_frames(problem, tables), key=lambda frame: frame[:2])[:_MAX_FRAMES]:
-        yield from _counts(problem, tables, chains, setting, degrees)
+def _options(combos: Combinations) -> Iterator[Combination]:
+    """Yield every stage count of the last chain, with a rough estimate of the step; encoders have one stage as yet."""
+    for _, _, chains, setting, degrees in sorted(_frames(combos), key=lambda frame: frame[:2])[:_MAX_FRAMES]:
+        yield from _counts(combos, chains, setting, degrees)
 
 
-def _frames(problem: Problem, tables: OptionTables) -> Iterator[tuple[float, int, ChainSet, Setting, Degrees]]:
+def _frames(combos: Combinations) -> Iterator[tuple[float, int, ChainSet, Setting, Degrees]]:
     """Yield all but stage counts; first the step if all devices were the last chain's, in stages as even as layers allow."""
+    problem = combos.problem
     apart = [chains for chains in problem.sets if not chains.colocated]
     number = 0
-    for setting in Combinations(problem=problem, tables=tables).settings:
+    for setting in combos.settings:
         if "1f1b" in problem.space.schedules:
             setting = replace(setting, schedule="1f1b")
         for tp in problem.space.tp:
@@ -83,20 +72,18 @@ def _frames(problem: Problem, tables: OptionTables) -> Iterator[tuple[float, int
                         number += 1
 
 
-def _counts(
-    problem: Problem, tables: OptionTables, chains: ChainSet, setting: Setting, degrees: Degrees
-) -> Iterator[_Option]:
-    last = chains.chains[-1]
+def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: Degrees) -> Iterator[Combination]:
+    problem, last = combos.problem, chains.chains[-1]
     most = min(len(last.layers), problem.num_devices // degrees.ranks)
     if most < 1:
         return
     priced = problem.prices.priced(last, degrees, setting)
-    targets = tables.slowest(priced, setting, most, last=True)
+    targets = combos.tables.slowest(priced, setting, most, last=True)
     path_s, needed = float(priced.total_s[-1]), np.arange(1, most + 1) * degrees.ranks
     encoder = replace(degrees, cp=1)
     for chain in chains.chains[:-1]:
         own = problem.prices.priced(chain, encoder, setting)
-        slowest_s = tables.slowest(own, setting, len(chain.layers), last=False)
+        slowest_s = combos.tables.slowest(own, setting, len(chain.layers), last=False)
         # Falls with the number of stages, so the first that is fast enough is found by bisection.
         fewest = 1 + len(slowest_s) - np.searchsorted(np.minimum.accumulate(slowest_s)[::-1], targets, side="right")
         needed = needed + np.where(fewest > len(slowest_s), problem.num_devices + 1, fewest * encoder.ranks)
@@ -108,32 +95,31 @@ def _counts(
     for index in np.flatnonzero(possible & (needed <= problem.num_devices)).tolist():
         fixed = problem.stages.get(last.name, index + 1)
         if fixed == index + 1:
-            yield _Option(
-                guess_s=float(guess_s[index]), chains=chains, setting=setting, degrees=degrees, stages=index + 1
+            yield Combination(
+                guess_s=float(guess_s[index]),
+                chains=chains,
+                setting=setting,
+                degrees=(*[encoder] * (len(chains.chains) - 1), degrees),
+                counts=(*[1] * (len(chains.chains) - 1), index + 1),
             )
 
 
-def _drafted(problem: Problem, splitter: Splitter, option: _Option) -> Candidate | None:
+def _drafted(problem: Problem, splitter: Splitter, option: Combination) -> Candidate | None:
     """Return the option with exact splits: encoders in the fewest stages that meet the last chain's time."""
-    chains, setting = option.chains, option.setting
+    chains, setting, degrees, stages = option.chains, option.setting, option.degrees, option.counts[-1]
     memory_bytes = problem.memory_bytes(1)
-    encoder = replace(option.degrees, cp=1)
-    degrees = [*([encoder] * (len(chains.chains) - 1)), option.degrees]
-    split = splitter.table(chains.chains[-1], setting, option.degrees, 0, memory_bytes, option.stages)[
-        option.stages - 1
-    ]
+    split = splitter.table(chains.chains[-1], setting, degrees[-1], 0, memory_bytes, stages)[stages - 1]
     if split is None:
         return None
     counts: list[int] = []
-    for chain in chains.chains[:-1]:
-        table = splitter.table(chain, setting, encoder, option.stages, memory_bytes, len(chain.layers))
-        meets = (own is not None and own.bottleneck_s <= split.bottleneck_s for own in table)
+    for chain, own in zip(chains.chains[:-1], degrees, strict=False):
+        table = splitter.table(chain, setting, own, stages, memory_bytes, len(chain.layers))
+        meets = (each is not None and each.bottleneck_s <= split.bottleneck_s for each in table)
         fewest = problem.stages.get(chain.name) or next((n for n, fast in enumerate(meets, 1) if fast), None)
         if fewest is None:
             return None
         counts.append(fewest)
-    counts.append(option.stages)
-    combination = Combination(chains=chains, setting=setting, degrees=tuple(degrees), counts=tuple(counts))
+    combination = replace(option, counts=(*counts, stages))
     if combination.num_ranks > problem.num_devices:
         return None
     parts = splitter.parts(combination, memory_bytes)

@@ -19,31 +19,26 @@ from mmcompile.planner.templates.sweep import Costs
 from mmcompile.units import format_bytes
 
 
-def generate(
-    table: LayerTable, num_nodes: int, fault_tolerance: int, *, sizes: Sequence[int] | None = None
-) -> dict[int, Template]:
+def generate(table: LayerTable, num_nodes: int, fault_tolerance: int) -> dict[int, Template]:
     """Plan the templates that let a cluster lose nodes and continue with all that are left.
 
     Args:
         table: layers priced for one microbatch.
         num_nodes: N, nodes of the cluster.
         fault_tolerance: f, nodes that may fail at once.
-        sizes: node counts that templates may have; None for all from n0 to N - f n0.
 
     Returns:
-        Node count -> the fastest pipeline of so many nodes. `Cover.of` gives the node counts that they cover; sizes without a
-        pipeline (with more nodes than stages, for example) are missing.
+        Node count from n0 to N - f n0 -> the fastest pipeline of so many nodes. `Cover.of` gives the node counts that they cover;
+        sizes without a pipeline (with more nodes than stages, for example) are missing.
 
     Raises:
-        PlanError: no pipeline fits (with the reason), f + 1 replicas do not, or one of `sizes` has no pipeline.
+        PlanError: no pipeline fits (with the reason), or f + 1 replicas do not.
         ConfigError: `fault_tolerance` is negative.
     """
-    if sizes is not None:
-        return _of_sizes(table, sizes)
     for least in range(1, num_nodes + 1):
         if fastest_templates(table, [least]):
             return fastest_templates(table, node_counts(num_nodes, least, fault_tolerance))
-    raise PlanError(f"no template: a replica fits in no number of nodes up to {num_nodes}: {_why(table, 1, num_nodes)}")
+    raise PlanError(f"no template: a replica fits in no number of nodes up to {num_nodes}: {_why(table, num_nodes)}")
 
 
 def fastest_templates(table: LayerTable, node_counts: Sequence[int]) -> dict[int, Template]:
@@ -80,16 +75,8 @@ def _best_of_chain(line: Line, node_counts: Sequence[int]) -> dict[int, FoundPip
     return dict(sorted(results.items()))
 
 
-def _of_sizes(table: LayerTable, sizes: Sequence[int]) -> dict[int, Template]:
-    found = fastest_templates(table, sizes)
-    for size in sizes:
-        if size not in found:
-            raise PlanError(f"no template of {size} nodes: {_why(table, size, size)}")
-    return found
-
-
-def _why(table: LayerTable, fewest: int, most: int) -> str:
-    """Return what keeps all pipelines of `fewest` to `most` nodes from fitting."""
+def _why(table: LayerTable, most: int) -> str:
+    """Return what keeps all pipelines of up to `most` nodes from fitting."""
     for chain in table.chains:
         for layer in range(chain.num_layers):
             needed, devices = min((_layer_bytes(shared, layer), shared.devices) for shared in chain.shared)
@@ -103,7 +90,7 @@ def _why(table: LayerTable, fewest: int, most: int) -> str:
     if devices < chains:
         return f"{chains} chains need a device each, and there are {devices}; use more nodes, or colocate components"
     stages = -(-table.devices_per_node // table.devices[-1])
-    if fewest * stages > table.num_layers:
+    if stages > table.num_layers:
         return (
             f"a node holds {stages} stage{'s' * (stages > 1)} or more, and {table.num_layers} layers make no more than "
             f"{table.num_layers}; use fewer nodes in a pipeline, or let a stage have more devices"

@@ -106,14 +106,14 @@ def test_layers_are_priced_at_what_they_exchange() -> None:
     )
     for part in axes:
         wanted = counted(sharded(graph, {part: 2}), part)
-        for (cost, _), share, whole in zip(
-            pricing.layers(part, table.loads[part], LayerSharding(tp=2)), wanted, table[part], strict=True
+        for cost, share, whole in zip(
+            pricing.costs(part, table.loads[part], LayerSharding(tp=2)), wanted, table[part], strict=True
         ):
             forward = share.sums * all_reduce_s(share.summed_bytes / max(share.sums, 1), 2, cluster)
             assert cost.forward_exchange_s == pytest.approx(forward, rel=1e-6)
             held = whole.parameter_bytes - share.parameter_bytes // 2
             assert cost.parameter_bytes == held
-        twice = [cost for cost, _ in pricing.layers(part, table.loads[part] * 2.0, LayerSharding(tp=2))]
+        twice = pricing.costs(part, table.loads[part] * 2.0, LayerSharding(tp=2))
         for cost, share in zip(twice, wanted, strict=True):
             forward = share.sums * all_reduce_s(2 * share.summed_bytes / max(share.sums, 1), 2, cluster)
             assert cost.forward_exchange_s == pytest.approx(forward, rel=1e-6)

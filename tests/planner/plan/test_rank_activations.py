@@ -104,13 +104,13 @@ def test_ranks_that_share_tensors_keep_what_is_predicted(name: str, degree: int)
             found_bytes = kept_by_first_ranks(model, found, batch, plan)
         for stage in plan.stages:
             costs = [
-                pricing.layers(
+                pricing.costs(
                     part.component, None, LayerSharding(tp=shared.get(part.component, 1), recompute=recompute)
                 )[at]
                 for part in stage.segments
                 for at in range(part.first, part.last)
             ]
-            predicted = stage_activation_bytes([cost for cost, _ in costs])
+            predicted = stage_activation_bytes(costs)
             assert found_bytes[stage.name] == pytest.approx(predicted, rel=0.1), (recompute, stage.name)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.oracles.layer_prices import layer_prices
 from support.plans.sized_plan import vision_language_72b
 from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
@@ -32,10 +33,10 @@ def columns(loads: list[Load]) -> tuple[np.ndarray, np.ndarray]:
 def test_a_layer_costs_what_the_table_says_at_the_load() -> None:
     for load in LOADS:
         wanted = TABLE.at({"language_model": load})["language_model"]
-        got = PRICING.layers("language_model", load)
+        got = layer_prices(PRICING, "language_model", load)
         assert tuple(own for own, _ in got) == wanted
         assert got[5][1] == layer_times(wanted[5], CLUSTER.device, "bfloat16")
-    assert tuple(own for own, _ in PRICING.layers("vision")) == TABLE["vision"]
+    assert tuple(own for own, _ in layer_prices(PRICING, "vision")) == TABLE["vision"]
 
 
 @pytest.mark.parametrize("component", ["vision", "projector", "language_model"])
@@ -46,7 +47,7 @@ def test_many_loads_at_once_give_the_same_seconds_and_bytes(component: str, reco
     seconds, sizes = PRICING.bulk(component, *columns(LOADS), sharding)
     group = PRICING.groups(component)
     for index, load in enumerate(LOADS):
-        for layer, (own, times) in enumerate(PRICING.layers(component, load, sharding)):
+        for layer, (own, times) in enumerate(layer_prices(PRICING, component, load, sharding)):
             # Collectives follow a line between powers of four, so shared layers agree less exactly.
             exact = pytest.approx(
                 (times.forward_s, times.input_grad_s, times.weight_grad_s), rel=1e-6 if tp == 1 else 0.1
@@ -71,8 +72,8 @@ def test_ranks_that_share_tokens_compute_encoders_whole() -> None:
     pricing = replace(PRICING, token_sharing=frozenset({"language_model"}))
     for component, cp in (("vision", 1), ("projector", 1), ("language_model", 4)):
         for tp in (1, 2):
-            wanted = PRICING.layers(component, LOADS[1], LayerSharding(tp=tp, cp=cp))
-            assert pricing.layers(component, LOADS[1], LayerSharding(tp=tp, cp=4)) == wanted
+            wanted = layer_prices(PRICING, component, LOADS[1], LayerSharding(tp=tp, cp=cp))
+            assert layer_prices(pricing, component, LOADS[1], LayerSharding(tp=tp, cp=4)) == wanted
             bulk = [
                 priced.bulk(component, *columns(LOADS), LayerSharding(tp=tp, cp=n))[0]
                 for priced, n in ((pricing, 4), (PRICING, cp))
@@ -107,33 +108,35 @@ def test_durations_are_those_of_the_layers_and_nothing_without_tokens() -> None:
     got = PRICING.durations("vision", *columns(loads))
     assert got.shape == (27, 3, 3)
     assert not got[:, 1].any()
-    times = PRICING.layers("vision", LOADS[2])[3][1]
+    times = layer_prices(PRICING, "vision", LOADS[2])[3][1]
     assert got[3, 2].sum() == pytest.approx(times.total_s, rel=1e-6)
 
 
 def test_tensor_and_token_ranks_share_the_work_and_the_merging_layer_stays_whole() -> None:
     load = LOADS[2]
-    whole = PRICING.layers("language_model", load)
-    tokens = PRICING.layers("language_model", load, LayerSharding(cp=4))
-    tensors = PRICING.layers("language_model", load, LayerSharding(tp=8))
+    whole = layer_prices(PRICING, "language_model", load)
+    tokens = layer_prices(PRICING, "language_model", load, LayerSharding(cp=4))
+    tensors = layer_prices(PRICING, "language_model", load, LayerSharding(tp=8))
     assert tokens[0] == whole[0]
     assert tokens[1][0].forward_flops == whole[1][0].forward_flops // 4
     assert tokens[1][0].parameter_bytes == whole[1][0].parameter_bytes
     assert tensors[1][0].parameter_bytes == whole[1][0].parameter_bytes // 8
-    spread = PRICING.layers("language_model", load, LayerSharding(fsdp=16))
+    spread = layer_prices(PRICING, "language_model", load, LayerSharding(fsdp=16))
     assert spread[1][0].parameter_bytes == whole[1][0].parameter_bytes // 16
     assert spread[1][0].forward_flops == whole[1][0].forward_flops
 
 
 def test_costs_that_are_already_one_ranks_are_not_shared_again() -> None:
     given = replace(PRICING, given_cp=4)
-    assert given.layers("language_model", LOADS[2], LayerSharding(cp=4)) == PRICING.layers("language_model", LOADS[2])
+    assert layer_prices(given, "language_model", LOADS[2], LayerSharding(cp=4)) == layer_prices(
+        PRICING, "language_model", LOADS[2]
+    )
 
 
 def test_costs_without_growth_hold_for_every_load() -> None:
     costs = {"vision": (frozen(10), frozen(10), cost(5))}
     pricing = Pricing(table=CostTable(layers=costs), cluster=CLUSTER, dtype="bfloat16")
-    assert pricing.layers("vision", LOADS[0]) == pricing.layers("vision", LOADS[4])
+    assert layer_prices(pricing, "vision", LOADS[0]) == layer_prices(pricing, "vision", LOADS[4])
     assert list(pricing.groups("vision")) == [0, 0, 1]
     seconds, _ = pricing.bulk("vision", *columns(LOADS))
     assert (seconds[0] == seconds[0, 0]).all()
@@ -171,12 +174,14 @@ def calibrated(seconds_per_token: float, *, tp: int = 1) -> Pricing:
 
 def test_measured_kinds_replace_the_roofline_and_carry_over_to_other_layouts() -> None:
     pricing, load = calibrated(1e-6), LOADS[2]
-    measured = pricing.layers("language_model", load)[1][1]
+    measured = layer_prices(pricing, "language_model", load)[1][1]
     assert measured.forward_s == pytest.approx(1e-6 * load.tokens)
-    assert pricing.layers("language_model", load)[0] == PRICING.layers("language_model", load)[0]
+    assert layer_prices(pricing, "language_model", load)[0] == layer_prices(PRICING, "language_model", load)[0]
     # With four ranks a layer gains what the roofline says it gains.
-    analytic = [PRICING.layers("language_model", load, sharding)[1][1] for sharding in (WHOLE, LayerSharding(tp=4))]
-    shared = pricing.layers("language_model", load, LayerSharding(tp=4))[1][1]
+    analytic = [
+        layer_prices(PRICING, "language_model", load, sharding)[1][1] for sharding in (WHOLE, LayerSharding(tp=4))
+    ]
+    shared = layer_prices(pricing, "language_model", load, LayerSharding(tp=4))[1][1]
     assert shared.forward_s / measured.forward_s == pytest.approx(analytic[1].forward_s / analytic[0].forward_s)
 
 
@@ -191,7 +196,7 @@ def test_measured_kinds_count_in_durations_of_many_microbatches() -> None:
 
 def test_a_measurement_of_the_layout_itself_wins() -> None:
     pricing, load = calibrated(1e-6, tp=4), LOADS[2]
-    assert pricing.layers("language_model", load, LayerSharding(tp=4))[1][1].forward_s == pytest.approx(
+    assert layer_prices(pricing, "language_model", load, LayerSharding(tp=4))[1][1].forward_s == pytest.approx(
         1e-6 * load.tokens
     )
-    assert pricing.layers("language_model", load)[1] == PRICING.layers("language_model", load)[1]
+    assert layer_prices(pricing, "language_model", load)[1] == layer_prices(PRICING, "language_model", load)[1]

@@ -10,16 +10,17 @@ import pytest
 from support.plans.plan_flows import ToyStage, chain, random_case
 
 from mmcompile.config import ScheduleKind
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.planner.plan.plan_record import BubbleShare
 from mmcompile.planner.schedule.bubbles import Case, attribute, equal_microbatches, equal_stages
 from mmcompile.planner.schedule.schedule import Flow, FlowEdge, build_schedule
-from mmcompile.planner.schedule.simulate import Durations, StageDuration, simulate
+from mmcompile.planner.schedule.simulate import Durations, simulate
 
 KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 
 
-def unit(factor: float = 1.0) -> StageDuration:
-    return StageDuration(forward_s=factor, input_grad_s=factor, weight_grad_s=factor)
+def unit(factor: float = 1.0) -> LayerTimes:
+    return LayerTimes(forward_s=factor, input_grad_s=factor, weight_grad_s=factor)
 
 
 def of_chain(
@@ -92,7 +93,7 @@ def two_chains() -> tuple[list[ToyStage], Flow, dict[str, tuple[str, ...]]]:
 
 def test_a_frozen_encoder_of_the_right_size_is_no_imbalance() -> None:
     stages, flow, chains = two_chains()
-    durations = {"e.0": StageDuration(forward_s=3.0, input_grad_s=0.0), "l.0": unit(), "l.1": unit()}
+    durations = {"e.0": LayerTimes(forward_s=3.0, input_grad_s=0.0), "l.0": unit(), "l.1": unit()}
     for share in attribute(stages, [flow] * 8, durations, chains=chains):
         assert share.warm_up > 0.1
         assert [share.stages, share.microbatches, share.links] == pytest.approx([0, 0, 0], abs=1e-12)
@@ -100,11 +101,11 @@ def test_a_frozen_encoder_of_the_right_size_is_no_imbalance() -> None:
 
 def test_the_idle_chain_and_not_the_slow_one_waits_for_slower_stages() -> None:
     stages, flow, chains = two_chains()
-    small = {"e.0": StageDuration(forward_s=0.3, input_grad_s=0.0), "l.0": unit(), "l.1": unit()}
+    small = {"e.0": LayerTimes(forward_s=0.3, input_grad_s=0.0), "l.0": unit(), "l.1": unit()}
     encoder, language = attribute(stages, [flow] * 16, small, chains=chains)
     assert encoder.stages > 0.7
     assert language.stages == pytest.approx(0, abs=1e-12)
-    large = {**small, "e.0": StageDuration(forward_s=9.0, input_grad_s=0.0)}
+    large = {**small, "e.0": LayerTimes(forward_s=9.0, input_grad_s=0.0)}
     encoder, language = attribute(stages, [flow] * 16, large, chains=chains)
     assert encoder.stages == pytest.approx(0, abs=1e-12)
     assert language.stages > 0.4
@@ -114,7 +115,7 @@ def test_microbatches_without_images_count_as_uneven() -> None:
     stages, flow, chains = two_chains()
     text = Flow(stages=flow.stages[1:], edges=flow.edges[1:], backward=flow.backward)
     # As much of the encoder as of the others in all, but in half of the microbatches.
-    durations = {"e.0": StageDuration(forward_s=6.0, input_grad_s=0.0), "l.0": unit(), "l.1": unit()}
+    durations = {"e.0": LayerTimes(forward_s=6.0, input_grad_s=0.0), "l.0": unit(), "l.1": unit()}
     flows = [flow] * 4 + [text] * 4
     encoder, language = attribute(stages, flows, durations, chains=chains)
     assert language.microbatches > 0.1
@@ -128,7 +129,7 @@ def test_shares_are_never_negative_and_add_up_to_the_idle_share(kind: ScheduleKi
     rng = random.Random(seed)
     durations = {
         stage.name: [
-            StageDuration(forward_s=rng.random(), input_grad_s=rng.random(), weight_grad_s=rng.choice([0.0, 1.0]))
+            LayerTimes(forward_s=rng.random(), input_grad_s=rng.random(), weight_grad_s=rng.choice([0.0, 1.0]))
             for _ in flows
         ]
         for stage in stages
@@ -153,8 +154,7 @@ def test_work_only_moves(seed: int) -> None:
     stages, flows = random_case(seed)
     rng = random.Random(seed)
     durations = {
-        stage.name: [StageDuration(forward_s=rng.random(), input_grad_s=rng.random()) for _ in flows]
-        for stage in stages
+        stage.name: [LayerTimes(forward_s=rng.random(), input_grad_s=rng.random()) for _ in flows] for stage in stages
     }
     case = Case(stages=stages, flows=flows, durations=durations, kind="1f1b")
     steady = equal_microbatches(case)
@@ -167,7 +167,7 @@ def test_work_only_moves(seed: int) -> None:
 
 
 def test_a_step_without_time_has_no_bubbles() -> None:
-    nothing = StageDuration(forward_s=0.0, input_grad_s=0.0)
+    nothing = LayerTimes(forward_s=0.0, input_grad_s=0.0)
     share = of_chain({"s0": nothing, "s1": nothing}, 3)
     assert share == BubbleShare(chain="line", warm_up=0.0, stages=0.0, microbatches=0.0, links=0.0)
     toys, flow = chain(2)
@@ -175,6 +175,6 @@ def test_a_step_without_time_has_no_bubbles() -> None:
 
 
 def test_a_stage_without_work_among_busy_ones_is_an_imbalance() -> None:
-    share = of_chain({"s0": unit(), "s1": StageDuration(forward_s=0.0, input_grad_s=0.0)}, 8)
+    share = of_chain({"s0": unit(), "s1": LayerTimes(forward_s=0.0, input_grad_s=0.0)}, 8)
     assert share.stages == pytest.approx(0.5 - 1.5 / 24)
     assert share.warm_up == pytest.approx(1.5 / 24)

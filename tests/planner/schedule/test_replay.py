@@ -8,8 +8,9 @@ from statistics import median
 import pytest
 from support.plans.plan_flows import chain
 
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.planner.schedule.schedule import build_schedule
-from mmcompile.planner.schedule.simulate import StageDuration, simulate
+from mmcompile.planner.schedule.simulate import simulate
 
 MICROBATCHES = 24
 
@@ -29,7 +30,7 @@ class Split:
     def iteration_ms(self) -> float:
         toys, flow = chain(self.encoder_stages + self.language_stages)
         encoder, language = (
-            StageDuration(forward_s=forward, input_grad_s=backward)
+            LayerTimes(forward_s=forward, input_grad_s=backward)
             for forward, backward in (self.encoder_ms, self.language_ms)
         )
         durations = {toy.name: encoder if i < self.encoder_stages else language for i, toy in enumerate(toys)}

@@ -12,15 +12,16 @@ import pytest
 from support.plans.plan_flows import ToyStage, chain, random_case
 
 from mmcompile.config import ScheduleKind
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.errors import PlanError, VerifyError
 from mmcompile.planner.schedule.schedule import Action, ActionKind, Flow, FlowEdge, Schedule, build_schedule, in_flight
-from mmcompile.planner.schedule.simulate import Durations, StageDuration, Timeline, simulate
+from mmcompile.planner.schedule.simulate import Durations, Timeline, simulate
 
 KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 
 
 def equal(names: list[str], forward_s: float, input_grad_s: float, weight_grad_s: float = 0.0) -> Durations:
-    duration = StageDuration(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
+    duration = LayerTimes(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
     return dict.fromkeys(names, duration)
 
 
@@ -67,7 +68,7 @@ def test_a_deeper_warm_up_hides_links(link_s: float) -> None:
 def test_a_slow_stage_sets_the_pace() -> None:
     # Oobleck's critical path: all stages once, the slowest for the rest.
     toys, flow = chain(3)
-    times = {f"s{i}": StageDuration(forward_s=f, input_grad_s=2 * f) for i, f in enumerate((1.0, 1.0, 4.0))}
+    times = {f"s{i}": LayerTimes(forward_s=f, input_grad_s=2 * f) for i, f in enumerate((1.0, 1.0, 4.0))}
     timeline = simulate(build_schedule(toys, [flow] * 10), times)
     assert timeline.makespan_s == pytest.approx((1 + 1) * 3.0 + 10 * 12.0)
 
@@ -93,7 +94,7 @@ def test_independent_encoders_run_at_the_same_time() -> None:
 
 def test_microbatches_may_differ() -> None:
     toys, flow = chain(2, backward=False)
-    each = [StageDuration(forward_s=seconds, input_grad_s=0.0) for seconds in (1.0, 5.0, 1.0)]
+    each = [LayerTimes(forward_s=seconds, input_grad_s=0.0) for seconds in (1.0, 5.0, 1.0)]
     timeline = simulate(build_schedule(toys, [flow] * 3), {"s0": each, **equal(["s1"], 2.0, 0.0)})
     forwards = [(e.start_s, e.end_s) for e in timeline.events if e.stage == "s1" and e.kind is ActionKind.F]
     assert forwards == [(1.0, 3.0), (6.0, 8.0), (8.0, 10.0)]
@@ -105,16 +106,16 @@ def test_missing_durations_are_named() -> None:
     schedule = build_schedule(toys, [flow] * 3)
     with pytest.raises(PlanError, match="stage s1 has no durations; there are some for s0"):
         simulate(schedule, equal(["s0"], 1.0, 1.0))
-    short = [StageDuration(forward_s=1.0, input_grad_s=1.0)] * 2
+    short = [LayerTimes(forward_s=1.0, input_grad_s=1.0)] * 2
     with pytest.raises(PlanError, match="stage s1 has durations of 2 microbatches, the schedule has 3"):
         simulate(schedule, {**equal(["s0"], 1.0, 1.0), "s1": short})
 
 
-def random_durations(seed: int, names: list[str], microbatches: int) -> dict[str, list[StageDuration]]:
+def random_durations(seed: int, names: list[str], microbatches: int) -> dict[str, list[LayerTimes]]:
     rng = random.Random(seed)
     return {
         name: [
-            StageDuration(forward_s=rng.random(), input_grad_s=rng.random(), weight_grad_s=rng.random())
+            LayerTimes(forward_s=rng.random(), input_grad_s=rng.random(), weight_grad_s=rng.random())
             for _ in range(microbatches)
         ]
         for name in names
@@ -168,7 +169,7 @@ def test_the_makespan_is_the_longest_path(kind: ScheduleKind, seed: int) -> None
 
 
 def longest_path_s(
-    schedule: Schedule, times: Mapping[str, list[StageDuration]], link_s: Mapping[tuple[str, str], float]
+    schedule: Schedule, times: Mapping[str, list[LayerTimes]], link_s: Mapping[tuple[str, str], float]
 ) -> float:
     """By the graph of all actions: each waits for the one before it on its rank, for its message, for its channel."""
     graph: nx.DiGraph = nx.DiGraph()

@@ -15,6 +15,7 @@ from support.plans.plan_flows import ToyStage, chain
 from support.plans.plan_towers import TowerCase, random_towers
 
 from mmcompile.config import ScheduleKind
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.errors import PlanError, VerifyError
 from mmcompile.planner.schedule.schedule import (
     Action,
@@ -27,10 +28,10 @@ from mmcompile.planner.schedule.schedule import (
     build_schedule,
     schedule_units,
 )
-from mmcompile.planner.schedule.simulate import StageDuration, simulate
+from mmcompile.planner.schedule.simulate import simulate
 
 KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
-ByNumber = dict[str, dict[int, StageDuration]]
+ByNumber = dict[str, dict[int, LayerTimes]]
 
 
 def scheduled(case: TowerCase, kind: ScheduleKind = "1f1b") -> Schedule:
@@ -42,7 +43,7 @@ def random_durations(seed: int, case: TowerCase) -> ByNumber:
     found: ByNumber = {stage.name: {} for stage in case.stages}
     for unit in case.units:
         for name in unit.flow.stages:
-            found[name][unit.number] = StageDuration(
+            found[name][unit.number] = LayerTimes(
                 forward_s=rng.random(), input_grad_s=rng.random(), weight_grad_s=rng.random()
             )
     return found
@@ -348,7 +349,7 @@ def test_numbers_of_one_stage_differ_and_edges_end_in_units() -> None:
 def test_durations_of_microbatches_that_a_stage_does_not_compute_may_be_missing() -> None:
     schedule, times = scheduled(GOOD), random_durations(0, GOOD)
     listed = {
-        name: [each.get(m, StageDuration(forward_s=9.0, input_grad_s=9.0)) for m in range(3)]
+        name: [each.get(m, LayerTimes(forward_s=9.0, input_grad_s=9.0)) for m in range(3)]
         for name, each in times.items()
     }
     assert simulate(schedule, listed) == simulate(schedule, times)

@@ -11,8 +11,8 @@ from mmcompile.costmodel.cluster import Cluster
 from mmcompile.ir.meta_model import skeleton
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.planner.search.build_problem import problem_of
+from mmcompile.planner.search.infeasible import projector_only, trains_more
 from mmcompile.planner.search.problem import Problem
-from mmcompile.planner.search.projector_only import projector_only, trains_more
 
 CONFIG = CONFIGS / "llava-tiny.json"
 

@@ -12,7 +12,6 @@ from support.plans.toy_plan import FINGERPRINT, cost, frozen, toy_graph
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.costmodel.compute import LayerCost
-from mmcompile.data.allocation import allocate
 from mmcompile.errors import ConfigError
 from mmcompile.ir.graph import ComponentKind, ModelGraph
 from mmcompile.planner.search.build_problem import problem_of
@@ -20,7 +19,7 @@ from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, SearchSpace
 from mmcompile.planner.search.splitter import Splitter
 from mmcompile.planner.strategies.dflop import dflop
-from mmcompile.planner.strategies.entrain import entrain
+from mmcompile.planner.strategies.entrain import allocate, entrain
 from mmcompile.planner.strategies.loosely_coupled import loosely_coupled
 from mmcompile.planner.strategies.search import AUTO, STRATEGIES, searched, strategy_of
 

@@ -51,16 +51,6 @@ def test_sizes_without_a_pipeline_are_missing_and_the_cover_says_so() -> None:
     assert list(alone) == [2, 3]
 
 
-def test_only_the_sizes_asked_for() -> None:
-    assert list(generate(chain(8), 8, 1, sizes=[4, 2])) == [2, 4]
-    with pytest.raises(PlanError) as error:
-        generate(chain(3), 8, 1, sizes=[2, 5])
-    assert str(error.value) == (
-        "no template of 5 nodes: a node holds 1 stage or more, and 3 layers make no more than 3; use fewer nodes in a pipeline, "
-        "or let a stage have more devices"
-    )
-
-
 @pytest.mark.parametrize(
     ("table", "num_nodes", "text"),
     [

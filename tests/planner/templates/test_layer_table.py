@@ -17,8 +17,8 @@ from mmcompile.planner.search.build_problem import problem_of
 from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
 from mmcompile.planner.templates.generate import generate
-from mmcompile.planner.templates.layer_costs import layer_table
 from mmcompile.planner.templates.layer_table import ChainLayers, LayerTable, SharedLayers
+from mmcompile.planner.templates.plan_resilience import layer_table
 
 SHARED = SharedLayers(
     devices=1, forward_s=(1.0, 2.0), backward_s=(2.0, 4.0), parameter_bytes=(5, 5), activation_bytes=(1, 1)
@@ -107,9 +107,10 @@ def test_prices_are_those_of_the_planner() -> None:
 
 def test_what_is_computed_again_is_held_while_it_is() -> None:
     problem = problem_of_72b("16x8xH100")
+    problem = replace(problem, space=replace(problem.space, tp=(8,)))
     chains = problem.sets[0]
-    kept = layer_table(problem, chains, Setting(num_microbatches=64, samples=1.0), devices=[8])
-    again = layer_table(problem, chains, Setting(num_microbatches=64, samples=1.0, recompute="full"), devices=[8])
+    kept = layer_table(problem, chains, Setting(num_microbatches=64, samples=1.0))
+    again = layer_table(problem, chains, Setting(num_microbatches=64, samples=1.0, recompute="full"))
     assert kept.chains[-1].shared[0].working_bytes == 0 < again.chains[-1].shared[0].working_bytes
     assert sum(again.chains[-1].shared[0].activation_bytes) < sum(kept.chains[-1].shared[0].activation_bytes)
     assert again.devices == (8,)
@@ -141,4 +142,4 @@ def test_a_chain_that_feeds_two_others_is_refused() -> None:
     with pytest.raises(
         PlanError, match="chain vision feeds projector and language_model, and a template's chain feeds one"
     ):
-        layer_table(problem, alone, Setting(num_microbatches=4, samples=1.0), devices=[1])
+        layer_table(problem, alone, Setting(num_microbatches=4, samples=1.0))

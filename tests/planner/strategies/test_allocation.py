@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mmcompile.data.allocation import allocate
 from mmcompile.errors import ConfigError
+from mmcompile.planner.strategies.entrain import allocate
 
 
 def nearest(shares: list[float], devices: int) -> float:

@@ -8,12 +8,13 @@ import pytest
 from support.plans.plan_flows import ToyStage, chain, random_case
 
 from mmcompile.config import ScheduleKind
-from mmcompile.planner.schedule.memory_curve import SavedBytes, memory_curve
+from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.planner.schedule.schedule import Schedule, build_schedule, in_flight
-from mmcompile.planner.schedule.simulate import StageDuration, simulate
+from mmcompile.planner.schedule.simulate import simulate
+from mmcompile.report.step_replay import memory_curve
 
 KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
-UNIT = StageDuration(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0)
+UNIT = LayerTimes(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -22,7 +23,7 @@ def test_peaks_of_a_chain_are_the_microbatches_in_flight(kind: ScheduleKind, sta
     toys, flow = chain(stages)
     schedule = build_schedule(toys, [flow] * microbatches, kind)
     timeline = simulate(schedule, dict.fromkeys(flow.stages, UNIT))
-    saved = {name: SavedBytes(activation_bytes=10 + index) for index, name in enumerate(flow.stages)}
+    saved = {name: [10 + index] * microbatches for index, name in enumerate(flow.stages)}
     fixed = {name: 1000 * index for index, name in enumerate(flow.stages)}
     curves = memory_curve(schedule, timeline, saved, fixed)
     for index, (toy, curve) in enumerate(zip(toys, curves, strict=True)):
@@ -34,18 +35,18 @@ def test_peaks_of_a_chain_are_the_microbatches_in_flight(kind: ScheduleKind, sta
         assert times == sorted(times) and times[-1] <= timeline.makespan_s
 
 
-def test_a_backward_in_two_parts_frees_in_two_parts() -> None:
+def test_a_backward_in_two_parts_frees_with_the_weight_gradient() -> None:
     schedule = Schedule.parse("stages: a\nrank 0: 0F0 0F1 0I0 0I1 0W0 0W1")
-    saved = {"a": SavedBytes(activation_bytes=10, weight_grad_bytes=4)}
+    saved = {"a": [10, 10]}
     (curve,) = memory_curve(schedule, simulate(schedule, {"a": UNIT}), saved, {"a": 100})
-    assert curve.points == ((0, 100), (0, 110), (1, 120), (3, 114), (4, 108), (5, 104), (6, 100))
+    assert curve.points == ((0, 100), (0, 110), (1, 120), (5, 110), (6, 100))
     assert curve.peak_bytes == 120
 
 
 def test_microbatches_may_differ_and_the_worst_counts() -> None:
     toys, flow = chain(1)
     schedule = build_schedule(toys, [flow] * 3)
-    saved = {"s0": [SavedBytes(activation_bytes=num_bytes) for num_bytes in (3, 50, 7)]}
+    saved = {"s0": [3, 50, 7]}
     (curve,) = memory_curve(schedule, simulate(schedule, {"s0": UNIT}), saved, {"s0": 1})
     assert curve.points == ((0, 1), (0, 4), (3, 1), (3, 51), (6, 1), (6, 8), (9, 1))
     assert curve.peak_bytes == 51
@@ -54,7 +55,7 @@ def test_microbatches_may_differ_and_the_worst_counts() -> None:
 def test_without_a_backward_nothing_is_kept() -> None:
     toys, flow = chain(2, backward=False)
     schedule = build_schedule(toys, [flow] * 4)
-    saved = dict.fromkeys(flow.stages, SavedBytes(activation_bytes=10))
+    saved = dict.fromkeys(flow.stages, [10] * 4)
     curves = memory_curve(schedule, simulate(schedule, dict.fromkeys(flow.stages, UNIT)), saved, {"s0": 5, "s1": 6})
     assert [curve.points for curve in curves] == [((0.0, 5),), ((0.0, 6),)]
 
@@ -63,7 +64,7 @@ def test_stages_of_one_rank_add_up() -> None:
     stages = [ToyStage(name=f"s{i}", ranks=(0,), depth=1 - i) for i in range(2)]
     _, flow = chain(2)
     schedule = build_schedule(stages, [flow] * 2)
-    saved = {"s0": SavedBytes(activation_bytes=1), "s1": SavedBytes(activation_bytes=10)}
+    saved = {"s0": [1] * 2, "s1": [10] * 2}
     (curve,) = memory_curve(
         schedule, simulate(schedule, dict.fromkeys(flow.stages, UNIT)), saved, {"s0": 100, "s1": 1000}
     )
@@ -77,7 +78,7 @@ def test_all_is_freed_and_never_more_held_than_stated(kind: ScheduleKind, seed: 
     schedule = build_schedule(stages, flows, kind)
     names = [stage.name for stage in stages]
     timeline = simulate(schedule, dict.fromkeys(names, UNIT))
-    saved = dict.fromkeys(names, SavedBytes(activation_bytes=1))
+    saved = dict.fromkeys(names, [1] * len(flows))
     for curve in memory_curve(schedule, timeline, saved, dict.fromkeys(names, 0)):
         assert min(num_bytes for _, num_bytes in curve.points) == 0 == curve.points[-1][1]
         mine = [stage for stage in stages if stage.ranks == (curve.rank,)]
