@@ -43,8 +43,9 @@ format: $(STAMP)  ## ruff: rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-type: $(STAMP)  ## pyright
+type: $(STAMP)  ## pyright: the product strictly, then tests and the rest
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python -p tests
 
 docs: $(STAMP)  ## build the documentation into site/, without network; rewrites docs/cli.md; warnings and broken links fail
 	$(BIN)/python -P docs/tools/cli_page.py

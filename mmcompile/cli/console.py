@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ def print_json(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def busy(what: str) -> Iterator[None]:
+def busy(what: str) -> Generator[None]:
     """Show a spinner on a terminal while something takes seconds."""
     with errors().status(what):
         yield
 
 
 @contextlib.contextmanager
-def counting(what: str) -> Iterator[Callable[[int], None]]:
+def counting(what: str) -> Generator[Callable[[int], None]]:
     """Show a spinner with a number on a terminal; yields the function that sets it."""
     with errors().status(what) as status:
         yield lambda count: status.update(f"{what}: {count}")

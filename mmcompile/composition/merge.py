@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -138,7 +138,8 @@ def by_function(
     merge: MergeFunction, text: TextInputs, features: Mapping[str, Features], input_ids: Tensor
 ) -> TextInputs:
     """Merge by a function. Raises ConfigError if it returns another shape: mask and labels would not fit."""
-    merged: object = merge(text.embeddings, {name: found.values for name, found in features.items()}, input_ids)
+    # A user's function may return anything.
+    merged = cast(object, merge(text.embeddings, {name: found.values for name, found in features.items()}, input_ids))
     if not isinstance(merged, Tensor) or merged.shape != text.embeddings.shape:
         got = list(merged.shape) if isinstance(merged, Tensor) else type(merged).__name__
         raise ConfigError(

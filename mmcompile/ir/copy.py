@@ -30,10 +30,10 @@ def _own(module: nn.Module, path: str, value: torch.Tensor) -> None:
     """Set the tensor at a dotted path, unless one is there."""
     *owners, name = path.split(".")
     for owner in owners:
-        if owner not in module._modules:
+        if not isinstance(getattr(module, owner, None), nn.Module):
             module.add_module(owner, nn.Module())
         module = module.get_submodule(owner)
-    if name in module._parameters or name in module._buffers or name in module.__dict__:
+    if hasattr(module, name):
         return
     if isinstance(value, nn.Parameter):
         module.register_parameter(name, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -93,7 +93,7 @@ def take_sizes(graph: fx.Graph) -> Sizes:
 
 
 def _symbolic_shape(value: torch.Tensor) -> Shape:
-    sizes: Sequence[int | torch.SymInt] = value.shape
+    sizes = cast("Sequence[int | torch.SymInt]", value.shape)
     return tuple(size if isinstance(size, int) else _number_or_expression(size_expression(size)) for size in sizes)
 
 

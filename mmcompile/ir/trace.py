@@ -9,7 +9,7 @@ import operator
 import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -201,7 +201,7 @@ def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModu
             node.target = first_name[id(own[name])]
             tensors[node.target] = own[name]
         else:
-            value: object = attribute(exported, str(node.target))
+            value = cast(object, attribute(exported, str(node.target)))
             node.target = f"constant_{len(tensors)}"
             tensors[node.target] = value.detach() if isinstance(value, torch.Tensor) else value
     exported.graph.set_codegen(CodeGen())

@@ -10,7 +10,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -539,7 +539,7 @@ class Engine:
                     pass
 
     @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def _refusing(self) -> Generator[None]:
         """Announce that rank 0 refuses a call to the ranks that wait in the same call, so that they raise the same error."""
         try:
             yield

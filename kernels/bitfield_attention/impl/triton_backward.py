@@ -11,13 +11,11 @@ results repeat bit by bit. Tile classes, words and their facts are those of `tri
 `prepare` writes L in base 2, +inf for rows that see nothing: every weight of such a row is exp(-inf) = 0 without a test.
 """
 
-# Kernels are written in Triton's language, whose tensors have no types that Python knows.
+# Kernels are written in Triton's language: arguments have no Python types, and `if` on a constant binds names in one branch.
+# pyright: basic
 # pyright: reportMissingParameterType=false, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalOperand=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportOptionalSubscript=false
-
-# pyright: basic
-# Triton compiles these functions: arguments have no Python types, and `if` on a constant binds names in one branch.
 
 from __future__ import annotations
 

@@ -17,13 +17,11 @@ is never subtracted: such rows shift by 0, and rows of a ROW tile that see nothi
 are 0. Values of padding are zeroed, so that infinities among them reach no sum.
 """
 
-# Kernels are written in Triton's language, whose tensors have no types that Python knows.
+# Kernels are written in Triton's language: arguments have no Python types, and `if` on a constant binds names in one branch.
+# pyright: basic
 # pyright: reportMissingParameterType=false, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalOperand=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportOptionalSubscript=false
-
-# pyright: basic
-# Triton compiles these functions: arguments have no Python types, and `if` on a constant binds names in one branch.
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,7 +125,7 @@ def _device(cluster: Cluster, runtime: bool) -> torch.device:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
+def _progress() -> Generator[Callable[[str, float], None]]:
     """A bar on standard error; yields what moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors(), transient=True) as bar:

@@ -350,14 +350,11 @@ class Pricing:
         if component not in self.table.growing:
             return None
         at = self.table.captured_loads[component]
-        rows: list[LayerTimes] = []
-        for load in _three(at):
-            times, known = self._known(group.kind, load, tp)
-            if times is None:
-                return None
-            rows.append(times)
-        points = np.array([(times.forward_s, times.input_grad_s, times.weight_grad_s) for times in rows])
-        return _affine(points, at), known
+        found = [self._known(group.kind, load, tp) for load in _three(at)]
+        points = [(t.forward_s, t.input_grad_s, t.weight_grad_s) for t, _ in found if t is not None]
+        if len(points) < len(found):
+            return None
+        return _affine(np.array(points), at), found[-1][1]
 
 
 def _three(at: Load) -> tuple[Load, Load, Load]:

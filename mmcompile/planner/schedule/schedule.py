@@ -185,10 +185,12 @@ class Placed(Protocol):
     @property
     def name(self) -> str:
         """Name of the stage."""
+        ...
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks of the stage."""
+        ...
 
     @property
     def depth(self) -> int:

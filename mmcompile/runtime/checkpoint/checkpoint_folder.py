@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,7 +16,7 @@ from mmcompile.runtime.monitoring.fail_points import fail_point
 
 
 @contextlib.contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Generator[Path]:
     """An empty folder to fill, beside another one. `swap` puts it in the other's place; what is not swapped is removed.
 
     Raises:

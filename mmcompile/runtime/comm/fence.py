@@ -22,7 +22,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,7 @@ class Fence:
         return self._is_cut
 
     @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
+    def around(self) -> Generator[None]:
         """Make the group inside of this block, once. After a cut, sockets opened here are cut too, at once."""
         with self._lock:
             self._inodes = frozenset(inode for _, inode in _sockets())

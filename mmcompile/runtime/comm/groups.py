@@ -55,6 +55,7 @@ class Work(Protocol):
 
     def wait(self) -> bool:
         """Wait for the message."""
+        ...
 
 
 class _Arrived:

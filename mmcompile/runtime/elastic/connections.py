@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -73,7 +73,7 @@ class Connections:
         watch.on_superseded = self.cut
 
     @contextlib.contextmanager
-    def open(self, generation: Generation) -> Iterator[Connection]:
+    def open(self, generation: Generation) -> Generator[Connection]:
         """Connect to all members of a generation, and leave them in the end.
 
         Raises:

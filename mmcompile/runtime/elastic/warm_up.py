@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,8 +77,8 @@ def warm_up(
 
 
 def num_graphs() -> int:
-    """Graphs that this process, and those it was forked from, have compiled."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    """Return the number of graphs that this process, and those it was forked from, have compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # pyright: ignore[reportPrivateUsage]
 
 
 class _Values:
@@ -161,13 +161,13 @@ def _run(program: StageProgram, values: _Values, backend: str) -> None:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _alone() -> Generator[None]:
     """Compile in this process and thread: others would be missing in forked processes, which might wait for them."""
     # torch's interpreters make progress bars, hidden ones too, and the first bar starts a thread that watches all.
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
     try:
         # Reached through torch, which loads it at its first use: an import would take a second of every `import mmcompile`.
-        with torch._inductor.config.patch(compile_threads=1):  # pyright: ignore[reportAttributeAccessIssue]
+        with torch._inductor.config.patch(compile_threads=1):  # pyright: ignore
             yield
     finally:
         tqdm.monitor_interval = interval

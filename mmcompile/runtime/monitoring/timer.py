@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,7 +40,7 @@ class Timer:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> Generator[None]:
     """Compute on one thread, as a rank does on a CPU, and on as many as before afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -64,7 +64,8 @@ class MasterWeights(Mapping[str, nn.Parameter]):
         """Round masters that were updated, those with a gradient, to their parameters."""
         changed = [name for name, master in self._masters.items() if master.grad is not None]
         if changed:
-            torch._foreach_copy_([self._parameters[n] for n in changed], [self._masters[n] for n in changed])
+            parameters, masters = [self._parameters[n] for n in changed], [self._masters[n] for n in changed]
+            torch._foreach_copy_(parameters, masters)  # pyright: ignore[reportPrivateUsage]
 
 
 def given_masters(

@@ -112,7 +112,7 @@ class RankGradients:
         gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
         if not gradients:
             return {}
-        norms = torch._foreach_norm(list(gradients.values()))
+        norms = torch._foreach_norm(list(gradients.values()))  # pyright: ignore[reportPrivateUsage]
         squares = torch.stack([norm.double().cpu() for norm in norms]).square()
         return dict(zip(gradients, squares.tolist(), strict=True))
 
@@ -166,4 +166,4 @@ def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]

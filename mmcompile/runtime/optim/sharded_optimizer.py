@@ -90,12 +90,13 @@ class NewValues:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all, and put what came into the parameters."""
+        """Wait for all messages, and copy received values into the parameters."""
         for work in self._works:
             wait(work)
         for values, held in self._received:
-            parts = values.split([parameter.numel() for parameter in held])
-            torch._foreach_copy_([*held], [part.view_as(p) for part, p in zip(parts, held, strict=True)])
+            flat = values.split([parameter.numel() for parameter in held])
+            parts = [part.view_as(parameter) for part, parameter in zip(flat, held, strict=True)]
+            torch._foreach_copy_([*held], parts)  # pyright: ignore[reportPrivateUsage]
         self._works.clear()
         self._kept.clear()
         self._received.clear()
