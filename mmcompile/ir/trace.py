@@ -192,7 +192,7 @@ def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModu
     first_name: dict[int, str] = {}
     for name, tensor in own.items():
         first_name.setdefault(id(tensor), name)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, object] = {}
     for node in exported.graph.nodes:
         if node.op != "get_attr":
             continue

@@ -1,5 +1,8 @@
 """`Engine`: trains a model over several processes, one call a step."""
 
+# `_led` decorates methods of Engine and uses its private ones.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import atexit

@@ -64,7 +64,8 @@ class MasterWeights(Mapping[str, nn.Parameter]):
         """Round masters that were updated, those with a gradient, to their parameters."""
         changed = [name for name, master in self._masters.items() if master.grad is not None]
         if changed:
-            parameters, masters = [self._parameters[n] for n in changed], [self._masters[n] for n in changed]
+            parameters: list[Tensor] = [self._parameters[name] for name in changed]
+            masters: list[Tensor] = [self._masters[name] for name in changed]
             torch._foreach_copy_(parameters, masters)  # pyright: ignore[reportPrivateUsage]
 
 
