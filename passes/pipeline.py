@@ -56,7 +56,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         facts = set(self.given)
         for pass_ in self.passes:
-            if not isinstance(pass_, Analysis | Rewrite):
+            if not isinstance(cast(object, pass_), Analysis | Rewrite):  # passes may be a user's
                 raise ConfigError(
                     f"passes are instances of mmcompile.passes.base.Analysis or Rewrite, got {pass_!r}; derive from one of them"
                 )
