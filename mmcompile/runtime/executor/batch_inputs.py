@@ -1,4 +1,4 @@
-"""Batch inputs on their way from rank 0: those of several microbatches packed into one message where they are small."""
+"""Batch inputs on their way from rank 0: small inputs of several microbatches are packed into one message."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mmcompile.runtime.executor.loaded_stage import Stages
 
 _ALIGN_BYTES = 64
 _MESSAGE_BYTES = 256 * 1024
-"""Above this, a further microbatch gets a message of its own: a rank holds only the next few."""
+"""Bytes of a message above which a further microbatch gets a message of its own, so that a rank holds only the next few."""
 _AHEAD = 2
-"""Messages received before their turn."""
+"""Maximum number of receives of batch inputs that a rank posts before their turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedInputs:
-    """One message to one rank: batch inputs of consecutive microbatches."""
+    """One message from rank 0 to another rank: batch inputs of consecutive microbatches."""
 
     items: tuple[tuple[int, ValueShape, int], ...]
-    """(microbatch, input, offset in bytes)."""
+    """(index of the microbatch, shape of the input, offset in bytes) of each packed input, in order."""
     num_bytes: int
 
     def pack(self, values: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """CPU tensors, by microbatch and name, into one buffer of bytes."""
+        """Return a buffer (uint8 [num_bytes]) with the CPU tensors `values`, by microbatch and name."""
         buffer = self.empty()
         for microbatch, shape, start in self.items:
             raw = values[microbatch][shape.name].contiguous().flatten().view(torch.uint8)
@@ -39,11 +39,11 @@ class PackedInputs:
         return buffer
 
     def empty(self) -> Tensor:
-        """A buffer of the size `pack` makes."""
+        """Return an uninitialised CPU buffer (uint8 [num_bytes]) to receive what `pack` makes."""
         return torch.empty(self.num_bytes, dtype=torch.uint8)
 
     def unpack(self, buffer: Tensor) -> dict[int, dict[str, Tensor]]:
-        """Views into a packed buffer, by microbatch and name."""
+        """Return the batch inputs of a packed buffer, as views into it: tensors by index of the microbatch, then by name."""
         found: dict[int, dict[str, Tensor]] = {}
         for microbatch, shape, start in self.items:
             raw = buffer[start : start + _num_bytes(shape)]
@@ -52,9 +52,11 @@ class PackedInputs:
 
 
 class BatchInputs:
-    """Batch inputs of one rank: rank 0 packs and sends them in the order of the step's microbatches; others receive a few ahead.
+    """Batch inputs of one rank: rank 0 packs and sends them in microbatch order; other ranks receive a few messages ahead.
 
-    That order is by slot, and a rank needs them nearly so: what it needs later than others of its slot is kept here.
+    Microbatches are ordered by slot, nearly the order in which a rank needs them. Inputs that arrive before they are needed
+    are
+    kept here.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class BatchInputs:
 
         Args:
             loaded: per microbatch, this rank's stages.
-            values: on rank 0, per microbatch the batch inputs by name; () on others.
-            tag: of the first message; the others follow.
+            values: on rank 0, per microbatch the batch inputs by name; () on other ranks.
+            tag: tag of the first message; the next messages have the tags after it.
         """
         self._groups = groups
         self._tag = tag
@@ -86,7 +88,7 @@ class BatchInputs:
         self._post()
 
     def take(self, microbatch: int) -> Mapping[str, Tensor]:
-        """Return the batch inputs of a microbatch, on the device. Each of its stages takes them once."""
+        """Return the batch inputs of a microbatch, on the device. Each stage that runs the microbatch calls this once."""
         if self._names[microbatch] and microbatch not in self._arrived:
             self._receive_until(microbatch)
         self._uses[microbatch] -= 1
@@ -94,12 +96,12 @@ class BatchInputs:
         return self._arrived.get(microbatch, {}) if self._uses[microbatch] else self._arrived.pop(microbatch, {})
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Block until every message that this rank sent has arrived."""
         for work, _ in self._sent:
             wait(work)
 
     def _send(self, plan: StepPlan, values: Sequence[Mapping[str, Tensor]]) -> None:
-        """Rank 0: keep its own inputs, and start to send the others."""
+        """Keep rank 0's inputs, and start to send the other ranks theirs."""
         for microbatch, names in enumerate(self._names):
             self._arrived[microbatch] = {name: values[microbatch][name].to(self._groups.device) for name in names}
         for rank in range(1, self._groups.world_size):
@@ -124,7 +126,7 @@ class BatchInputs:
 
 
 def packed_inputs(plan: StepPlan, rank: int) -> list[PackedInputs]:
-    """Return the messages with batch inputs that a rank gets in a step, in order; the same on both sides."""
+    """Return the messages with batch inputs that a rank gets in a step, in order; rank 0 and the receiver derive the same list."""
     found: list[PackedInputs] = []
     items: list[tuple[int, ValueShape, int]] = []
     end = 0

@@ -28,24 +28,25 @@ _KINDS = {kind: position for position, kind in enumerate(ActionKind)}
 
 @dataclass(kw_only=True, slots=True)
 class StepResult:
-    """Results of one rank's part of a step."""
+    """Losses, valid tokens and times of the microbatches that one rank computed in a step."""
 
     losses: Tensor
-    """float64 [microbatches of the step], on the CPU: weighted losses, 0 for those whose loss stage is elsewhere."""
+    """float64 [microbatches of the step], on the CPU: weighted losses; 0 for a microbatch whose loss stage is on another rank."""
     num_tokens: int = 0
-    """Valid tokens its loss stage counted."""
+    """Number of valid tokens that this rank's loss stages counted in the step."""
     seconds: Tensor
-    """float64 [microbatches of the step]: time in this rank's forwards and backwards of each, 0 for those of others."""
+    """float64 [microbatches of the step]: seconds in this rank's forwards and backwards; 0 for microbatches it does not run."""
     events: list[tuple[Action, float, float]] = field(default_factory=list)
-    """(action, start, end) by time.perf_counter, if traced."""
+    """(action, start, end) of every action, in seconds of time.perf_counter; empty unless traced."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ReceivedValue:
-    """A value of one microbatch that came from another stage, whose gradient goes back there.
+    """A value of one microbatch received from another stage, whose gradient is returned to that stage.
 
-    As a leaf of autograd it would stay in memory until its backward, needed or not. So it enters the stage through a node that
-    only takes its gradient: then what it holds is freed with the last of those who read it.
+    A leaf of autograd would stay in memory until its backward, needed or not. So the value enters the stage through a node
+    that only
+    takes its gradient; its memory is freed once the last operation that reads it releases it.
     """
 
     slot: InputSlot
@@ -60,7 +61,7 @@ class ReceivedValue:
         return cls(slot=slot, shape=value.shape, dtype=value.dtype, device=value.device)
 
     def enter(self, value: Tensor) -> Tensor:
-        """Return the value as the stage's input: the same memory, with gradient."""
+        """Return the value as the stage's input: the same memory, on a new autograd node that passes its gradient to this object."""
         return _Boundary.apply(value, torch.zeros((), requires_grad=True), self)
 
     def take_gradient(self) -> Tensor:
@@ -72,7 +73,10 @@ class ReceivedValue:
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, received: ReceivedValue) -> Tensor:
-        """`anchor` is there to have a gradient: `value` has none outside of this stage."""
+        """Return a view of `value`.
+
+        `anchor` requires grad, so that autograd calls `backward`: `value` itself requires none.
+        """
         ctx.received = received
         return value.view_as(value)
 
@@ -84,14 +88,14 @@ class _Boundary(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """Values of a forward that its backward needs. Only graph edges of results are kept, not their data."""
+    """Values of a forward that its backward needs. Of the stage's results only graph edges are kept, without their data."""
 
     received: list[ReceivedValue]
     edges: list[tuple[OutputSlot, GradientEdge | None]]
     loss: tuple[GradientEdge, Tensor] | None
-    """Edge of the loss, and the gradient it is seeded with."""
+    """Edge of the loss, and the gradient from which its backward starts (the microbatch's loss weight)."""
     deferred: tuple[DeferredGradient, ...]
-    """Weight gradients that the backward leaves to W."""
+    """Weight gradients that the input-gradient part of the backward leaves to action W."""
 
 
 class Executor:
@@ -113,13 +117,14 @@ class Executor:
         """Prepare a step.
 
         Args:
-            loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
-            board: gets every action before it is run.
+            loaded: per microbatch of the step, the stages by which this rank runs it; empty for a microbatch that others run.
+            board: status board on which every action is noted before it is run.
             sums: called after every backward; it takes the gradients that the backward left in `.grad`.
-            seed: of the random numbers in forwards, with step, stage, and the first sample of the microbatch, which is the same
-                on every rank and among any other microbatches.
+            seed: random seed of forwards, combined with step, stage, and the first sample of the microbatch, so that random
+                numbers
+                are the same on every rank and do not depend on the other microbatches.
             trace: keep the time of every action.
-            check: called before every action; what it raises ends the step.
+            check: called before every action; an exception it raises ends the step.
         """
         self._plan = plan
         self._seed = seed
@@ -134,12 +139,12 @@ class Executor:
         self._backward = [frozenset(microbatch.flow.backward) for microbatch in plan.microbatches]
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._deferred: dict[tuple[int, int], tuple[DeferredGradient, ...]] = {}
-        """Between I and W."""
+        """Weight gradients between actions I and W, by (microbatch, stage)."""
         self._losses: list[tuple[int, Tensor, Tensor | int]] = []
-        """Microbatch, loss and valid tokens."""
+        """(index of the microbatch, loss, number of valid tokens) of each loss computed in this step."""
 
     def run(self, actions: Sequence[Action]) -> StepResult:
-        """Execute the action list to its end. Raises PeerLost if another rank is gone."""
+        """Execute the action list to its end. Raises PeerLost if the connection to another rank is lost."""
         try:
             return self._run(actions)
         except ExchangeLost as error:
@@ -172,7 +177,7 @@ class Executor:
         return result
 
     def _compute(self, action: Action) -> int:
-        """Run a forward, a backward, or a part of one; returns the microbatch by index."""
+        """Run a forward (F), a whole backward (B), or one of its parts (I, W); return the index of the microbatch."""
         microbatch = self._p2p.microbatch(action.stage, action.microbatch)
         stage = self._loaded[microbatch][action.stage]
         match action.kind:
@@ -206,7 +211,10 @@ class Executor:
     def _arguments(
         self, stage: LoadedStage, microbatch: int, received: list[ReceivedValue] | None
     ) -> list[Tensor | int]:
-        """Inputs of a stage in order; link inputs whose gradient flows back are noted in `received`."""
+        """Return the inputs of a stage in the order of its ports.
+
+        Link inputs that get a gradient are appended to `received`.
+        """
         roots: Mapping[str, Tensor] = self._p2p.batch_inputs(microbatch)
         sizes = self._plan.microbatches[microbatch].sizes
         arguments: list[Tensor | int] = []
@@ -224,7 +232,10 @@ class Executor:
     def _keep_loss(
         self, stage: LoadedStage, results: Sequence[Tensor], microbatch: int
     ) -> tuple[GradientEdge, Tensor] | None:
-        """Note the loss, unless the microbatch has no token to learn from (its mean would be 0 / 0)."""
+        """Keep the loss of a microbatch for the result; return its graph edge and starting gradient, or None without a backward.
+
+        A microbatch without valid tokens is skipped: its mean would be 0 / 0.
+        """
         weight = self._plan.microbatches[microbatch].loss_weight
         if stage.loss is None or weight == 0:
             return None
@@ -233,7 +244,7 @@ class Executor:
         return (get_gradient_edge(loss), torch.full_like(loss, weight)) if loss.requires_grad else None
 
     def _run_backward(self, stage: LoadedStage, microbatch: int) -> None:
-        """The backward as autograd runs it: all of it, or where weight gradients are deferred, what other stages wait for."""
+        """Run the backward of a stage by autograd, except for weight gradients that the stage defers to W."""
         fail_point("backward", rank=self._rank, step=self._plan.step)
         saved = self._saved.pop((microbatch, stage.index))
         edges: list[GradientEdge] = []
@@ -253,17 +264,17 @@ class Executor:
         self._deferred[microbatch, stage.index] = saved.deferred
 
     def _run_weight_gradients(self, stage: LoadedStage, microbatch: int) -> None:
-        """The rest of a backward."""
+        """Run the deferred weight gradients (W) of a backward."""
         for gradient in self._deferred.pop((microbatch, stage.index)):
             gradient.add()
         self._sums.ran(stage.trainable)
 
 
 def num_backwards(plan: StepPlan, loaded: Sequence[Stages]) -> Counter[str]:
-    """Return the number of backwards of a step that touch each trainable parameter, by name.
+    """Return the number of this rank's backwards in a step that touch each trainable parameter, by name.
 
     Args:
-        loaded: per microbatch, this rank's stages of its tower and replica.
+        loaded: per microbatch, the stages by which this rank runs it.
     """
     return Counter(
         name
@@ -279,7 +290,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _key(*parts: int) -> int:
-    """One seed from several numbers."""
+    """Return one random seed in [0, 2^63), derived from several integers."""
     key = 0
     for part in parts:
         key = (key * 1_000_003 + part) % 2**63

@@ -1,7 +1,9 @@
 """`LoadedStage`: a stage program on this rank, its ports resolved to placed stages once and for all.
 
-Ports name stages as programs do. A peer of the same tower is the placed stage of that name in the same replica. Which replica
-a peer of another tower is in, and which of its microbatches, differs by step: the row exchanges of the step plan name them.
+Ports give stages the names of their programs. A peer in the same balance group is the placed stage with that name in the same
+replica. The replica and the microbatch of a peer in another balance group differ by step: the row exchanges of the step plan
+name
+them.
 """
 
 from __future__ import annotations
@@ -22,54 +24,56 @@ from mmcompile.planner.plan.placement import PlacedStage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputSlot:
-    """One argument of a stage."""
+    """One argument of a stage: a link from another stage, a batch input, or a size."""
 
     name: str
     kind: str
     producer: int
-    """Index of the stage of this tower that a link comes from; -1 for other kinds, and for a link that crosses."""
+    """Index of the stage of the same balance group that a link comes from; -1 for other kinds, and for a link that crosses groups."""
     crossing: bool
-    """A link from another tower."""
+    """True for a link from a stage of another balance group."""
     gradient: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputSlot:
-    """One result of a stage that goes to other stages."""
+    """One result of a stage that other stages read."""
 
     position: int
     name: str
     consumers: tuple[int, ...]
-    """Stages of this tower, by index; none, if another shard sends the same."""
+    """Indices of the stages of the same balance group that this rank sends the result to; () if another shard sends the same result."""
     crossing: bool
-    """Stages of another tower read it too."""
+    """True if stages of another balance group read the result too."""
     gradient: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedStage:
-    """A stage ready to run.
+    """A stage program with its parameters, ready to run.
 
-    `from_peer`, `to_peer`, `gradients_from`, `gradients_to` list the value names that move inside the tower per stage on the
-    other side, in the order of this program's ports, for the actions RECV_F, SEND_F, RECV_B and SEND_B.
+    `from_peer`, `to_peer`, `gradients_from` and `gradients_to` list the values that move within the balance group, by index
+    of the
+    peer stage, in the order of this program's ports, for the actions RECV_F, SEND_F, RECV_B and SEND_B.
     """
 
     index: int
-    """Index of the placed stage."""
+    """Index of the placed stage in the layout."""
     key: int
-    """Key of its random numbers: the place of its program among those of all stages. Replicas and shards of tensors have the
-    same one, since they compute the same values."""
+    """Key of the stage's random numbers: the position of its program among all stage programs. Replicas and tensor-parallel
+    shards have the same key, since they compute the same values.
+    """
     name: str
-    """Name of the stage in programs."""
+    """Name of the stage in stage programs."""
     run: StageModule
     inputs: tuple[InputSlot, ...]
     outputs: tuple[OutputSlot, ...]
     trainable: tuple[str, ...]
-    """Parameters whose gradient a backward may make, by original name."""
+    """Original names of the parameters whose gradient a backward may compute."""
     loss: int | None
-    """Position of the loss among the results, if this is the loss stage."""
+    """Position of the loss among the results; None if the stage computes no loss."""
     tokens: int | None
-    """Position of the number of valid tokens, if it counts them."""
+    """Position of the number of valid tokens among the results; None if the stage counts none."""
     from_peer: Mapping[int, tuple[str, ...]]
     to_peer: Mapping[int, tuple[str, ...]]
     gradients_from: Mapping[int, tuple[str, ...]]
@@ -90,11 +94,11 @@ class LoadedStage:
 
         Args:
             stages: all placed stages.
-            placed: index of the one that is to run the program; the program may belong to several replicas.
-            compiled: run it by compiled code, which is made at the first call, once for all stages that differ in names only.
+            placed: index of the stage that is to run the program; the program may belong to several replicas.
+            compiled: run compiled code, made at the first call and shared by all stages that differ in names only.
 
         Raises:
-            VerifyError: the program is of another stage, or names a peer that is nowhere.
+            VerifyError: the program belongs to another stage, or names a peer that is not placed.
         """
         tower = _tower(program, stages, placed)
         load = load_compiled_stage if compiled else load_stage
@@ -124,7 +128,7 @@ class LoadedStage:
 
 
 Stages = Mapping[int, LoadedStage]
-"""Stages of this rank that run for a microbatch, by index."""
+"""Stages by which this rank runs a microbatch, by index of the placed stage."""
 
 
 def _position(program: StageProgram, name: str) -> int | None:
@@ -138,7 +142,10 @@ def _key(stages: Sequence[PlacedStage], placed: int) -> int:
 
 
 def _tower(program: StageProgram, stages: Sequence[PlacedStage], placed: int) -> dict[str, int]:
-    """Placed stages of the same tower and replica, by what programs call them. Peers of other towers must exist too."""
+    """Return the indices of the placed stages in the same balance group and replica, by name in programs.
+
+    Raises VerifyError if a peer of the program is not placed, in any balance group.
+    """
     here = stages[placed]
     if here.program_name != program.stage:
         raise VerifyError(f"placed stage {here.name} runs programs of {here.program_name}, got one of {program.stage}")

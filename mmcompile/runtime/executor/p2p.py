@@ -1,7 +1,7 @@
 """`P2P`: every tensor that moves to, from or inside one rank during one step.
 
-Inside a tower a value goes from one stage to others of the same microbatch. To another tower rows of it go, by the exchanges of
-the step plan: each rank sends to each rank that reads them, and none collects them for others.
+Within a balance group, a value goes from one stage to others of the same microbatch. To another balance group, its rows go by
+the exchanges of the step plan: each rank sends rows directly to each rank that reads them.
 """
 
 from __future__ import annotations
@@ -34,18 +34,22 @@ from mmcompile.runtime.executor.row_routing import (
 )
 
 _AHEAD = 4
-"""Receives posted before their turn: gloo sends at once into a posted buffer, else it asks first and loses a round trip."""
+"""Maximum number of receive actions posted before their turn. gloo sends at once into a posted buffer; else it asks first,
+which costs a round trip.
+"""
 
 _Value = str | int
-"""A message on an edge: a value of the tower by name, or an exchange by its position in the step plan."""
+"""Payload of a message on an edge: a value of the balance group by name, or a row exchange by its position in the step plan."""
 
 
 class P2P:
     """Posts receives ahead of the action list, sends, and hands tensors between stages of one rank by reference.
 
     **Why waiting for sends cannot deadlock.** What is sent is held until it has arrived, so a send first waits for those
-    before it that are received `window` or more slots earlier than its own slot. The receiver gets there without us: keys of
-    a schedule (`mmcompile.planner.schedule.order`) order the actions of all ranks consistently with all that they wait for, and
+    before it that are received `window` or more slots earlier than its own slot. The receiver reaches that receive without
+    this rank: keys of
+    a schedule (`mmcompile.planner.schedule.order`) order the actions of all ranks consistently with all that they wait for,
+    and
     two forwards, or two backwards, `window` slots apart have keys in the order of their slots for any stages, if
     `window` is larger than the number of crossings on the longest path to the loss. The greatest depth bounds that number.
     So of all ranks that wait, the one with the smallest key would wait for something of a smaller key, which is done. Lags
@@ -68,14 +72,14 @@ class P2P:
 
         Args:
             stages: all placed stages.
-            loaded: per microbatch of the step, this rank's stages of its tower and replica; none for the microbatches of others.
+            loaded: per microbatch of the step, the stages by which this rank runs it; empty for a microbatch that others run.
             actions: this rank's part of the schedule.
-            values: on rank 0, per microbatch the batch inputs by name; () on others.
-            check_rows: send the samples' numbers with rows, and check them at the receiver.
+            values: on rank 0, per microbatch the batch inputs by name; () on other ranks.
+            check_rows: send the numbers of the samples with rows, and check them at the receiver.
 
         Raises:
             EngineError: the step has more messages than there are tags.
-            VerifyError: exchanges do not give every reader every row once.
+            VerifyError: exchanges do not give every reader every row exactly once.
         """
         self._groups = groups
         self._plan = plan
@@ -102,11 +106,11 @@ class P2P:
         self._post()
 
     def batch_inputs(self, microbatch: int) -> Mapping[str, Tensor]:
-        """Return the batch inputs of a microbatch, on the device. Each of its stages takes them once."""
+        """Return the batch inputs of a microbatch, on the device. Each stage that runs the microbatch calls this once."""
         return self._inputs.take(microbatch)
 
     def microbatch(self, stage: int, number: int) -> int:
-        """Return the index in the step plan of the microbatch `number` of a stage."""
+        """Return the step plan's index of the microbatch to which a stage gives this number."""
         placed = self._stages[stage]
         return self._index[placed.tower, placed.replica, number]
 
@@ -115,7 +119,7 @@ class P2P:
         return self._stages[stage].ranks[0] == self._groups.rank
 
     def put_value(self, microbatch: int, stage: int, slot: OutputSlot, value: Tensor) -> None:
-        """Store a stage's result for its readers: for stages of this rank, or until its SEND_F."""
+        """Store a stage's result for its readers: at once for stages of this rank, until SEND_F for stages of other ranks."""
         for consumer in slot.consumers:
             # Laid out as if it had been sent: where stages are must not change a bit of what they compute. It is a new tensor on
             # the same storage if it is so already; the consumer's autograd graph starts there.
@@ -133,7 +137,7 @@ class P2P:
                 self._outbox[ActionKind.SEND_F, edge, position] = rows.gathered()
 
     def take_value(self, microbatch: int, stage: int, slot: InputSlot) -> Tensor:
-        """Return a value that a stage reads, assembled from all stages that made it."""
+        """Return a value that a stage reads, assembled from the rows of all stages that computed it."""
         if not slot.crossing:
             return self._values.pop((microbatch, stage, slot.name))
         positions = self._routes.read.get((microbatch, stage, slot.name), ())
@@ -141,7 +145,7 @@ class P2P:
         return assembled(parts, self._routes.shapes[microbatch][slot.name], self._groups.device)
 
     def put_gradient(self, microbatch: int, stage: int, slot: InputSlot, gradient: Tensor) -> None:
-        """The gradient of a stage's link input on its way back to all who made it."""
+        """Store the gradient of a stage's link input, to be returned to all stages that computed the value."""
         if slot.crossing:
             self._put_rows(microbatch, stage, slot.name, gradient)
         elif self.is_local(slot.producer):
@@ -151,9 +155,9 @@ class P2P:
             self._outbox[ActionKind.SEND_B, edge, slot.name] = gradient
 
     def take_gradient(self, microbatch: int, stage: int, slot: OutputSlot) -> Tensor:
-        """Sum of the gradients of all who read a result: those of its tower in plan order, then exchanges in theirs.
+        """Return the sum of a result's gradients from all its readers: first its balance group in plan order, then row exchanges in order.
 
-        Zero where another shard sends the same result, and receives its gradient.
+        Zeros where another shard sends the same result, and receives its gradient.
         """
         total: Tensor | None = None
         if slot.consumers:
@@ -172,7 +176,7 @@ class P2P:
         return total
 
     def send(self, action: Action) -> None:
-        """SEND_F or SEND_B: start to send what the stage left for this peer."""
+        """Start to send the values (SEND_F) or gradients (SEND_B) that the action's stage stored for its peer."""
         edge = self._edge(action)
         own, slot = (self._slot(action, index) for index in self._ends(action))
         sent = self._sent[action.kind]
@@ -190,7 +194,7 @@ class P2P:
             sent.append((slot, self._groups.send(tensor, lane, tag), tensor))
 
     def receive(self, action: Action) -> None:
-        """RECV_F or RECV_B: wait until the peer's tensors are here."""
+        """Wait until the peer's values (RECV_F) or gradients (RECV_B) have arrived."""
         posted, messages = self._posted.popleft()
         assert posted == action, f"received out of order: {posted} is due, not {action}"
         for message in messages:
@@ -202,7 +206,7 @@ class P2P:
         self._post()
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Block until every message that this rank sent has arrived."""
         for sent in self._sent.values():
             while sent:
                 wait(sent.popleft()[1])
@@ -220,7 +224,7 @@ class P2P:
                 self._outbox[ActionKind.SEND_B, edge, position] = rows.gathered()
 
     def _keep(self, action: Action, value: _Value, tensor: Tensor) -> None:
-        """File what arrived."""
+        """Store a received tensor where its reader takes it: as a value, a gradient, or rows of an exchange."""
         microbatch = self._ends(action)[0]
         forward = action.kind is ActionKind.RECV_F
         if isinstance(value, int):
@@ -250,7 +254,7 @@ class P2P:
         return _Receive(self._groups.receive(tensor, lane, tag), item, tensor, before)
 
     def _items(self, action: Action, edge: Edge) -> list[_Item]:
-        """Tensors that move in an action, in order."""
+        """Return the tensors that move in an action, in order."""
         if edge.source == edge.target:
             stage = self._loaded[edge.source][action.stage]
             names = _moved(stage, action.kind)[_peer(action)]
@@ -267,7 +271,7 @@ class P2P:
         return items
 
     def _ids(self, item: _Item) -> Tensor | None:
-        """Samples of the rows that an exchange moves, if they are to be checked."""
+        """Return the samples (int64 [rows]) of the rows that an exchange moves; None if rows are not checked, or the item is no exchange."""
         if not self._check_rows or isinstance(item.value, str):
             return None
         return row_samples(self._plan.exchanges[item.value])
@@ -279,7 +283,7 @@ class P2P:
         check_samples(got, self._plan.exchanges[item.value], where.format(*ends))
 
     def _ends(self, action: Action) -> tuple[int, int]:
-        """Indices of the microbatches here and on the other side."""
+        """Return the indices of the action's microbatch at its stage and at its peer."""
         return self.microbatch(action.stage, action.microbatch), self.microbatch(_peer(action), action.other)
 
     def _edge(self, action: Action) -> Edge:
@@ -289,7 +293,7 @@ class P2P:
         return Edge(there, _peer(action), here, action.stage)
 
     def _slot(self, action: Action, microbatch: int) -> int:
-        """Slot of the forward or backward of a microbatch that a send belongs to."""
+        """Return the slot in which the microbatch runs its forward (SEND_F) or backward (SEND_B)."""
         plan = self._plan.microbatches[microbatch]
         return plan.slot + (plan.lag if action.kind is ActionKind.SEND_B else 0)
 
@@ -305,28 +309,28 @@ class P2P:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One tensor that moves on an edge."""
+    """One tensor that moves on an edge, with its shape and dtype."""
 
     value: _Value
     place: int
-    """Place among the tensors of its edge; the same on both sides."""
+    """Position among the tensors of the edge; sender and receiver count the same."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Receive:
-    """One tensor under way to this rank."""
+    """One tensor that this rank is receiving."""
 
     work: Work
     item: _Item
     tensor: Tensor
     ids: tuple[Work, Tensor] | None
-    """Samples of its rows, if they are to be checked: a message before it."""
+    """The message before it with the samples of its rows (int64 [rows]); None if rows are not checked."""
 
 
 def _moved(stage: LoadedStage, kind: ActionKind) -> Mapping[int, tuple[str, ...]]:
-    """Values of the balance group that move in an action of this kind, by the stage on the other side."""
+    """Return the names of the values of the balance group that an action of this kind moves, by index of the peer stage."""
     match kind:
         case ActionKind.SEND_F:
             return stage.to_peer

@@ -1,8 +1,10 @@
-"""Rows on their way from the microbatch of one tower that makes them to the microbatches of another that read them.
+"""Rows on their way from the microbatch of one balance group that computes them to the microbatches of another that read them.
 
-An exchange takes ranges of dim 0 of the value made to ranges of dim 0 of the value read. Forward, a reader puts its value
-together from all its exchanges; the gradient takes the transposed way: the maker adds up, from zeros and in the order of the
-exchanges, what each brings back. Where one exchange is the whole value in order, it is passed on as it is.
+An exchange maps ranges of dim 0 of the computed value to ranges of dim 0 of the value read. In the forward, a reader
+assembles
+its value from all its exchanges. The gradient takes the transposed way: the producer adds up, from zeros and in the order of
+the
+exchanges, the gradient rows that each returns. An exchange that is the whole value in order passes it on without a copy.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from mmcompile.runtime.comm.groups import FIRST_GRADIENT_TAG
 from mmcompile.runtime.executor.loaded_stage import Stages
 
 IDS = 1
-"""Added to the tag of rows for the message with the samples they are of."""
+"""Added to the tag of a message with rows, gives the tag of the message with the samples of those rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSlice:
-    """Some rows of a tensor, in order."""
+    """Ranges of rows (dim 0) of a tensor, in the order in which they travel."""
 
     tensor: Tensor
     ranges: tuple[Range, ...]
 
     def gathered(self) -> Tensor:
-        """[rows, ...]: a copy, unless they follow each other."""
+        """Return the rows as one tensor [rows, ...]: a view if they are contiguous, else a copy."""
         runs = _runs(self.ranges, self.ranges)
         if len(runs) == 1:
             first, _, count = runs[0]
@@ -43,7 +45,7 @@ class RowSlice:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One way that tensors go in a step, by indices of microbatches and of placed stages."""
+    """Path of tensors in a step: indices of the source microbatch, producer stage, target microbatch and consumer stage."""
 
     source: int
     producer: int
@@ -52,12 +54,15 @@ class Edge:
 
 
 class RowRouting:
-    """The exchanges of a step that begin or end on one rank, by their positions in `StepPlan.exchanges`, ascending; and tags.
+    """Row exchanges of a step that begin or end on one rank, by ascending position in `StepPlan.exchanges`; and tags of messages.
 
-    **Tags** are numbers that tell apart all messages of a step between two ranks, the same on both sides. The number of the
-    microbatch that makes a value, and the stages that make and read it, leave no choice of the microbatch that reads it; so with
-    the place of the value among those of its edge, and the direction, they are enough. Stages count among those of their rank.
-    NCCL needs no tags: both sides of a schedule have the messages of two stages in the same order.
+    **Tags** are numbers that tell apart all messages of a step between two ranks; both ranks derive the same ones. The number
+    of the
+    source microbatch, with the producer and consumer stages, determines the microbatch that reads the value. So these
+    numbers, the
+    position of the value on its edge and the direction suffice. Stages are numbered within their rank. NCCL needs no tags:
+    both sides
+    of a schedule have the messages of two stages in the same order.
     """
 
     def __init__(self, plan: StepPlan, stages: Sequence[PlacedStage], rank: int) -> None:
@@ -74,15 +79,15 @@ class RowRouting:
         self.shapes: list[Mapping[str, ValueShape]] = [
             {shape.name: shape for shape in microbatch.links} for microbatch in plan.microbatches
         ]
-        """Per microbatch, the values that its stages make or read."""
+        """Per microbatch, the shapes of the values that its stages compute or read, by name."""
         placed = enumerate(stages) if plan.exchanges else ()
         place = {(stage.tower, stage.replica, stage.program_name): at for at, stage in placed}
         self.edges: dict[Edge, list[int]] = {}
         self.edge: dict[int, Edge] = {}
         self.made: dict[tuple[int, int, str], list[int]] = {}
-        """Positions by microbatch, stage and name of the value made."""
+        """Positions of the exchanges that send a value, by (microbatch, producer stage, name of the value computed)."""
         self.read: dict[tuple[int, int, str], list[int]] = {}
-        """Positions by microbatch, stage and name of the value read."""
+        """Positions of the exchanges that fill a value, by (microbatch, consumer stage, name of the value read)."""
         targets: dict[tuple[int, int, int], int] = {}
         for position, exchange in enumerate(plan.exchanges):
             source, target = plan.microbatches[exchange.source], plan.microbatches[exchange.target]
@@ -103,11 +108,12 @@ class RowRouting:
             self.read.setdefault((edge.target, consumer, exchange.target_name), []).append(position)
 
     def tag(self, number: int, edge: Edge, place: int, backward: bool) -> int:
-        """Return the tag of a value on an edge; the one after it is free.
+        """Return the tag of a value on an edge; the tag after it is left free for the message with the rows' samples.
 
         Args:
-            number: of the microbatch that makes the value.
-            place: of the value among those of its edge.
+            number: number of the microbatch that computes the value.
+            place: position of the value among the values of its edge.
+            backward: the message carries the gradient of the value.
         """
         stages = self._place[edge.producer] * self._num_stages + self._place[edge.consumer]
         return (((number * self._num_values + place) * self._num_stages**2 + stages) * 2 + int(backward)) * 2
@@ -124,7 +130,7 @@ class RowRouting:
         self._num_stages = max(on_rank.values())
         numbers = 1 + max((m.number for m in plan.microbatches), default=0)
         self.end_tag = numbers * self._num_values * self._num_stages**2 * 4
-        """Number past the last tag."""
+        """Upper bound (exclusive) of all tags."""
         if self.end_tag + len(plan.microbatches) > FIRST_GRADIENT_TAG:
             raise EngineError(
                 f"step {plan.step} has too many messages to number below {FIRST_GRADIENT_TAG}: {numbers} microbatches and lags x "
@@ -132,7 +138,7 @@ class RowRouting:
             )
 
     def check(self, loaded: Sequence[Stages]) -> None:
-        """Check that every row of every value read from another balance group arrives once. Raises VerifyError.
+        """Check that every row of every value read from another balance group arrives exactly once. Raises VerifyError.
 
         Args:
             loaded: per microbatch of the step, this rank's stages.
@@ -162,7 +168,7 @@ def num_rows(ranges: Iterable[Range]) -> int:
 
 
 def packed(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return the ranges of the same rows once they are gathered."""
+    """Return ranges of the same lengths that follow each other from row 0: where the rows are once they are gathered."""
     found: list[Range] = []
     end = 0
     for first, last in ranges:
@@ -172,17 +178,17 @@ def packed(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def row_samples(exchange: RowExchange) -> Tensor:
-    """int64 [rows]: whose row each is, as they travel."""
+    """Return the sample of each row of an exchange, in the order in which the rows travel (int64 [rows])."""
     counts = torch.tensor([last - first for first, last in exchange.rows], dtype=torch.int64)
     return torch.repeat_interleave(torch.tensor(exchange.samples, dtype=torch.int64), counts)
 
 
 def assembled(parts: Sequence[tuple[RowSlice, tuple[Range, ...]]], shape: ValueShape, device: torch.device) -> Tensor:
-    """The value that a reader reads.
+    """Return the value that a stage reads, assembled from received rows.
 
     Args:
-        parts: rows that arrived, and where they go. Together they are every row once.
-        shape: of the value.
+        parts: (received rows, target ranges of dim 0) of each exchange. Together they cover every row once.
+        shape: shape and dtype of the value.
     """
     if len(parts) == 1 and (whole := _as_it_is(*parts[0], shape)) is not None:
         return whole
@@ -199,12 +205,12 @@ def added(
     device: torch.device,
     start: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of a value made, summed in the order of `parts`; rows that no stage read get zero.
+    """Return the gradient of a value, summed in the order of `parts`; rows that no stage read get zero.
 
     Args:
-        parts: rows of gradient that came back, and where they go.
-        shape: of the value.
-        start: gradient from elsewhere to add them to; it is left alone.
+        parts: (returned rows of gradient, target ranges of dim 0) of each exchange.
+        shape: shape and dtype of the value.
+        start: gradient from other readers, to which the rows are added; it is not modified. None: zeros.
     """
     if start is None and len(parts) == 1 and (whole := _as_it_is(*parts[0], shape)) is not None:
         return whole
@@ -217,13 +223,13 @@ def added(
 
 
 def check_covered(into: Iterable[Range], size: int, where: str) -> None:
-    """Check that ranges are every row of a value of `size` rows exactly once.
+    """Check that ranges cover every row of a value of `size` rows exactly once.
 
     Args:
-        where: the value, in words.
+        where: description of the value, for the error.
 
     Raises:
-        VerifyError: naming the first row that is missing, read twice, or outside.
+        VerifyError: names the first row that is missing, read twice, or outside.
     """
     end = 0
     for first, last in sorted(span for span in into if span[0] != span[1]):
@@ -238,7 +244,7 @@ def check_covered(into: Iterable[Range], size: int, where: str) -> None:
 
 
 def check_samples(got: Tensor, exchange: RowExchange, where: str) -> None:
-    """Check the ids that came with rows. Raises VerifyError naming the first row that is of another sample."""
+    """Check the sample numbers received with rows. Raises VerifyError, which names the first row of another sample."""
     wanted = row_samples(exchange)
     wrong = (got.cpu() != wanted).nonzero().flatten().tolist()
     if wrong:
@@ -272,7 +278,7 @@ def _check_exchange(exchange: RowExchange, source: Mapping[str, ValueShape], tar
 
 
 def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Tensor | None:
-    """The rows without a copy, if they are in order and every one of the value's."""
+    """Return the rows without a copy if they are every row of the value, in order; else None."""
     runs = _runs(rows.ranges, into)
     if len(runs) != 1 or runs[0][2] != shape.shape[0]:
         return None
@@ -280,7 +286,10 @@ def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Ten
 
 
 def _runs(there: Sequence[Range], here: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """(first row there, first row here, rows) of pairs of ranges, those joined that continue each other on both sides."""
+    """Return (first source row, first target row, number of rows) of pairs of ranges.
+
+    Pairs contiguous at both ends are merged.
+    """
     runs: list[tuple[int, int, int]] = []
     for (first, last), (into, _) in zip(there, here, strict=True):
         if first == last:

@@ -1,7 +1,9 @@
-"""`add_up`: the contributions of all ranks to the totals of a step, whose bits do not depend on who computed what.
+"""`add_up`: contributions of all ranks to the totals of a step; the sum's bits do not depend on which rank computed what.
 
-Every number has a place of its own in one vector, which one rank fills and all others leave at zero; so adding vectors up moves
-numbers, and rounds nothing. Then each rank adds up losses in the order of the samples, and squared norms in the order of names.
+Every number has a position of its own in one vector, which one rank fills and all others leave at zero; so adding vectors
+moves
+numbers, and rounds nothing. Then each rank adds up losses in the order of the samples, and squared norms in the order of
+names.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from mmcompile.runtime.comm.groups import Groups
 from mmcompile.runtime.monitoring.metrics import StepTotals
 
 _NAMED = 5
-"""Parameters an error names, at most."""
+"""Maximum number of parameters that an error names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,25 +28,26 @@ class OwnTotals:
     """One rank's contribution to a step's totals: losses, tokens, seconds, squared norms."""
 
     losses: Tensor
-    """float64 [microbatches, shards]: weighted losses computed here, 0 for those of others."""
+    """float64 [microbatches, shards]: weighted losses that this rank computed; 0 for losses of other ranks."""
     num_tokens: int
     seconds: Tensor
-    """float64 [microbatches]."""
+    """float64 [microbatches]: seconds in this rank's forwards and backwards."""
     squared_norms: Mapping[str, float] | None
-    """Squared norms of the gradients that this rank counts, each counted by one rank; None without clipping."""
+    """Squared norms of the gradients that this rank counts, by parameter; one rank counts each. None without clipping."""
     faults: Mapping[str, float] | None
-    """Largest gradient, or NaN, of parameters with one that cannot be added up; None if there is no such thing."""
+    """Largest gradient (or NaN) of each parameter with a gradient that cannot be added; None if the reduction has no such limit."""
 
 
 def add_up(groups: Groups, plan: StepPlan, own: OwnTotals, *, names: Sequence[str], limit: float) -> StepTotals:
-    """Totals of all ranks, the same bits on all.
+    """Return the totals of a step over all ranks, with the same bits on all.
 
     Args:
-        names: of all trainable parameters of the model, in an order that all ranks share.
-        limit: that gradients must stay below; for the error.
+        own: this rank's contribution.
+        names: all trainable parameters of the model, in an order that all ranks share.
+        limit: bound that gradients must stay below, for the error.
 
     Raises:
-        EngineError: on all ranks, if any of them has a fault.
+        EngineError: on all ranks, if any of them has a gradient that cannot be added.
     """
     faults = own.faults or {}
     too_large = [name for name, size in faults.items() if size < float("inf")]
@@ -74,7 +77,7 @@ def add_up(groups: Groups, plan: StepPlan, own: OwnTotals, *, names: Sequence[st
 
 
 def _vector(names: Sequence[str], values: Mapping[str, float] | None) -> Tensor:
-    """Values in the order of names, 0 for those that have none; nothing at all for None."""
+    """Return the values in the order of names (float64 [names]), 0 where a name has none; an empty tensor if `values` is None."""
     if values is None:
         return torch.zeros(0, dtype=torch.float64)
     assert values.keys() <= set(names), f"not among the model's trainable parameters: {values.keys() - set(names)}"
@@ -82,7 +85,7 @@ def _vector(names: Sequence[str], values: Mapping[str, float] | None) -> Tensor:
 
 
 def _sum(values: Iterable[float]) -> float:
-    """In the order given, without the compensation that newer Pythons' `sum` has."""
+    """Return the sum in the order given, without the compensated summation of newer Pythons' `sum`."""
     total = 0.0
     for value in values:
         total += value
