@@ -126,7 +126,7 @@ class BatchInputs:
 
 
 def packed_inputs(plan: StepPlan, rank: int) -> list[PackedInputs]:
-    """Return the messages with batch inputs that a rank gets in a step, in order; rank 0 and the receiver derive the same list."""
+    """Return the messages with batch inputs that a rank gets in a step, in order; rank 0 and the receiver derive the same."""
     found: list[PackedInputs] = []
     items: list[tuple[int, ValueShape, int]] = []
     end = 0

@@ -61,7 +61,7 @@ class ReceivedValue:
         return cls(slot=slot, shape=value.shape, dtype=value.dtype, device=value.device)
 
     def enter(self, value: Tensor) -> Tensor:
-        """Return the value as the stage's input: the same memory, on a new autograd node that passes its gradient to this object."""
+        """Return the value as the stage's input: the same memory, on a new autograd node that passes its gradient here."""
         return _Boundary.apply(value, torch.zeros((), requires_grad=True), self)
 
     def take_gradient(self) -> Tensor:

@@ -29,7 +29,7 @@ class InputSlot:
     name: str
     kind: str
     producer: int
-    """Index of the stage of the same balance group that a link comes from; -1 for other kinds, and for a link that crosses groups."""
+    """Index of the stage of the same balance group that a link comes from; -1 for other kinds, and links between groups."""
     crossing: bool
     """True for a link from a stage of another balance group."""
     gradient: bool
@@ -42,7 +42,7 @@ class OutputSlot:
     position: int
     name: str
     consumers: tuple[int, ...]
-    """Indices of the stages of the same balance group that this rank sends the result to; () if another shard sends the same result."""
+    """Indices of the stages of the same balance group that the result is sent to; () if another shard sends the same result."""
     crossing: bool
     """True if stages of another balance group read the result too."""
     gradient: bool

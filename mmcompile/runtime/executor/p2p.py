@@ -155,7 +155,7 @@ class P2P:
             self._outbox[ActionKind.SEND_B, edge, slot.name] = gradient
 
     def take_gradient(self, microbatch: int, stage: int, slot: OutputSlot) -> Tensor:
-        """Return the sum of a result's gradients from all its readers: first its balance group in plan order, then row exchanges in order.
+        """Return the sum of a result's gradients from all its readers: first its balance group in plan order, then exchanges.
 
         Zeros where another shard sends the same result, and receives its gradient.
         """
@@ -271,7 +271,7 @@ class P2P:
         return items
 
     def _ids(self, item: _Item) -> Tensor | None:
-        """Return the samples (int64 [rows]) of the rows that an exchange moves; None if rows are not checked, or the item is no exchange."""
+        """Return the samples (int64 [rows]) of an exchange's rows; None if rows are not checked, or the item is a value."""
         if not self._check_rows or isinstance(item.value, str):
             return None
         return row_samples(self._plan.exchanges[item.value])

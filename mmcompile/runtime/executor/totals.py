@@ -35,7 +35,7 @@ class OwnTotals:
     squared_norms: Mapping[str, float] | None
     """Squared norms of the gradients that this rank counts, by parameter; one rank counts each. None without clipping."""
     faults: Mapping[str, float] | None
-    """Largest gradient (or NaN) of each parameter with a gradient that cannot be added; None if the reduction has no such limit."""
+    """Largest gradient (or NaN) of each parameter with a gradient that cannot be added; None if the reduction has no limit."""
 
 
 def add_up(groups: Groups, plan: StepPlan, own: OwnTotals, *, names: Sequence[str], limit: float) -> StepTotals:
