@@ -1,1 +1,1 @@
-"""Cuts proved by Z3, under constraints; or the constraints that conflict."""
+"""Exact cuts under a user's constraints, proved optimal by Z3; or a smallest set of constraints that conflict."""

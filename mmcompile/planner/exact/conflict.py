@@ -18,22 +18,22 @@ from mmcompile.planner.search.partition import PER_SECOND
 from mmcompile.units import format_bytes, format_seconds
 
 _WIDENED = 8
-"""Stages of a chain that an explanation considers beyond the demanded ones."""
+"""Number of stages of a chain, beyond the demanded count, that an explanation considers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """Demands that no split meets together. Without any one of them, the others are possible."""
+    """Smallest set of demands that no split meets together; without any one of them, the others can be met."""
 
     demands: tuple[Demand, ...]
     why: str
-    """Reason why a demand fails alone; "" if its words give it."""
+    """Reason why a single demand cannot be met; "" if the words of the demand are reason enough."""
     remedies: tuple[str, ...]
-    """Changes of which each alone makes the demands possible."""
+    """Changes to the request, each of which alone makes the demands possible."""
 
     @property
     def text(self) -> str:
-        """The conflict and its remedies in words."""
+        """Text of the conflict, one line, and of its remedies, one line each."""
         first, *others = [f"'{demand.words}'" for demand in self.demands]
         verdict = f"conflicts with {' and '.join(others)}" if others else "cannot be met"
         reason = f": {self.why}" if self.why else ""
@@ -43,8 +43,12 @@ class Conflict:
 def conflict(problem: ExactProblem, budget_s: float) -> Conflict:
     """Return a smallest set of demands that no split meets, for a problem that has no split.
 
+    Args:
+        problem: problem without any split.
+        budget_s: seconds that the search may take.
+
     Raises:
-        PlanError: the time was up first.
+        PlanError: the time was up before the conflict was found.
     """
     # Who shares ranks with whom is said for one number of stages.
     wide = problem if sharing(problem) and narrowed(problem) is not None else _widened(problem)
@@ -62,7 +66,7 @@ def conflict(problem: ExactProblem, budget_s: float) -> Conflict:
 
 
 def _widened(problem: ExactProblem) -> ExactProblem:
-    """Free the stage counts that are demanded, so that the demands on them can be left out one by one."""
+    """Return the problem with demanded stage counts free, so that demands on counts can be left out one by one."""
     lows: dict[int, int] = {}
     for rule in (demand.rule for demand in problem.demands):
         if isinstance(rule, Count):
@@ -77,7 +81,7 @@ def _widened(problem: ExactProblem) -> ExactProblem:
 
 
 def _why(problem: ExactProblem, demand: Demand) -> str:
-    """Return why a demand fails alone."""
+    """Return the reason why a demand cannot be met even alone; "" if its words are reason enough."""
     match demand.rule:
         case Unsatisfiable() as rule:
             return rule.why
@@ -94,7 +98,7 @@ def _why(problem: ExactProblem, demand: Demand) -> str:
 
 
 def _too_big(problem: ExactProblem, cap: Cap) -> str:
-    """Describe the layer that alone needs more than a cap, as near to the loss as can be; "" if there is none."""
+    """Return text about the layer, nearest to the loss, that alone needs more than a cap; "" if there is no such layer."""
     least = least_tails(problem)
     for index, chain in enumerate(problem.chains):
         alone = [variant.needs(problem.in_flight(least[index])).diagonal(1) for variant in chain.variants]
@@ -107,7 +111,7 @@ def _too_big(problem: ExactProblem, cap: Cap) -> str:
 
 
 def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
-    """Yield a possible replacement of each demand, by the DP."""
+    """Yield, for each demand, a change that makes the others possible, as found by the DP."""
     for demand in demands:
         others = replace(problem, demands=tuple(other for other in problem.demands if other is not demand))
         best, _ = seed(others)
@@ -125,7 +129,7 @@ def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
 
 
 def _least_cap(others: ExactProblem, demand: Demand, cap: Cap) -> int:
-    """Return the least bytes, to a thousandth, for which the DP finds a split."""
+    """Return the fewest bytes, to a thousandth, that a cap must allow so that the DP finds a split."""
 
     def fits(num_bytes: int) -> bool:
         changed = replace(demand, rule=replace(cap, num_bytes=num_bytes))

@@ -26,19 +26,19 @@ from mmcompile.planner.search.splitter import Splitter
 from mmcompile.units import format_seconds
 
 _MAX_TRIED = 24
-"""Most candidates of the search that are cut anew."""
+"""Most candidates of the search that are cut again under the constraints."""
 _MAX_ANEW = 4
-"""Most candidates whose stages are given out anew."""
+"""Most candidates whose stage counts are chosen again when no candidate's counts can meet the constraints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConstrainedResult:
-    """The fastest candidate found that meets the constraints."""
+    """Result of planning under constraints: the fastest candidate that meets them, and the certificate of its cuts."""
 
     best: Candidate
     exact: Exact
     notes: tuple[str, ...]
-    """Demands, their cost, and the certificate of the cuts: for `Plan.notes`."""
+    """Lines for `Plan.notes`: the demands, their cost in time, and the certificate of the cuts."""
 
 
 def constrained(
@@ -47,12 +47,13 @@ def constrained(
     """Find the fastest candidate that meets the constraints.
 
     Args:
-        engine: after its search. Afterwards `engine.judged` holds only what meets the constraints.
+        engine: search that has finished. Afterwards its `judged` holds only candidates that meet the constraints.
+        constraints: constraints of the user.
         budget_s: seconds that Z3 may take for each of a few questions.
 
     Raises:
-        PlanError: nothing meets the constraints; the message has a smallest set of them that conflict, and what would do.
-        ConfigError: a constraint names what does not exist, or has no effect.
+        PlanError: no candidate meets the constraints; the message names a smallest conflicting set and remedies.
+        ConfigError: a constraint names a chain, layer or rank that does not exist, or has no effect.
     """
     found = sorted(engine.judged, key=lambda judged: judged.iteration_s)
     assert found, "constraints are for candidates that were found"
@@ -81,10 +82,12 @@ def exact_problem(
     """Return the splitting problem of a candidate, its degrees and setting fixed.
 
     Args:
-        devices: that all stages may have together, their number free; None keeps the candidate's counts and ranks.
+        candidate: candidate whose chains are split.
+        constraints: constraints of the user.
+        devices: number of devices for all stages together, with free stage counts; None keeps the candidate's counts and ranks.
 
     Raises:
-        ConfigError: a constraint names what does not exist, or has no effect.
+        ConfigError: a constraint names a chain, layer or rank that does not exist, or has no effect.
     """
     chains = [_chain(candidate, index, devices) for index in range(len(candidate.degrees))]
     setting = candidate.setting
@@ -102,7 +105,7 @@ def exact_problem(
 
 
 def splits_of(candidate: Candidate) -> Splits:
-    """Return the cuts of a candidate."""
+    """Return the cuts of a candidate's chains as splits."""
     return tuple(
         Split(boundaries=(0, *(stage.last for stage in candidate.stages if stage.chain == index)))
         for index in range(len(candidate.degrees))
@@ -136,7 +139,7 @@ def _chain(candidate: Candidate, index: int, devices: int | None) -> ExactChain:
 
 
 def _readable(found: Sequence[Candidate], constraints: Sequence[Constraint]) -> Iterator[Candidate]:
-    """Return candidates whose chains have all names of the constraints; chains differ by the placement of projectors."""
+    """Yield the candidates whose chains have every name in the constraints; chains differ by the placement of projectors."""
     refusal: ConfigError | None = None
     readable = 0
     for judged in found:
@@ -165,10 +168,10 @@ def _cut_by_dp(candidate: Candidate, constraints: Sequence[Constraint]) -> Candi
 def _anew(
     engine: BranchAndBound, found: Sequence[Candidate], constraints: Sequence[Constraint], budget_s: float
 ) -> ConstrainedResult:
-    """Give out stages over the devices, with the degrees of the first candidate that allows it.
+    """Return a result with new stage counts over the devices, with the degrees of the first candidate for which one exists.
 
     Raises:
-        PlanError: none does; with the conflict of the fastest.
+        PlanError: no candidate allows one; the message has the conflict of the fastest candidate.
     """
     devices = engine.problem.num_devices
     conflicts: list[Conflict] = []
@@ -195,7 +198,7 @@ def _anew(
 
 
 def _different(found: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Return the first of the candidates with equal chains, degrees and setting; a few."""
+    """Yield the first few candidates that differ in chains, degrees or setting."""
     seen: set[tuple[object, ...]] = set()
     for judged in found:
         key = (judged.chains, judged.degrees, judged.setting)

@@ -21,16 +21,17 @@ def demands(
     counts: Sequence[int] | None = None,
     devices: int | None = None,
 ) -> tuple[Demand, ...]:
-    """Return the demands of a user, of the devices and of a layout, those of the user first.
+    """Return all demands on a split: those of the user first, then those of the devices and of the layout.
 
     Args:
-        constraints: what the user asks for.
-        memory_bytes: of a device; None for no limit.
-        counts: stages of each chain, where the layout decides them.
-        devices: that all stages together may have.
+        constraints: constraints of the user.
+        chains: chains to be split.
+        memory_bytes: memory of a device; None for no limit.
+        counts: number of stages of each chain if the layout decides it, else None.
+        devices: largest number of devices of all stages together; None for no limit.
 
     Raises:
-        ConfigError: a constraint names what does not exist, or a memory limit that has no effect.
+        ConfigError: a constraint names a chain, layer or rank that does not exist, or sets a memory limit without effect.
     """
     found = [Demand(rule=rule, words=c.words) for c in constraints for rule in _rules(c, chains, counts, memory_bytes)]
     everywhere = any(isinstance(constraint, MemoryCap) and not constraint.where for constraint in constraints)
@@ -48,7 +49,7 @@ def demands(
 def _rules(
     constraint: Constraint, chains: Sequence[ExactChain], counts: Sequence[int] | None, memory_bytes: int | None
 ) -> Iterator[Rule]:
-    """Return the rule of a constraint; none if it holds for every split."""
+    """Yield the rules that a constraint amounts to; it yields none if every split meets the constraint."""
     where = str(constraint)
     match constraint:
         case Together():
@@ -139,7 +140,7 @@ def _cap(
 
 
 def _stages_on(where: str, rank: int, chains: Sequence[ExactChain]) -> list[tuple[int, int]]:
-    """Return (chain, stage) pairs that a rank runs."""
+    """Return the (chain, stage) pairs, counted from 0, that a rank runs."""
     if not all(chain.ranks for chain in chains):
         raise ConfigError(
             f"{where}: ranks are known once the number of stages is; name a stage instead, or fix the stages"

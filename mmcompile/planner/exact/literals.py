@@ -14,9 +14,9 @@ from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.search.partition import Split, Table
 
 Bit = z3.BoolRef | bool
-"""A literal, or a constant that is folded away."""
+"""Z3 literal, or a constant that is folded away when a clause is added."""
 Bad = NDArray[np.bool_]
-"""Stages of layers i..j-1 that are forbidden, [N+1, N+1]."""
+"""True where a stage of layers i..j-1 is forbidden, [N+1, N+1]."""
 
 
 def negated(bit: Bit) -> Bit:
@@ -29,11 +29,11 @@ class ChainLiterals:
     """Literals of a chain: `at_most(k, i)` means that boundary k from the end is at most i. Boundary 0 is the end."""
 
     add: Callable[..., None]
-    """Function that adds a clause."""
+    """Function that adds a clause, a disjunction of literals, to the solver."""
     index: int
     num_layers: int
     most: int
-    """Most stages of the chain; this boundary is 0."""
+    """Largest number of stages of the chain; boundary `most` from the end is always 0."""
     boundaries: tuple[tuple[z3.BoolRef, ...], ...]
     variants: tuple[Bit, ...]
 
@@ -66,7 +66,7 @@ class ChainLiterals:
                 self.add(negated(variant), negated(other))
 
     def at_most(self, k: int, i: int) -> Bit:
-        """Return the literal that the k-th boundary from the end is at most i."""
+        """Return the literal that the k-th boundary from the end is at most layer i."""
         if i < 0:
             return False
         if k == 0:
@@ -76,7 +76,7 @@ class ChainLiterals:
         return self.boundaries[k][i]
 
     def between(self, k: int, first: int, last: int) -> Bit:
-        """Return the literal that boundary k comes after `first`, up to and including `last`."""
+        """Return the literal that the k-th boundary from the end lies after layer `first`, up to and including `last`."""
         after, until = negated(self.at_most(k, first)), self.at_most(k, last)
         if isinstance(after, bool):
             return after and until
@@ -89,7 +89,7 @@ class ChainLiterals:
         return self.at_most(count - 1, 0)
 
     def is_count(self, count: int) -> Bit:
-        """Return the literal that the chain has so many stages."""
+        """Return the literal that the chain has exactly `count` stages."""
         return self.between(count - 1, 0, self.num_layers) if count >= self.most else self._is_count(count)
 
     def _is_count(self, count: int) -> Bit:
@@ -97,15 +97,15 @@ class ChainLiterals:
         return done if before is False else cast(z3.BoolRef, z3.And(done, negated(before)))
 
     def is_(self, variant: int) -> Bit:
-        """Return the literal that the chain has a variant."""
+        """Return the literal that the chain has the degrees with the given index."""
         return self.variants[variant]
 
     def is_not(self, variant: int) -> Bit:
-        """Return the literal that the chain does not have a variant."""
+        """Return the literal that the chain does not have the degrees with the given index."""
         return negated(self.variants[variant])
 
     def forbid(self, k: int, bad: Bad, unless: tuple[Bit, ...]) -> None:
-        """Forbid bad ranges for the k-th stage from the end, unless one of the literals holds."""
+        """Add clauses that forbid layer ranges for the k-th stage from the end, unless one of the literals holds."""
         size = self.num_layers
         ends = [size] if k == 1 else range(1, size - k + 2)
         # Where each end lets the stage begin at the earliest; the end itself where it is not possible at all.
@@ -130,14 +130,14 @@ class ChainLiterals:
                 self.add(*unless, *here, negated(self.at_most(k, start)), self.at_most(k, start - 1))
 
     def value(self, k: int, table: Table) -> z3.ArithRef:
-        """Return a number that equals `table[i]` where boundary k is i."""
+        """Return a Z3 number that equals `table[i]` if the k-th boundary from the end is at layer i."""
         found = z3.FreshReal("value")
         for i, value in enumerate(table):
             self.add(negated(self.at_most(k, i)), self.at_most(k, i - 1), found == int(value))
         return found
 
     def largest(self, k: int, values: Sequence[int]) -> z3.ArithRef:
-        """Return a number, at least the value [num_layers] of every layer in the k-th stage from the end, and at least 0."""
+        """Return a Z3 number that is at least 0 and at least the value of every layer in the k-th stage from the end."""
         found = z3.FreshReal("largest")
         self.add(found >= 0)
         for layer, value in enumerate(values):
@@ -145,7 +145,7 @@ class ChainLiterals:
         return found
 
     def read(self, model: z3.ModelRef) -> Split:
-        """Return the split of a model of Z3."""
+        """Return the split that a solution found by Z3 describes."""
         boundaries = [self.num_layers]
         k = 0
         while boundaries[0] > 0:

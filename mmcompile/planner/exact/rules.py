@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cuts:
-    """Require at least one cut, or none, after `first`, up to and including `last`."""
+    """Rule that there is at least one cut, or no cut, after layer `first`, up to and including `last`."""
 
     chain: int
     first: int
     last: int
     some: bool
-    """True to require at least one cut; False for none."""
+    """True to require at least one cut; False to forbid all cuts there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InStage:
-    """Require that layers `first` to `last` (excluded) lie in stage `stage` of their chain, counted from 0."""
+    """Rule that layers `first` to `last` (excluded) lie in stage `stage` of their chain, counted from 0."""
 
     chain: int
     first: int
@@ -28,7 +28,7 @@ class InStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cap:
-    """Most bytes of a stage: of every stage, of every stage of a chain, or of one stage counted from 0."""
+    """Rule that limits the bytes of every stage, of every stage of one chain, or of one stage counted from 0."""
 
     num_bytes: int
     chain: int | None = None
@@ -37,7 +37,7 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Count:
-    """Fewest and most stages of a chain."""
+    """Rule that a chain has at least `low` and at most `high` stages."""
 
     chain: int
     low: int
@@ -46,21 +46,21 @@ class Count:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SameTp:
-    """Chains have the same tensor-parallel degree."""
+    """Rule that some chains have the same tensor-parallel degree."""
 
     chains: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Devices:
-    """Most devices of all stages together."""
+    """Rule that limits the number of devices of all stages together."""
 
     most: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unsatisfiable:
-    """Rule that holds for no split."""
+    """Rule that no split can meet, with the reason."""
 
     why: str
 
@@ -70,9 +70,9 @@ Rule = Cuts | InStage | Cap | Count | SameTp | Devices | Unsatisfiable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """A rule with its words."""
+    """Rule about a split, with its description in the user's words."""
 
     rule: Rule
     words: str
     asked: bool = True
-    """True for demands of the user; False for those of the devices and the layout."""
+    """True for a demand of the user; False for one that follows from the devices or the layout."""

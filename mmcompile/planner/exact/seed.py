@@ -19,17 +19,17 @@ from mmcompile.planner.exact.split_problem import ExactProblem, Splits, broken, 
 from mmcompile.planner.search.partition import INFINITE, Split, Table, cheapest_splits
 
 _MAX_COMBINATIONS = 256
-"""Most ways to choose degrees for all chains that are tried."""
+"""Largest number of combinations of the chains' degrees that are tried."""
 _MAX_REALISED = 32
-"""Most target times whose stage counts are tried with the real distances to the loss."""
+"""Largest number of target times whose stage counts are tried with the real distances to the loss."""
 
 
 def seed(problem: ExactProblem) -> tuple[Splits | None, int]:
-    """Split every chain by DP. Deterministic.
+    """Return a first answer by DP, which is deterministic: splits of all chains, and a lower bound.
 
     Returns:
-        Splits that meet every demand, None if none was found, which proves nothing; and a lower bound of the slowest stage in
-        picoseconds, INFINITE if no split exists, 0 if there are too many degrees to bound.
+        Splits that meet every demand, or None if the DP found none, although one may exist; and a lower bound of the slowest
+        stage in picoseconds, INFINITE if no split exists, 0 if there are too many degrees to bound.
     """
     dp = _ChainSplits(problem)
     bound_ps, best = INFINITE, None
@@ -51,7 +51,7 @@ def seed(problem: ExactProblem) -> tuple[Splits | None, int]:
 
 
 def _counts_allowed(problem: ExactProblem, chain: int) -> range:
-    """Return stage counts that the chain's own range, its layers and the demands on counts allow."""
+    """Return the stage counts of a chain that its own range, its number of layers, and the demands on counts allow."""
     own = problem.chains[chain]
     low, high = own.low, min(own.high, own.num_layers)
     for demand in problem.demands:
@@ -61,7 +61,7 @@ def _counts_allowed(problem: ExactProblem, chain: int) -> range:
 
 
 def narrowed(problem: ExactProblem) -> ExactProblem | None:
-    """Return the problem with the stage counts that the demands leave as the chains' own; None if they leave none."""
+    """Return the problem with each chain's range of stage counts reduced to what demands allow; None if a range becomes empty."""
     counts = [_counts_allowed(problem, chain) for chain in range(len(problem.chains))]
     if not all(counts):
         return None
@@ -70,7 +70,7 @@ def narrowed(problem: ExactProblem) -> ExactProblem | None:
 
 
 def least_tails(problem: ExactProblem) -> list[int]:
-    """Return the fewest stages there can be between each chain's end and the loss."""
+    """Return the least possible number of stages between each chain's end and the loss."""
     least = [0] * len(problem.chains)
     for index in reversed(range(len(least))):
         for feed in problem.chains[index].feeds:
@@ -81,13 +81,13 @@ def least_tails(problem: ExactProblem) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _ChainSplits:
-    """Optimal splits of single chains, each computed once."""
+    """Cache of optimal splits of single chains."""
 
     problem: ExactProblem
     known: dict[tuple[int, int, int], dict[int, Split]] = field(default_factory=dict)
 
     def splits(self, chain: int, variant: int, tail: int) -> dict[int, Split]:
-        """Return the split into each number of stages that is possible."""
+        """Return number of stages -> optimal split of a chain, for every possible number."""
         key = (chain, variant, tail)
         if key not in self.known:
             counts = _counts_allowed(self.problem, chain)
@@ -102,7 +102,7 @@ class _ChainSplits:
         return self.known[key]
 
     def _chain(self, chain: int, variant: int, tail: int, count: int) -> dict[int, Split]:
-        """Return splits for all counts up to `count`; demands on positions are those for exactly `count` stages."""
+        """Return splits into 1 to `count` stages; demands on positions are applied as if there were exactly `count` stages."""
         costs = (_cost(self.problem, chain, variant, tail, k, count) for k in range(1, count + 1))
         found = enumerate(cheapest_splits(costs), start=1)
         return {k: replace(split, variant=variant) for k, split in found if split is not None}
@@ -118,7 +118,7 @@ def _depends_on_position(problem: ExactProblem, chain: int) -> bool:
 
 
 def _cost(problem: ExactProblem, chain: int, variant: int, tail: int, k: int, count: int) -> Table:
-    """Return picoseconds of layers i..j-1 as the k-th stage from the end of `count`, [N+1, N+1]; infinite if forbidden."""
+    """Return picoseconds of layers i..j-1 as the k-th stage from the end of `count`, [N+1, N+1]; INFINITE if forbidden."""
     own = problem.chains[chain].variants[variant]
     start, end = np.arange(len(own.times))[:, None], np.arange(len(own.times))[None, :]
     bad = np.zeros(own.times.shape, dtype=bool)
@@ -140,7 +140,7 @@ def _cost(problem: ExactProblem, chain: int, variant: int, tail: int, k: int, co
 
 
 def _variants(problem: ExactProblem) -> Iterator[tuple[int, ...]]:
-    """Return choices of degrees that keep the demands for equal tp."""
+    """Yield the index of each chain's degrees, for all combinations that meet demands for equal tp."""
     same = [demand.rule.chains for demand in problem.demands if isinstance(demand.rule, SameTp)]
     choices = product(*(range(len(chain.variants)) for chain in problem.chains))
     for number, chosen in enumerate(choices):
@@ -154,7 +154,7 @@ def _variants(problem: ExactProblem) -> Iterator[tuple[int, ...]]:
 def _targets(
     problem: ExactProblem, dp: _ChainSplits, variants: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Return target times from the least, each with the fewest stages of every chain that meet it within the devices."""
+    """Yield target times in ps, ascending, each with the fewest stages of every chain that meet it within the devices."""
     least = least_tails(problem)
     options = [dp.splits(chain, variant, least[chain]) for chain, variant in enumerate(variants)]
     if not all(options):
@@ -173,7 +173,10 @@ def _targets(
 def _realise(
     problem: ExactProblem, dp: _ChainSplits, variants: tuple[int, ...], counts: tuple[int, ...]
 ) -> Splits | None:
-    """Split with the real distances to the loss, from the loss backwards; None if a demand is not met."""
+    """Return splits with given stage counts, from the loss backwards with the real distances to it.
+
+    None if a demand is not met.
+    """
     splits = [Split(boundaries=(0, chain.num_layers)) for chain in problem.chains]
     for chain in reversed(range(len(splits))):
         options = dp.splits(chain, variants[chain], tails(problem, tuple(splits))[chain])

@@ -30,27 +30,27 @@ BUDGET_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """Best split found, and the bound on better ones."""
+    """Result of the exact splitter: the best split found, and a lower bound of every split."""
 
     splits: Splits
     """One split for each chain."""
     slowest_s: float
     """Seconds of the slowest stage, its sends included."""
     bound_s: float
-    """Lower bound of the slowest stage's seconds, over all splits that meet the demands."""
+    """Lower bound in s of the slowest stage, over all splits that meet the demands."""
     proved: bool
     """True if Z3 proved that no split is faster than this one."""
     seconds: float
-    """Seconds spent."""
+    """Seconds that the solver took."""
 
     @property
     def gap(self) -> float:
-        """Relative gap between the slowest stage and the bound."""
+        """Relative difference between the slowest stage of the split and its lower bound."""
         return self.slowest_s / self.bound_s - 1 if self.bound_s else 0.0
 
     @property
     def text(self) -> str:
-        """The certificate in words."""
+        """Certificate of the split in words."""
         slowest = format_seconds(self.slowest_s)
         if self.proved:
             return (
@@ -67,18 +67,19 @@ class Exact:
 def solve(
     problem: ExactProblem, *, budget_s: float = BUDGET_S, start: Splits | None = None, seeded: bool = True
 ) -> Exact | Conflict:
-    """Split so that the slowest stage is as fast as can be, and each chain's own then too.
+    """Return the split whose slowest stage is as fast as possible; with that time kept, each chain's slowest stage too.
 
     Args:
-        budget_s: seconds; when they are up, the best split and bound known are returned.
-        start: a split to beat, besides the DP's.
-        seeded: False lets Z3 start from nothing.
+        problem: chains to split, with demands.
+        budget_s: seconds, after which the best split and bound known are returned.
+        start: known split to improve, besides that of the DP.
+        seeded: False to start Z3 without the DP's split and bound.
 
     Returns:
-        The split, or why there is none.
+        The split with its certificate, or the conflict if no split exists.
 
     Raises:
-        PlanError: the time was up before a split was found or excluded.
+        PlanError: the time was up before a split was found or proved impossible.
     """
     began = time.monotonic()
     tight = narrowed(problem)
@@ -112,7 +113,7 @@ def solve(
 
 @dataclass(kw_only=True)
 class _Minimisation:
-    """State of the search: it is an answer at any time."""
+    """State of the minimisation by Z3; at any time it holds the best split and bound so far."""
 
     problem: ExactProblem
     deadline: float
@@ -120,7 +121,7 @@ class _Minimisation:
     best: Splits | None = None
     proved: bool = False
     values: list[int] = field(default_factory=list)
-    """Times a slowest stage can have, ascending; empty where sums of stages count."""
+    """Possible times of a slowest stage in ps, ascending; empty where stages share ranks and their sums count."""
 
     @property
     def best_ps(self) -> int:
@@ -131,7 +132,11 @@ class _Minimisation:
             self.best = splits
 
     def search(self) -> None:
-        """Make the slowest stage fast, then each chain's own. Raises TimeoutError when the time is up, unless it is proved."""
+        """Minimise the slowest stage of all chains, then each chain's slowest stage.
+
+        Raises:
+            TimeoutError: the time is up before the slowest stage of all chains is proved minimal.
+        """
         self.values = _values(self.problem)
         model = Model(self.problem, self.deadline)
         chains = range(len(self.problem.chains))
@@ -152,9 +157,9 @@ class _Minimisation:
                 limits[chain] = self._time(self.best, {chain})
 
     def _minimise(self, model: Model, chains: set[int], limits: Sequence[int]) -> None:
-        """Make the slowest stage of some chains as fast as can be, none slower than its chain's limit.
+        """Minimise the slowest stage of the given chains, with no stage slower than its chain's limit in ps.
 
-        First ask for anything better than what is known, for that is often the end; then bisect.
+        The first question is whether any better split exists, as the known one is often optimal. Bisection follows.
         """
         everything = len(chains) == len(limits)
         bound_ps = self.bound_ps if everything else 0
@@ -176,7 +181,7 @@ class _Minimisation:
             self.bound_ps = self._time(self.best, chains)
 
     def _time(self, splits: Splits | None, chains: set[int]) -> int:
-        """Return picoseconds of the slowest stage of some chains; of all, with those that share ranks as one."""
+        """Return the ps of the slowest stage of the given chains; of all chains, stages that share ranks count as one."""
         if splits is None:
             return INFINITE
         if len(chains) == len(self.problem.chains):
@@ -185,14 +190,14 @@ class _Minimisation:
         return max(max(times[chain]) for chain in chains)
 
     def _middle(self, bound_ps: int, best_ps: int) -> int | None:
-        """Return a limit between the bound and the best; None if there is only the step to the next better."""
+        """Return a limit in ps between the bound and the best time; None if no possible time lies between them."""
         if not self.values:
             return (bound_ps + best_ps) // 2 if bound_ps < best_ps - 1 else None
         low, high = bisect_left(self.values, bound_ps), bisect_left(self.values, best_ps)
         return self.values[(low + high - 1) // 2] if low < high - 1 else None
 
     def _above(self, limit_ps: int) -> int:
-        """Return the next possible time above a limit that is too tight."""
+        """Return the next possible time in ps above a limit that no split meets."""
         return self.values[bisect_left(self.values, limit_ps + 1)] if self.values else limit_ps + 1
 
 
@@ -205,6 +210,6 @@ def _values(problem: ExactProblem) -> list[int]:
 
 
 def _biggest_layer_ps(problem: ExactProblem) -> int:
-    """Return the time of the biggest layer, by its best degrees, a bound of every split."""
+    """Return the picoseconds of the slowest single layer under its best degrees, a lower bound of every split."""
     tables = [[variant.times.diagonal(1) for variant in chain.variants] for chain in problem.chains]
     return max(int(np.min(own, axis=0).max()) for own in tables)

@@ -24,13 +24,14 @@ from mmcompile.planner.exact.split_problem import ExactProblem, Splits, covers, 
 
 
 class Model:
-    """A Z3 solver for a problem: given a limit, it finds a split with no slower stage, or proves that there is none."""
+    """Z3 solver for a splitting problem: given a time limit, it finds a split with no slower stage or proves that none exists."""
 
     def __init__(self, problem: ExactProblem, deadline: float) -> None:
-        """Make the clauses.
+        """Make the solver with the clauses of the problem.
 
         Args:
-            deadline: a time of `time.monotonic`.
+            problem: chains to split, with demands.
+            deadline: latest time, on the clock of `time.monotonic`.
 
         Raises:
             TimeoutError: the deadline passes while the clauses are made.
@@ -49,7 +50,7 @@ class Model:
         self._busy = [_sum([self._measured(c, s, "picoseconds") for c, s in group]) for group in self._groups]
 
     def add(self, *literals: Bit) -> None:
-        """Add a clause; constants are folded. Raises TimeoutError after the deadline."""
+        """Add a clause, the disjunction of literals; constants are folded. Raises TimeoutError after the deadline."""
         self._left_s()
         if any(literal is True for literal in literals):
             return
@@ -57,9 +58,9 @@ class Model:
         self._solver.add(z3.Or(kept) if kept else z3.BoolVal(False))
 
     def within(self, limits: Sequence[int]) -> Splits | None:
-        """Return a split that meets every demand with no stage slower than its chain's limit [ps]; None: there is none.
+        """Return a split that meets every demand, no stage slower than its chain's limit in ps; None if there is no such split.
 
-        Stages that share ranks are together no slower than the largest of the limits.
+        The sum of stages that share ranks is at most the largest limit.
 
         Raises:
             TimeoutError: the deadline passed first.
@@ -77,7 +78,7 @@ class Model:
             self._solver.pop()
 
     def core(self) -> tuple[int, ...] | None:
-        """Return indices of demands that cannot all be met, none of which can be left out; None if all can be met.
+        """Return the indices of a minimal set of demands that cannot all be met; None if all can be met.
 
         Raises:
             TimeoutError: the deadline passed first.
@@ -114,7 +115,7 @@ class Model:
         return tuple(chain.read(model) for chain in self._chains)
 
     def _tail_literals(self) -> list[list[Bit]]:
-        """Return literals [chain][d]: the chain's tail is at least d (true if it must be); up to the most it can be."""
+        """Return literals [chain][d]: at least d stages lie between the chain's end and the loss; True where that is certain."""
         least = least_tails(self._problem)
         found: list[list[Bit]] = [[] for _ in self._chains]
         for index in reversed(range(len(found))):
@@ -214,7 +215,7 @@ class Model:
         self._solver.add(z3.Or(off, z3.PbLe(terms, rule.most)))
 
     def _measured(self, chain: int, stage: int, what: Literal["picoseconds", "bytes"]) -> z3.ArithRef:
-        """Return a number, at least the picoseconds or bytes of a stage of a chain whose number of stages is decided."""
+        """Return a Z3 number that is at least the ps or bytes of a stage of a chain whose number of stages is decided."""
         key = f"{what}{chain}_{stage}"
         if key not in self._measures:
             total = self._measures[key] = z3.Real(key)

@@ -22,16 +22,16 @@ from mmcompile.planner.search.partition import Split, StageTables
 
 @dataclass(frozen=True, kw_only=True)
 class Variant(StageTables):
-    """A chain's layers under one set of parallel degrees."""
+    """Time and memory tables of a chain's layers under one set of parallel degrees."""
 
     tp: int = 1
     devices: int = 1
-    """Devices of one stage: tp * cp * dp."""
+    """Number of devices of one stage: tp * cp * dp."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
-    """Edge between chains: the output of a chain enters before layer `entry` of chain `target`, which comes later."""
+    """Edge to a later chain: the chain's output enters before layer `entry` of chain `target`."""
 
     target: int
     entry: int = 0
@@ -39,20 +39,20 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactChain:
-    """A line of layers to split."""
+    """Chain of layers to split, with its possible degrees and stage counts."""
 
     name: str
     labels: tuple[ChainLayer, ...]
     variants: tuple[Variant, ...]
-    """Degrees to choose from; one if they are decided."""
+    """Tables of each set of degrees to choose from; one entry if the degrees are decided."""
     low: int
-    """Fewest stages."""
+    """Smallest allowed number of stages."""
     high: int
-    """Most stages."""
+    """Largest allowed number of stages."""
     feeds: tuple[Feed, ...] = ()
-    """Edges to other chains; empty for the chain that ends in the loss."""
+    """Edges to later chains; empty for the chain that ends in the loss."""
     ranks: tuple[tuple[int, ...], ...] = ()
-    """Ranks of each stage, first to last, if the number of stages is decided: `low` and `high` are that number then.
+    """Ranks of each stage, first to last, if the number of stages is decided (`low == high`); else empty.
 
     Stages that share ranks run in turn.
     """
@@ -64,7 +64,7 @@ class ExactChain:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
+        """Number of layers of the chain."""
         return len(self.labels)
 
 
@@ -74,16 +74,16 @@ class ExactProblem:
 
     chains: tuple[ExactChain, ...]
     in_flight: Callable[[int], int]
-    """Depth (stages to the loss, 0 for the loss stage) -> microbatches whose activations a stage holds; never falls."""
+    """Function from a stage's depth (stages to the loss, 0 for the loss stage) to its microbatches in flight; it never falls."""
     demands: tuple[Demand, ...] = ()
 
 
 Splits = tuple[Split, ...]
-"""Split of each chain."""
+"""One split for each chain of a problem."""
 
 
 def tails(problem: ExactProblem, splits: Splits) -> list[int]:
-    """Return the stages between each chain's end and the loss."""
+    """Return the number of stages between each chain's end and the loss."""
     found = [0] * len(splits)
     for index in reversed(range(len(splits))):
         for feed in problem.chains[index].feeds:
@@ -94,7 +94,7 @@ def tails(problem: ExactProblem, splits: Splits) -> list[int]:
 
 
 def stage_bytes(problem: ExactProblem, splits: Splits) -> list[list[int]]:
-    """Return the bytes of every stage, chain by chain."""
+    """Return the peak bytes of every stage, [chain][stage]."""
     used: list[list[int]] = []
     for chain, split, tail in zip(problem.chains, splits, tails(problem, splits), strict=True):
         variant, count = chain.variants[split.variant], split.num_stages
@@ -109,7 +109,7 @@ def stage_bytes(problem: ExactProblem, splits: Splits) -> list[list[int]]:
 
 
 def stage_times(problem: ExactProblem, splits: Splits) -> list[list[int]]:
-    """Return the picoseconds of every stage, chain by chain."""
+    """Return the picoseconds of every stage for one microbatch, [chain][stage]."""
     return [
         [int(chain.variants[split.variant].times[ends]) for ends in split.ranges]
         for chain, split in zip(problem.chains, splits, strict=True)
@@ -117,7 +117,7 @@ def stage_times(problem: ExactProblem, splits: Splits) -> list[list[int]]:
 
 
 def sharing(problem: ExactProblem) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return groups of two or more (chain, stage) that run on the same ranks; needs ranks that are equal or apart."""
+    """Return groups of (chain, stage) that run on the same ranks, two or more each. Rank sets must be equal or disjoint."""
     groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for index, chain in enumerate(problem.chains):
         for stage, ranks in enumerate(chain.ranks):
@@ -126,14 +126,14 @@ def sharing(problem: ExactProblem) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def slowest_ps(problem: ExactProblem, splits: Splits) -> int:
-    """Return the picoseconds of the slowest stage; of stages that share ranks, their sum."""
+    """Return the picoseconds of the slowest stage; stages that share ranks count with their sum."""
     times = stage_times(problem, splits)
     shared = (sum(times[chain][stage] for chain, stage in group) for group in sharing(problem))
     return max([max(map(max, times)), *shared])
 
 
 def broken(problem: ExactProblem, splits: Splits) -> tuple[Demand, ...]:
-    """Return the demands that a split does not meet."""
+    """Return the demands that given splits do not meet."""
     return tuple(demand for demand in problem.demands if not _holds(problem, splits, demand.rule))
 
 
@@ -157,7 +157,7 @@ def _holds(problem: ExactProblem, splits: Splits, rule: Rule) -> bool:
 
 
 def _capped(problem: ExactProblem, splits: Splits, rule: Cap) -> Sequence[int]:
-    """Return the bytes of every stage, or rank shared by stages, that a cap concerns."""
+    """Return the bytes of every stage that a cap applies to; stages that share ranks count with their sum."""
     used = stage_bytes(problem, splits)
     chosen = [(c, s) for c, stages in enumerate(used) for s in range(len(stages)) if covers(rule, c, s)]
     shared = [group for group in sharing(problem) if any(stage in chosen for stage in group)]
@@ -165,7 +165,7 @@ def _capped(problem: ExactProblem, splits: Splits, rule: Cap) -> Sequence[int]:
 
 
 def covers(rule: Cap, chain: int, stage: int) -> bool:
-    """Return whether a cap concerns a stage, counted from 0."""
+    """Return whether a cap applies to a stage, counted from 0."""
     return rule.chain in (None, chain) and rule.stage in (None, stage)
 
 

@@ -1,1 +1,1 @@
-"""Search of a layout: prices, candidates, our search, published searches and baselines, all judged by the simulator."""
+"""Search of a model's layout: prices of chains, candidates, the search `auto`, and the final choice by the simulator."""

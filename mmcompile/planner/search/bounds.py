@@ -57,7 +57,7 @@ def lower_bound_s(candidate: Candidate) -> float:
 def _gap(
     schedule: ScheduleKind, round_s: float, depth: int, microbatches: int, forward_s: float, backward_s: float
 ) -> float:
-    """Return the idle seconds of a stage between its first action and its last."""
+    """Return the least idle seconds of a stage between its first forward and its last backward."""
     if schedule == "gpipe":
         return round_s
     warm_up = 2 * depth if schedule == "eager-1f1b" else depth
@@ -66,7 +66,7 @@ def _gap(
 
 
 def expected_s(candidates: Sequence[Candidate]) -> list[float]:
-    """Return the seconds of a step of each candidate, the mean over its draws, with the reduction over replicas.
+    """Return the seconds of a step of each candidate: the mean over its draws of random samples, with the gradient reduction.
 
     The makespans are those of the simulator, for candidates whose stages do not share ranks.
     """
@@ -85,27 +85,27 @@ def expected_s(candidates: Sequence[Candidate]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Union:
-    """Several candidates as one set of stages, simulated in lockstep.
+    """Stages of several candidates in one array, all simulated at the same time.
 
-    By the keys of `mmcompile.planner.schedule.order`, in a tick of the clock of keys each stage runs one forward, one backward or
-    nothing, and nothing in a tick depends on anything else in it.
+    `mmcompile.planner.schedule.order` gives every action a tick: in one tick a stage runs at most one forward or backward, and
+    actions of the same tick do not depend on each other.
     """
 
     seconds: tuple[Array, Array, Array]
-    """Seconds [draws, stages, microbatches + 1] of forward, awaited part of the backward, and the rest; 0 at the end."""
+    """Seconds of forward, of the backward's part that other stages await, and of its rest, [draws, stages, microbatches + 1]."""
     count: Index
-    """Number of microbatches, [stages]."""
+    """Number of microbatches of each stage, [stages]."""
     step: Index
-    """Ticks from one microbatch to the next."""
+    """Ticks from one microbatch to the next of a stage, [stages]."""
     start: Index
-    """Tick of the first forward."""
+    """Tick of the first forward of each stage, [stages]."""
     turn: Index
-    """Tick of the first backward."""
+    """Tick of the first backward of each stage, [stages]."""
     backward: NDArray[np.bool_]
     into: Index
-    """Numbers of the edges into each stage, [stages, most edges into one], the last number for none."""
+    """Indices of the edges into each stage, [stages, largest in-degree], padded with the number of edges."""
     out: Index
-    """Numbers of the gradient edges out of each stage, [stages, most gradient edges back into one]."""
+    """Indices of the edges that return gradients, by source stage, [stages, most], padded with the number of edges."""
     source: Index
     """Source stage of each edge, [edges]."""
     target: Index
@@ -185,7 +185,7 @@ class _Union:
         return clock
 
     def _edges(self, runs: Index, microbatch: Index, ends: Index) -> tuple[Index, Index]:
-        """Return the edges with one end in stages that run, and the microbatch each carries."""
+        """Return the edges with one end in the stages that run in a tick, and the microbatch that each edge carries."""
         carried = np.full(len(self.count), -1)
         carried[runs] = microbatch
         column = carried[ends]
@@ -194,14 +194,14 @@ class _Union:
 
 
 def _padded(durations: Array, draws: int, most: int) -> Array:
-    """Return durations [draws, stages, most, 3]; the draws of a candidate with fewer are repeated."""
+    """Return durations as [draws, stages, most, 3]; a candidate with fewer draws has its draws repeated."""
     own, _, count, _ = durations.shape
     wide = np.broadcast_to(durations, (draws, *durations.shape[1:])) if own < draws else durations
     return np.pad(wide, ((0, 0), (0, 0), (0, most - count), (0, 0)))
 
 
 def _rule(schedule: ScheduleKind, depth: int, microbatches: int) -> tuple[int, int, int]:
-    """Return ticks between microbatches, of the first forward and of the first backward: `mmcompile.planner.schedule.order`."""
+    """Return ticks between microbatches, to the first forward and to the first backward (`mmcompile.planner.schedule.order`)."""
     match schedule:
         case "gpipe":
             return 1, -depth, microbatches + depth
@@ -212,7 +212,7 @@ def _rule(schedule: ScheduleKind, depth: int, microbatches: int) -> tuple[int, i
 
 
 def _lists(ends: Index, num_stages: int, kept: NDArray[np.bool_]) -> Index:
-    """Return the edges at each stage, [stages, most], filled up with the number after the last edge."""
+    """Return the edge indices at each stage, [stages, most], padded with the number of edges."""
     found: list[list[int]] = [[] for _ in range(num_stages)]
     for edge, end in enumerate(ends.tolist()):
         if kept[edge]:

@@ -31,42 +31,42 @@ _BATCH = 24
 _PATIENCE = 48
 """Number of combinations split in a row without a faster one, after which the search ends, if not all are listed."""
 _MAX_VAIN = 400
-"""Number of combinations split in a row that do not fit the memory, after which the search ends, if not all are listed."""
+"""Number of combinations split in a row without any that fits the memory, after which a partial search ends."""
 _MAX_ROUNDS = 6
-"""Most rounds of trying the neighbours of the fastest."""
+"""Most rounds in which the fastest candidate's stage counts are varied by one."""
 FINALISTS = 12
-"""Number of candidates tried with every schedule, and with cuts moved."""
+"""Number of fastest candidates that are tried with every schedule, and whose cuts are moved."""
 _POLISHED = 3
 """Number of finalists whose cuts are moved where not all combinations are listed."""
 _POLISH_SIZE = 200_000
-"""Number of durations (draws x stages x microbatches x 3) simulated to move cuts."""
+"""Largest total of durations (draws x stages x microbatches x 3) that are simulated to move cuts."""
 _MAX_INSERTED = 6
-"""Layers of a stage up to which a cut is tried between any two; in a larger one, only in the middle."""
+"""Largest stage, in layers, in which every additional cut is tried; in a larger one, only the middle."""
 _POLISH_SLACK = 0.05
-"""Relative excess of a moved cut's bound over the fastest, above which it is not simulated."""
+"""Relative excess of a moved candidate's lower bound over the fastest step, above which it is not simulated."""
 
 
 @dataclass(kw_only=True)
 class BranchAndBound:
-    """One search. Its fields hold afterwards which candidates were tried."""
+    """Search for the fastest candidate of a problem; its fields record the candidates that were tried and left out."""
 
     problem: Problem
     judged: list[Candidate] = field(default_factory=list)
     too_big: list[MemoryShortage] = field(default_factory=list)
-    """Combinations of which no split fits."""
+    """Combinations no split of which fits the memory."""
     bounded: list[tuple[float, CombinationGroup, int]] = field(default_factory=list)
-    """Combinations (group, number in it) that cannot be faster, with their bound."""
+    """Combinations that cannot be faster than the best: (lower bound in s, group, index in the group)."""
     unseen: int = 0
-    """Number of combinations left when the splits ran out."""
+    """Number of combinations never split because the search ended early."""
 
     @cached_property
     def splitter(self) -> Splitter:
-        """Splitter of the problem."""
+        """Splitter that cuts the problem's chains into stages."""
         return Splitter(problem=self.problem)
 
     @cached_property
     def combos(self) -> Combinations:
-        """Combinations of degrees and stage counts."""
+        """Lister of all combinations of degrees and stage counts."""
         return Combinations(problem=self.problem)
 
     @cached_property
@@ -76,16 +76,16 @@ class BranchAndBound:
 
     @property
     def all_too_big(self) -> tuple[MemoryShortage, ...]:
-        """Combinations that exceed the memory, those closest to it first: found by splitting, then by bounds."""
+        """Combinations that exceed the memory: first those found by splitting, then those excluded by bounds."""
         return (*self.too_big, *self.combos.tables.too_big.values())
 
     @property
     def everything(self) -> bool:
-        """True if all combinations were listed."""
+        """True if every combination was listed, so that the search is exhaustive."""
         return all(self.combos.listed)
 
     def run(self) -> None:
-        """Search all combinations. Candidates judged before are a time to beat."""
+        """Search all combinations. Candidates that were judged before serve as the time to beat."""
         self._refine()
         if not self.judged and not self.everything:
             tight = self.first()
@@ -96,9 +96,10 @@ class BranchAndBound:
         self._polish()
 
     def first(self) -> Candidate | None:
-        """Return some candidate that fits the memory; None if none was found.
+        """Return the first candidate found that fits the memory, or None.
 
-        Those that need least come first: most computed again, most ranks, smallest microbatches. Splits are limited.
+        Combinations that need the least memory come first: most recomputation, most ranks, smallest microbatches. At most
+        `_MAX_VAIN` are split.
         """
         order = [
             (-RECOMPUTES.index(group.setting.recompute), -int(group.ranks[index]), group.setting.samples, number, index)
@@ -113,24 +114,24 @@ class BranchAndBound:
         return None
 
     def best(self) -> Candidate | None:
-        """Simplest of the fastest candidates; None if there is none."""
+        """Return the simplest of the candidates whose step is about as short as the fastest; None if no candidate was judged."""
         limit_s = self.fastest_s * (1 + TOLERANCE / 2)
         close = (judged for judged in self.judged if judged.iteration_s <= limit_s)
         return min(close, key=_simplest, default=None)
 
     @property
     def fastest_s(self) -> float:
-        """Seconds of the fastest candidate."""
+        """Seconds of the fastest judged candidate's step; infinite if none was judged."""
         return min((judged.iteration_s for judged in self.judged), default=float("inf"))
 
     @property
     def lower_bound_s(self) -> float:
-        """Lower bound of the step of all combinations, on average data; infinite without any."""
+        """Lower bound in s of the step of every combination, on average data; infinite without combinations."""
         bounds = [float(group.bound_s.min()) for group in self.groups]
         return min([*bounds, *self.combos.left_out], default=float("inf"))
 
     def judge(self, candidates: Sequence[Candidate], strategy: str = "auto") -> None:
-        """Simulate candidates and keep the results."""
+        """Simulate candidates and append them, with their seconds, to `judged`."""
         apart = [candidate for candidate in candidates if not candidate.shares_ranks]
         makespans_s = iter(expected_s(apart))
         for candidate in candidates:
@@ -145,7 +146,10 @@ class BranchAndBound:
             self.judged.append(replace(candidate, iteration_s=seconds, strategy=strategy))
 
     def draft(self, combination: Combination) -> Candidate | None:
-        """Split and assemble; return None, and record it, if a chain does not fit the memory."""
+        """Return the candidate of a combination with its best cuts.
+
+        None, and record the shortage, if a chain exceeds the memory.
+        """
         limit = self.problem.memory_bytes(combination.num_ranks)
         parts = self.splitter.parts(combination, limit)
         if not isinstance(parts, int):
@@ -155,7 +159,7 @@ class BranchAndBound:
         return None
 
     def _refine(self) -> None:
-        """Split and judge combinations until none can be faster, or until many in a row were not."""
+        """Split and judge combinations until none can be faster, or until many in a row brought no improvement."""
         order = self._order()
         seen = splits = improved_at = 0
         while True:
@@ -197,7 +201,7 @@ class BranchAndBound:
             yield self.groups[owner[position]], int(number[position])
 
     def _neighbours(self) -> None:
-        """Yield combinations with a stage more or less in each chain of the fastest, repeatedly."""
+        """Judge combinations with one stage more or less in each chain of the fastest candidate, until none is faster."""
         tried: set[Combination] = set()
         for _ in range(_MAX_ROUNDS):
             before_s = self.fastest_s
@@ -222,7 +226,7 @@ class BranchAndBound:
         )
 
     def _schedules(self) -> None:
-        """Yield the finalists under every allowed schedule."""
+        """Judge the fastest candidates under every other allowed schedule."""
         finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:FINALISTS]
         batch: list[Candidate] = []
         for best in finalists:
@@ -237,7 +241,7 @@ class BranchAndBound:
         self.judge(batch)
 
     def _polish(self) -> None:
-        """Move single cuts of the finalists while that makes them faster: even stages are not always the best."""
+        """Move single cuts of the fastest candidates as long as that makes them faster: even stages are not always the best."""
         number = FINALISTS if self.everything else _POLISHED
         finalists = sorted(self.judged, key=lambda judged: judged.iteration_s)[:number]
         moving = [judged for judged in finalists if self._own(judged)]
@@ -257,7 +261,7 @@ class BranchAndBound:
             moving = list(better.values())
 
     def _moves(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidate with the cuts of one chain changed a little, if the memory allows."""
+        """Yield variants of a candidate with the cuts of one chain changed a little, if they fit the memory."""
         parts = [
             [(stage.first, stage.last) for stage in candidate.stages if stage.chain == chain]
             for chain in range(len(candidate.degrees))
@@ -274,14 +278,17 @@ class BranchAndBound:
                         yield found
 
     def _own(self, candidate: Candidate) -> bool:
-        """Return whether a candidate is of the search's space and no two stages share ranks."""
+        """Return whether a candidate belongs to this search's space and no two of its stages share ranks."""
         return not candidate.shares_ranks and any(candidate.chains is chains for chains in self.problem.sets)
 
 
 def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int, int]]]:
-    """Yield cuts of a chain that differ a little: one cut, or all, a layer earlier or later; one cut less; one more in a stage.
+    """Yield variants of a chain's cuts that differ a little.
+
+    One cut, or all, moves a layer earlier or later; one cut is removed; or one is added within a stage.
 
     Args:
+        ranges: (first, end) layer of each stage.
         same: keep the number of stages.
     """
     cuts = [last for _, last in ranges[:-1]]
@@ -301,7 +308,7 @@ def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int
 
 
 def _simplest(candidate: Candidate) -> tuple[int, int, int, int, float]:
-    """Return the sort key of plans with equal time: fewer devices, fewer stages, the simpler schedule, less recomputation."""
+    """Return the sort key of equally fast plans: fewer devices, fewer stages, the simpler schedule, less recomputation."""
     return (
         candidate.num_ranks,
         len(candidate.stages),

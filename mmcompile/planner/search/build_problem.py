@@ -58,15 +58,14 @@ def problem_of(
         num_microbatches: microbatches of a step, of one replica of the last chain; None where the space has several.
         stages: chain name -> number of stages, for chains whose count is decided. A chain is named after its encoder or
             language model, a projector alone after itself.
-        replicas: chain or component name -> replicas, for chains whose number is decided; others of the same balance
-            group get as many.
-            Without a global batch, chains left get as many as the last, which has 1 if it is not named.
+        replicas: chain or component name -> replicas, for chains whose number is decided; other chains of the same balance group
+            get as many. Without a global batch, all other chains get as many as the last chain, which has 1 if it is not named.
         tensor_parallel: chain or component name -> ranks that share its tensors, 1 for those not named; None: any of the space.
         tensor_degrees: component name -> numbers of ranks that can share its tensors (`tensor_axes`); absent: all can.
-        tensor_shares: component name -> number of ranks -> their exchanges and shares, by layer; absent: assumed.
+        tensor_shares: component name -> number of ranks -> share and collectives of each layer; absent: assumed.
         fsdp: chains and components whose replicas share their parameters.
         projector: placement of projectors; None lets the simulator choose.
-        num_devices: use only so many devices.
+        num_devices: number of devices to use; None: all.
         entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
         shards: ranks that share each stage of the last chain; `costs` are those of one shard.
         space: choices of the search; by default those that the engine runs.
@@ -128,7 +127,7 @@ def problem_of(
 
 
 def needs_sharing(problem: Problem, chains: ChainSet) -> bool:
-    """Return whether there are fewer devices than chains, and nothing that forbids chains to share them."""
+    """Return whether there are fewer devices than chains while no option forbids chains to share devices."""
     alone = all(number in (None, 1) for number in problem.decided[chains])
     return not problem.stages and alone and problem.space.cp == (1,) and problem.num_devices < len(chains.chains)
 
@@ -142,7 +141,7 @@ def _budget(cluster: Cluster, num_devices: int | None) -> int:
 
 
 def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global_batch: int | None) -> SearchSpace:
-    """Return the space with the decided choices."""
+    """Return the search space narrowed to the choices that the request has decided."""
     if num_microbatches is not None:
         space = replace(space, microbatches=(num_microbatches,))
     if shards > 1:
@@ -155,7 +154,7 @@ def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global
 def _replicated(
     space: SearchSpace, sets: Sequence[ChainSet], replicas: Mapping[str, int], global_batch: int | None
 ) -> SearchSpace:
-    """Return the space with the decided replicas of the last chain."""
+    """Return the space narrowed to the decided number of replicas of the last chain."""
     wanted = [decided_replicas(chains, replicas, follow=global_batch is None) for chains in sets]
     numbers = {each[-1] for each in wanted if each is not None}
     decided = tuple(sorted(number for number in numbers if number is not None))
@@ -167,7 +166,7 @@ def _replicated(
 
 
 def _check_devices(problem: Problem) -> None:
-    """Refuse stages that need more devices than there are."""
+    """Raise a PlanError if the demanded stages need more devices than the cluster has."""
     shards, stages = min(problem.space.cp), problem.stages
     needs = [problem.least_ranks(chains, shards) for chains in problem.sets]
     possible = problem.cluster.is_local or any(needs_sharing(problem, chains) for chains in problem.sets)
@@ -184,7 +183,7 @@ def _check_devices(problem: Problem) -> None:
 
 
 def named_counts(counts: Mapping[str, int]) -> str:
-    """Return `vision 2, language_model 4`, for messages."""
+    """Return counts by name as text for messages: `vision 2, language_model 4`."""
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
@@ -219,7 +218,7 @@ def _with_replicas(sets: Sequence[ChainSet], wanted: Mapping[str, int], *, follo
     """Return the chain sets that can have the given replicas.
 
     Raises:
-        PlanError: a name that is neither of a chain nor of a component, a number below 1, or none can.
+        PlanError: a name that is neither of a chain nor of a component, a number below 1, or replicas that no chain set can have.
     """
     _check_names(sets, wanted, "{} replicas")
     fitting = [chains for chains in sets if decided_replicas(chains, wanted, follow=follow) is not None]
@@ -253,7 +252,7 @@ def _with_shared_tensors(sets: Sequence[ChainSet], wanted: Mapping[str, int]) ->
         wanted: chain or component name -> ranks that share its tensors; 1 for those not named.
 
     Raises:
-        PlanError: a name that is neither of a chain nor of a component, a number below 1, or no set can.
+        PlanError: a name that is neither of a chain nor of a component, a number below 1, or degrees that no chain set can have.
     """
     _check_names(sets, wanted, "tensor parallel degree {}")
     fitting = [

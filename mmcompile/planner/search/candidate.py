@@ -33,7 +33,10 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateStage:
-    """Contiguous layers of a chain on the ranks of all its replicas; seconds and bytes are those of one rank."""
+    """Stage of a candidate: contiguous layers of a chain on the ranks of all replicas.
+
+    Seconds and bytes are those of one rank.
+    """
 
     chain: int
     position: int
@@ -41,39 +44,39 @@ class CandidateStage:
     first: int
     last: int
     ranks: tuple[int, ...]
-    """Ranks, replica by replica."""
+    """Ranks that run the stage, replica by replica."""
     depth: int
     has_backward: bool
     forward_s: float
-    """Forward seconds of the mean microbatch, as the other seconds."""
+    """Seconds of the forward of a microbatch of mean load; all seconds of a stage are for this load."""
     input_grad_s: float
     weight_grad_s: float
     parameter_bytes: int
     trainable_bytes: int
     saved_bytes: int
-    """Bytes kept for backward by the mean microbatch."""
+    """Bytes of activations kept for the backward of a microbatch of mean load."""
     worst_bytes: int
-    """Bytes kept for backward by the worst microbatch."""
+    """Bytes of activations kept for the backward of the largest microbatch."""
     working_bytes: int
     in_flight: int
     modes: tuple[Recompute | None, ...] | None = None
-    """Recomputation of each layer, None for a layer with nothing to win; None: that of the setting."""
+    """Recomputation of each layer, None for a layer where it frees no memory. The whole is None if all use the setting's mode."""
 
     @property
     def backward_s(self) -> float:
-        """Seconds of input and weight gradient."""
+        """Seconds of the backward of one microbatch: input gradient and weight gradient."""
         return self.input_grad_s + self.weight_grad_s
 
     @property
     def total_s(self) -> float:
-        """Seconds of forward and backward."""
+        """Seconds of forward and backward of one microbatch."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of activations: one microbatch in flight is the worst, the others are the mean.
+        """Bytes of activations held at the peak: one microbatch in flight is the largest, the others are the mean.
 
-        Recomputed activations are added.
+        The activations that are recomputed in a backward are included.
         """
         if self.in_flight == 0:
             return 0
@@ -87,37 +90,36 @@ class CandidateStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Stages with their times and memory, and the edges between them. Stages are numbered chain by chain."""
+    """One plan under consideration: stages, numbered chain by chain, with times and memory, and the edges between them."""
 
     problem: Problem = field(repr=False)
     chains: ChainSet = field(repr=False)
     setting: Setting
     degrees: tuple[Degrees, ...]
-    """Degrees of each chain."""
+    """Parallel degrees of each chain, in the order of the chain set."""
     stages: tuple[CandidateStage, ...]
     edges: Mapping[tuple[int, int], int]
-    """(source stage, target stage) -> forward bytes of a microbatch to one replica of the target; the source has the lower
-    number."""
+    """(source stage, later target stage) -> forward bytes of a microbatch to one replica of the target."""
     link_s: Mapping[tuple[int, int], float]
     """(source stage, target stage) -> seconds of one message, either way."""
     iteration_s: float = inf
-    """Seconds of its step by the simulator; infinite before it is simulated."""
+    """Seconds of the candidate's step by the simulator; infinite before it is simulated."""
     strategy: str = "auto"
-    """Name of the strategy that proposed it."""
+    """Name of the strategy that proposed the candidate."""
 
     @property
     def combination(self) -> Combination:
-        """Everything of the candidate but its cuts and ranks."""
+        """Chains, setting, degrees and stage counts of the candidate: all of it but its cuts and ranks."""
         return Combination(chains=self.chains, setting=self.setting, degrees=self.degrees, counts=self.counts)
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that the candidate uses."""
         return 1 + max(max(stage.ranks) for stage in self.stages)
 
     @property
     def shares_ranks(self) -> bool:
-        """True if some stages run on the same ranks."""
+        """True if two stages run on the same ranks."""
         return len({stage.ranks[0] for stage in self.stages}) < len(self.stages)
 
     @property
@@ -127,12 +129,12 @@ class Candidate:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the stages, `chain.position`."""
+        """Name of every stage, `chain.position`, in the order of `stages`."""
         return tuple(f"{self.chains.chains[stage.chain].name}.{stage.position}" for stage in self.stages)
 
     @cached_property
     def step_work_s(self) -> float:
-        """Device seconds of a step, all replicas together: forwards, backwards and the optimizer; the mean over draws."""
+        """Mean device seconds of a step over the draws: forwards, backwards and optimizer of all replicas together."""
         each = self.durations.sum(axis=(2, 3)).mean(axis=0).tolist()
         return sum(
             (seconds + tail_s) * len(stage.ranks)
@@ -141,7 +143,7 @@ class Candidate:
 
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
-        """Predicted bytes of each rank; of ranks that run the same stages once, on the first of them."""
+        """Predicted peak bytes of each rank. Where several ranks run the same stages, only the first of them is listed."""
         used: dict[int, int] = {}
         for stage in self.stages:
             used[stage.ranks[0]] = used.get(stage.ranks[0], 0) + stage.total_bytes
@@ -149,9 +151,10 @@ class Candidate:
 
     @cached_property
     def tail_s(self) -> tuple[float, ...]:
-        """Seconds of each stage after its last backward: gradients reduced over replicas, the optimizer's step.
+        """Seconds of each stage after its last backward: gradient reduction over replicas, then the optimizer.
 
-        The reduction runs layer by layer beside the last backward; what that does not hide, at least one layer's, is left.
+        The reduction runs layer by layer during the last backward; only its part that the backward does not hide, at least one
+        layer's, counts.
         """
         return tuple(self._tail(stage) for stage in self.stages)
 
@@ -176,7 +179,7 @@ class Candidate:
         return found
 
     def timelines(self, *, record: bool = False) -> tuple[Timeline, ...]:
-        """Return one simulated step for each draw."""
+        """Return one simulated step for each draw of random samples; `record` keeps the times of every action."""
         flows = [self.flow()] * self.setting.num_microbatches
         schedule = build_schedule(one_rank_each(self), flows, self.setting.schedule)
         link_s = self.link_names_s
@@ -185,7 +188,7 @@ class Candidate:
         )
 
     def longest_path_s(self) -> float:
-        """Return the seconds of the mean microbatch, forward to the loss and backward again, without messages."""
+        """Return the seconds of one mean microbatch through all stages, forward to the loss and back, without messages."""
         forward, backward = [0.0] * len(self.stages), [0.0] * len(self.stages)
         for index, stage in enumerate(self.stages):
             before = [source for source, target in self.edges if target == index]
@@ -195,9 +198,9 @@ class Candidate:
 
     @cached_property
     def durations(self) -> NDArray[np.float64]:
-        """Return seconds of forward, input gradient, weight gradient by random samples, [draws, stages, microbatches, 3].
+        """Seconds of forward, input gradient and weight gradient for random samples, [draws, stages, microbatches, 3].
 
-        One draw of equal microbatches where there is no dataset.
+        Without a dataset there is one draw of equal microbatches.
         """
         mean = np.array([(stage.forward_s, stage.input_grad_s, stage.weight_grad_s) for stage in self.stages])
         first = self.problem.prices.drawn_loads(self.setting, self.degrees[-1], last=True)
@@ -207,7 +210,7 @@ class Candidate:
         return np.concatenate([self._chain_durations(chain) for chain in range(len(self.degrees))], axis=1)
 
     def _chain_durations(self, chain: int) -> NDArray[np.float64]:
-        """Return the durations of one chain, [draws, stages of the chain, microbatches, 3]."""
+        """Return the seconds of one chain's stages for random samples, [draws, stages of the chain, microbatches, 3]."""
         degrees, layers = self.degrees[chain], self.chains.chains[chain].layers
         loads = self.problem.prices.drawn_loads(self.setting, degrees, last=chain == len(self.degrees) - 1)
         modes = self.modes_of(chain)
@@ -233,7 +236,7 @@ class Candidate:
         return np.moveaxis(seconds.reshape(len(own), draws, count, 3), 0, 1)
 
     def modes_of(self, chain: int) -> list[Recompute]:
-        """Return the recomputation of each layer of a chain."""
+        """Return the recomputation mode of each layer of a chain, given the index of the chain."""
         found: list[Recompute] = []
         for stage in (own for own in self.stages if own.chain == chain):
             for mode in stage.modes or (self.setting.recompute,) * (stage.last - stage.first):
@@ -241,7 +244,7 @@ class Candidate:
         return found
 
     def flow(self) -> Flow:
-        """Return the flow of one microbatch: it passes through every stage."""
+        """Return the flow of microbatches through the stages for the simulator: every microbatch passes every stage."""
         names = self.names
         return Flow(
             stages=names,
@@ -253,7 +256,7 @@ class Candidate:
         )
 
     def to_chains(self) -> tuple[Chain, ...]:
-        """Return the chains of a plan."""
+        """Return the chains as they stand in a plan."""
         stages = self.to_stages()
         return tuple(
             Chain(
@@ -269,7 +272,7 @@ class Candidate:
         )
 
     def to_stages(self) -> tuple[Stage, ...]:
-        """Return the stages of a plan."""
+        """Return the stages as they stand in a plan."""
         return tuple(self._stage(name, stage) for name, stage in zip(self.names, self.stages, strict=True))
 
     def _stage(self, name: str, stage: CandidateStage) -> Stage:
@@ -301,7 +304,7 @@ class Candidate:
 
 
 Strategy = Callable[[Problem], Sequence[Candidate]]
-"""Function that proposes candidates for a problem, of which the simulator chooses. None if nothing fits the memory."""
+"""Function that proposes candidates for a problem, for the simulator to choose from; none if no candidate fits the memory."""
 
 
 def assemble(
@@ -312,12 +315,12 @@ def assemble(
     parts: Sequence[Ranges],
     ranks: Sequence[Sequence[int]] | None = None,
 ) -> Candidate:
-    """Put a candidate together. It is not checked: neither its memory nor the number of its ranks.
+    """Return the candidate with the given degrees and cuts, without checking its memory or its number of ranks.
 
     Args:
         degrees: degrees of each chain.
         parts: layers of the stages of each chain.
-        ranks: ranks of each stage, chain by chain, replica by replica; ranks of its own each by default (`place`).
+        ranks: ranks of each stage, chain by chain, replica by replica; by default no two stages share any (`place`).
     """
     assert degrees[-1].dp == setting.dp, f"replicas of the last chain: {degrees[-1].dp}, of the setting: {setting.dp}"
     if ranks is None:
@@ -345,7 +348,7 @@ def assemble(
 
 
 _Edges = dict[tuple[int, int], list[tuple[int, int]]]
-"""(source stage, target stage) -> (chain, layer) whose output is sent."""
+"""(source stage, target stage) -> (chain, layer) of every output sent between them."""
 
 
 def _stage_edges(chains: ChainSet, parts: Sequence[Ranges]) -> _Edges:
@@ -365,7 +368,7 @@ def _stage_edges(chains: ChainSet, parts: Sequence[Ranges]) -> _Edges:
 
 
 def holder(ranges: Ranges, layer: int) -> int:
-    """Return the stage of a chain that holds a layer."""
+    """Return the index of the stage that contains a layer of a chain."""
     return next(index for index, (first, last) in enumerate(ranges) if first <= layer < last)
 
 
@@ -382,7 +385,7 @@ def _runs_backward(priced: PricedChain, first: int, last: int) -> bool:
 
 
 def _backward(own: Sequence[bool], edges: _Edges) -> tuple[bool, ...]:
-    """Return whether a stage runs a backward: a layer of it does, or gradient passes through it to a stage before."""
+    """Return for each stage whether it runs a backward: a layer of it does, or gradient passes through it to an earlier stage."""
     backward = list(own)
     for source, target in sorted(edges):
         backward[target] = backward[target] or backward[source]
@@ -419,7 +422,7 @@ def _stage(
 
 
 def one_rank_each(candidate: Candidate) -> list[PlacedStage]:
-    """Return the stages of a candidate, each on one rank: ranks that share a stage do the same, so the first stands for all."""
+    """Return the stages of a candidate for the simulator, each on one rank that stands for all ranks of the stage."""
     number = {rank: index for index, rank in enumerate(sorted({stage.ranks[0] for stage in candidate.stages}))}
     return [
         PlacedStage(name=name, ranks=(number[stage.ranks[0]],), depth=stage.depth)
@@ -428,7 +431,7 @@ def one_rank_each(candidate: Candidate) -> list[PlacedStage]:
 
 
 def stage_durations(names: Sequence[str], drawn: NDArray[np.float64]) -> dict[str, list[LayerTimes]]:
-    """Return stage name -> its durations, from [stages, microbatches, 3]."""
+    """Return stage name -> seconds of each of its microbatches, from an array [stages, microbatches, 3]."""
     return {
         name: [
             LayerTimes(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)

@@ -33,29 +33,29 @@ from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 MAX_LISTED = 4000
-"""Number of combinations up to which all are considered."""
+"""Number of combinations up to which every one is listed."""
 SPREAD_COST = 0.4
-"""Share of the excess of the largest of several microbatches over their mean that stages wait for. [Empirical]"""
+"""Fraction of (largest - mean) seconds of several microbatches for which stages wait. [Empirical]"""
 _MAX_PAIRS = 64
-"""Number of chain sets with settings up to which all are listed."""
+"""Number of pairs (chain set, setting) up to which every pair is listed."""
 _NEAR = 1.3
-"""Factor over the least guess of all, within which combinations are listed if there are too many."""
+"""Factor over the least guess, within which pairs of a chain set and a setting are kept if there are too many."""
 _KEPT = 2
-"""Number of encoder options that each option of the last chain is combined with, otherwise."""
+"""Number of encoder options combined with each option of the last chain when not all are listed."""
 _KEPT_EACH = 48
-"""Number of best guesses kept of each setting, otherwise."""
+"""Number of combinations with the best guess kept of each setting when not all are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CombinationGroup:
-    """Combinations that share a chain set and a setting."""
+    """Combinations of degrees and stage counts that share a chain set and a setting, as arrays."""
 
     chains: ChainSet
     setting: Setting
     options: tuple[Options, ...]
-    """Options of each chain."""
+    """Options (degrees and stage count) of each chain."""
     chosen: Index
-    """Option of each chain, [combinations, chains]."""
+    """Index of the option of each chain, [combinations, chains]."""
     ranks: Index
     bound_s: Array
     guess_s: Array
@@ -76,17 +76,17 @@ class CombinationGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Combinations:
-    """Lists combinations of a problem."""
+    """Lister of the combinations of a problem, with bounds and guesses of their seconds."""
 
     problem: Problem
     listed: list[bool] = field(default_factory=list)
-    """True for each set whose combinations were all listed; filled by `groups`."""
+    """One entry for each call of `groups`: True if every combination was listed."""
     left_out: list[float] = field(default_factory=list)
-    """Bounds of the chain sets and settings that were not listed; filled by `groups`."""
+    """Lower bounds in s of the pairs (chain set, setting) that `groups` did not list."""
     _joined: dict[tuple[ChainSet | Options, ...], JoinedEncoders] = field(default_factory=dict, repr=False)
 
     def groups(self) -> list[CombinationGroup]:
-        """Return the groups that have any combination."""
+        """Return the combinations by chain set and setting; groups without combinations are left out."""
         self._price()
         prepared = [(chains, setting, self._options(chains, setting)) for chains, setting in self._promising()]
         number = sum(prod(map(len, options)) for _, _, options in prepared) + len(self.left_out) * MAX_LISTED
@@ -100,21 +100,21 @@ class Combinations:
 
     @cached_property
     def tables(self) -> OptionTables:
-        """Options of single chains."""
+        """Cached options of each single chain."""
         return OptionTables(problem=self.problem)
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
-        """Settings to combine."""
+        """Settings of a whole plan that are combined with the chains' options."""
         return tuple(_settings(self.problem, _primary(self.problem.space.schedules)))
 
     def max_ranks(self, chains: ChainSet) -> int:
-        """Return the ranks that a candidate may have: the devices; local processes may share them if stages are demanded."""
+        """Return the most ranks of a candidate: the devices, or on one machine as many processes as demanded stages need."""
         least = self.problem.least_ranks(chains, min(self.problem.space.cp))
         return max(self.problem.num_devices, least if self.problem.cluster.is_local else 0)
 
     def _promising(self) -> list[tuple[ChainSet, Setting]]:
-        """Return chain sets and settings; of many, those whose least guess is not far above the least of all."""
+        """Return the pairs (chain set, setting) to list; if there are many, those with a guess near the best one."""
         pairs = [
             (chains, setting)
             for chains in self.problem.sets
@@ -131,7 +131,7 @@ class Combinations:
         return [pair for pair, (guess_s, _) in zip(pairs, looks, strict=True) if guess_s <= limit_s]
 
     def _look(self, chains: ChainSet, setting: Setting) -> tuple[float, float]:
-        """Return the least guess and bound of a step, if the last chain had all devices and its layers could be cut anywhere."""
+        """Return (least guess, lower bound) in s of a step whose last chain had all devices and could be cut anywhere."""
         last, count = chains.chains[-1], setting.num_microbatches
         found: list[tuple[float, float]] = [(inf, inf)]
         for degrees in self.degrees(last, setting, last=True):
@@ -149,7 +149,7 @@ class Combinations:
         return min(guess_s for guess_s, _ in found), min(bound_s for _, bound_s in found)
 
     def _price(self) -> None:
-        """Price every chain in every layout, many at a time."""
+        """Price every chain in every layout in a few batches, and keep the prices in the problem."""
         chains = {
             (chain, decided): chain is each.chains[-1]
             for each in self.problem.sets
@@ -181,10 +181,13 @@ class Combinations:
     def degrees(
         self, chain: ChainSpec, setting: Setting, *, last: bool, decided: int | None = None
     ) -> Iterator[Degrees]:
-        r"""Return the degrees of a chain.
+        """Yield the parallel degrees that a chain may have.
 
         Args:
-            last: True for the last chain, whose replicas are the setting's.\n        decided: decided replicas of another chain.
+            chain: chain to spread.
+            setting: setting of the whole plan.
+            last: True for the last chain, which has the replicas of the setting.
+            decided: decided number of replicas of another chain; None: all that are possible.
         """
         shares = self.problem.tensor_degrees(chain)
         if last:
@@ -197,7 +200,7 @@ class Combinations:
             yield from (Degrees(tp=tp, dp=dp, fsdp=fsdp) for tp in shares)
 
     def _replicas(self, setting: Setting) -> list[int]:
-        """Return the replicas of an encoder: divisors of the last chain's, and multiples that leave each a whole sample."""
+        """Return the possible replicas of an encoder: divisors of the last chain's, and multiples with whole samples for each."""
         if self.problem.space.dp == (1,):
             return [1]
         slot = round(setting.dp * setting.samples)
@@ -244,11 +247,13 @@ class Combinations:
 def _in_turn(
     setting: Setting, total_s: Array | float, waited: Array | float, stages: Index | int
 ) -> NDArray[np.float64]:
-    """Return the seconds that the stages of the last chain need at least, one after the other: `bound`'s second part.
+    """Return the least seconds that the stages of the last chain need one after the other: the second part of `bound`.
 
     Args:
-        total_s: of a microbatch in all stages.
-        waited: the least part of it that is not weight gradients.
+        setting: number of microbatches and schedule.
+        total_s: seconds of a microbatch in all stages.
+        waited: least share, 0..1, of `total_s` that is not weight gradients.
+        stages: number of stages.
     """
     share = np.maximum(waited, 1e-3) if setting.schedule == "zb-h1" else np.ones_like(waited)
     each = share / (setting.num_microbatches - 1 + share)
@@ -256,7 +261,7 @@ def _in_turn(
 
 
 def _best(guess_s: Array) -> tuple[Index, Index]:
-    """Return row and column of the best guesses: a few in each row, not too many in all."""
+    """Return the row and column indices of the best guesses: at most `_KEPT` in each row and `_KEPT_EACH` in all."""
     count = min(_KEPT, guess_s.shape[1])
     if not count:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -270,7 +275,7 @@ def _best(guess_s: Array) -> tuple[Index, Index]:
 
 
 def _primary(schedules: Sequence[ScheduleKind]) -> ScheduleKind:
-    """Return the schedule under which candidates are tried first: ZB-H1 is never slower than 1F1B and holds no more."""
+    """Return the schedule to try first: ZB-H1 if allowed, as it is never slower than 1F1B and holds no more."""
     order: Mapping[ScheduleKind, int] = {"zb-h1": 0, "1f1b": 1, "eager-1f1b": 2, "gpipe": 3}
     return min(schedules, key=order.__getitem__)
 

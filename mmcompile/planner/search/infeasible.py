@@ -24,46 +24,46 @@ from mmcompile.units import format_bytes
 
 _BUDGET_S = 20.0
 _WANTED = 3
-"""Number of requests that work, after which no more are searched."""
+"""Number of feasible requests found, after which no further ones are tried."""
 _MAX_NODES = 64
-"""Most multiples of the requested nodes that are tried."""
+"""Largest multiple of the requested nodes that is tried."""
 
 Way = tuple[str, Callable[[], Problem]]
-"""Words of a request, and the function that makes its problem."""
+"""(request in words for the user, function that makes the problem of that request)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relaxation:
-    """Requests that relax one thing, the least relaxed first."""
+    """Relaxed requests of one kind, for example more nodes; the least relaxed request comes first in `ways`."""
 
     words: str
     ways: tuple[Way, ...]
     rising: bool = False
-    """True if each way fits wherever the one before it does, so that not all need be tried."""
+    """True if each way fits wherever the way before it does, so that a binary search suffices."""
     instead_of: str = ""
-    """Words of another relaxation with as many ways: of no use unless an earlier way works than of that one."""
+    """Words of a stronger relaxation with the same ways. Only ways before its first feasible one are tried here."""
     useless_after: tuple[str, ...] = ()
-    """Words of relaxations that give up less."""
+    """Words of relaxations that give up less; if one of them is feasible, this one is not tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nearest:
-    """Relaxations that work, that fail, and that were not tried."""
+    """Result of trying relaxations: those with a feasible request, those without, and those not tried."""
 
     works: tuple[str, ...]
-    """One request for each relaxation that works, in their order."""
+    """First feasible request, in words, of each relaxation that has one, in order of trial."""
     fails: tuple[str, ...]
-    """Relaxations that are not enough."""
+    """Words of the relaxations without any feasible request."""
     untried: tuple[str, ...]
-    """Relaxations left when the time was up."""
+    """Words of the relaxations that were left when the time was up."""
 
 
 def explain(problem: Problem, *, budget_s: float = _BUDGET_S) -> str:
-    """Return why nothing fits, and the nearest requests that do: the lines of a PlanError.
+    """Return the lines of a PlanError: why no candidate fits, and the nearest requests that do.
 
     Args:
-        problem: for which the search found nothing that fits the memory.
-        budget_s: seconds to look for requests that work.
+        problem: problem for which the search found no candidate that fits the memory.
+        budget_s: seconds that may be spent on a search for feasible requests.
     """
     found = nearest(relaxations(problem), budget_s=budget_s)
     lines = list(_needs(problem))
@@ -90,11 +90,13 @@ def nearest(
     budget_s: float = _BUDGET_S,
     wanted: int = _WANTED,
 ) -> Nearest:
-    """Try relaxations in their order until enough work or the time is up.
+    """Return which relaxations make a problem feasible, tried in order until enough do or the time is up.
 
     Args:
-        works: decides whether a problem has a plan.
-        wanted: relaxations that work, after which no more are tried.
+        asked: relaxations to try.
+        works: function that decides whether a problem has a plan.
+        budget_s: seconds after which no more are tried.
+        wanted: number of feasible relaxations after which no more are tried.
     """
     until = time.monotonic() + budget_s
     found: dict[str, int] = {}
@@ -118,7 +120,7 @@ def nearest(
 
 
 def _first(ways: Sequence[Way], rising: bool, works: Callable[[Problem], bool]) -> int | None:
-    """Return the number of the first way that works."""
+    """Return the index of the first way that is feasible; None if none is."""
 
     def does(number: int) -> bool:
         return works(ways[number][1]())
@@ -138,7 +140,7 @@ def _first(ways: Sequence[Way], rising: bool, works: Callable[[Problem], bool]) 
 
 
 def relaxations(problem: Problem) -> tuple[Relaxation, ...]:
-    """Return possible relaxations, the cheapest first, without those already given."""
+    """Return the possible relaxations of a request, the cheapest for the user first, without options that are already on."""
     single = [
         Relaxation(words="recompute full", ways=tuple(_recomputes(problem))),
         Relaxation(words="tensor parallelism", ways=tuple(_tensors(problem))),
@@ -190,7 +192,7 @@ def _tensors(problem: Problem) -> Iterator[Way]:
 
 
 def _microbatches(problem: Problem) -> Iterator[Way]:
-    """Yield more and smaller microbatches of the same step, if their number is decided."""
+    """Yield requests with more and smaller microbatches of the same step, if the number of microbatches is decided."""
     asked = problem.space.microbatches
     if asked is None:
         return
@@ -203,18 +205,18 @@ def _microbatches(problem: Problem) -> Iterator[Way]:
 
 
 def _batch(problem: Problem) -> int:
-    """Return the samples of a step."""
+    """Return the number of samples in a step."""
     asked, replicas = problem.space.microbatches, min(problem.space.dp or (1,))
     return problem.global_batch or problem.graph.num_samples * max(asked or (1,)) * replicas
 
 
 def _share(problem: Problem) -> int:
-    """Return the samples of a replica in a step, with the fewest replicas."""
+    """Return the number of samples of one replica in a step, with the fewest replicas that the space allows."""
     return _batch(problem) // min(problem.space.dp or (1,))
 
 
 def _everything(problem: Problem) -> Problem:
-    """Return the problem with all relaxations that need no other cluster and no other model."""
+    """Return the problem with all relaxations that keep the cluster and the model as they are."""
     smaller = any(True for _ in _microbatches(problem))
     space = replace(
         problem.space,
@@ -233,7 +235,7 @@ def _nodes(make: Callable[[], Problem], cluster: Cluster, words: str) -> Iterato
 
 
 def _on(make: Callable[[], Problem], cluster: Cluster) -> Problem:
-    """Return a problem on another cluster."""
+    """Return the problem that `make` builds, moved to another cluster."""
     problem = make()
     prices = replace(problem.prices, pricing=replace(problem.pricing, cluster=cluster))
     return replace(problem, prices=prices, num_devices=cluster.num_devices)
@@ -258,7 +260,7 @@ def _changed(
 
 
 def _needs(problem: Problem) -> Iterator[str]:
-    """Yield the memory that the model needs in all, against that of the devices."""
+    """Yield lines of text that compare the memory that the model needs in all with that of the devices."""
     each = problem.memory_bytes(1)
     together = each * problem.num_devices
     setting = replace(BranchAndBound(problem=problem).combos.settings[-1], dp=1)
@@ -283,7 +285,7 @@ def _needs(problem: Problem) -> Iterator[str]:
 
 
 def trains_more(problem: Problem) -> bool:
-    """Return whether more than the projectors is trained; False if there are none, or costs cannot be computed anew."""
+    """Return whether parameters outside the projectors train. False without projectors, or if costs cannot be computed anew."""
     names = _projectors(problem)
     trained = {spec.name for spec in problem.graph.parameters if spec.trainable}
     return bool(names) and not trained <= names and problem.pricing.given_cp == 1

@@ -19,7 +19,7 @@ LayersByChain = Mapping[str, Sequence[ChainLayer]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Layers `first` to `last` (excluded) of a chain: one layer, or those of one component."""
+    """Result of a look-up: layers `first` (included) to `last` (excluded) of a chain, one layer or a whole component."""
 
     chain: int
     first: int
@@ -27,13 +27,15 @@ class Place:
 
 
 def find(text: str, chains: LayersByChain, *, where: str) -> Place:
-    """Return the layers that a text names: one layer, or a component.
+    """Return the layers that a text names: one layer or a whole component.
 
     Args:
-        where: named in errors: the constraint it stands in.
+        text: module path, `component.index`, component, or glob that matches one layer.
+        chains: layers of every chain.
+        where: constraint that contains the text, for error messages.
 
     Raises:
-        ConfigError: it names nothing, or a glob matches several; the message lists what it could be.
+        ConfigError: the text names no layer, or a glob matches several; the message lists candidates.
     """
     if any(mark in text for mark in "*?["):
         return _only(text, [place for place, label in _layers(chains) if fnmatchcase(label.name, text)], chains, where)
@@ -55,7 +57,7 @@ def find(text: str, chains: LayersByChain, *, where: str) -> Place:
 
 
 def chain_index(text: str, chains: LayersByChain, *, where: str) -> int:
-    """Return the index of a chain. Raises ConfigError if there is none; it lists those there are."""
+    """Return the index of a chain by its name. An unknown name raises ConfigError, which lists the names of all chains."""
     for index, name in enumerate(chains):
         if name == text:
             return index

@@ -13,13 +13,13 @@ from mmcompile.planner.pricing.priced_chain import PricedChain
 from mmcompile.planner.search.settings import Degrees
 
 Sent = Sequence[tuple[int, int]]
-"""(chain, layer) of the outputs that one message carries."""
+"""Outputs that one message carries, each as (chain index, layer index)."""
 End = tuple[int, Sequence[int]]
-"""Chain and ranks of a stage."""
+"""One end of a message: (chain index, ranks of the stage)."""
 
 
 def place(degrees: Sequence[Degrees], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return ranks of every stage, chain by chain, no two stages sharing any.
+    """Return the ranks of every stage, chain by chain; no two stages share a rank.
 
     Chains lie one after the other, those of larger tp first, so that no tensor-parallel group leaves its node; in a chain,
     replica by replica, stage by stage, so that neighbours in the pipeline are near.
@@ -40,15 +40,15 @@ def place(degrees: Sequence[Degrees], counts: Sequence[int]) -> list[tuple[int, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMessages:
-    """Bytes and seconds of the messages between stages of priced chains."""
+    """Calculator of the bytes and seconds of messages between stages of priced chains."""
 
     cluster: Cluster
     degrees: Sequence[Degrees]
-    """Degrees of each chain."""
+    """Parallel degrees of each chain."""
     priced: Sequence[PricedChain]
 
     def num_bytes(self, target: int, sent: Sent) -> int:
-        """Return forward bytes to one replica of a chain."""
+        """Return the forward bytes of a message to one replica of a target chain."""
         replicas = self.degrees[target].dp
         return sum(
             int(self.priced[chain].whole_bytes[layer]) * self.degrees[chain].dp // replicas for chain, layer in sent
@@ -57,8 +57,8 @@ class StageMessages:
     def seconds(self, source: End, target: End, sent: Sent) -> float:
         """Return the seconds of one message: every rank sends its share to its peer, at once.
 
-        Where the two sides are spread differently, the side with fewer ranks is the slower; a receiver that shares tensors
-        then gathers the shares of its group, for each rank reads the whole.
+        If sender and receiver have different numbers of ranks, the one with fewer ranks sets the time. A receiver with tensor
+        parallelism then gathers the shares of its group, as each rank reads the whole tensor.
         """
         sends, receives = self.degrees[source[0]], self.degrees[target[0]]
         link = self._link(source[1], target[1])
@@ -70,9 +70,9 @@ class StageMessages:
         return sent_s + gathered_s
 
     def _link(self, source: Sequence[int], target: Sequence[int]) -> Interconnect:
-        """Return the link between stages: within a node if all peers are.
+        """Return the link that two stages communicate over: the one within a node if all peers are on the same node.
 
-        Only the first replicas are tested, others are alike.
+        Only the ranks of the first replicas are tested; the other replicas are placed in the same way.
         """
         node = self.cluster.devices_per_node
         if len(source) == len(target):

@@ -33,24 +33,24 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """Options of one chain [options]."""
+    """All options (degrees and stage count) of one chain, as arrays [options]."""
 
     degrees: tuple[Degrees, ...]
     which: Index
-    """Index into `degrees`."""
+    """Index into `degrees` of each option, [options]."""
     stages: Index
     ranks: Index
-    """Number of ranks of all replicas."""
+    """Number of ranks of all replicas of the chain, [options]."""
     slowest_s: Array
-    """Lower bound of the slowest stage's seconds, over all splits."""
+    """Lower bound of the slowest stage's seconds over all splits, [options]."""
     path_s: Array
-    """Seconds of one microbatch through all stages, forward and backward."""
+    """Seconds of one microbatch through all stages, forward and backward, [options]."""
     late_s: Array
-    """Part of `path_s` that is weight gradients."""
+    """Part of `path_s` that is weight gradients, [options]."""
     waited: Array
-    """Least share, 0..1, of a stage's time that is not weight gradients."""
+    """Least share, 0..1, of a stage's time that is not weight gradients, [options]."""
     tail_s: Array
-    """Rough seconds after the last backward: reduction over replicas and the optimizer's step."""
+    """Rough seconds after the last backward: gradient reduction over replicas and optimizer step, [options]."""
 
     def __len__(self) -> int:
         return len(self.which)
@@ -58,22 +58,22 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryShortage:
-    """Stages that exceed the memory."""
+    """Combination, or stage counts of one chain, whose stages exceed the memory."""
 
     text: str
     chain: str
     limit_bytes: int
     number: int = 1
-    """Number of combinations, or of stage counts of one chain."""
+    """Number of combinations, or of stage counts of one chain, that this entry stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionTables:
-    """Makes options, each bound computed once."""
+    """Cache of the options of single chains, so that each bound is computed once."""
 
     problem: Problem
     too_big: dict[str, MemoryShortage] = field(default_factory=dict, repr=False)
-    """Options left out, by their text."""
+    """Options that exceed the memory, by their description."""
     _slowest: dict[tuple[object, ...], Array] = field(default_factory=dict, repr=False)
     _known: dict[tuple[object, ...], Options] = field(default_factory=dict, repr=False)
 
@@ -87,12 +87,12 @@ class OptionTables:
         *,
         last: bool,
     ) -> Options:
-        """Return all degrees and stage counts of a chain that the memory may hold. Equal arguments give the same object.
+        """Return the degrees and stage counts with which a chain may fit the memory. Equal arguments give the same object.
 
         Args:
             counts: numbers of stages to choose from.
-            max_ranks: most ranks of all its stages and replicas.
-            last: the chain ends in the loss; others are at least one stage away from it.
+            max_ranks: largest number of ranks of the chain's stages and replicas together.
+            last: True if the chain ends in the loss; any other chain is at least one stage away from it.
         """
         slot = setting.samples * setting.dp  # all that other settings of the same slot could change
         key = (
@@ -154,7 +154,10 @@ class OptionTables:
         )
 
     def slowest(self, priced: PricedChain, setting: Setting, most: int, *, last: bool) -> Array:
-        """Return the least seconds of the slowest of 1, 2, ... stages, [most]; infinite where the memory cannot hold them."""
+        """Return the least seconds of the slowest of 1, 2, ... stages, [most].
+
+        Infinite where the memory cannot hold the stages.
+        """
         flights = min(setting.num_microbatches, 2 * most + 1)
         key = (priced, setting.schedule, flights, most, last)
         if key not in self._slowest:
@@ -177,7 +180,7 @@ class OptionTables:
         return np.where(np.isinf(least), np.inf, np.maximum(np.maximum(even, priced.slowest_s), least * body.seconds))
 
     def _tail(self, priced: PricedChain, degrees: Degrees) -> float:
-        """Return rough seconds after the last backward if all layers were one stage's."""
+        """Return the rough seconds after the last backward if one stage held all layers of a chain."""
         cluster = self.problem.cluster
         num_bytes = float(priced.trainable_bytes[-1])
         peers = degrees.cp * degrees.dp
@@ -190,13 +193,16 @@ class OptionTables:
 
 @cache
 def _flights(schedule: ScheduleKind, num_microbatches: int, most: int, last: bool) -> Index:
-    """Return the least microbatches in flight in the 1st, 2nd, ... stage from the end of a chain, [most]."""
+    """Return the least number of microbatches in flight in the 1st, 2nd, ... stage from the end of a chain, [most]."""
     depths = range(0 if last else 1, most + (0 if last else 1))
     return np.array([in_flight(schedule, depth, num_microbatches) for depth in depths])
 
 
 def _undominated(ranks: Index, first: Array, second: Array) -> Index:
-    """Return options that no other with as few ranks beats in both costs; the first of equals. In order of ranks."""
+    """Return the indices of options, in order of ranks, that no other with as few ranks beats in both costs.
+
+    Of equals the first.
+    """
     order = np.lexsort((second, first, ranks))
     kept: list[int] = []
     # The options kept so far that none beats: rising in the first cost, falling in the second.
@@ -218,23 +224,23 @@ def _undominated(ranks: Index, first: Array, second: Array) -> Index:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedEncoders:
-    """Options of all encoders together [combinations]."""
+    """Joint options of all encoders: one option of each, as arrays [combinations]."""
 
     chosen: Index
-    """Option of each encoder, [combinations, encoders]."""
+    """Index of each encoder's option, [combinations, encoders]."""
     ranks: Index
     slowest_s: Array
     path_s: Array
-    """Seconds of the longest path through encoders, forward and backward."""
+    """Seconds of the longest path through encoders, forward and backward, [combinations]."""
     before_s: Array
-    """Seconds that certainly pass before the last chain's first stage begins and after it ends."""
+    """Least seconds before the last chain's first stage begins plus those after it ends, [combinations]."""
     tail_s: Array
 
     @classmethod
     def of(
         cls, chains: ChainSet, options: Sequence[Options], schedule: ScheduleKind, *, everything: bool
     ) -> JoinedEncoders:
-        """Return the combinations of all encoders' options."""
+        """Return the joint options of all encoders."""
         zero = np.zeros(1)
         chosen = np.zeros((1, 0), dtype=np.int64)
         ranks, slowest_s, tail_s = np.zeros(1, dtype=np.int64), zero, zero
@@ -273,12 +279,12 @@ class JoinedEncoders:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bound:
-    """Encoders whose replicas must be those of another: several chains of one balance group."""
+    """Constraint that encoders of one balance group have the same number of replicas."""
 
     replicas: tuple[Index, ...]
-    """Number of replicas of each encoder [options]; 0 if it is a balance group of its own."""
+    """Number of replicas of each encoder, one array [options] each; 0 for an encoder that is a balance group by itself."""
     groups: tuple[tuple[int, ...], ...]
-    """Balance groups of several chains."""
+    """Encoder indices of each balance group that has several chains."""
 
     @classmethod
     def of(cls, chains: ChainSet, options: Sequence[Options]) -> _Bound:
@@ -293,19 +299,22 @@ class _Bound:
         )
 
     def chosen(self, joined: Index) -> Index:
-        """Return the replicas of the encoders chosen so far, [combinations, encoders]."""
+        """Return the numbers of replicas of the encoders joined so far, [combinations, encoders], from their option indices."""
         columns = [self.replicas[chain][joined[:, chain]] for chain in range(joined.shape[1])]
         return np.stack(columns, axis=1)
 
     def allowed(self, joined: Index) -> NDArray[np.bool_]:
-        """Return whether the last encoder chosen agrees with those of its balance group before it, [combinations]."""
+        """Return whether the encoder joined last has as many replicas as its balance group's earlier encoders, [combinations]."""
         newest, found = joined.shape[1] - 1, self.chosen(joined)
         before = [chain for group in self.groups if newest in group for chain in group if chain < newest]
         return (found[:, before] == found[:, newest : newest + 1]).all(axis=1)
 
 
 def _undominated_each(kinds: Index, ranks: Index, first: Array, second: Array) -> Index:
-    """Return `_undominated` among options of each kind [options, any], in order of kinds."""
+    """Return the indices from `_undominated` within each kind, in order of kinds.
+
+    Equal rows of `kinds` [options, any] are one kind.
+    """
     if not kinds.any():
         return _undominated(ranks, first, second)
     _, kind = np.unique(kinds, axis=0, return_inverse=True)
@@ -314,11 +323,12 @@ def _undominated_each(kinds: Index, ranks: Index, first: Array, second: Array) -
 
 
 def _path(chains: ChainSet, times: Sequence[Array], chosen: NDArray[np.int64], *, first: bool) -> Array:
-    """Return the longest path through the encoders chosen so far, [combinations]; chains are in topological order.
+    """Return the longest path in s through the encoders joined so far, [combinations]. Chains are in topological order.
 
     Args:
-        times: of each encoder [options].
-        first: only along edges that enter a chain at its first layer.
+        times: seconds of each encoder, one array [options] each.
+        chosen: option index of each encoder, [combinations, encoders].
+        first: count only edges that enter a chain at its first layer.
     """
     longest: list[Array] = [np.zeros(len(chosen))]
     last = len(chains.chains) - 1

@@ -48,10 +48,11 @@ def plan_of(engine: BranchAndBound, best: Candidate, *, strategy: str = "auto") 
 
 
 def _predicted(best: Candidate, lower_bound_s: float = float("inf")) -> Prediction:
-    """Return the simulator's prediction for a judged candidate.
+    """Return the simulator's prediction for a candidate that was judged.
 
     Args:
-        lower_bound_s: lower bound of all alternatives; it is capped at that of this one.
+        best: candidate with simulated seconds.
+        lower_bound_s: lower bound in s of every alternative's step; capped at the candidate's seconds.
     """
     cluster = best.problem.cluster
     devices = min(best.num_ranks, cluster.num_devices)
@@ -71,7 +72,7 @@ def _predicted(best: Candidate, lower_bound_s: float = float("inf")) -> Predicti
 
 
 def _bubbles(candidate: Candidate) -> tuple[BubbleShare, ...]:
-    """Return the bubbles of all draws together: a longer step counts more."""
+    """Return the idle time of a candidate by cause, summed over its draws, so that longer steps weigh more."""
     names = candidate.names
     flow = candidate.flow()
     chains = {
@@ -120,7 +121,7 @@ def _costs(problem: Problem) -> str:
 
 
 def _cuts(candidate: Candidate, splitter: Splitter) -> Iterator[Cut]:
-    """Yield the reason why each stage but the last ends where it does."""
+    """Yield a reason for each cut: why a stage, other than the last of its chain, ends where it does."""
     problem, setting = candidate.problem, candidate.setting
     names = candidate.names
     limit = problem.memory_bytes(candidate.num_ranks)
@@ -203,7 +204,7 @@ def _rejected(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
 
 
 def _closest(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
-    """Return the closest losers, the closest of each other projector placement first."""
+    """Yield the closest alternatives that lost: first the closest of every other projector placement."""
     many = engine.problem.global_batch is not None
     # (seconds, combination, whether it was simulated)
     losers = [(own.iteration_s, own.combination, True) for own in engine.judged if own is not best]
@@ -250,11 +251,12 @@ def _too_big(engine: BranchAndBound) -> Iterator[Rejected]:
 def sample_rates(
     candidate: Candidate, geometries: Mapping[str, Geometry], pricing: Pricing | None = None
 ) -> tuple[SampleRate, ...]:
-    """Return rates around the mean load of a slot of each chain's replica.
+    """Return the cost of samples near the mean load of a slot, for each component on a replica of its chain.
 
     Args:
-        geometries: of every component.
-        pricing: with costs at every load, where those of the candidate's problem hold at one load only.
+        candidate: candidate whose degrees and loads are used.
+        geometries: component name -> geometry of its samples.
+        pricing: prices that hold at every load, where those of the candidate's problem hold at one load only.
     """
     problem, setting = candidate.problem, candidate.setting
     pricing = pricing or problem.pricing
@@ -301,7 +303,7 @@ def _values(
 
 
 def _polynomial(values: NDArray[np.float64], at: Load) -> Polynomial:
-    """Return the polynomial through the values of `_values`. More rows never cost less; rounding errors below 0 are dropped."""
+    """Return the polynomial in tokens and squares through the three values of `_values`; coefficients below 0 become 0."""
     by_tokens, by_squares = (max(float(value - values[0]), 0.0) for value in values[1:])
     return Polynomial(
         fixed=float(values[0]) - by_tokens - by_squares,

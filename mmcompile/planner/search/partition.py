@@ -29,32 +29,32 @@ from numpy.typing import NDArray
 from mmcompile.errors import PlanError
 
 PER_SECOND = 10**12
-"""Picoseconds per second: times are whole picoseconds inside."""
+"""Picoseconds per second. The partition computes in whole picoseconds, so that sums are exact."""
 INFINITE = int(np.iinfo(np.int64).max)
-"""Time of a forbidden stage."""
+"""Picoseconds that stand for a forbidden stage."""
 Table = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionLayer:
-    """One layer, for one microbatch."""
+    """Costs of one layer for one microbatch, as the partition reads them."""
 
     seconds: float
-    """Seconds of forward and backward."""
+    """Seconds of the layer's forward and backward."""
     fixed_bytes: int = 0
     """Bytes of parameters, gradients and optimizer state."""
     saved_bytes: int = 0
     """Bytes of activations kept for the backward of one microbatch."""
     begin_fixed_bytes: int = 0
-    """Further fixed bytes of the stage that begins with this layer."""
+    """Fixed bytes added to a stage that begins with this layer."""
     begin_saved_bytes: int = 0
-    """Further saved bytes of the stage that begins with this layer: values that earlier layers read and keep too."""
+    """Saved bytes added to a stage that begins with this layer: values of earlier layers that later layers read and keep too."""
     working_bytes: int = 0
-    """Bytes held while this layer alone runs; a stage needs the largest of its layers'."""
+    """Bytes held only while this layer runs; a stage needs the largest value of its layers."""
     send_s: float = 0.0
-    """Seconds of sending its output; paid by the stage that ends with this layer."""
+    """Seconds to send the layer's output; counted for the stage that ends with this layer."""
     return_s: float = 0.0
-    """Seconds of returning the gradient of its output; paid by the stage that begins right after this layer."""
+    """Seconds to return the gradient of the layer's output; counted for the stage that begins right after this layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,21 +65,21 @@ class Split:
     bottleneck_ps: int = field(default=0, compare=False)
     """Picoseconds of the slowest stage, its sends included; 0 if not computed."""
     variant: int = 0
-    """Index of the chain's degrees, where there are several to choose from."""
+    """Index into the chain's possible degrees where there are several, else 0."""
 
     @property
     def bottleneck_s(self) -> float:
-        """Seconds of the slowest stage."""
+        """Seconds of the slowest stage, sends included."""
         return self.bottleneck_ps / PER_SECOND
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """Number of stages of the split."""
         return len(self.boundaries) - 1
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """(first, end) layer of each stage."""
+        """(first, end) layer of each stage; the end is excluded."""
         return tuple(pairwise(self.boundaries))
 
 
@@ -91,7 +91,7 @@ class StageTables:
 
     @cached_property
     def begins(self) -> Table:
-        """Offset of each first layer, [N+1].
+        """Picoseconds to subtract for a stage that begins with layer i, [N+1].
 
         A stage of layers i..j-1 takes `ends[j] - begins[i]` picoseconds, its sends included.
         """
@@ -99,7 +99,7 @@ class StageTables:
 
     @cached_property
     def ends(self) -> Table:
-        """[N+1]: picoseconds of the first i layers and of sending on what the last of them makes."""
+        """Picoseconds of the first i layers plus the send of the last one's output, [N+1]."""
         return self._total + np.array([0, *(_picoseconds(layer.send_s) for layer in self.layers)])
 
     @cached_property
@@ -115,7 +115,7 @@ class StageTables:
         return tuple(layer.working_bytes for layer in self.layers)
 
     def held(self, in_flight: int) -> Table:
-        """Return the bytes of the first i layers with so many microbatches in flight, [N+1], without their working bytes."""
+        """Return the bytes of the first i layers without working bytes, [N+1], for a number of microbatches in flight."""
         return self._fixed + in_flight * self._saved
 
     def held_before(self, in_flight: int) -> Table:
@@ -123,7 +123,10 @@ class StageTables:
         return self.held(in_flight) - self._begin_fixed - in_flight * self._begin_saved
 
     def needs(self, in_flight: int) -> Table:
-        """Return the bytes of a stage of layers i..j-1, [N+1, N+1]; 0 unless i < j."""
+        """Return the peak bytes of a stage of layers i..j-1 for a number of microbatches in flight, [N+1, N+1].
+
+        0 unless i < j.
+        """
         table = self.held(in_flight)[None, :] - self.held_before(in_flight)[:, None] + self._most_working
         table[np.tri(len(table), dtype=np.bool_)] = 0
         return table
@@ -159,7 +162,7 @@ class StageTables:
 
     @cached_property
     def _most_working(self) -> Table:
-        """Return the largest working bytes of layers i..j-1, [N+1, N+1]; 0 of none."""
+        """Largest working bytes among layers i..j-1, [N+1, N+1]; 0 unless i < j."""
         size = len(self.layers) + 1
         table = np.zeros((size, size), dtype=np.int64)
         table[:, 1:] = self.working_bytes
@@ -181,10 +184,10 @@ def partition(
         max_stages: at most `len(layers)`; a stage has at least one layer.
         memory_bytes: limit of one stage; None means no limit.
         tail: stages between the end of the chain and the loss, the loss stage included (0: the chain ends in the loss).
-        num_microbatches: bounds the microbatches in flight; None means many.
+        num_microbatches: number of microbatches, which limits those in flight; None means many.
 
     Returns:
-        One entry a stage count; None where no split fits the memory. Of equal optima, the one whose first boundary is
+        One entry for each stage count; None where no split fits the memory. Of equal optima, the one whose first boundary is
         earliest, then the second, and so on (each with the rest of the chain split optimally).
 
     Raises:

@@ -22,11 +22,11 @@ from mmcompile.planner.pricing.workload import Workload
 from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
 
 Decided = tuple[int | None, ...]
-"""Replicas of each chain; None where the search chooses."""
+"""Decided number of replicas of each chain; None for a chain where the search chooses."""
 
 
 def balance_groups_of(chains: ChainSet) -> tuple[tuple[int, ...], ...]:
-    """Return the chains that have equally many replicas: the last alone, and each group of others that values connect."""
+    """Return balance groups as chain indices: the last chain alone, and each set of other chains that values connect."""
     last = len(chains.chains) - 1
     graph = nx.Graph()
     graph.add_nodes_from(range(last))
@@ -35,12 +35,12 @@ def balance_groups_of(chains: ChainSet) -> tuple[tuple[int, ...], ...]:
 
 
 def decided_replicas(chains: ChainSet, wanted: Mapping[str, int], *, follow: bool) -> Decided | None:
-    """Return the replicas of each chain; None if a chain or balance group is given two different numbers.
+    """Return the decided number of replicas of each chain; None if a chain or balance group is given two different numbers.
 
     Args:
         wanted: chain or component name -> replicas.
-        follow: chains that are not named, in a balance group without any, have as many as the last chain, which has 1 if it
-            is not named; otherwise the search chooses.
+        follow: chains that are not named, in a balance group without any, have as many replicas as the last chain, which has 1 if
+            it is not named; otherwise the search chooses.
     """
     found: list[int | None] = [None] * len(chains.chains)
     for group in balance_groups_of(chains):
@@ -62,21 +62,21 @@ def _named(chains: ChainSet, group: Sequence[int], wanted: Mapping[str, int]) ->
 
 
 NUM_DRAWS = 4
-"""Number of steps of random samples over which an expected makespan is the mean."""
+"""Number of simulated steps of random samples; an expected makespan is their mean."""
 _SEED = 0
 
 _PriceKey = tuple[ChainSpec, LayerSharding, float, tuple[int, ...]]
-"""Chain, sharding of its layers, samples of a slot, and (microbatches, replicas) where loads depend on them."""
+"""(chain, sharding of its layers, samples of a slot, (microbatches, replicas) if loads depend on them, else an empty tuple)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainPrices:
-    """Prices of a model's chains on one cluster. Problems that differ in their choices share one."""
+    """Prices of a model's chains on one cluster. Problems that differ only in their choices share one object."""
 
     graph: ModelGraph
     pricing: Pricing
     workload: Workload | None = None
-    """Loads of samples; None: every sample is like those of the captured batch."""
+    """Loads of the dataset's samples; None: every sample is like those of the captured batch."""
     _priced: dict[_PriceKey, PricedChain] = field(init=False, default_factory=dict, repr=False)
     _means: dict[float, Mapping[str, Load]] = field(init=False, default_factory=dict, repr=False)
     _worst: dict[float, Mapping[str, Load]] = field(init=False, default_factory=dict, repr=False)
@@ -88,14 +88,15 @@ class ChainPrices:
 
     @property
     def loss_component(self) -> str:
-        """Component that ends in the loss."""
+        """Name of the component that ends in the loss."""
         return self.graph.loss_component
 
     def mean_load(self, component: str, setting: Setting, degrees: Degrees, *, last: bool) -> Load | None:
-        """Return the mean load of a slot of a replica; None where costs are known at one load only.
+        """Return a component's mean load in a slot of a replica; None where costs are known at one load only.
 
         Args:
-            last: of the chain that ends in the loss, the replica with the most tokens (as `drawn_loads`); of others any.
+            last: True for the chain that ends in the loss: the load is that of the replica with the most tokens, as in
+                `drawn_loads`. Else it is that of any replica.
         """
         samples = setting.samples_of(degrees)
         if self.workload is None:
@@ -109,7 +110,7 @@ class ChainPrices:
         return self._means[size][component] * (samples / size)
 
     def worst_load(self, component: str, samples: float) -> Load | None:
-        """Load of the heaviest microbatch of so many samples, at least one."""
+        """Return a component's load in the heaviest microbatch with the given number of samples, at least one."""
         if self.workload is None:
             return self._like_captured(component, samples)
         size = max(samples, 1.0)
@@ -126,12 +127,14 @@ class ChainPrices:
     def drawn_loads(self, setting: Setting, degrees: Degrees, *, last: bool) -> Mapping[str, NDArray[np.float64]]:
         """Return component -> tokens and squares of a replica of a chain in random steps, [draws, microbatches, 2].
 
-        Samples are taken as they come. A step lasts as long as its slowest replica, so of the last chain's it is the one with the
-        most tokens; the replicas of other chains share the samples of a slot evenly. Empty without a dataset, where all
-        microbatches are alike.
+        Samples are taken as they come. A step lasts as long as its slowest replica, so the last chain is represented by its
+        replica with the most tokens; replicas of other chains share the samples of a slot evenly. The result is empty without a
+        dataset, where all microbatches are equal.
 
         Args:
-            last: the chain ends in the loss.
+            setting: microbatches and replicas of the last chain.
+            degrees: degrees of the chain.
+            last: True if the chain ends in the loss.
         """
         if self.workload is None or self.workload.stats is None:
             return {}
@@ -151,7 +154,7 @@ class ChainPrices:
         return self._drawn[key]
 
     def spread(self, setting: Setting) -> float:
-        """Return the coefficient of variation of the last chain's microbatches: standard deviation over mean of their tokens."""
+        """Return how unequal the last chain's microbatches are: standard deviation over mean of their tokens."""
         key = (setting.num_microbatches, setting.samples, setting.dp)
         if key not in self._spread:
             loads = self.drawn_loads(setting, Degrees(dp=setting.dp), last=True)
@@ -163,7 +166,7 @@ class ChainPrices:
         return self._spread[key]
 
     def all_reduce_s(self, num_bytes: int, degrees: Degrees) -> float:
-        """Return the seconds in which all ranks that hold the same parameters sum so many bytes of gradients."""
+        """Return the seconds of an all-reduce of gradients over all ranks that hold the same parameters of a chain."""
         key = (num_bytes, degrees)
         if key not in self._reduced:
             peers = degrees.cp * degrees.dp
@@ -172,7 +175,7 @@ class ChainPrices:
         return self._reduced[key]
 
     def _step(self, setting: Setting, draw: int) -> Mapping[str, NDArray[np.float64]]:
-        """Return component -> [microbatches, replicas of the last chain, 2]."""
+        """Return component -> tokens and squares in a random step, [microbatches, replicas of the last chain, 2]."""
         key = (setting.num_microbatches, setting.samples, setting.dp, -1.0 - draw)
         if key not in self._drawn:
             assert self.workload is not None
@@ -185,14 +188,14 @@ class ChainPrices:
         return self._drawn[key]
 
     def priced(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> PricedChain:
-        """Return the prices of a chain's layers, for one replica of it. Computed once for each load and sharding."""
+        """Return the prices of a chain's layers for one of its replicas, computed once for each load and sharding."""
         key = self._key(chain, degrees, setting)
         if key not in self._priced:
             self.price(chain, [(degrees, setting)])
         return self._priced[key]
 
     def price(self, chain: ChainSpec, ways: Iterable[tuple[Degrees, Setting]]) -> None:
-        """Price many chains at once, which is several times faster than one by one."""
+        """Compute the prices of a chain in many ways at once, which is several times faster than one by one."""
         new: dict[LayerSharding, dict[_PriceKey, tuple[Degrees, Setting]]] = {}
         for degrees, setting in ways:
             key = self._key(chain, degrees, setting)
@@ -204,7 +207,7 @@ class ChainPrices:
                 self._priced[key] = priced
 
     def loads_of(self, chain: ChainSpec, degrees: Degrees, setting: Setting) -> Loads:
-        """Return the mean and worst load of each component of a chain."""
+        """Return the mean and the largest load of each component of a chain."""
         last = self.loss_component in chain.components
         return {
             name: (
@@ -222,32 +225,32 @@ class ChainPrices:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A model with its prices, cluster, data, and choices."""
+    """Everything that a strategy reads: a model with its prices, cluster, data, and choices."""
 
     prices: ChainPrices
     """Prices of the model's chains on the cluster, at the loads of the workload."""
     sets: tuple[ChainSet, ...]
-    """Possible lines of components."""
+    """Possible chain sets: partitions of the components into chains."""
     num_devices: int
-    """Number of devices that may be used."""
+    """Number of devices that the plan may use."""
     space: SearchSpace
     fingerprint: Fingerprint
     global_batch: int | None = None
-    """Samples of a step; None: the captured batch is one microbatch."""
+    """Number of samples of a step; None: the captured batch is one microbatch."""
     stages: Mapping[str, int] = field(default_factory=dict)
-    """Chain name -> number of stages, if decided."""
+    """Chain name -> decided number of stages; a chain that is absent is free."""
     replicas: Mapping[str, int] = field(default_factory=dict)
-    """Chain or component name -> replicas, if decided."""
+    """Chain or component name -> decided number of replicas; a name that is absent is free."""
     tensor_parallel: Mapping[str, int] = field(default_factory=dict)
     """Chain or component name -> ranks that share its tensors, 1 for those not named; empty where the search chooses for all."""
     fsdp: Collection[str] = ()
     """Chains and components whose replicas share their parameters."""
     replicas_follow: bool = False
-    """True: chains without decided replicas have as many as the last, which then has 1 if not named; else the search chooses."""
+    """True: chains without decided replicas have as many as the last chain, 1 if it is not named. False: the search chooses."""
     entries: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """(producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent."""
     beat_s: float = float("inf")
-    """Seconds of a known step: candidates that take longer need not be proposed."""
+    """Seconds of a known step; candidates that take longer need not be proposed."""
 
     @property
     def graph(self) -> ModelGraph:
@@ -256,27 +259,27 @@ class Problem:
 
     @property
     def pricing(self) -> Pricing:
-        """Prices of single layers."""
+        """Calculator of the prices of single layers."""
         return self.prices.pricing
 
     @property
     def workload(self) -> Workload | None:
-        """Loads that samples bring; None: every sample is like those of the captured batch."""
+        """Loads of the dataset's samples; None: every sample is like those of the captured batch."""
         return self.prices.workload
 
     @property
     def loss_component(self) -> str:
-        """The component that ends in the loss."""
+        """Name of the component that ends in the loss."""
         return self.graph.loss_component
 
     @property
     def cluster(self) -> Cluster:
-        """Cluster of the prices."""
+        """Cluster for which layers are priced."""
         return self.pricing.cluster
 
     @cached_property
     def decided(self) -> Mapping[ChainSet, Decided]:
-        """Return chain set -> replicas of each of its chains; None where the search chooses."""
+        """Chain set -> decided number of replicas of each of its chains; None for a chain where the search chooses."""
         found: dict[ChainSet, Decided] = {}
         for chains in self.sets:
             own = decided_replicas(chains, self.replicas, follow=self.replicas_follow)
@@ -292,11 +295,11 @@ class Problem:
         return tuple(named) or (1,)
 
     def shares_parameters(self, chain: ChainSpec, replicas: int) -> bool:
-        """Return whether so many replicas of a chain share its parameters."""
+        """Return whether a chain with the given number of replicas shares its parameters between them (FSDP)."""
         return replicas > 1 and any(name in self.fsdp for name in (chain.name, *chain.components))
 
     def least_ranks(self, chains: ChainSet, shards: int) -> int:
-        """Ranks of the smallest candidate; `shards` ranks share the tokens of each stage of a replica of the last chain."""
+        """Return the ranks of the smallest candidate, if `shards` ranks share the tokens of each stage of the last chain."""
         last = len(chains.chains) - 1
         return sum(
             self.stages.get(chain.name, 1)
@@ -307,6 +310,6 @@ class Problem:
         )
 
     def memory_bytes(self, num_ranks: int) -> int:
-        """Return the memory of one rank; processes beyond the cores of this machine share its memory too."""
+        """Return the memory in bytes of one rank. On one machine, processes beyond its cores also divide its memory."""
         devices = self.cluster.num_devices
         return self.cluster.device.memory_bytes * devices // max(devices, num_ranks)

@@ -25,12 +25,12 @@ from mmcompile.planner.search.settings import RECOMPUTES
 
 
 def by_layer(engine: BranchAndBound, best: Candidate, constraints: Sequence[Constraint] = ()) -> Candidate:
-    """Return the fastest candidate of a search, with recomputation chosen layer by layer; the one before if that is as good.
+    """Return the fastest candidate of a search with recomputation chosen layer by layer; `best` if no such candidate is faster.
 
     Args:
-        engine: after its search.
-        best: what it found, all layers in one mode. Where there are constraints, only its own layers are chosen anew, for others
-            may break them.
+        engine: search that has finished.
+        best: fastest candidate of the search, all layers in one mode.
+        constraints: constraints of the plan. With any, only variants of `best` are tried, as other candidates may break them.
 
     Returns:
         A candidate whose step takes no longer than that of `best`.
@@ -55,11 +55,11 @@ def _judged(engine: BranchAndBound, judged: Candidate, constraints: Sequence[Con
 
 
 def relaxed(candidate: Candidate, constraints: Sequence[Constraint] = ()) -> Candidate:
-    """Return the candidate with the modes of its layers chosen anew.
+    """Return the candidate with the recomputation of each layer chosen to take the least time within the memory.
 
     Args:
-        candidate: all layers in the mode of its setting. A rank that does not fit in it stays as it is.
-        constraints: their memory caps are kept to.
+        candidate: candidate with all layers in the mode of its setting. A rank without a choice that fits keeps its modes.
+        constraints: constraints of the plan, whose memory caps are respected.
     """
     if candidate.setting.recompute == "none":
         return candidate
@@ -87,7 +87,7 @@ def relaxed(candidate: Candidate, constraints: Sequence[Constraint] = ()) -> Can
 
 
 def _cap(candidate: Candidate, index: int, constraints: Sequence[Constraint]) -> int | None:
-    """Return the memory cap of a stage by the constraints; None without one."""
+    """Return the smallest memory cap, in bytes, that constraints set for a stage or its ranks; None without one."""
     stage = candidate.stages[index]
     places = {"", candidate.chains.chains[stage.chain].name, candidate.names[index], *(f"rank{r}" for r in stage.ranks)}
     caps = [each.num_bytes for each in constraints if isinstance(each, MemoryCap) and each.where in places]
@@ -96,14 +96,14 @@ def _cap(candidate: Candidate, index: int, constraints: Sequence[Constraint]) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PricedModes:
-    """A chain in every mode."""
+    """Prices of one chain in every recomputation mode."""
 
     backward: NDArray[np.bool_]
-    """True for layers with something to win, [layers]."""
+    """True for layers where recomputation frees memory, [layers]."""
     kept: PricedChain
-    """Ways of a stage that recomputes nothing; its shared bytes are those of every mode."""
+    """Prices of a stage that recomputes no layer; its shared bytes hold for every mode."""
     mixed: dict[Recompute, PricedChain]
-    """Ways of a stage of which some layers recompute."""
+    """Recomputation mode -> prices of the chain in a stage where some layers recompute."""
 
     @classmethod
     def of(cls, candidate: Candidate, chain: int) -> _PricedModes:
@@ -146,7 +146,7 @@ class _PricedModes:
         return mode if self.backward[layer] else None
 
     def run(self, stage: CandidateStage, modes: Modes) -> CandidateStage:
-        """Return the stage in other modes."""
+        """Return the stage with other recomputation modes of its layers."""
         again = any(mode not in ("none", None) for mode in modes)
         own = [
             (self.mixed[mode or "none"] if again else self.kept, stage.first + index)
@@ -169,7 +169,7 @@ class _PricedModes:
 
 
 def _way(priced: PricedChain, layer: int, mode: Recompute | None, in_flight: int) -> LayerVariant:
-    """Return what one layer of a chain priced in one mode takes and holds."""
+    """Return seconds and bytes of one layer, taken from a chain that is priced in one mode."""
     held = _one(priced.worst_bytes, layer) + (in_flight - 1) * _one(priced.saved_bytes, layer) if in_flight else 0
     return LayerVariant(
         mode=mode,
@@ -180,5 +180,5 @@ def _way(priced: PricedChain, layer: int, mode: Recompute | None, in_flight: int
 
 
 def _one(running: NDArray[Any], layer: int) -> Any:
-    """Return the layer's part of a running sum."""
+    """Return one layer's value from running sums [layers + 1]."""
     return running[layer + 1] - running[layer]

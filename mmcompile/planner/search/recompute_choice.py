@@ -27,48 +27,48 @@ from mmcompile.config import Recompute
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerVariant:
-    """One way to run a layer."""
+    """Seconds and bytes of one layer in one recomputation mode."""
 
     mode: Recompute | None
-    """Mode of the way; None for a layer with nothing to win."""
+    """Recomputation mode; None for a layer where recomputation frees no memory."""
     num_bytes: int
-    """Bytes held for the backward, of all microbatches in flight."""
+    """Bytes held for the backward, over all microbatches in flight."""
     working_bytes: int
-    """Bytes held while the layer runs its backward."""
+    """Bytes held only while the layer runs its backward."""
     seconds: float
 
 
 LayerWays = tuple[LayerVariant, ...]
 StageWays = Sequence[LayerWays]
-"""Ways of each layer; equal layers have the same number in the same order."""
+"""Possible variants of each layer of a stage. Equal layers have the same variants in the same order."""
 Modes = tuple[Recompute | None, ...]
 """Recomputation of each layer of a stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageChoices:
-    """Ways to run a stage."""
+    """Possible variants of the layers of one stage."""
 
     mixed: StageWays
-    """Ways of each layer."""
+    """Variants of each layer when at least one layer of the stage recomputes."""
     kept: StageWays
-    """One way for each layer of a stage that recomputes nothing; it may hold less than the same ways beside others."""
+    """The one variant of each layer when no layer of the stage recomputes; it may hold less than the same mode in `mixed`."""
     limit_bytes: int
-    """Most bytes that the stage may hold, of those counted here."""
+    """Most bytes that the stage's layers may hold."""
 
 
 def cheapest(stages: Sequence[StageChoices], limit_bytes: int) -> list[Modes] | None:
     """Return the modes of all layers of a rank's stages that take the least time within the memory.
 
-    Of equals those that hold least.
+    Among equally fast choices, the one that holds the least bytes is taken.
 
     Args:
         stages: stages of the rank.
-        limit_bytes: bytes that they may hold together.
+        limit_bytes: bytes that all stages may hold together.
 
     Returns:
-        Modes of each stage: among layers that are alike, the first compute more again, so that later ones are done with their
-        backward by then. None if nothing fits.
+        Modes of each stage; None if no choice fits. Among equal layers the first ones recompute more, as later layers have
+        finished their backward by then.
     """
     fronts = [_stage_front(stage, min(stage.limit_bytes, limit_bytes)) for stage in stages]
     together = reduce(lambda one, other: _added(one, other, limit_bytes), fronts, _NOTHING)
@@ -84,18 +84,18 @@ def cheapest(stages: Sequence[StageChoices], limit_bytes: int) -> list[Modes] | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Front:
-    """Points that rise in bytes and fall in seconds."""
+    """Pareto front of choices for layers of a rank: bytes rise while seconds fall."""
 
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     picks: NDArray[np.int32]
-    """Layers of each kind that run each way, [points, kinds x ways]; of a stage first 1 if it keeps all."""
+    """Number of layers of each kind in each variant, [points, kinds x variants]; for a stage, first 1 if no layer recomputes."""
 
     @classmethod
     def of(
         cls, num_bytes: NDArray[np.int64], seconds: NDArray[np.float64], picks: NDArray[np.int32], limit: int
     ) -> _Front:
-        """Return the front of any points: those within the limit that none beats."""
+        """Return the Pareto front of given points: those within the limit of bytes that no other point beats."""
         order = np.lexsort((seconds, num_bytes))
         order = order[num_bytes[order] <= limit]
         falling = np.minimum.accumulate(seconds[order])
@@ -140,7 +140,7 @@ def _stage_front(stage: StageChoices, limit: int) -> _Front:
 
 
 def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -> Iterator[_Front]:
-    """Return the front of the ways whose working set is at most that large, if every layer has one."""
+    """Yield the front of choices whose working bytes are at most `working`; no front if a layer kind has no such variant."""
     front = _NOTHING
     for ways, members in kinds.items():
         counts = _counts(len(members), [way.working_bytes <= working for way in ways])
@@ -161,7 +161,7 @@ def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -
 
 
 def _counts(number: int, possible: Sequence[bool]) -> NDArray[np.int32]:
-    """Return all ways to deal so many layers to the possible ways, [points, ways]."""
+    """Return all ways to distribute a number of equal layers over the possible variants, [points, variants]."""
     rows = [[]] if any(possible) else []
     last = max((index for index, may in enumerate(possible) if may), default=0)
     for index, may in enumerate(possible):
@@ -179,7 +179,7 @@ def _held(ways: StageWays) -> int:
 
 
 def _kinds(layers: StageWays) -> dict[LayerWays, list[int]]:
-    """Return layers that are equal, by their ways."""
+    """Return the layer indices by variants: layers with equal variants are of one kind."""
     found: dict[LayerWays, list[int]] = {}
     for index, ways in enumerate(layers):
         found.setdefault(ways, []).append(index)
@@ -190,7 +190,7 @@ _ORDER: tuple[Recompute | None, ...] = ("full", "selective", "none", None)
 
 
 def _modes(stage: StageChoices, picks: Sequence[int]) -> Modes:
-    """Return the mode of each layer, from the layers of each kind that run each way."""
+    """Return the mode of each layer of a stage, given how many layers of each kind are in each variant."""
     if picks[0]:
         return tuple(ways[0].mode for ways in stage.kept)
     modes: list[Recompute | None] = [None] * len(stage.mixed)

@@ -16,26 +16,26 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """Parallel degrees of a chain besides its stages."""
+    """Parallel degrees of a chain, besides its number of stages."""
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     fsdp: bool = False
-    """True if its replicas share its parameters (FSDP) instead of each holding them."""
+    """True if the chain's replicas shard its parameters (FSDP); False if each replica holds them whole."""
 
     @property
     def width(self) -> int:
-        """Ranks of one stage of one replica."""
+        """Number of ranks of one stage of one replica, tp x cp."""
         return self.tp * self.cp
 
     @property
     def ranks(self) -> int:
-        """Ranks of one stage of all replicas."""
+        """Number of ranks of one stage in all replicas, tp x cp x dp."""
         return self.tp * self.cp * self.dp
 
     def sharding(self, recompute: Recompute) -> LayerSharding:
-        """Return the sharding of a chain's layers."""
+        """Return the sharding of each layer of the chain under a recomputation mode."""
         return LayerSharding(tp=self.tp, cp=self.cp, fsdp=self.dp if self.fsdp else 1, recompute=recompute)
 
     def __str__(self) -> str:
@@ -45,45 +45,45 @@ class Degrees:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Decisions for a whole plan."""
+    """Decisions that hold for a whole plan: microbatches, replicas of the last chain, schedule, recomputation."""
 
     num_microbatches: int
-    """Number of microbatches of one replica of the last chain."""
+    """Number of microbatches of a step for one replica of the last chain."""
     samples: float
-    """Samples of one microbatch of one replica of the last chain."""
+    """Number of samples in one microbatch of one replica of the last chain; may be a fraction on average."""
     dp: int = 1
-    """Replicas of the last chain."""
+    """Number of replicas of the last chain."""
     schedule: ScheduleKind = "1f1b"
     recompute: Recompute = "none"
 
     def samples_of(self, degrees: Degrees) -> float:
-        """Return the samples of a slot of one replica of a chain: those of all replicas of the last chain are shared evenly."""
+        """Return the samples in a slot of one replica of a chain: the samples of all the last chain's replicas, shared evenly."""
         return self.samples * self.dp / degrees.dp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Combination:
-    """A candidate without its cuts and the ranks of its stages."""
+    """Choices that define a candidate except for its cuts and the ranks of its stages."""
 
     chains: ChainSet
     setting: Setting
     degrees: tuple[Degrees, ...]
-    """Degrees of each chain."""
+    """Parallel degrees of each chain."""
     counts: tuple[int, ...]
     """Number of stages of each chain."""
     guess_s: float = field(default=0.0, compare=False)
-    """Rough seconds of a step, where combinations are ordered by them."""
+    """Rough seconds of a step, by which combinations are ordered."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all stages and replicas, none shared."""
+        """Number of ranks of all stages and replicas, if no two stages share ranks."""
         return sum(own.ranks * count for own, count in zip(self.degrees, self.counts, strict=True))
 
     def text(self, *, many: bool) -> str:
-        """Return the combination in a few words, for lists of alternatives.
+        """Return a short description of the combination, for lists of alternatives.
 
         Args:
-            many: microbatches are chosen, so they are named.
+            many: True to name the number of microbatches.
         """
         each = ", ".join(
             f"{chain.name} {count}" + (f" ({own})" if str(own) else "")
@@ -103,18 +103,18 @@ class Combination:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchSpace:
-    """Choices that a search may make."""
+    """Choices of degrees, schedules and recomputation that a search may make."""
 
     tp: tuple[int, ...] = (1,)
     cp: tuple[int, ...] = (1,)
     """Context-parallel degrees of the last chain; other chains have 1."""
     dp: tuple[int, ...] | None = (1,)
-    """Replicas of the last chain; None: every divisor of the global batch. Other chains have divisors and multiples of it."""
+    """Choices of the last chain's replicas; None: every divisor of the global batch. Other chains get divisors and multiples."""
     schedules: tuple[ScheduleKind, ...] = ("1f1b",)
     recomputes: tuple[Recompute, ...] = ("none",)
     placements: tuple[EncoderPlacement, ...] = ("disjoint",)
     microbatches: tuple[int, ...] | None = None
-    """Numbers of microbatches; None: every divisor of a replica's share of the global batch."""
+    """Numbers of microbatches in a step; None: every divisor of a replica's share of the global batch."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "dp", "schedules", "recomputes", "placements", "microbatches"):
@@ -123,14 +123,15 @@ class SearchSpace:
 
     @classmethod
     def runnable(cls, num_microbatches: int | None = None) -> SearchSpace:
-        """Return the space that the engine runs: tp 1, one replica, 1F1B, no recomputation."""
+        """Return the space that the engine runs by default: tp 1, one replica, 1F1B, no recomputation."""
         return cls(microbatches=None if num_microbatches is None else (num_microbatches,))
 
     @classmethod
     def everything(cls, cluster: Cluster, *, context_parallel: bool = False) -> SearchSpace:
-        """Return the space of everything that is planned: tp and cp in powers of two up to a node.
+        """Return the largest space that plans cover; tp and cp are powers of two up to the devices of a node.
 
         Args:
+            cluster: cluster to plan for.
             context_parallel: True if ranks can share the language model's tokens.
         """
         powers = tuple(

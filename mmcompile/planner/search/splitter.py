@@ -17,17 +17,19 @@ from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 @dataclass(frozen=True, kw_only=True)
 class Splitter:
-    """Splits chains so that the slowest stage is fastest and every stage fits the memory."""
+    """Cutter of a problem's chains: the slowest stage is as fast as possible and every stage fits the memory."""
 
     problem: Problem
     _tables: dict[tuple[object, ...], tuple[Split | None, ...]] = field(default_factory=dict, repr=False)
 
     def parts(self, combination: Combination, memory_bytes: int | None) -> list[Ranges] | int:
-        """Return layer ranges of each chain's stages; or the index of a chain that does not fit the memory in so many stages.
+        """Return the layer ranges of each chain's stages, or the index of a chain whose stages do not fit the memory.
 
-        Chains near the loss come first: they set the distance to it, and so the microbatches in flight, of the others.
+        Chains near the loss are split first, as their stage counts set the distance to the loss, and so the microbatches in
+        flight, of all chains before them.
 
         Args:
+            combination: degrees and stage counts of the chains.
             memory_bytes: limit of one stage; None for no limit.
         """
         chains, setting, counts = combination.chains, combination.setting, combination.counts
@@ -54,10 +56,10 @@ class Splitter:
         memory_bytes: int | None,
         max_stages: int,
     ) -> tuple[Split | None, ...]:
-        """Return the best split into 1, 2, ... stages, at least `max_stages`; None where none fits the memory.
+        """Return a chain's best split into each of 1, 2, ... stages, `max_stages` or more; None where no split fits the memory.
 
         Args:
-            tail: stages between the end of the chain and the loss.
+            tail: number of stages between the end of the chain and the loss.
         """
         most = min(len(chain.layers), max(max_stages, self._most(degrees)))
         flights = min(setting.num_microbatches, tail + most)
@@ -71,11 +73,11 @@ class Splitter:
         return self._tables[key]
 
     def _most(self, degrees: Degrees) -> int:
-        """Return the number of stages that there are devices for."""
+        """Return the largest number of stages of these degrees that the devices can hold."""
         return max(1, self.problem.num_devices // degrees.ranks)
 
     def layers(self, priced: PricedChain, degrees: Degrees) -> list[PartitionLayer]:
-        """Return a chain as `partition` takes it, under 1F1B."""
+        """Return a chain's layers with the costs that `partition` reads, as if the schedule were 1F1B."""
         cluster = self.problem.cluster
         link = cluster.intra if 2 * degrees.width <= cluster.devices_per_node else cluster.inter
         seconds = np.diff(priced.total_s).tolist()
@@ -104,9 +106,9 @@ class Splitter:
 def _scheduled(
     layers: list[PartitionLayer], setting: Setting, flights: int, memory_bytes: int | None
 ) -> tuple[list[PartitionLayer], int | None, int]:
-    """Return layers, memory limit and microbatches in flight such that 1F1B's `min(depth + 1, n)` counts as the schedule's.
+    """Return layers, memory limit and microbatch count for `partition`, so that its 1F1B memory formula equals the schedule's.
 
-    Activations computed again, and gathered parameters, are alive one layer at a time.
+    Recomputed activations and gathered parameters exist for one layer at a time.
     """
     if memory_bytes is None:
         return layers, None, flights
@@ -127,7 +129,7 @@ def _scheduled(
 
 
 def _in_flight(setting: Setting, flights: int) -> tuple[int, int, int]:
-    """Return (a, b, n) such that `a * min(depth + 1, n) - b` microbatches in flight are the schedule's, or one more."""
+    """Return (a, b, n): a schedule holds `a * min(depth + 1, n) - b` microbatches in flight, or one less."""
     count = setting.num_microbatches
     match setting.schedule:
         case "1f1b" | "zb-h1":

@@ -37,27 +37,27 @@ from mmcompile.planner.search.settings import Degrees, Setting
 from mmcompile.units import format_bytes
 
 _MAX_FITTING = 8
-"""Most settings and degrees of a baseline that fit and are judged: the fastest by guess."""
+"""Number of settings and degrees of a baseline with a candidate that fits, after which no more are tried."""
 _MAX_FRAMES = 24
-"""Most frames laid out to find the best."""
+"""Number of frames (setting and tp) laid out for a baseline, after which no more are tried."""
 _AT_ONCE = 32
 """Number of candidates simulated together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """The chains of a problem as baselines see them, made once so that each is priced once."""
+    """Chains of a problem in the forms that baselines use, made once so that each chain is priced once."""
 
     problem: Problem
 
     @cached_property
     def apart(self) -> tuple[ChainSet, ...]:
-        """Return components on devices of their own."""
+        """Chain sets whose components run on devices of their own."""
         return tuple(chains for chains in self.problem.sets if not chains.colocated)
 
     @cached_property
     def line(self) -> ChainSet:
-        """Return all components in one line, in the order of the flow."""
+        """Chain set with all components in one chain, in topological order."""
         chains = self.apart[0]
         offsets = np.cumsum([0, *(len(chain.layers) for chain in chains.chains)]).tolist()
         line = ChainSpec(
@@ -78,7 +78,7 @@ class Lines:
 
     @cached_property
     def encoders(self) -> ChainSpec:
-        """Return all components before the language model."""
+        """Chain of all components before the language model."""
         line = self.line.chains[0]
         last = line.layers[-1].component
         before = tuple(layer for layer in line.layers if layer.component != last)
@@ -86,7 +86,7 @@ class Lines:
 
     @cached_property
     def language(self) -> ChainSpec:
-        """Language model without the encoders of the line."""
+        """Chain of the language model alone, without the encoders."""
         line = self.line.chains[0]
         return ChainSpec(
             name=line.name, components=line.components[-1:], layers=line.layers[len(self.encoders.layers) :]
@@ -95,7 +95,7 @@ class Lines:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """Setting of a baseline: one tensor-parallel degree, and the stages that the devices of a replica make."""
+    """Setting of a baseline with one tensor-parallel degree, and as many stages as a replica has devices for."""
 
     lines: Lines
     setting: Setting
@@ -104,12 +104,12 @@ class Frame:
 
     @property
     def degrees(self) -> Degrees:
-        """Degrees of all chains."""
+        """Parallel degrees that all chains have."""
         return Degrees(tp=self.tp, dp=self.setting.dp)
 
     @property
     def bound_s(self) -> float:
-        """Lower bound of a step's seconds: all layers once a microbatch, spread evenly over the stages."""
+        """Lower bound of a step in s: the work of all layers on all microbatches, spread evenly over the stages."""
         chains = self.lines.apart[0].chains
         each_s = sum(
             float(self.lines.problem.prices.priced(chain, self.degrees, self.setting).total_s[-1]) for chain in chains
@@ -118,9 +118,9 @@ class Frame:
 
     @property
     def guess_s(self) -> float:
-        """Guess of a step's seconds: `bound_s` with the pipeline filled and drained, and stages waiting for unequal microbatches.
+        """Guess of a step in s: `bound_s` with the pipeline filled and drained, and stages waiting for unequal microbatches.
 
-        What all stages hold together is compared with the memory of all; where that is too much, the guess is far up.
+        The guess is multiplied by 1000 if all stages together hold more than the memory of their devices.
         """
         priced = [
             self.lines.problem.prices.priced(chain, self.degrees, self.setting) for chain in self.lines.apart[0].chains
@@ -138,11 +138,11 @@ class Frame:
         return max(candidate.rank_bytes) <= self.lines.problem.memory_bytes(candidate.num_ranks)
 
     def assemble(self, chains: ChainSet, parts: Sequence[Ranges]) -> Candidate:
-        """Return the candidate of these cuts."""
+        """Return the candidate with the given layer ranges of each chain's stages."""
         return assemble(self.lines.problem, chains, self.setting, [self.degrees] * len(chains.chains), parts)
 
     def splits(self, chain: ChainSpec, max_stages: int) -> tuple[Split, ...]:
-        """Return best splits of a chain into 1, 2, ... stages by forward time alone."""
+        """Return the best splits of a chain into 1, 2, ... stages by forward time alone, without regard to memory."""
         priced = self.lines.problem.prices.priced(chain, self.degrees, self.setting)
         most = max(1, min(max_stages, len(chain.layers)))
         return tuple(split for split in partition(_by_forward(priced), most) if split is not None)
@@ -152,14 +152,15 @@ Structure = Callable[[Frame], Iterator[Candidate]]
 
 
 def baseline(name: str, problem: Problem) -> Candidate:
-    """Return the fastest candidate of a baseline that fits.
+    """Return the fastest candidate of a baseline that fits the memory.
 
     Args:
-        name: a name of `BASELINES`.
+        name: name in `BASELINES`.
+        problem: problem that the search solves.
 
     Raises:
-        PlanError: unknown name, stage counts demanded (the baseline decides them), no batch to share between replicas, nothing
-            fits the devices or their memory.
+        PlanError: the name is unknown, stage counts are demanded although the baseline decides them, there is no batch to share
+            between replicas, or no candidate fits the devices or their memory.
     """
     if name not in _STRUCTURES:
         raise PlanError(f"no baseline {name!r}; known are {', '.join(_STRUCTURES)}")
@@ -181,7 +182,7 @@ def _propose(name: str, problem: Problem) -> Sequence[Candidate]:
 
 @dataclass(kw_only=True, slots=True)
 class _Race:
-    """The fastest candidate of a structure by the simulator; bounds spare most simulations."""
+    """Search for the fastest candidate of a baseline's structure by the simulator; bounds spare most simulations."""
 
     structure: Structure
     best: Candidate | None = None
@@ -226,9 +227,9 @@ def _frames(problem: Problem) -> Iterator[Frame]:
 
 
 def _replicas(problem: Problem) -> Iterator[Frame]:
-    """Yield, for each tensor-parallel degree, as many replicas as can share the batch, even if the search may not.
+    """Yield frames of `fsdp`: for each tp, as many replicas as can share the batch, even beyond the search space.
 
-    Microbatches are those of the space, if a replica's share of the batch divides so.
+    The numbers of microbatches are those of the space if one of them divides a replica's share of the batch, else all divisors.
     """
     batch = problem.global_batch
     if batch is None:
@@ -312,10 +313,10 @@ _STRUCTURES: Mapping[str, Structure] = {
     "pinned": _pinned,
     "fsdp": _fully_sharded,
 }
-"""Name -> function that makes a baseline's candidates of each frame."""
+"""Baseline name -> function that makes the candidates of a frame."""
 
 BASELINES: Mapping[str, Strategy] = {name: partial(_propose, name) for name in _STRUCTURES}
-"""Name -> strategy that proposes the fastest candidate, or nothing if `baseline` raises."""
+"""Baseline name -> strategy that proposes the baseline's fastest candidate, or none where `baseline` raises."""
 
 
 def _by_forward(priced: PricedChain) -> list[PartitionLayer]:

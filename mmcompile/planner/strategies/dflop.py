@@ -32,27 +32,27 @@ from mmcompile.planner.search.problem import Problem
 from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 _MAX_TRIED = 64
-"""Number of the best by its own estimate that are checked by our memory model."""
+"""Number of configurations, best by DFLOP's estimate, that are checked by our memory model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Module:
-    """Configurations of one module [configurations]."""
+    """Configurations of one module (all encoders, or the language model), as arrays [configurations]."""
 
     degrees: tuple[Degrees, ...]
     which: Index
     pp: Index
     ranks: Index
     duration_s: Array
-    """Seconds of one of its equal stages."""
+    """Seconds of one stage, all stages being equal, [configurations]."""
     state_bytes: Array
-    """Bytes of a stage's parameters, gradients and optimizer state."""
+    """Bytes of one stage's parameters, gradients and optimizer state, [configurations]."""
     saved_bytes: Array
-    """Bytes of a stage's activations of the mean microbatch."""
+    """Bytes of one stage's activations of the mean microbatch, [configurations]."""
 
     @classmethod
     def of(cls, degrees: tuple[Degrees, ...], table: NDArray[Any]) -> _Module:
-        """Return the configurations of a table of the fields after `degrees`, [6, configurations]."""
+        """Return the configurations from an array [6, configurations] whose rows are the fields after `degrees`."""
         which, pp, ranks = table[:3].astype(np.int64)
         duration_s, state_bytes, saved_bytes = table[3:]
         return cls(
@@ -71,7 +71,7 @@ class _Module:
 
 
 def dflop(problem: Problem) -> Sequence[Candidate]:
-    """Return the candidate of Algorithm 1; none for a model without encoders, or with nothing that fits."""
+    """Return the candidate of DFLOP's Algorithm 1; an empty sequence without encoders or if no configuration fits the memory."""
     pairs = [chains for chains in problem.sets if len(chains.chains) == 2]
     if not pairs:
         return ()
@@ -86,7 +86,7 @@ def dflop(problem: Problem) -> Sequence[Candidate]:
 
 
 def _configurations(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
-    """Return the best few configurations of each setting."""
+    """Yield the best few configurations of encoders and language model for each setting."""
     combos = Combinations(problem=problem)
     limit = problem.memory_bytes(1)
     modules: dict[tuple[object, ...], _Module] = {}

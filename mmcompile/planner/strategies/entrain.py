@@ -27,11 +27,11 @@ from mmcompile.planner.search.settings import Combination, Degrees
 from mmcompile.planner.search.splitter import Splitter
 
 _MAX_SPLIT = 48
-"""Number of the best by rough estimate that are split exactly."""
+"""Number of topologies, best by a rough estimate, that are split exactly."""
 
 
 def entrain(problem: Problem) -> Sequence[Candidate]:
-    """Return the candidate of Algorithm 3; none if nothing fits."""
+    """Return the candidate of Entrain's Algorithm 3; an empty sequence if no topology fits the memory."""
     apart = [chains for chains in problem.sets if not chains.colocated]
     if not apart:
         return ()
@@ -47,7 +47,7 @@ def entrain(problem: Problem) -> Sequence[Candidate]:
 
 
 def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
-    """Yield every factorisation of every allocation, with Eq. 4.2 for stages as even as layers could be."""
+    """Yield every tp x cp x pp of every allocation of devices, with a guess by Eq. 4.2 for stages as even as layers allow."""
     combos = Combinations(problem=problem)
     tables = combos.tables
     for setting in combos.settings:
@@ -85,13 +85,13 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
 
 
 def _drafted(problem: Problem, splitter: Splitter, each: Combination) -> Candidate | None:
-    """Return the candidate of tier 1 within the memory."""
+    """Return a topology as a candidate with exact splits by Eq. 4.1; None if it exceeds the memory."""
     parts = splitter.parts(each, problem.memory_bytes(problem.num_devices))
     return None if isinstance(parts, int) else assemble(problem, each.chains, each.setting, each.degrees, parts)
 
 
 def _step_s(candidate: Candidate) -> float:
-    """Return the seconds of Eq. 4.2, with the messages between components of different degrees."""
+    """Return the seconds of a candidate's step by Eq. 4.2, plus the messages between components of different degrees."""
     count = candidate.setting.num_microbatches
     slowest_s = max(stage.total_s for stage in candidate.stages)
     crossing_s = sum(
@@ -110,7 +110,7 @@ def allocate(work: Mapping[str, float], devices: int, minimum: int = 1) -> dict[
     Args:
         work: component -> seconds, FLOPs or any other measure of work.
         devices: number of devices to allocate, all of them.
-        minimum: fewest devices of a component.
+        minimum: smallest number of devices of a component.
 
     Raises:
         ConfigError: fewer devices than the minimum takes, or work that is negative or zero in all.

@@ -22,15 +22,15 @@ from mmcompile.planner.search.settings import Combination, Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter
 
 _MAX_FRAMES = 32
-"""Most settings and degrees whose stage counts are tried: the fastest by a guess."""
+"""Number of settings and degrees, fastest by a guess, whose stage counts are tried."""
 _MAX_DRAFTED = 96
-"""Most options that are split to find the finalists, for some do not fit the memory."""
+"""Number of options that are split to find the finalists, as options may exceed the memory."""
 _FINALISTS = 6
-"""Number of estimated options that are simulated."""
+"""Number of options, fastest by the estimate with exact splits, that are simulated."""
 
 
 def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
-    """Yield the candidates of Algorithm 1."""
+    """Return the candidates of Cornstarch's Algorithm 1."""
     options = sorted(_options(Combinations(problem=problem)), key=lambda option: option.guess_s)
     splitter = Splitter(problem=problem)
     found: list[Candidate] = []
@@ -44,13 +44,16 @@ def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
 
 
 def _options(combos: Combinations) -> Iterator[Combination]:
-    """Yield every stage count of the last chain, with a rough estimate of the step; encoders have one stage as yet."""
+    """Yield every stage count of the last chain with a rough estimate of the step; encoders still have one stage each."""
     for _, _, chains, setting, degrees in sorted(_frames(combos), key=lambda frame: frame[:2])[:_MAX_FRAMES]:
         yield from _counts(combos, chains, setting, degrees)
 
 
 def _frames(combos: Combinations) -> Iterator[tuple[float, int, ChainSet, Setting, Degrees]]:
-    """Yield all but stage counts; first the step if all devices were the last chain's, in stages as even as layers allow."""
+    """Yield (guess in s as if the last chain had all devices, number, chain set, setting, degrees).
+
+    Stage counts are still open.
+    """
     problem = combos.problem
     apart = [chains for chains in problem.sets if not chains.colocated]
     number = 0
@@ -105,7 +108,7 @@ def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: D
 
 
 def _drafted(problem: Problem, splitter: Splitter, option: Combination) -> Candidate | None:
-    """Return the option with exact splits: encoders in the fewest stages that meet the last chain's time."""
+    """Return an option with exact splits: encoders in the fewest stages that are no slower than the last chain's slowest."""
     chains, setting, degrees, stages = option.chains, option.setting, option.degrees, option.counts[-1]
     memory_bytes = problem.memory_bytes(1)
     split = splitter.table(chains.chains[-1], setting, degrees[-1], 0, memory_bytes, stages)[stages - 1]

@@ -25,7 +25,7 @@ from mmcompile.planner.strategies.entrain import entrain
 from mmcompile.planner.strategies.loosely_coupled import loosely_coupled
 
 AUTO = "auto"
-"""Name of our search; it includes the candidates of all others."""
+"""Name of our search `auto`, which includes the candidates of all other strategies."""
 
 STRATEGIES: Mapping[str, Strategy] = {
     "loosely-coupled": loosely_coupled,
@@ -33,25 +33,25 @@ STRATEGIES: Mapping[str, Strategy] = {
     "entrain": entrain,
     **BASELINES,
 }
-"""Name -> strategy; `auto` is not among them, for it includes them."""
+"""Strategy name -> strategy. `auto` is absent, as it includes all of them."""
 
 
 def strategy_of(name: str) -> Strategy:
-    """Return a strategy by name. Raises ConfigError with the valid names."""
+    """Return the strategy with a name. An unknown name raises ConfigError, which lists the valid names."""
     if name not in STRATEGIES:
         raise ConfigError(f"no strategy {name!r}; choose one of {', '.join((AUTO, *STRATEGIES))}")
     return STRATEGIES[name]
 
 
 def searched(problem: Problem, strategy: str | Strategy = AUTO) -> tuple[BranchAndBound, Candidate | None]:
-    """Run a strategy: return the fastest candidate, and the engine with the others; None if nothing fits the memory.
+    """Run a strategy: return the search with all judged candidates, and the fastest one, None if no candidate fits the memory.
 
     Args:
-        problem: what is planned.
-        strategy: a name, or a function that proposes candidates.
+        problem: problem to solve.
+        strategy: name of a strategy, or a function that proposes candidates.
 
     Raises:
-        ConfigError: no strategy of that name, or the space leaves it nothing to begin with.
+        ConfigError: no strategy has that name, or the space has no combination to begin with.
     """
     engine = BranchAndBound(problem=problem)
     apart = any(not chains.colocated for chains in problem.sets)
@@ -87,7 +87,7 @@ def searched(problem: Problem, strategy: str | Strategy = AUTO) -> tuple[BranchA
 
 
 def _within(problem: Problem, candidate: Candidate) -> bool:
-    """Return whether a candidate of any strategy keeps to the allowed choices."""
+    """Return whether a candidate keeps to the choices that the problem's space allows."""
     space, setting = problem.space, candidate.setting
     placing = "colocated" if candidate.chains.colocated else "disjoint"
     return (
@@ -107,7 +107,7 @@ def _within(problem: Problem, candidate: Candidate) -> bool:
 
 
 def _keeps_replicas(problem: Problem, candidate: Candidate) -> bool:
-    """Return whether chains have the replicas decided, and as many as others of their balance group."""
+    """Return whether chains have the decided numbers of replicas, equal within each balance group."""
     wanted = decided_replicas(candidate.chains, problem.replicas, follow=problem.replicas_follow)
     own = [degrees.dp for degrees in candidate.degrees]
     return (
@@ -118,12 +118,14 @@ def _keeps_replicas(problem: Problem, candidate: Candidate) -> bool:
 
 
 def _shared_ranks(problem: Problem, chains: ChainSet, setting: Setting) -> Candidate:
-    """Return the candidate of one stage a chain, chains assigned to devices: longest first, to the least loaded.
+    """Return the candidate with one stage for each chain, chains assigned to devices longest first, each to the least loaded.
 
-    The rank of the loss comes last, the others in the order of their first chain.
+    The device of the last chain gets the highest rank; the other ranks follow the order of the first chain on each device.
 
     Args:
-        setting: with one replica.
+        problem: problem to solve.
+        chains: chain set with more chains than devices.
+        setting: setting with one replica.
     """
     last = len(chains.chains) - 1
     priced = [problem.prices.priced(chain, Degrees(), setting) for chain in chains.chains]
