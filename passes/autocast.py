@@ -1,11 +1,11 @@
-"""`Autocast`.
+"""Pass `Autocast`.
 
-The casts of `torch.autocast`, written into the graph, for the components that are to compute in bfloat16.
+It writes the casts of `torch.autocast` into the graph, for the components that are to compute in bfloat16.
 
-Parameters stay as they are. Products (linear, matmul, convolutions, attention) take their inputs in the half type; what
-loses most by it (exponentials, norms, sums, losses) takes them in float32; where tensors must agree, they take the
-wider type; all else computes in what it is given. Components that are not named get what they got before: a value that
-came out narrower is cast back where they read it.
+Parameters stay as they are. Products (linear, matmul, convolutions, attention) take their inputs in the half type; ops
+that lose most precision in it (exponentials, norms, sums, losses) take their inputs in float32; ops whose operands must
+have one dtype take the wider one; all other ops compute in the dtype of their inputs. Components that are not named
+read values of the original dtype: a value that became narrower is cast back in front of their nodes.
 
 Source: the op lists of torch.amp for CUDA, which are used on every device (torch/aten/src/ATen/autocast_mode.h).
 """
@@ -28,7 +28,7 @@ from mmcompile.passes.base import Fact, Rewrite
 from mmcompile.passes.values import aten_ops, op_name
 
 HALF = torch.bfloat16
-"""Reason against float16: it would need its losses scaled, or small gradients are lost."""
+"""Half type of the casts. bfloat16 rather than float16, which would need scaled losses to keep small gradients."""
 
 _HALF = aten_ops(
     "linear matmul mm bmm mv addmm addmv addbmm baddbmm chain_matmul einsum conv1d conv2d conv3d conv_transpose1d "
@@ -48,7 +48,7 @@ _WIDEST = aten_ops(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Autocast(Rewrite):
-    """Runs components in a half type, where that is safe.
+    """Pass that runs components in a half type, where torch.autocast would.
 
     Raises (in `run`):
         ConfigError: an unknown component, or one in which nothing would be cast.
@@ -90,7 +90,7 @@ class Autocast(Rewrite):
 
 @dataclass(kw_only=True)
 class _Casts:
-    """Inserts casts in front of nodes, in the order of the graph; each node's type is known when its readers follow."""
+    """Inserts casts in front of nodes, in graph order, so that a node's dtype is final before its readers are handled."""
 
     graph: fx.Graph
 
@@ -116,7 +116,7 @@ class _Casts:
         return wanted == HALF and bool(inputs)
 
     def restore(self, node: fx.Node) -> None:
-        """Give a node of another component what it got before."""
+        """Cast the inputs of a node of another component back to their original dtypes."""
         for source in node.all_input_nodes:
             if source in self._before:
                 self._cast(node, [source], self._before[source])
@@ -140,7 +140,7 @@ class _Casts:
             self._stale.add(node)
 
     def _settle(self, node: fx.Node) -> None:
-        """Update the recorded type of a node's result."""
+        """Update the recorded dtype of a node's result from the dtypes of its inputs."""
         if node not in self._stale:
             return
         old, tree = pytree.tree_flatten(node.meta["val"])
@@ -162,7 +162,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _result(node: fx.Node) -> Any:
-    """Return the result of a node on tensors without data."""
+    """Return the result of a node, computed on tensors without data."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, fx.Node):

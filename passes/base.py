@@ -30,14 +30,14 @@ class Fact(StrEnum):
 
 
 class Pass(ABC):
-    """Base of `Analysis` and `Rewrite`, from which passes derive."""
+    """Base class of `Analysis` and `Rewrite`."""
 
     name: ClassVar[str]
     """Name for users: the class name in kebab case."""
     requires: ClassVar[tuple[Fact, ...]] = ()
-    """Facts that must hold before it runs."""
+    """Facts about the graph that must hold before the pass runs."""
     ensures: ClassVar[tuple[Fact, ...]] = ()
-    """Facts that hold afterwards."""
+    """Facts about the graph that hold after the pass has run."""
 
 
 class Analysis(Pass, Generic[ResultT_co]):
@@ -45,11 +45,11 @@ class Analysis(Pass, Generic[ResultT_co]):
 
     @abstractmethod
     def run(self, graph: ModelGraph) -> ResultT_co:
-        """Analyse `graph` without a change of its nodes or edges."""
+        """Analyse `graph` and return the result; nodes and edges stay unchanged."""
 
 
 class Rewrite(Pass):
-    """A pass that makes another graph. Afterwards only the facts in `ensures` are known to hold."""
+    """A pass that makes another graph. Afterwards only the facts in its `ensures` hold; all others must be derived again."""
 
     @abstractmethod
     def run(self, graph: ModelGraph) -> ModelGraph:

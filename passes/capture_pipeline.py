@@ -1,7 +1,7 @@
 """Passes run over a `Capture`: a graph with the host program that prepares its inputs.
 
-A rewrite can make values that the host computes from each batch, the words of attention masks: those nodes move to
-the host program (`mmcompile.ir.host_shapes`), and the graph gets an input for each.
+A rewrite can add nodes for the words of attention masks, which the host computes from each batch. They move to the
+host program (`mmcompile.ir.host_shapes`), and the graph gets an input for each.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mmcompile.passes.pipeline import Pipeline, PipelineResult
 
 ResultT = TypeVar("ResultT")
 WORDS = "attention_words"
-"""Input that holds the words of a mask; further masks are `attention_words_1` and so on."""
+"""Name of the graph input with the words of a mask; further masks are `attention_words_1` and so on."""
 GRADIENTS = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
-"""Facts of a graph once `annotated` has seen its capture."""
+"""Facts that hold of a capture's graph after `annotated`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureResult:
-    """A capture after the last pass, and what the analyses returned."""
+    """A capture after the last pass, and the results of the analyses."""
 
     capture: Capture
     result: PipelineResult = field(repr=False)
     made: tuple[tuple[Rewrite, ModelGraph, ModelGraph], ...] = field(repr=False)
-    """(rewrite, the graph before it, the graph that it made), in the order in which they ran."""
+    """Rewrites in the order in which they ran: (rewrite, the graph before it, the graph that it made)."""
 
     def of(self, analysis: Analysis[ResultT]) -> ResultT:
         """Return the result of `analysis`; KeyError if it was not among the passes."""
@@ -46,7 +46,7 @@ class CaptureResult:
 
 
 def annotated(capture: Capture) -> Capture:
-    """Return a new capture with gradient flow annotated: the pass that every capture begins with."""
+    """Return a new capture annotated by gradient-flow, the pass that runs first on every capture."""
     Pipeline(passes=(GradientFlow(),)).run(capture.graph)
     return capture
 
@@ -54,13 +54,13 @@ def annotated(capture: Capture) -> Capture:
 def run_on_capture(
     capture: Capture, passes: Iterable[AnyPass], batch: Mapping[str, Any] | None = None
 ) -> CaptureResult:
-    """Run passes over a capture; gradient-flow runs again after each rewrite, whose graph lacks it.
+    """Run passes over a capture; gradient-flow runs again after each rewrite, because the rewritten graph is not annotated.
 
     Args:
         capture: annotated by gradient-flow; left as it is.
         passes: in the order in which they run.
-        batch: the captured batch. Given, the graph has the words of its masks, and costs count the pairs of tokens that
-            see each other; else all pairs.
+        batch: the captured batch. If given, the graph has the words of its masks, and costs count
+    only the pairs of tokens that see each other; if None, costs count all pairs.
 
     Raises:
         ConfigError: a pass requires what none before it ensures.
@@ -89,7 +89,7 @@ def _with_gradients(passes: Iterable[AnyPass]) -> Iterable[AnyPass]:
 
 
 def with_hoisted_words(capture: Capture, batch: Mapping[str, Any] | None = None) -> Capture:
-    """Return the capture with its nodes `attention_words` in the host program; its module is changed in place."""
+    """Return the capture with its `attention_words` nodes moved to the host program; its module is changed in place."""
     graph = capture.graph
     words = [node for node in graph.module.graph.nodes if node.target is attention_words]
     if not words:
@@ -112,7 +112,7 @@ def with_hoisted_words(capture: Capture, batch: Mapping[str, Any] | None = None)
 
 
 def _with_new_sizes(sizes: Sizes, graph: fx.Graph) -> Sizes:
-    """Return sizes with those inputs that a pass added."""
+    """Return the sizes of a capture extended by the size inputs that a pass added to the graph."""
     symbols: dict[str, Any] = {
         str(symbol): symbol
         for shape in sizes.inputs.values()

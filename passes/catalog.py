@@ -17,7 +17,7 @@ Kind = Literal["analysis", "rewrite"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassEntry:
-    """Name of a pass and facts about it, as its class states them."""
+    """Name, module and facts of a pass, equal to those of its class but readable without importing it."""
 
     name: str
     """Class name in kebab case."""
@@ -25,13 +25,13 @@ class PassEntry:
     """Module below `mmcompile.passes`."""
     kind: Kind
     summary: str
-    """Line that describes the pass."""
+    """One-line description of the pass."""
     requires: tuple[Fact, ...] = (Fact.ANNOTATED,)
     ensures: tuple[Fact, ...] = ()
 
     @property
     def class_name(self) -> str:
-        """Name of the class."""
+        """Name of the pass's class."""
         return "".join(part.capitalize() for part in self.name.split("-"))
 
     def load(self) -> type[Pass]:
@@ -43,13 +43,13 @@ class PassEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderedPass:
-    """Place of a pass in an order."""
+    """One pass in an ordered list, with its condition and the reason for its position."""
 
     name: str
     when: str
-    """Condition under which it runs there."""
+    """Condition under which the pass runs at this position."""
     reason: str
-    """Why it has this place."""
+    """Reason for the position of the pass in the order."""
 
 
 OWN = "(own passes)"
@@ -222,7 +222,7 @@ STAGES: tuple[OrderedPass, ...] = (
 
 
 def pass_entry(name: str) -> PassEntry:
-    """Return the entry of a pass by name. Raises ConfigError with the names there are."""
+    """Return the entry of a pass by name. Raises ConfigError that lists the existing names."""
     known = {entry.name: entry for entry in PASSES}
     if name not in known:
         raise ConfigError(f"no pass {name!r}; choose of {', '.join(known)}")
@@ -230,7 +230,7 @@ def pass_entry(name: str) -> PassEntry:
 
 
 def in_order(order: tuple[OrderedPass, ...], passes: dict[str, tuple[AnyPass, ...]]) -> tuple[AnyPass, ...]:
-    """Return the passes of each name in the order of a table; a name without passes does not run."""
+    """Return passes, given by name, in the order of a table such as `PLANNING`; names without passes are skipped."""
     names = [own.name for own in order]
     assert set(passes) <= set(names), f"{set(passes) - set(names)} have no place in the order {names}"
     return tuple(pass_ for name in names for pass_ in passes.get(name, ()))

@@ -1,4 +1,4 @@
-"""`MMCOMPILE_DEBUG`: amount of output of the pipeline between passes. The only place that reads it."""
+"""`MMCOMPILE_DEBUG`: the variable that sets how much the pipeline prints between passes. Only this module reads it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _VARIABLE = "MMCOMPILE_DEBUG"
 
 
 class DebugLevel(IntEnum):
-    """Each level prints what the lower ones print, and more."""
+    """Level of `MMCOMPILE_DEBUG`; each level also prints the output of the lower ones."""
 
     OFF = 0
     TIME = 1
-    """Each pass and its time."""
+    """Level that prints each pass and its seconds."""
     DIFF = 2
-    """Changes of a pass in the number of each op."""
+    """Level that prints how a pass changed the number of nodes of each op."""
     VERIFY = 3
-    """The verifier's summary."""
+    """Level that prints the verifier's summary after each pass."""
     GRAPH = 4
-    """The graph as text after each pass."""
+    """Level that prints the graph as text after each pass."""
     PROVENANCE = 5
-    """Module of origin of each node, and the pass that made it."""
+    """Level that prints each node's module of origin, and the pass that made the node."""
 
 
 def debug_level(environment: Mapping[str, str] = os.environ) -> DebugLevel:
-    """Return the level in `MMCOMPILE_DEBUG`; off if unset or empty.
+    """Return the level in `MMCOMPILE_DEBUG`; the lowest, off, if the variable is unset or empty.
 
     Raises:
         ConfigError: the variable is not one of the levels.

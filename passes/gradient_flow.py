@@ -1,8 +1,9 @@
 """`GradientFlow`: nodes through which gradient passes, and parameters that receive one.
 
-A node carries gradient if an input carries gradient or a parameter it reads is trainable (thesis section 3.3.1, Eq. 3.1-3.3: p(L)
-= trainable(L) or p(any input of L)), *and* the loss depends on it through differentiable nodes. The second half makes the answer
-exact: a trainable parameter that the loss does not see gets no gradient, and no stage waits for one.
+A node carries gradient if an input carries gradient or a parameter it reads is trainable (thesis section 3.3.1, Eq.
+3.1-3.3: p(L) = trainable(L) or p(any input of L)), *and* the loss depends on it through differentiable nodes. The
+second half makes the answer exact: a trainable parameter on which the loss does not depend gets no gradient, and no
+stage waits for its gradient.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ SET_GRAD_SWITCH = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentGradient:
-    """Gradient within one component."""
+    """Parameters and nodes of one component that have a gradient."""
 
     component: str
     trainable: int
-    """Number of trainable parameters in its layers."""
+    """Number of trainable parameters in the component's layers."""
     receiving: int
-    """Number of parameters in its layers that receive a gradient."""
+    """Number of parameters in the component's layers that receive a gradient."""
     nodes: int
     carrying: int
-    """Number of nodes through which gradient passes; 0: the component only runs forward."""
+    """Number of nodes of the component through which gradient passes; 0 if the component only runs forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientReport:
-    """Parameters and components that receive a gradient."""
+    """Parameters, component edges and components through which gradient flows."""
 
     parameters_with_gradient: frozenset[str]
     """Original names of parameters with gradient; a tied parameter appears once, under its first name."""
@@ -52,7 +53,7 @@ class GradientReport:
     """Trainable parameters on which the loss does not depend: their `.grad` stays None."""
     components: tuple[ComponentGradient, ...]
     edges: tuple[tuple[str, str, bool], ...]
-    """(producer, consumer, gradient flows back), for each edge of the component DAG."""
+    """One entry (producer, consumer, True if gradient flows back) for each edge of the component DAG."""
 
     def __str__(self) -> str:
         lines = [
@@ -70,7 +71,7 @@ class GradientReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFlow(Analysis[GradientReport]):
-    """Sets `NodeInfo.carries_gradient` and returns the components and parameters that receive gradient."""
+    """Pass that sets `NodeInfo.carries_gradient` and returns the components and parameters that receive gradient."""
 
     name: ClassVar[str] = "gradient-flow"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
@@ -90,7 +91,7 @@ class GradientFlow(Analysis[GradientReport]):
 
 
 def trainable_names(graph: ModelGraph) -> dict[str, str]:
-    """Return every name of a trainable parameter, aliases included -> its first name."""
+    """Return a mapping from every name of a trainable parameter, aliases included, to the parameter's first name."""
     return {name: spec.name for spec in graph.parameters if spec.trainable for name in (spec.name, *spec.aliases)}
 
 

@@ -1,4 +1,4 @@
-"""`layer_kinds`: which layers do the same work. A calibration measures one layer of each kind."""
+"""`layer_kinds`: groups of layers that do the same work, so that a calibration measures one layer of each kind."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _ATTENTION = ("scaled_dot_product_attention", "packed_attention", "bitfield_atte
 
 
 def layer_kinds(graph: ModelGraph) -> Mapping[str, tuple[str, ...]]:
-    """Return component -> kind of each of its layers, for example `language_model.layers-3fa2b1c4`.
+    """Return component -> kind of each of its layers in order, for example `language_model.layers-3fa2b1c4`.
 
-    Equal text: the same operations on parameters of the same shapes, the same ones training, the same values carrying
-    gradient, masks and sequence lengths made the same way (a windowed block differs from a full one). Sizes of data
-    (tokens, samples, images) are left out, so captures of one model on other batches give the same kinds.
+    Layers of equal text have the same operations on parameters of the same shapes, the same parameters training, the
+    same values carrying gradient, and masks and sequence lengths computed the same way (windowed and full attention
+    differ). Sizes of data (tokens, samples, images) are left out, so captures of one model on other batches give the
+    same kinds.
     """
     specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
     nodes: dict[tuple[str, int], list[fx.Node]] = {}
@@ -48,12 +49,12 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _widths(component: Component, specs: Mapping[str, ParameterSpec]) -> list[str]:
-    """Return the shapes of a component's parameters, each once: the only sign of the width of a layer that has none."""
+    """Return the distinct shapes of a component's parameters, which show the hidden size of layers without parameters."""
     return sorted({str(specs[name].shape) for layer in component.layers for name in layer.parameters})
 
 
 def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str]:
-    """Yield one line an operation. Those without a parameter count once: their number may depend on the number of images."""
+    """Yield one line for each operation; equal operations without a parameter give one, as their number may grow with images."""
     lines: dict[str, None] = {}
     num_readers = 0
     for node in nodes:
@@ -74,12 +75,12 @@ def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str
 
 
 def _types(node: fx.Node) -> str:
-    """Return the dtypes of the results, each once: a list may have one for each image."""
+    """Return the distinct dtypes of a node's results; a list of results may have one tensor for each image."""
     return ",".join(dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors(node)))
 
 
 def _literals(value: object) -> Iterable[str]:
-    """Yield arguments that are no sizes: floats, flags, words, types. Integers may be sizes of data."""
+    """Yield arguments that cannot be sizes of data: floats, flags, strings, dtypes. Integers are skipped."""
     match value:
         case bool() | float() | str() | torch.dtype() | None:
             yield str(value)
@@ -92,7 +93,7 @@ def _literals(value: object) -> Iterable[str]:
 
 
 def _attention(node: fx.Node) -> Iterable[str]:
-    """Yield facts of an attention op that no parameter's shape shows."""
+    """Yield facts of an attention op that parameter shapes do not show."""
     if not any(name in op_name(node) for name in _ATTENTION):
         return
     shapes = [tensors(source)[0].shape for source in node.all_input_nodes[:2]]
@@ -104,7 +105,7 @@ def _attention(node: fx.Node) -> Iterable[str]:
 
 
 def _near(source: fx.Node) -> set[str]:
-    """Return operations that made a shared value, a few steps back: further ones may be as many as there are images."""
+    """Return the operations a few steps before a shared value; the number of earlier ones may grow with the images."""
     names: set[str] = set()
     level = {source}
     for _ in range(_NEAR):

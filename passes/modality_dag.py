@@ -19,19 +19,19 @@ from mmcompile.passes.base import Analysis, Fact
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModalityReport:
-    """The component DAG, read for scheduling."""
+    """Edges, depths, independent sets and branches of the component DAG, for scheduling."""
 
     kinds: Mapping[str, ComponentKind]
     edges: tuple[tuple[str, str, tuple[str, ...]], ...]
-    """(producer, consumer, tensors), in topological order."""
+    """One entry (producer, consumer, names of the tensors sent) for each edge, in topological order."""
     depth: Mapping[str, int]
-    """Component -> edges on its longest path to the loss component (0 there), farthest first."""
+    """Component -> number of edges on its longest path to the loss component (0 there), farthest component first."""
     independent: tuple[tuple[str, ...], ...]
-    """Largest sets of components of which none reaches another."""
+    """Maximal sets of components in which no component depends on another."""
     branches: tuple[tuple[str, ...], ...]
-    """Lines of components: within one, each has a single consumer, and that consumer a single producer."""
+    """Chains of components: every component but the last has one consumer, and this consumer has no other producer."""
     joins: tuple[str, ...]
-    """Components with several parents; a microbatch starts there when all parents have delivered."""
+    """Components with several producers; a microbatch starts there when all producers have sent their tensors."""
 
     def __str__(self) -> str:
         lines = [f"{name} [{self.kinds[name]}] depth {depth}" for name, depth in self.depth.items()]
@@ -44,14 +44,14 @@ class ModalityReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModalityDag(Analysis[ModalityReport]):
-    """Reads the component DAG of a graph."""
+    """Pass that reads the component DAG of a graph."""
 
     name: ClassVar[str] = "modality-dag"
     requires: ClassVar[tuple[Fact, ...]] = ()
     ensures: ClassVar[tuple[Fact, ...]] = ()
 
     def run(self, graph: ModelGraph) -> ModalityReport:
-        """Raises VerifyError if the components form a cycle."""
+        """Return the report on the component DAG. Raises VerifyError if the components form a cycle."""
         dag = graph.dag()
         if not nx.is_directed_acyclic_graph(dag):
             cycle = " -> ".join(str(edge[0]) for edge in nx.find_cycle(dag))
@@ -77,7 +77,7 @@ def _depths(dag: nx.DiGraph[str], order: list[str]) -> dict[str, int]:
 
 
 def _independent(dag: nx.DiGraph[str], position: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """Return maximal antichains: the maximal cliques of "neither reaches the other"."""
+    """Return the maximal antichains: the maximal cliques of the relation "neither component depends on the other"."""
     incomparable = nx.complement(nx.transitive_closure_dag(dag).to_undirected())
     groups = [tuple(sorted(clique, key=position.__getitem__)) for clique in nx.find_cliques(incomparable)]
     return tuple(sorted(groups, key=lambda group: [position[name] for name in group]))

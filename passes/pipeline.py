@@ -1,4 +1,4 @@
-"""`Pipeline`: runs passes in order, with all work between passes."""
+"""`Pipeline`: runs passes in order, and verifies and prints between them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class PipelineResult:
 
     graph: ModelGraph
     results: tuple[tuple[Pass, object], ...] = field(repr=False)
-    """(analysis, its result), in the order in which they ran."""
+    """Results of the analyses, in the order in which they ran: (analysis, its result)."""
     seconds: tuple[tuple[str, float], ...]
-    """(pass, seconds)."""
+    """Run time of each pass, in order: (name of the pass, seconds)."""
 
     def of(self, analysis: Analysis[ResultT]) -> ResultT:
         """Return the last result of `analysis`; KeyError if it was not in the pipeline."""
@@ -40,7 +40,7 @@ class PipelineResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """Passes in the order they run.
+    """Passes in the order in which they run.
 
     Raises:
         ConfigError: a pass requires a fact that neither `given` nor an earlier pass ensures.
@@ -48,9 +48,9 @@ class Pipeline:
 
     passes: tuple[AnyPass, ...]
     given: tuple[Fact, ...] = (Fact.ANNOTATED,)
-    """Facts that hold of the graph before the first pass."""
+    """Facts that hold of the graph before the first pass runs."""
     verify: bool = True
-    """Verify the graph before the first pass and after each rewrite."""
+    """True to verify the graph before the first pass and after each rewrite."""
     debug: DebugLevel = field(default_factory=debug_level)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Pipeline:
         """Run all passes over `graph`.
 
         Args:
-            graph: where to begin; rewrites leave it as it is.
+            graph: the graph of the first pass; it is not changed.
             finish: called with each rewrite and the graph that it made; returns the graph of the next pass.
 
         Raises:
@@ -99,9 +99,9 @@ class Pipeline:
 
 
 def analyse(analysis: Analysis[ResultT], graph: ModelGraph) -> ResultT:
-    """Return the result of one analysis of a graph for which all holds that the analysis requires.
+    """Return the result of one analysis, run on a graph that fulfils all its requirements.
 
-    The graph is not verified again: the pipeline that made it did so.
+    The graph is not verified, because the pipeline that made it has verified it.
     """
     return (
         Pipeline(passes=(analysis,), given=(Fact.ANNOTATED, *analysis.requires), verify=False).run(graph).of(analysis)
@@ -117,12 +117,12 @@ class _Hook:
         self._made_by: dict[str, str] = {}
 
     def start(self, graph: ModelGraph) -> None:
-        """Verify and print before the first pass."""
+        """Verify the graph and print it before the first pass runs."""
         self._made_by = {node.name: "capture" for node in graph.module.graph.nodes}
         self._check(graph)
 
     def between(self, pass_: Pass, before: ModelGraph, after: ModelGraph, seconds: float) -> None:
-        """Verify and print after `pass_` turned `before` into `after` (the same graph, if it was an analysis)."""
+        """Verify and print after `pass_` turned graph `before` into `after` (for an analysis both are the same graph)."""
         self._tell(DebugLevel.TIME, f"pass {pass_.name}: {seconds * 1e3:.1f} ms")
         self._tell(DebugLevel.DIFF, f"  {_op_diff(before, after)}")
         if after is not before:

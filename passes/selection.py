@@ -45,7 +45,7 @@ def parse_passes(text: str) -> tuple[AnyPass, ...]:
 
 
 def format_passes(passes: Iterable[AnyPass]) -> str:
-    """Return the text that `parse_passes` reads as these passes; fields with their default are left out."""
+    """Return the text from which `parse_passes` reads these passes; fields that have their default value are left out."""
     return ",".join(map(_formatted, passes))
 
 
@@ -99,5 +99,5 @@ def _fields(made: Any) -> tuple[Field[Any], ...]:
 
 
 def _default(field: Field[Any]) -> object:
-    """Return a field's default; MISSING if it has none."""
+    """Return the default of a dataclass field, also from its factory; MISSING if it has none."""
     return field.default if field.default_factory is MISSING else field.default_factory()

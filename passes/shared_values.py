@@ -1,4 +1,4 @@
-"""Layers that need a shared value: one of no single layer (a mask, a rotary table), computed where it is read."""
+"""Layers that need a shared value (a mask, a rotary table), which belongs to no layer and is computed where it is read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ Place = tuple[str, int]
 
 
 def needing_layers(graph: fx.Graph) -> Mapping[fx.Node, frozenset[Place]]:
-    """Return the layers of the whole model that need each call: its own, or all that in the end read a shared value.
+    """Return call node -> layers of the whole model that need its value.
 
-    A shared value that a single layer needs is computed in that layer, and computed again with it; others stand before
-    the layers of a stage, which keep them.
+    A node of a layer is needed by this layer; a shared node by all layers that read it, directly or through shared nodes.
+
+    A shared value that a single layer needs is computed in that layer, and computed again with it; a value that several
+    layers need is computed once, before the layers of a stage, and kept.
     """
     needing: dict[fx.Node, frozenset[Place]] = {}
     for node in reversed(graph.nodes):

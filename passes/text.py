@@ -11,12 +11,12 @@ _CONTEXT_LINES = 5
 
 
 def graph_text(graph: ModelGraph) -> str:
-    """All nodes of a graph. Equal text means equal graph, annotations included."""
+    """Return the text of all nodes of a graph, annotations included: graphs are equal if their texts are."""
     return "\n".join(_node_text(node) for node in graph.module.graph.nodes)
 
 
 def _node_text(node: fx.Node) -> str:
-    """`linear: float32[2, 8] = aten.linear(x, a_weight, a_bias)  # encoder.0 a`."""
+    """Return the line of a node: `linear: float32[2, 8] = aten.linear(x, a_weight, a_bias)  # encoder.0 a`."""
     if node.op == "output":
         return f"return {_value_text(node.args[0])}"
     kind = (
@@ -33,7 +33,7 @@ def _node_text(node: fx.Node) -> str:
 
 
 def place_text(node: fx.Node) -> str:
-    """Component, layer and module of a node, with a mark if it carries gradient."""
+    """Return the component, layer and module of a node, with a mark if it carries gradient."""
     if META_KEY not in node.meta:
         return "not annotated"
     note = info(node)
@@ -42,7 +42,7 @@ def place_text(node: fx.Node) -> str:
 
 
 def around(node: fx.Node) -> str:
-    """A node, marked, with five lines of its graph on either side."""
+    """Return the line of a node, marked, with the five lines of its graph before and after it."""
     nodes = list(node.graph.nodes)
     index = nodes.index(node)
     first = max(0, index - _CONTEXT_LINES)

@@ -1,4 +1,4 @@
-"""Results of a node, read from the graph: op name, recorded tensors, sizes, views and writes."""
+"""Facts of one node, read from the graph: op name, recorded tensors, sizes, views, and inputs changed in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmcompile.ir.compat import HigherOrderOperator, OpOverload, op_schema
 
 
 def op_name(node: fx.Node) -> str:
-    """`aten.linear`, `mmcompile.packed_attention`, or a Python function's own name (`getitem`, `token_loss`)."""
+    """Return the op of a node: `aten.linear`, `mmcompile.packed_attention`, or a Python function's name (`getitem`)."""
     target = node.target
     if isinstance(target, OpOverload):
         return f"{target.namespace}.{target.overloadpacket.__name__}"
@@ -24,12 +24,12 @@ def op_name(node: fx.Node) -> str:
 
 
 def aten_ops(names: str) -> frozenset[str]:
-    """`"add sub"` -> the `op_name`s of these ATen ops."""
+    """Return the `op_name`s of ATen ops named in one string: `"add sub"` gives `aten.add` and `aten.sub`."""
     return frozenset(f"aten.{name}" for name in names.split())
 
 
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """The tensors a node produces, as described in `node.meta["val"]`; none for sizes and for nodes without a result.
+    """Return the tensors a node produces, as described in `node.meta["val"]`; () for sizes and nodes without a result.
 
     Raises:
         VerifyError: the node has no recorded value.
@@ -45,7 +45,7 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
 
 
 def _concrete_int(size: int | torch.SymInt) -> int:
-    """A size at the captured batch: ints as they are, symbols by their hint."""
+    """Return a size at the captured batch: an int as it is, a symbol by its hint."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -55,12 +55,12 @@ def _concrete_int(size: int | torch.SymInt) -> int:
 
 
 def concrete_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape at the captured batch."""
+    """Return the shape of a tensor at the captured batch."""
     return tuple(_concrete_int(size) for size in tensor.shape)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements at the captured batch (an expanded view counts each element)."""
+    """Return the bytes of a tensor's elements at the captured batch (an expanded view counts each element)."""
     count = tensor.element_size()
     for size in concrete_shape(tensor):
         count *= size
@@ -68,12 +68,12 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the memory behind a recorded value, at the captured batch."""
+    """Return the bytes of the memory behind a recorded value, at the captured batch."""
     return _concrete_int(tensor.untyped_storage().nbytes())
 
 
 def arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, object]]:
-    """(schema argument, what the node passes for it), for an ATen or custom op; nothing for other targets."""
+    """Yield (schema argument, value that the node passes) of an ATen or custom op; nothing is yielded for other targets."""
     if not isinstance(node.target, OpOverload):
         return
     for position, argument in enumerate(op_schema(node.target).arguments):
@@ -84,7 +84,7 @@ def arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, object]]:
 
 
 def written(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Inputs that the node changes in place."""
+    """Return the inputs that the node changes in place."""
     return tuple(
         value
         for argument, value in arguments(node)
@@ -93,7 +93,7 @@ def written(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def aliased(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Inputs that the node's result may be a view of."""
+    """Return the inputs that the node's result may be a view of."""
     if node.target is operator.getitem:
         return (node.args[0],) if isinstance(node.args[0], fx.Node) else ()
     return tuple(

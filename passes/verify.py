@@ -1,4 +1,4 @@
-"""`Verify`: the rules a `ModelGraph` keeps, as a table. A broken rule is a bug of ours and raises `VerifyError`."""
+"""Pass `Verify`: a table of the rules that every `ModelGraph` keeps. A broken rule is a bug of mmcompile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KNOWN_OPS = ("placeholder", "get_attr", "call_function", "output")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Violation:
-    """One breach of a rule."""
+    """One place where a graph breaks a rule: the message, and the node if there is one."""
 
     message: str
     node: fx.Node | None = None
@@ -32,16 +32,16 @@ class Violation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphRule:
-    """A named property of a graph."""
+    """A named property that every graph must have, with the function that checks it."""
 
     name: str
     check: Callable[[ModelGraph], Iterator[Violation]]
-    """Yields what breaks it."""
+    """Function that yields the violations of the rule in a graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifySummary:
-    """Rules checked, and number of nodes."""
+    """Names of the rules checked, and number of nodes in the graph."""
 
     rules: tuple[str, ...]
     nodes: int
@@ -52,14 +52,14 @@ class VerifySummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verify(Analysis[VerifySummary]):
-    """Checks every rule; the first breach raises."""
+    """Pass that checks every rule of a graph; the first violation raises VerifyError."""
 
     name: ClassVar[str] = "verify"
     requires: ClassVar[tuple[Fact, ...]] = ()
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.VERIFIED)
 
     def run(self, graph: ModelGraph) -> VerifySummary:
-        """Raises VerifyError: the rule, what broke it, and the node with five lines around it."""
+        """Check all rules. Raises VerifyError with the rule, the violation, and the node with five lines around it."""
         for rule in _RULES:
             for violation in rule.check(graph):
                 where = f"\n{around(violation.node)}" if violation.node is not None else ""
@@ -130,7 +130,7 @@ def _component_dag(graph: ModelGraph) -> Iterator[Violation]:
 
 
 def _real_edges(graph: ModelGraph) -> tuple[dict[tuple[str, str], set[str]], dict[tuple[str, str], fx.Node]]:
-    """(producer, consumer) -> tensors read across, and a node that reads one."""
+    """Return (producer, consumer) -> names of tensors read across components, and (producer, consumer) -> a reading node."""
     edges: dict[tuple[str, str], set[str]] = defaultdict(set)
     readers: dict[tuple[str, str], fx.Node] = {}
     for node in _calls(graph):
@@ -165,7 +165,7 @@ def _shared(graph: ModelGraph) -> Iterator[Violation]:
 
 
 def _from_integers(placeholder: fx.Node) -> bool:
-    """An integer input, or floats that the host computed from integers alone (interpolation weights)."""
+    """Return whether an input has integers, or floats that the host computes from integers (interpolation weights)."""
     floating = any(tensor.is_floating_point() for tensor in tensors(placeholder))
     return not floating or placeholder.meta.get("from_integers", False)
 
@@ -224,7 +224,7 @@ def _output(graph: ModelGraph) -> Iterator[Violation]:
 
 
 def _static_shapes(graph: ModelGraph) -> Iterator[Violation]:
-    """An op whose output shape depends on values is fine where these are known; elsewhere no link has a size."""
+    """Yield ops whose output shape depends on values that are not known at capture: no link could have a size for it."""
     for node in _calls(graph):
         if not _data_dependent(node):
             continue
@@ -248,7 +248,7 @@ def _data_dependent(node: fx.Node) -> bool:
 
 
 def _functional(graph: ModelGraph) -> Iterator[Violation]:
-    """A value that changes after it was made cannot be sent. The model's own buffers are state, and may change."""
+    """Yield ops that change a value in place, so that it cannot be sent; the model's buffers are state and may change."""
     for node in _calls(graph):
         for target in written(node):
             base = target
@@ -280,4 +280,4 @@ _RULES: tuple[GraphRule, ...] = (
     GraphRule(name="functional", check=_functional),
     GraphRule(name="regions", check=_regions),
 )
-"""In the order they are checked: each may rely on those before it."""
+"""Rules in the order in which they are checked: a rule may rely on the earlier ones."""

@@ -1,10 +1,11 @@
 """`ContextParallel`: lets several ranks run a language model together, each on its own tokens of every sequence.
 
-All ranks run the same nodes. Layer 0 of the component (embedding and merge of features) and shared values (rotary tables, shifted
-labels) stay whole; where they enter the *region*, the component's layers from 1 on, `shard_tokens` takes the rank's rows of them.
-In the region every op must treat tokens alike, attention excepted: it gathers keys and values from all ranks. The loss node
-returns the sum over the rank's own tokens and their number. So gradients of parameters, and those that leave the region for layer
-0 and other components, are a rank's share: the sum over ranks is the gradient of the whole.
+All ranks run the same nodes. Layer 0 of the component (embedding and merge of features) and shared values (rotary
+tables, shifted labels) stay whole; where they enter the *region*, the component's layers from 1 on, `shard_tokens`
+takes the rank's rows of them. In the region every op must treat tokens alike, attention excepted: it gathers keys and
+values from all ranks. The loss node returns the sum over the rank's own tokens and their number. A gradient of a
+parameter, or one that leaves the region for layer 0 or another component, is therefore a rank's share: the sum over
+ranks is the whole gradient.
 
 New inputs of the graph, for P ranks of L rows each (`mmcompile.codegen.token_shards.shard_values` computes them):
 
@@ -59,7 +60,7 @@ WORDS, KV_WORDS = "cp_words", "cp_kv_words"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextParallel(Rewrite):
-    """Shards the tokens of a component's layers from 1 on over ranks.
+    """Pass that shards the tokens of a component's layers from 1 on over ranks.
 
     Raises (in `run`):
         ConfigError: the component does not exist or is not the one that ends in the loss.
@@ -73,12 +74,12 @@ class ContextParallel(Rewrite):
     component: str
     num_ranks: int
     local_tokens: int | None = None
-    """Rows of one rank in the captured batch, on which only recorded shapes depend.
+    """Number of token rows on one rank in the captured batch; only recorded shapes depend on it.
 
-    None stands for equal parts, free rows included.
+    None: equal parts of the sequence, free rows included.
     """
     head_stride: int = 0
-    """Key/value heads gathered at a time, so that gathering overlaps with computation; 0 gathers all at once."""
+    """Number of key/value heads gathered at a time, so that gathering overlaps with computation; 0 gathers all at once."""
     group: str = "cp"
     """Name of the process group whose ranks share a sequence."""
 
@@ -91,7 +92,7 @@ class ContextParallel(Rewrite):
             raise ConfigError(f"local_tokens must be at least 1, got {self.local_tokens}")
 
     def run(self, graph: ModelGraph) -> ModelGraph:
-        """Return the graph for one rank's tokens."""
+        """Return the graph that one rank runs on its own tokens."""
         self._check(graph)
         made = copied(graph)
         nodes = _region(made, self.component)
@@ -136,7 +137,7 @@ class ContextParallel(Rewrite):
 
 
 def _call(node: fx.Node) -> Any:
-    """Return the target of a call; of an item of a tuple, the target that made the tuple."""
+    """Return the target of a call node; for a `getitem` node, the target of the call that made the tuple."""
     source = node.args[0] if node.target is operator.getitem else node
     return source.target if isinstance(source, fx.Node) else None
 
@@ -147,7 +148,7 @@ def _region(graph: ModelGraph, component: str) -> list[fx.Node]:
 
 
 def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the distinct words that the region's attention reads, in order."""
+    """Return the distinct mask-word nodes that attention in the region reads, in graph order."""
     words = []
     for node in nodes:
         if op_name(node) != _ATTENTION:
@@ -171,13 +172,13 @@ def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Inputs:
-    """The new inputs of a graph."""
+    """The graph inputs `cp_*` that the pass adds."""
 
     index: fx.Node
     positions: fx.Node
     kv_positions: fx.Node
     words: Mapping[fx.Node, fx.Node]
-    """Words input of all tokens -> words input of the rank's tokens."""
+    """Input with the words of all tokens -> input with the words of the rank's tokens."""
     kv_words: Mapping[fx.Node, fx.Node]
 
     @property
@@ -189,7 +190,7 @@ class _Inputs:
     def added(
         cls, graph: ModelGraph, words: list[fx.Node], num_ranks: int, local_tokens: int, *, batch: Size
     ) -> _Inputs:
-        """Add them behind the graph's last input."""
+        """Add the inputs `cp_*` behind the last input of the graph, and return them."""
         roots: frozenset[str] = frozenset().union(*(node.meta.get("roots", {str(node.target)}) for node in words))
         gathered = num_ranks * LOCAL_TOKENS
 
@@ -224,7 +225,7 @@ def _example(size: Any, graph: ModelGraph, local_tokens: int) -> int:
 
 
 def _spread_entries(flow: TokenFlow, nodes: Iterable[fx.Node], component: str, batch: int) -> None:
-    """Shard per-token values of layer 0, [batch, tokens, ...], where the region reads them."""
+    """Shard per-token values of layer 0, [batch, tokens, ...], in front of the nodes of the region that read them."""
     for node in nodes:
         for value in node.all_input_nodes:
             if value.op != "call_function" or info(value).component != component or info(value).layer:
@@ -234,7 +235,7 @@ def _spread_entries(flow: TokenFlow, nodes: Iterable[fx.Node], component: str, b
 
 
 def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
-    """Refuse values that ranks would compute differently from whole values."""
+    """Raise PlanError for a node that would compute different values on each rank from whole inputs."""
     for node in nodes:
         if node in flow.axes or flow.spread_inputs(node):
             continue
@@ -248,7 +249,7 @@ def _check_whole(flow: TokenFlow, nodes: Iterable[fx.Node]) -> None:
 
 
 def _gather_keys(graph: ModelGraph, nodes: Iterable[fx.Node], inputs: _Inputs, options: ContextParallel) -> None:
-    """Replace attention by attention to the tokens of all ranks."""
+    """Replace attention over a rank's tokens by attention that gathers the keys and values of all ranks."""
     for node in nodes:
         if op_name(node) != _ATTENTION:
             continue
@@ -264,7 +265,7 @@ def _gather_keys(graph: ModelGraph, nodes: Iterable[fx.Node], inputs: _Inputs, o
 
 
 def _drop_unread(graph: fx.Graph) -> None:
-    """Erase shared values that nothing reads now: equal ones, of which one is spread."""
+    """Erase shared values that no node reads any more: duplicates of a value that was sharded once."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and info(node).shared and not node.users:
             graph.erase_node(node)

@@ -1,8 +1,8 @@
 """`SequenceSharder`: makes the nodes that take a rank's rows of a whole value.
 
-A `shard_tokens` node stands where it sends least: one of a shared value is shared (each stage computes it again, as it
-does the value); one of a whole value from layer 0 or another component is in layer 0, so that links carry a rank's rows
-and not the sequence.
+A `shard_tokens` node is placed where the least is sent. For a shared value the node is shared too: each stage computes
+both again. For a whole value from layer 0 or another component the node is in layer 0, so that links carry only a
+rank's rows of the sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SequenceSharder:
     tokens: Size
     flow: TokenFlow = field(init=False)
     _first: dict[fx.Node, fx.Node] = field(init=False)
-    """Shared node -> the first equal one."""
+    """Shared node -> the first node in graph order that computes the same value."""
     _made: dict[tuple[fx.Node, TokenAxis, float], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class SequenceSharder:
         return chain.value
 
     def _rows(self, kept: tuple[Size, ...]) -> list[Any]:
-        """Return sizes that split merged rows: one of them -1."""
+        """Return sizes for a view that splits merged rows into batch and tokens; one of the sizes is -1."""
         outer, tokens, *inner = kept
         first, second = self.flow.size_argument(outer), self.flow.size_argument(tokens)
         if first is not None:
@@ -86,7 +86,7 @@ class SequenceSharder:
         )
 
     def _place(self, value: fx.Node) -> NodeInfo:
-        """Return the place of a node: shared like the value; in its layer, if that is of the region; else in layer 0."""
+        """Return the place of a value's `shard_tokens` node: shared like the value, in its region layer, or in layer 0."""
         if value.op == "call_function":
             note = info(value)
             if note.shared or note.component == self.component:
@@ -104,19 +104,19 @@ class SequenceSharder:
 
 @dataclass(kw_only=True, slots=True)
 class _Chain:
-    """Nodes added one after the other."""
+    """Builder of a sequence of nodes, each applied to the result of the one before."""
 
     graph: fx.Graph
     after: fx.Node
     note: NodeInfo
     value: fx.Node
-    """The last node."""
+    """The last node of the sequence."""
     full: tuple[Size, ...]
-    """Shape of the last value before tokens are sharded."""
+    """Shape of the last node's value before tokens are sharded."""
     flow: TokenFlow
 
     def add(self, target: Any, *arguments: Any, full: tuple[Size, ...]) -> None:
-        """Call `target` on the last value; `full` is the shape of the result before tokens are spread."""
+        """Append a call of `target` on the last value; `full` is the shape of its result before tokens are sharded."""
         with self.graph.inserting_after(self.after):
             made = self.graph.call_function(target, (self.value, *arguments))
         shape = [self.flow.number(size) for size in full]
@@ -128,12 +128,12 @@ class _Chain:
 
 
 def _of_dtype(filler: float, dtype: torch.dtype) -> float:
-    """Return `filler` as a number of the kind that `dtype` holds."""
+    """Return `filler` converted to bool, int or float, as `dtype` requires."""
     return filler if dtype.is_floating_point else bool(filler) if dtype == torch.bool else int(filler)
 
 
 def _first_equal(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Map every shared node to the first equal one: each layer reshapes the rotary table for itself."""
+    """Map every shared node to the first node that computes the same value, since each layer may reshape the rotary table."""
     first: dict[fx.Node, fx.Node] = {}
     by_key: dict[object, fx.Node] = {}
 

@@ -31,20 +31,20 @@ LOCAL_TOKENS = sympy.Symbol("local_tokens", integer=True, positive=True)
 class TokenAxis:
     """A dim of size outer * tokens * inner: batch and tokens merged into rows, or tokens repeated once per expert.
 
-    Where the model left tokens out at the ends (logits without the last), ranks keep their rows of them: nothing in the
-    region looks at other tokens, and the loss gets an ignored label for them.
+    Where the model left tokens out at the ends (logits without the last), ranks keep their rows of those tokens: no op
+    in the region reads other tokens, and the loss gets an ignored label for the left-out ones.
     """
 
     dim: int
     outer: Size = 1
     inner: int = 1
     front: int = 0
-    """Tokens that the model left out at the front."""
+    """Number of tokens that the model left out at the front of a row."""
     back: int = 0
-    """Tokens left out at the back."""
+    """Number of tokens that the model left out at the back of a row."""
 
     def at(self, dim: int) -> TokenAxis:
-        """Return the same rows in another dim."""
+        """Return this token axis at dim `dim` of another value."""
         return replace(self, dim=dim)
 
     @property
@@ -53,27 +53,27 @@ class TokenAxis:
         return self.outer == 1 and self.inner == 1 and not self.front and not self.back
 
     def local_size(self) -> Size:
-        """Return the size of the dim on one rank."""
+        """Return the size of the dim on one rank, over `LOCAL_TOKENS`."""
         return self.outer * LOCAL_TOKENS * self.inner
 
 
 @dataclass(kw_only=True, slots=True)
 class TokenFlow:
-    """Spread values of a graph under rewriting. Recorded values (`node.meta["val"]`) keep full shapes until the end."""
+    """Sharded values of a graph during a rewrite. Recorded values (`node.meta["val"]`) keep full shapes until `localize`."""
 
     graph: ModelGraph
     tokens: int
-    """Tokens of a row in the captured batch."""
+    """Number of tokens in a row of the captured batch."""
     spread: Callable[[fx.Node, TokenAxis, float], fx.Node]
     """Function that shards a whole value: (value, its token dim, filler of free rows) -> node."""
     axes: dict[fx.Node, TokenAxis] = field(default_factory=dict)
-    """Token dim of every sharded value; of a tuple, that of its items."""
+    """Sharded value -> its token dim; for a tuple, the token dim of its items."""
     task: str = "context parallelism cannot spread the tokens of"
-    """Task that is refused where tokens cannot be followed, as the beginning of messages."""
+    """Beginning of error messages: the task that is refused when tokens cannot be followed."""
     consequence: str = "plan this model without context parallelism"
 
     def number(self, size: Size) -> int:
-        """Return a size in the captured batch."""
+        """Return a size as a number, at the captured batch."""
         if isinstance(size, int):
             return size
         hints = self.graph.hints
@@ -84,7 +84,7 @@ class TokenFlow:
         return self.number(axis.outer) * self.kept(axis) * axis.inner
 
     def kept(self, axis: TokenAxis) -> int:
-        """Return the tokens of a row that the model keeps, in the captured batch."""
+        """Return the number of tokens of a row that the model keeps, in the captured batch."""
         return self.tokens - axis.front - axis.back
 
     def spread_inputs(self, node: fx.Node) -> tuple[fx.Node, ...]:
@@ -105,18 +105,18 @@ class TokenFlow:
         return value
 
     def same(self, one: TokenAxis, other: TokenAxis) -> bool:
-        """Return whether dims and rows are equal; batch sizes may be different symbols of one number."""
+        """Return whether two token axes have the same dim and rows; batch sizes may be different symbols of one number."""
         return replace(one, outer=self.number(one.outer)) == replace(other, outer=self.number(other.outer))
 
     def size_argument(self, size: Size) -> int | fx.Node | None:
-        """Return a size as an op takes it: a number, or the graph's size input of this value; None if there is none."""
+        """Return a size as an op takes it: a number, or the graph input that holds this size; None if there is none."""
         if isinstance(size, int):
             return size
         placeholders = (node for node in self.graph.module.graph.nodes if node.op == "placeholder")
         return next((node for node in placeholders if node.meta.get("size") == str(size)), None)
 
     def refuse(self, node: fx.Node, reason: str) -> NoReturn:
-        """Raise PlanError naming the node's layer, module and op."""
+        """Raise PlanError naming the node's layer, module and op, with the reason."""
         note = info(node)
         layer = self.graph.component(component_of(node)).layers[note.layer]
         where = f"module {note.module_path}" if note.module_path else "the model's own forward"
@@ -127,7 +127,7 @@ class TokenFlow:
 
 
 Rule = Callable[[TokenFlow, fx.Node], TokenAxis | None]
-"""Rule that returns the token dim of an op with spread inputs (None: it has none left); may rewrite its arguments."""
+"""Rule that returns the token dim of an op's result (None: no token dim is left); it may rewrite the op's arguments."""
 
 
 def follow(flow: TokenFlow, nodes: Iterable[fx.Node], rule_of: Callable[[fx.Node], Rule | None]) -> None:
@@ -149,17 +149,17 @@ def follow(flow: TokenFlow, nodes: Iterable[fx.Node], rule_of: Callable[[fx.Node
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a tensor node in the captured batch; of the first item, if it is a tuple."""
+    """Return the shape of a tensor node in the captured batch; for a tuple, the shape of its first item."""
     return tuple(int(size) for size in tensors(node)[0].shape)
 
 
 def sizes(node: fx.Node) -> tuple[Size, ...]:
-    """Return the shape of a tensor node, over symbols where it may vary."""
+    """Return the shape of a tensor node, with symbols for sizes that may vary."""
     return node.meta.get("symbolic_shape") or shape(node)
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """Return the value of the schema's argument `name` in a call, or its default."""
+    """Return the argument called `name` in the op's schema, as a call passes it, or its default."""
     assert isinstance(node.target, OpOverload)
     for position, entry in enumerate(op_schema(node.target).arguments):
         if entry.name == name:
@@ -169,13 +169,13 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def has_argument(node: fx.Node, name: str) -> bool:
-    """Return whether the op takes an argument of that name."""
+    """Return whether the schema of a node's op has an argument called `name`."""
     assert isinstance(node.target, OpOverload)
     return any(entry.name == name for entry in op_schema(node.target).arguments)
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Give an op another value for the argument of its schema called `name`."""
+    """Set the argument called `name` in the op's schema to another value."""
     assert isinstance(node.target, OpOverload)
     names = [entry.name for entry in op_schema(node.target).arguments]
     position = names.index(name)
@@ -188,8 +188,9 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 def reshaped(flow: TokenFlow, node: fx.Node, value: fx.Node) -> TokenAxis:
     """Return the token dim of `node`, a view of the elements of `value` in the same order.
 
-    Token t of outer index o and inner index i stands at row (o * tokens + t) * inner + i; the dims before tokens multiply to
-    `before`. The dim of the result that holds tokens is the one at which the product of dims passes `before`.
+    Token t of outer index o and inner index i stands at row (o * tokens + t) * inner + i; the dims before tokens
+    multiply to `before`. The dim of the result that holds tokens is the one at which the product of dims passes
+    `before`.
     """
     axis, old, new = flow.axes[value], shape(value), shape(node)
     if prod(old) != prod(new):
@@ -208,7 +209,7 @@ def reshaped(flow: TokenFlow, node: fx.Node, value: fx.Node) -> TokenAxis:
 
 
 def spread_size(flow: TokenFlow, node: fx.Node, wanted: list[Any], axis: TokenAxis) -> list[Any]:
-    """Return sizes for a view, with -1 where `axis` is; a -1 elsewhere becomes its size."""
+    """Return the sizes of a view, with -1 at the dim of `axis`; a -1 at another dim is replaced by its size."""
     found = list(wanted)
     for dim, size in enumerate(wanted):
         if isinstance(size, int) and size == -1 and dim != axis.dim:
@@ -220,11 +221,11 @@ def spread_size(flow: TokenFlow, node: fx.Node, wanted: list[Any], axis: TokenAx
 
 
 def localize(flow: TokenFlow, local_tokens: int) -> None:
-    """Record the shapes that spread values have on one rank.
+    """Record the shapes that sharded values have on one rank.
 
     Args:
         flow: after `follow`.
-        local_tokens: example of `LOCAL_TOKENS`, of the recorded values.
+        local_tokens: number of token rows on one rank in the recorded values, as an example of `LOCAL_TOKENS`.
     """
     for node, axis in flow.axes.items():
         value = node.meta["val"]
@@ -244,7 +245,7 @@ def _local(value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, local_tokens: 
 
 
 def _refuse_token_counts(flow: TokenFlow, node: fx.Node) -> None:
-    """Refuse arithmetic with the number of tokens, which would be that of the whole row; rules handle shapes."""
+    """Raise PlanError for arithmetic with the number of tokens, which would be the number in the whole row."""
     scalars: Mapping[str, Any] = {**dict(enumerate(node.args)), **node.kwargs}  # type: ignore[dict-item]
     for value in scalars.values():
         counts_tokens = isinstance(value, fx.Node) and "size" in value.meta and value.meta["val"] == flow.tokens

@@ -1,8 +1,9 @@
 """Effect of each op on a token dim: a table from op name to rule, and the rules.
 
-A rule is asked only if some input is spread. It returns where tokens are in the result, spreads whole inputs that meet them (a
-rotary table that is multiplied), rewrites sizes that count tokens, and refuses what mixes tokens. Rules hold for merged rows,
-[batch * tokens], and for rows repeated once per expert, [batch * tokens * experts], as for plain tokens.
+A rule is called only if some input is sharded. It returns the token dim of the result, shards whole inputs that are
+combined with sharded ones (a rotary table that is multiplied), rewrites sizes that count tokens, and refuses ops that
+mix tokens. Rules hold for merged rows, [batch * tokens], and for rows repeated once per expert, [batch * tokens *
+experts], as for plain tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def _pointwise(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Match dims from the right, as broadcasting does."""
+    """Return the token dim of a pointwise op: dims of operands are matched from the right, as in broadcasting."""
     rank = len(shape(node))
     spread = flow.spread_inputs(node)[0]
     wanted = flow.axes[spread]
@@ -65,7 +66,7 @@ def _first(flow: TokenFlow, node: fx.Node) -> fx.Node:
 
 
 def _dims(node: fx.Node) -> tuple[int, ...]:
-    """Return the dims an op works over; all of them if it names none."""
+    """Return the dims that an op works over; all dims if its arguments name none."""
     given = next((argument(node, name) for name in ("dim", "dims") if has_argument(node, name)), None)
     value = node.args[0]
     assert isinstance(value, fx.Node)
@@ -76,7 +77,7 @@ def _dims(node: fx.Node) -> tuple[int, ...]:
 
 
 def _along(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Keep the token dim of ops that work along other dims: softmax, topk."""
+    """Return the unchanged token dim of an op that works along other dims: softmax, topk."""
     axis = flow.axes[_first(flow, node)]
     if axis.dim in _dims(node):
         flow.refuse(node, "it works along the tokens")
@@ -92,7 +93,7 @@ def _reduction(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _removed_dim(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Keep the token dim of ops that remove another dim: select, unbind."""
+    """Return the token dim of an op that removes another dim: select, unbind."""
     axis = flow.axes[_first(flow, node)]
     (dim,) = _dims(node)
     if dim == axis.dim:
@@ -101,7 +102,7 @@ def _removed_dim(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _slice(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Keep tokens left out at the ends on their ranks, and record their number in `TokenAxis`."""
+    """Return the token dim of a slice; tokens cut off at the ends stay on their ranks, counted in `TokenAxis`."""
     axis = flow.axes[_first(flow, node)]
     if _dims(node) != (axis.dim,):
         return axis
@@ -221,7 +222,7 @@ def _linear(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _matmul(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Shard rows of the left factor, columns of the right one, or a batch dim of both."""
+    """Follow a matrix product sharded in rows of the left factor, columns of the right factor, or a batch dim of both."""
     factors: Any = node.args[-2:] if op_name(node) in _WITH_BIAS else node.args[:2]
     left, right = factors
     if min(len(shape(left)), len(shape(right))) < 2:
@@ -273,7 +274,7 @@ def _embedding(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _index(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Index by one tensor: entries of a whole table per token (experts' weights), or of a dim without tokens."""
+    """Follow indexing by one tensor: per-token entries of a whole table (experts' weights), or of a dim without tokens."""
     value: Any = node.args[0]
     indices: Any = node.args[1]
     used = [dim for dim, index in enumerate(indices) if index is not None]
@@ -302,7 +303,7 @@ def _index_select(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _gather(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Gather and scatter along another dim: index and source run over the same tokens."""
+    """Follow gather and scatter along another dim: index and source must be sharded over the same tokens."""
     axis = flow.axes[flow.spread_inputs(node)[0]]
     if _dims(node) == (axis.dim,):
         flow.refuse(node, "it picks tokens by number")
@@ -312,7 +313,7 @@ def _gather(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Keep sharded queries with whole keys and values: cross-attention to another modality."""
+    """Follow attention of sharded queries to whole keys and values: cross-attention to another modality."""
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
     axis, mask = flow.axes.get(query), argument(node, "attn_mask")
     if key in flow.axes or value in flow.axes or argument(node, "is_causal"):
@@ -327,7 +328,7 @@ def _attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _bitfield_attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Keep sharded queries [batch, heads, tokens, dim]; the pass makes the op gather keys and values."""
+    """Follow sharded queries [batch, heads, tokens, dim]; the pass later makes the op gather keys and values."""
     axis = TokenAxis(dim=2)
     for value in node.args[:3]:
         if not isinstance(value, fx.Node) or value not in flow.axes or not flow.same(flow.axes[value], axis):
@@ -336,7 +337,7 @@ def _bitfield_attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _token_loss(flow: TokenFlow, node: fx.Node) -> None:
-    """Make the loss the result of the region: each rank returns the sum over its own tokens and their number."""
+    """End the region with the loss: each rank returns the sum over its own tokens and the number of these tokens."""
     logits, labels, ignore_index = node.args
     assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node) and isinstance(ignore_index, int)
     axis = flow.axes.get(logits)
@@ -350,7 +351,7 @@ def _token_loss(flow: TokenFlow, node: fx.Node) -> None:
 
 
 def _same_value(flow: TokenFlow, node: fx.Node) -> None:
-    """Make a whole result: only dtype and device are taken from the sharded input."""
+    """Return None, a whole result: the op takes only dtype and device from its sharded input."""
 
 
 _WITH_BIAS = aten_ops("addmm baddbmm")

@@ -1,7 +1,7 @@
 """`Cost`: FLOPs, bytes and saved memory of every node and layer, under the model's real `requires_grad` flags.
 
 Backward work of a node (thesis section 3.3.1): a weight gradient for each operand that is made of trainable parameters
-only, an input gradient for each other operand that carries gradient, nothing if neither. Amounts are those of the
+only, an input gradient for each other operand that carries gradient. Amounts are those of the
 captured batch, kept apart by what they grow with (`op_load`), so that one capture prices every load.
 """
 
@@ -28,7 +28,7 @@ from mmcompile.passes.shared_values import Place, needing_layers
 from mmcompile.passes.values import aten_ops, num_bytes, op_name, storage_bytes, tensors, written
 
 Work = Counter[tuple[str, Growth]]
-"""Amounts by field of `LayerCost` and by their growth."""
+"""Amounts by (field of `LayerCost`, growth with the load)."""
 
 _EXCHANGES = {f"mmcompile.{name}" for name in EXCHANGES}
 _LOOKUPS = aten_ops("embedding index index_select gather")
@@ -36,14 +36,14 @@ _LOOKUPS = aten_ops("embedding index index_select gather")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost(Analysis[CostTable]):
-    """Sets `NodeInfo.*_flops` and `bytes_moved`, and returns the cost of every layer."""
+    """Pass that sets `NodeInfo.*_flops` and `bytes_moved`, and returns the cost of every layer."""
 
     name: ClassVar[str] = "cost"
     requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.COST,)
 
     def run(self, graph: ModelGraph) -> CostTable:
-        """Return the cost of every layer."""
+        """Set the cost fields of every node, and return the cost of every layer."""
         places = _places(graph)
         fixed = _made_of_attributes(graph.module.graph)
         members: dict[str, list[fx.Node]] = {component.name: [] for component in graph.components}
@@ -82,7 +82,7 @@ def _total(work: Work, name: str) -> int:
 
 
 class _Meter:
-    """Measures single nodes of one graph."""
+    """Measures the work and memory of single nodes of one graph."""
 
     def __init__(self, graph: ModelGraph, fixed: set[fx.Node]) -> None:
         """Prepare to measure the nodes of a graph.
@@ -101,18 +101,18 @@ class _Meter:
         return makes_gradient(node, source, self._trainable)
 
     def saved(self, node: fx.Node) -> dict[int, Saved]:
-        """Return the tensors `node` keeps for backward by storage, parameters and constants excluded."""
+        """Return the tensors that `node` keeps for its backward by id of their storage, parameters and constants excluded."""
         if not info(node).carries_gradient:
             return {}
         kept = saved_for_backward(node, lambda source: self.carries(node, source))
         return {storage: saved for storage, saved in kept.items() if storage not in self._permanent}
 
     def held(self, node: fx.Node, *, whole: bool) -> dict[int, Saved]:
-        """Return the memory of a node's value by storage, parameters and constants excluded.
+        """Return the memory of a node's value by id of its storage, parameters and constants excluded.
 
         Args:
             node: any node.
-            whole: all that a view keeps alive, or its own elements only.
+            whole: count the whole storage that a view keeps alive, instead of the view's elements only.
         """
         if "val" not in node.meta:
             return {}
@@ -123,7 +123,7 @@ class _Meter:
         }
 
     def measure(self, node: fx.Node, growths: Growths) -> Work:
-        """Return the forward and backward work of a node."""
+        """Return the forward and backward work of a node, by field and growth."""
         flops, growth, work = op_flops(node), growths.work(node), Work()
         work["forward_flops", growth] += flops.forward
         for operand, size in flops.operands:
@@ -140,7 +140,7 @@ class _Meter:
         return work
 
     def _add_backward(self, node: fx.Node, growths: Growths, work: Work) -> None:
-        """Add the bytes and kernels of the backward."""
+        """Add bytes and kernels of the node's backward to `work`."""
         kernels = backward_kernels(node, self.carries)
         if is_joint(node):
             kernels.append([node, *(source for source in node.all_input_nodes if self.carries(node, source))])
@@ -169,12 +169,12 @@ def _add_forward_bytes(node: fx.Node, growths: Growths, work: Work) -> None:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Return whether selective recomputation keeps a result: of a product, a convolution, attention, an exchange."""
+    """Return whether selective recomputation keeps a node's result: a product, a convolution, attention or an exchange."""
     return bool(op_flops(node).forward) or op_name(node) in _EXCHANGES
 
 
 def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
-    """Add the shares of attention and of ops that selective recomputation keeps; `work` is that of the node alone."""
+    """Add to `work`, the work of one node, the parts due to attention and to ops that selective recomputation keeps."""
     growth = growths.work(node)
     if op_name(node) in ATTENTION or growth == Growth.SQUARES:
         work["attention_flops", growth] = work["forward_flops", growth]
@@ -199,7 +199,7 @@ class _Read:
 def _add_kept(
     meter: _Meter, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
 ) -> None:
-    """Add memory until the backward of each layer without, with selective, with full recomputation; each storage once."""
+    """Add the memory kept until each layer's backward, for each recomputation mode; every storage is counted once."""
     repeated = {
         place for place, work in sums.items() if _total(work, "input_grad_flops") + _total(work, "weight_grad_flops")
     }
@@ -241,7 +241,7 @@ def _add_kept(
 
 
 def _keep_stateful(places: Mapping[fx.Node, Place], sums: Mapping[Place, Work]) -> None:
-    """Make layers that change a buffer keep everything in every mode: they must not run twice (`recomputed`)."""
+    """Set the memory of layers that change a buffer to "keep all" in every mode: they must not run twice (`recomputed`)."""
     for place in {places[node] for node in places if written(node)}:
         for growth in Growth:
             for name in ("selective_bytes", "full_bytes"):
@@ -249,7 +249,7 @@ def _keep_stateful(places: Mapping[fx.Node, Place], sums: Mapping[Place, Work]) 
 
 
 def _before_layers(places: Mapping[fx.Node, Place]) -> set[fx.Node]:
-    """Return shared values that stand before the layers of a stage: those that several layers need."""
+    """Return the shared values that several layers of a stage need; they are computed before its layers."""
     shared = [node for node in places if info(node).shared]
     if not shared:
         return set()
@@ -258,7 +258,7 @@ def _before_layers(places: Mapping[fx.Node, Place]) -> set[fx.Node]:
 
 
 def _made_of_attributes(graph: fx.Graph) -> set[fx.Node]:
-    """Return nodes computed from parameters, buffers and constants only: their gradient is weight gradient."""
+    """Return nodes computed from parameters, buffers and constants only; a gradient of such a node is a weight gradient."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr" or (
@@ -291,7 +291,11 @@ def _places(graph: ModelGraph) -> dict[fx.Node, Place]:
 def _add_crossing(
     graph: ModelGraph, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
 ) -> None:
-    """Add `output_bytes` of (component, i): made in layers <= i, read in its layers > i; of the last layer, read outside."""
+    """Add `output_bytes` of every layer (component, i).
+
+    They are the bytes made in layers <= i and read in later layers; for the last layer, the bytes read outside the
+    component.
+    """
     last = {component.name: len(component.layers) - 1 for component in graph.components}
     for node, (component, layer) in places.items():
         if info(node).shared:

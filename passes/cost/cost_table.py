@@ -17,21 +17,21 @@ NOTHING = LayerCost(**dict.fromkeys(SIZED, 0))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrowingCost:
-    """The cost of one layer at its captured load, in three parts that add up to it."""
+    """The cost of one layer at its captured load, split by growth into three parts that add up to it."""
 
     fixed: LayerCost = NOTHING
     by_tokens: LayerCost = NOTHING
-    """Part of the cost proportional to `Load.tokens`."""
+    """Part of the cost proportional to `Load.tokens`, at the captured load."""
     by_squares: LayerCost = NOTHING
-    """Part of the cost proportional to `Load.squares`."""
+    """Part of the cost proportional to `Load.squares`, at the captured load."""
 
     @property
     def total(self) -> LayerCost:
-        """Return the captured cost."""
+        """Return the cost at the captured load, the sum of the three parts."""
         return _sum(self.fixed, self.by_tokens, self.by_squares)
 
     def scaled(self, tokens: Fraction, squares: Fraction) -> LayerCost:
-        """Return the cost with so many times the rows and the squares, rounded to integers."""
+        """Return the cost with the parts by tokens and by squares multiplied by these factors, rounded to integers."""
         if not tokens:  # nothing to do for the component, so it does not run
             return LayerCost(**{name: getattr(self.fixed, name) * (name in PERMANENT) for name in SIZED})
         return _sum(self.fixed, _times(self.by_tokens, tokens), _times(self.by_squares, squares))
@@ -65,23 +65,23 @@ class CostTable:
     """Cost of each layer of each component for one microbatch."""
 
     layers: Mapping[str, tuple[LayerCost, ...]]
-    """Component -> one cost per layer. A shared node is counted in the first layer that needs it."""
+    """Component -> one cost per layer. A shared node is counted in the first layer that needs its value."""
     loads: Mapping[str, Load] = field(default_factory=dict)
-    """Component -> load of the microbatch of `layers`. A projector has the load of the encoder that feeds it."""
+    """Component -> load of the microbatch that `layers` describes. A projector has the load of the encoder that feeds it."""
     growing: Mapping[str, tuple[GrowingCost, ...]] = field(default_factory=dict, repr=False)
-    """Component -> the captured cost of each layer by how it grows; `captured_loads` is the load of all of it."""
+    """Component -> one cost per layer at the captured load, split by growth."""
     captured_loads: Mapping[str, Load] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, component: str) -> tuple[LayerCost, ...]:
         return self.layers[component]
 
     def at(self, loads: Mapping[str, Load]) -> CostTable:
-        """Return the table for a microbatch of other loads; components without one in `loads` keep theirs.
+        """Return the table for a microbatch of other loads; components that `loads` does not contain keep theirs.
 
         A component with no tokens costs nothing but its parameters. `table.at(table.loads) == table`.
 
         Raises:
-            KeyError: `loads` names a component that the table has not.
+            KeyError: `loads` names a component that the table does not contain.
         """
         for name in loads:
             if name not in self.growing:
@@ -96,12 +96,12 @@ class CostTable:
         return CostTable(layers=layers, loads=wanted, growing=self.growing, captured_loads=self.captured_loads)
 
     def polynomial(self, component: str, layer: int, name: str) -> Polynomial:
-        """Return a field of a layer as a polynomial in the load of its component; `name` as in `LayerCost`."""
+        """Return the field `name` of `LayerCost` of one layer, as a polynomial in the load of its component."""
         return self.growing[component][layer].polynomial(name, self.captured_loads[component])
 
     @property
     def polynomials(self) -> dict[str, tuple[dict[str, Polynomial], ...]]:
-        """Return component -> for each layer, the polynomial of every field of `LayerCost`."""
+        """Return component -> for each layer, field of `LayerCost` -> its polynomial in the component's load."""
         return {
             component: tuple(
                 {name: self.polynomial(component, index, name) for name in SIZED} for index in range(len(costs))
@@ -110,7 +110,7 @@ class CostTable:
         }
 
     def total(self) -> LayerCost:
-        """Sum over all layers (`output_bytes` too: what crosses if every layer is a stage)."""
+        """Sum over all layers; `output_bytes` too: the bytes that links carry if every layer is a stage of its own."""
         return _sum(*(cost for costs in self.layers.values() for cost in costs))
 
     def __str__(self) -> str:

@@ -17,21 +17,22 @@ from mmcompile.passes.values import op_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeferredWeight:
-    """A product y = x w^T + b with a w that trains."""
+    """A product y = x w^T + b whose weight w is a trainable parameter."""
 
     x: fx.Node = field(repr=False)
     weight: fx.Node = field(repr=False)
-    """The `get_attr` node of w."""
+    """The `get_attr` node of the weight w."""
     bias: fx.Node | None = field(repr=False)
-    """The `get_attr` node of a b that trains; None without one."""
+    """The `get_attr` node of the bias b, if it trains; else None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeferredWeights(Analysis[Mapping[fx.Node, DeferredWeight]]):
-    """Finds `linear` nodes whose weight is a parameter that trains.
+    """Pass that finds `linear` nodes whose weight is a trainable parameter.
 
-    Everything else that trains (norms, embeddings, convolutions, weights that are computed from others) keeps its gradient in the
-    first part of the backward: there is little of it, or nothing to be gained. A frozen weight has no gradient to defer.
+    The gradients of all other trainable parameters (norms, embeddings, convolutions, weights that are computed from
+    others) stay in the first part of the backward: they are small, or deferring them saves no time. A frozen weight has
+    no gradient to defer.
     """
 
     name: ClassVar[str] = "deferred-weights"

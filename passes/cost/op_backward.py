@@ -1,4 +1,4 @@
-"""Kernels of a node's backward, and their reads and writes (approximation, by class of op).
+"""Kernels that a node's backward launches, and the values they read and write (approximation, by class of op).
 
 Counted as eager autograd runs: no fusion, a sum where an operand was broadcast, an addition for every further reader of
 a value. Checked against the backward that torch traces for whole models.
@@ -15,7 +15,7 @@ from mmcompile.passes.cost.op_memory import LOSSES, is_view
 from mmcompile.passes.values import aten_ops, num_bytes, op_name, tensors
 
 Kernel = Sequence[fx.Node]
-"""Nodes whose values a kernel reads or writes; a gradient has the size of its node."""
+"""Nodes whose values one kernel reads or writes; a gradient counts as its node, whose size it has."""
 
 # The gradient is that of the result, or a view of it.
 _PASSES_GRADIENT = aten_ops("add sub cat stack clone contiguous lift_fresh_copy sum reshape to _to_copy") | {
@@ -29,11 +29,14 @@ _PARTS = aten_ops("slice select narrow unbind split split_with_sizes chunk")
 
 
 def backward_kernels(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool]) -> list[Kernel]:
-    """Return the kernels of the backward of a node that carries gradient; one that reads kept values is `[node, *inputs]`.
+    """Return the kernels of the backward of a node that carries gradient.
+
+    A kernel that reads the values kept by the forward is `[node, *inputs]`.
 
     Args:
         node: the node.
-        carries: whether the backward of the first makes a gradient for the second, which it reads.
+        carries: `carries(reader, source)` returns whether the backward of `reader` makes a gradient for its input
+            `source`.
     """
     wanted = [source for source in node.all_input_nodes if carries(node, source)]
     return [kernel for source in wanted for kernel in _for_input(node, source)] + _sums(node, carries)
@@ -66,14 +69,14 @@ def _for_input(node: fx.Node, source: fx.Node) -> list[Kernel]:
 
 
 def _unbroadcast(node: fx.Node, source: fx.Node) -> list[Kernel]:
-    """Return the sum over dims along which an operand was broadcast."""
+    """Return the kernel that sums a gradient over the dims along which an operand was broadcast; [] if there are none."""
     is_smaller = sum(map(num_bytes, tensors(source))) < sum(map(num_bytes, tensors(node)))
     joins = op_name(node) in aten_ops("cat stack")
     return [[node, source]] if is_smaller and not joins else []
 
 
 def _sums(node: fx.Node, carries: Callable[[fx.Node, fx.Node], bool]) -> list[Kernel]:
-    """Return the additions of gradients of several readers."""
+    """Return the kernels that add up the gradients that several readers of `node` return."""
     if len(tensors(node)) != 1:
         return []
     readers = sum(carries(user, node) for user in node.users if user.op == "call_function")

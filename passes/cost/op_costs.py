@@ -1,4 +1,4 @@
-"""`OpCosts`: FLOPs of ops that mmcompile has no rule for, or another one."""
+"""`OpCosts`: FLOPs rules for ops that mmcompile has no rule for, or that need another rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmcompile.passes.values import op_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCosts(Analysis[int]):
-    """Sets `NodeInfo.flops_rule` of the nodes of some ops, which every later cost follows; returns the number of nodes.
+    """Pass that sets `NodeInfo.flops_rule` of the nodes of some ops; every later cost follows these rules.
 
     Raises:
         ConfigError: an op is not registered with torch.
@@ -38,7 +38,7 @@ class OpCosts(Analysis[int]):
                 )
 
     def run(self, graph: ModelGraph) -> int:
-        """Return the number of nodes that have a rule now."""
+        """Set the rules, and return the number of nodes that have one."""
         calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
         found = [node for node in calls if op_name(node) in self.rules]
         for node in found:

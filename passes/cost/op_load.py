@@ -1,7 +1,8 @@
 """Growth of a node's work with the load of its component, and the load of a component in the capture.
 
-One capture has one size. Which part of a node's work is fixed, grows with the rows of a microbatch, or with the pairs of rows
-that see each other, is decided from its op, its operands and its shapes; where the graph has size symbols, from them.
+One capture has one size. Which part of a node's work is fixed, grows with the rows of a microbatch, or with the pairs
+of rows that see each other, is decided from its op, its operands and its shapes; where the graph has size symbols, from
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _JOINS = aten_ops("cat stack")
 
 
 class Growth(IntEnum):
-    """Load term that an amount is proportional to."""
+    """Term of a component's load that an amount is proportional to."""
 
     FIXED = 0
     TOKENS = 1
@@ -38,21 +39,22 @@ class Growth(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """Sequences that attend within a component: images, sounds, samples."""
+    """Sequences whose tokens attend to each other within a component: images, audio clips, samples."""
 
     lengths: tuple[int, ...]
 
     @property
     def load(self) -> Load:
-        """Load of these sequences: their rows and squares."""
+        """Return the load of the sequences: the sum of their lengths, and the sum of the squared lengths."""
         return Load(tokens=float(sum(self.lengths)), squares=float(sum(length * length for length in self.lengths)))
 
 
 def captured_sequences(graph: ModelGraph, components: Mapping[str, list[fx.Node]]) -> dict[str, Sequences]:
     """Return the sequences of every component in the captured batch.
 
-    Those of its widest self-attention (so a tower with windows and full attention has images, not windows). A projector, and a
-    component without attention, has those of what feeds it; one that nothing feeds has the rows it hands on.
+    The sequences are read from the self-attention with the most pairs (so an encoder with windowed and full attention
+    has images, not windows). A component without attention, such as a projector, has the sequences of its producer;
+    without a producer, one sequence per row of its output.
 
     Args:
         graph: the captured graph.
@@ -84,7 +86,7 @@ def _topological(graph: ModelGraph) -> list[str]:
 
 
 def _attending(nodes: Iterable[fx.Node]) -> Sequences | None:
-    """Return sequences of the self-attention with the most pairs; None without any."""
+    """Return the sequences of the self-attention with the most pairs; None if no node is self-attention."""
     best: tuple[int, ...] | None = None
     for lengths in filter(None, map(_self_lengths, nodes)):
         if best is None or _pairs(lengths) > _pairs(best):
@@ -97,7 +99,7 @@ def _pairs(lengths: tuple[int, ...]) -> int:
 
 
 def _self_lengths(node: fx.Node) -> tuple[int, ...] | None:
-    """Return lengths of the sequences that attend to themselves in a node: attention, or softmax of written-out scores."""
+    """Return the lengths of the sequences in a self-attention node, or in a softmax of written-out scores; else None."""
     lengths = attention_lengths(node)
     if lengths is not None:
         queries, keys = lengths
@@ -110,7 +112,7 @@ def _self_lengths(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) -> Sequences:
-    """Return rows of the first tensor that other components read; of the first one made, if none is."""
+    """Return the rows of the first tensor that other components read; of the component's first tensor if they read none."""
     names = [tensor for producer, _, made in graph.edges if producer == component.name for tensor in made]
     flowing = [node for node in nodes if node.name in names] or [node for node in nodes if "val" in node.meta]
     shapes = [shape for node in flowing for shape in map(concrete_shape, tensors(node)[:1]) if len(shape) > 1]
@@ -121,7 +123,7 @@ def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) ->
 
 
 class Growths:
-    """Decides growth for nodes read or made in one component."""
+    """Finds how the size and work of nodes of one component grow with its load."""
 
     def __init__(self, sequences: Sequences, fixed: set[fx.Node]) -> None:
         """Prepare to find the growth of nodes.
@@ -136,7 +138,7 @@ class Growths:
         self._known: dict[fx.Node, Growth] = {}
 
     def size(self, node: fx.Node) -> Growth:
-        """Return the growth of a node's tensors."""
+        """Return the growth of the number of elements of a node's tensors."""
         pending = [node]
         while pending:  # not recursive: graphs are deep
             current = pending[-1]
@@ -187,7 +189,7 @@ class Growths:
         return Growth.SQUARES if info(node).shared or len(inputs) > 1 else Growth.TOKENS
 
     def _size_of_fixed(self, node: fx.Node) -> Growth:
-        """Return the growth of values without parameters: masks and tables from counted positions have the rows of the batch."""
+        """Return the growth of a value made without activations: masks and tables from counted positions grow with the batch."""
         if node.op == "get_attr" or not info(node).shared or node.meta.get("val") is None:
             return Growth.FIXED
         if self._may_be_pairs(node):
@@ -196,7 +198,7 @@ class Growths:
         return Growth.TOKENS if has_rows else Growth.FIXED
 
     def _may_be_pairs(self, node: fx.Node) -> bool:
-        """Return whether two dims of a node have the length of a sequence."""
+        """Return whether two dims of a node have the length of a sequence, so that its elements may be pairs of tokens."""
         if node.meta.get("val") is None:
             return False
         shapes = [concrete_shape(tensor) for tensor in tensors(node)]

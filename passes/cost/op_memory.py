@@ -40,7 +40,7 @@ _SAVES_NOTHING = (
     | {"mmcompile.gather_parameter"}
 )
 EXCHANGES = ("tp_sum", "tp_token_loss")
-"""Our ops that wait for other ranks in the forward; selective recomputation keeps their results."""
+"""Names of our ops that wait for other ranks in the forward; selective recomputation keeps their results."""
 # Only indices or masks.
 _SAVES_INDICES = aten_ops(
     "index index_select index_put gather scatter scatter_add index_add index_copy masked_fill masked_scatter where "
@@ -82,19 +82,19 @@ def _passes_through(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """Memory kept for backward."""
+    """One piece of memory that is kept for the backward."""
 
     num_bytes: int
     owner: fx.Node
-    """Node whose value it is, or with which it grows."""
+    """Node whose value the memory holds, or a node with the same growth."""
 
 
 def saved_for_backward(node: fx.Node, carries: Callable[[fx.Node], bool]) -> dict[int, Saved]:
-    """Return memory that a node with gradient keeps until its backward, parameters not excluded, by storage.
+    """Return the memory that a node with gradient keeps until its backward, by id of the storage, parameters included.
 
     Args:
         node: a node through which gradient passes.
-        carries: whether gradient is needed for an input of it.
+        carries: returns whether an input of the node needs a gradient.
     """
     kept = {
         storage_of(tensor): Saved(num_bytes=storage_bytes(tensor), owner=owner)
@@ -128,7 +128,7 @@ def _saved_tensors(node: fx.Node, carries: Callable[[fx.Node], bool]) -> Iterabl
 
 
 def _others(node: fx.Node, source: fx.Node) -> list[fx.Node]:
-    """Return operands whose gradient reads `source`: all others, and `source` itself if it is read twice (x * x)."""
+    """Return the operands whose gradient reads `source`: all others, and `source` itself if the node reads it twice (x * x)."""
     operands = [operand for operand, _ in op_flops(node).operands]
     operands = operands or [operand for operand in node.args if isinstance(operand, fx.Node)]
     if source in operands:
@@ -147,14 +147,14 @@ def _of(nodes: Iterable[fx.Node], *, floating: bool) -> list[tuple[fx.Node, torc
 
 
 def _memory_owner(node: fx.Node) -> fx.Node:
-    """Return the node of the memory: a dropout that is off has the memory of its input at run time."""
+    """Return the node that owns a node's memory: a dropout that is off returns its input, so the input's node."""
     while _passes_through(node):
         (node,) = node.all_input_nodes
     return node
 
 
 def _extra_bytes(node: fx.Node) -> Iterable[tuple[fx.Node, int]]:
-    """Return tensors that an op computes and keeps beside inputs and result, each with a node of the same growth."""
+    """Return (node of the same growth, bytes) of tensors that an op computes and keeps beside inputs and result."""
     name = op_name(node)
     values = tensors(node)
     if name in _ROW_STATISTICS:

@@ -17,10 +17,10 @@ from mmcompile.passes.values import written
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputed(Analysis[Mapping[Place, Recompute]]):
-    """Recomputation of each layer; layers that recompute nothing are absent.
+    """Pass that returns the recomputation mode of each layer; layers that recompute nothing are absent.
 
-    Only layers whose backward has a product, a convolution or attention recompute: others (an embedding, a slice) have
-    next to nothing to win, and one without gradient keeps nothing anyway. The memory model assumes the same
+    Only layers whose backward has a product, a convolution or attention recompute: other layers (an embedding, a slice)
+    would save next to no memory, and a layer without gradient keeps no activations. The memory model assumes the same
     (`mmcompile.costmodel.memory`). Layers that change a buffer (running statistics) must not run twice.
     """
 
@@ -31,7 +31,7 @@ class Recomputed(Analysis[Mapping[Place, Recompute]]):
     """Requested mode of each layer; absent layers recompute nothing."""
 
     def run(self, graph: ModelGraph) -> Mapping[Place, Recompute]:
-        """Return the mode of each layer that recomputes."""
+        """Return the mode of each layer that recomputes, by (component, layer)."""
         if all(mode == "none" for mode in self.modes.values()):
             return {}
         trainable = trainable_names(graph)

@@ -9,8 +9,8 @@ becomes
     call = mmcompile.bitfield_attention(q, k, v, words, positions, words, positions, scale, window, impl)
     out = call[0]
 
-and the computation of the mask leaves the graph. A mask that words cannot express is left alone, with the reason in
-`ModelGraph.rewrites`.
+and the computation of the mask leaves the graph. Attention under a mask that words cannot express is not rewritten;
+`ModelGraph.rewrites` has the reason.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _PROJECTIONS = aten_ops("linear matmul mm bmm addmm baddbmm conv1d")
 _VIEWS = aten_ops("view reshape _unsafe_view clone contiguous slice flatten")
 _RESHAPES = _VIEWS | aten_ops("transpose permute squeeze unsqueeze")
 _LEVELS = 2
-"""Most projections between an attention's input and its queries or keys: two in low-rank attention."""
+"""Maximum number of projections between an attention's input and its queries or keys: two in low-rank attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BitfieldAttention(Rewrite):
-    """Rewrites the self-attention of language models whose masks words can express.
+    """Pass that rewrites the self-attention of language models whose masks mask words can express.
 
     Raises (in `run`):
         ConfigError: a component is not there.
@@ -56,7 +56,7 @@ class BitfieldAttention(Rewrite):
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     components: tuple[str, ...] = ()
-    """Components to rewrite; none: every language model."""
+    """Components to rewrite; () for every language model."""
     impl: str = "auto"
     """Implementation of the op: "auto", "eager" or "triton"."""
 
@@ -98,13 +98,13 @@ class BitfieldAttention(Rewrite):
 
 
 def _called(node: fx.Node) -> str | None:
-    """Return the target of a call node by name; None for inputs, tensors and the output."""
+    """Return the op name of a call node; None for inputs, parameters and the output."""
     return op_name(node) if node.op == "call_function" else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Words:
-    """A words node, with positions, for all calls of one formula."""
+    """Mask words node and positions node that all attention calls with one formula read."""
 
     words: fx.Node
     positions: fx.Node
@@ -112,19 +112,19 @@ class _Words:
 
 @final
 class _AttentionRewriter:
-    """State of one run of the pass: words made, and calls left alone."""
+    """Rewrites the attention calls of one graph; keeps the words made, and the reasons for calls not rewritten."""
 
     def __init__(self, impl: str) -> None:
         self._impl = impl
         self._masks: dict[tuple[fx.Node, bool], tuple[MaskFormula, MaskReader]] = {}
         self._made: dict[tuple[MaskFormula, tuple[str, ...]], _Words] = {}
         self._done: dict[tuple[str, fx.Node, int | None], list[int]] = {}
-        """(component, words, window) -> layers rewritten."""
+        """(component, words node, window) -> indices of the layers rewritten."""
         self._left: list[str] = []
         self._replaced: list[fx.Node] = []
 
     def rewrite(self, call: fx.Node) -> None:
-        """Replace one call, or note why not."""
+        """Replace one attention call by bitfield attention, or record why it is left as it is."""
         try:
             _check(call)
             formula, words = self._words(call)
@@ -136,7 +136,10 @@ class _AttentionRewriter:
         self._done.setdefault((component_of(call), words.words, formula.window), []).append(info(call).layer)
 
     def _words(self, call: fx.Node) -> tuple[MaskFormula, _Words]:
-        """Return the mask formula of a call and words for it; a window that bounds islands is noted there for their check."""
+        """Return the mask formula of a call and its words node.
+
+        If a window bounds islands too, the words node records this for a check at run time.
+        """
         mask, causal, extent = given(call)["attn_mask"], given(call)["is_causal"], extent_of(given(call)["query"])
         if (mask, causal) not in self._masks:
             reader = MaskReader()
@@ -156,11 +159,11 @@ class _AttentionRewriter:
         return formula, found
 
     def clean(self, graph: fx.Graph) -> None:
-        """Erase calls that were replaced, and what only they read."""
+        """Erase the replaced calls from the graph, and the nodes that only they read."""
         drop_unread(graph, self._replaced)
 
     def lines(self) -> list[str]:
-        """Return one line per kind of call that was rewritten, and one per call that was left."""
+        """Return one report line per kind of call that was rewritten, and one per call that was left."""
         rewritten = [
             f"bitfield-attention: {component} {_layers(layers)} under {words.name}"
             f"{'' if window is None else f', window {window}'}"
@@ -170,7 +173,7 @@ class _AttentionRewriter:
 
 
 def _layers(layers: list[int]) -> str:
-    """Format layer numbers: `layers 1-4, 6`."""
+    """Format layer indices as ranges: `layers 1-4, 6`."""
     numbers = sorted(set(layers))
     runs: list[list[int]] = []
     for number in numbers:
@@ -183,7 +186,7 @@ def _layers(layers: list[int]) -> str:
 
 
 def _check(call: fx.Node) -> None:
-    """Raise UnrecognisedMask if the op has an unsupported option, or if words of tokens cannot be its mask."""
+    """Raise UnrecognisedMask if the call has an unsupported option, or is not self-attention over the tokens of one sequence."""
     arguments = given(call)
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if any(len(shape(x)) != 4 for x in (query, key, value)):
@@ -202,7 +205,7 @@ def _check(call: fx.Node) -> None:
 
 
 def _sources(node: fx.Node, call: fx.Node) -> set[fx.Node]:
-    """Return values of the call's layer from which queries or keys are made, through few enough projections."""
+    """Return the values of a call's layer from which queries or keys are made, through at most `_LEVELS` projections."""
     level, found = {node}, set()
     for _ in range(_LEVELS + 1):
         parts = [_until_projections(start, call) for start in level]
@@ -212,7 +215,7 @@ def _sources(node: fx.Node, call: fx.Node) -> set[fx.Node]:
 
 
 def _until_projections(start: fx.Node, call: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return nodes from which `start` is made, back to projections and inputs of the layer; and the projections' inputs."""
+    """Return (nodes from which `start` is made, back to projections and the layer's inputs; inputs of these projections)."""
     seen, inputs, waiting = set(), set(), [start]
     while waiting:
         node = waiting.pop()
@@ -254,7 +257,7 @@ def _replace(call: fx.Node, words: _Words, window: int | None, impl: str) -> Non
 
 
 def _record_views(node: fx.Node) -> None:
-    """Record the values of a node's views anew: attention by a mask may lay out its result in other strides."""
+    """Record the values of a node's views again, since bitfield attention may lay out its result in other strides."""
 
     def known(value: fx.Node) -> Any:
         return value.meta["val"]
@@ -267,7 +270,7 @@ def _record_views(node: fx.Node) -> None:
 
 
 def _unexpanded(call: fx.Node, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return keys and values before their heads were repeated, if no other call reads the repeated ones."""
+    """Return (keys, values) before their heads were repeated, if no other call reads the repeated ones."""
     found = [_before_repeat(x, call) for x in (key, value)]
     if None in found or shape(found[0])[1] != shape(found[1])[1]:  # type: ignore[arg-type]
         return key, value
@@ -275,7 +278,7 @@ def _unexpanded(call: fx.Node, key: fx.Node, value: fx.Node) -> tuple[fx.Node, f
 
 
 def _before_repeat(node: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """Return [B, Hkv, T, D] behind [B, H, T, D] in which each head is repeated H / Hkv times."""
+    """Return the node [B, Hkv, T, D] whose heads were repeated H / Hkv times to make [B, H, T, D]; None if there is none."""
     chain = [node]
     while _called(chain[-1]) in _VIEWS:
         chain.append(chain[-1].all_input_nodes[0])
@@ -298,5 +301,5 @@ def _before_repeat(node: fx.Node, reader: fx.Node) -> fx.Node | None:
 
 
 def _own(node: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """Return the node, if the component of its reader made it."""
+    """Return the node if it is in the same component as its reader, else None."""
     return node if node.op == "call_function" and info(node).component == info(reader).component else None

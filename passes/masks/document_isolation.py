@@ -1,9 +1,10 @@
-"""`documents_meet`: whether tokens of one packed document reach another, and where.
+"""`documents_meet`: proof that the tokens of packed documents do not affect each other, or the place where they do.
 
-Between the token embeddings and the loss every op must treat tokens alike (`mmcompile.passes.context_parallel.token_rules`),
-attention excepted: its mask is computed and must show no pair of two documents. What the model computes from integers for each
-token (masks, rotary tables, position ids, shifted labels) is computed again with the documents in another order, and with other
-tokens in one of them: a document must take its values along, or they depend on what else is in the row.
+Between the token embeddings and the loss every op must treat tokens alike
+(`mmcompile.passes.context_parallel.token_rules`), attention excepted: its mask is computed and must show no pair of two
+documents. Values that the model computes from integers for each token (masks, rotary tables, position ids, shifted
+labels) are computed again with the documents in another order, and with other tokens in one of them: the values of a
+document must stay the same, else they depend on the other documents in the row.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _CONSEQUENCE = "train this model without packing"
 
 
 def documents_meet(graph: ModelGraph, batch: PackedBatch, others: Sequence[PackedBatch]) -> str | None:
-    """Return why documents in one row are not isolated from each other; None if they are.
+    """Return the reason why documents in one row are not isolated from each other; None if they are isolated.
 
     Args:
-        graph: captured on `batch`, annotated; not changed.
+        graph: captured on `batch`, and annotated; it is not changed.
         others: the same documents in another order, or with other tokens in some of them.
     """
     work = _IsolationProof(made=copied(graph), batches=(batch, *others))
@@ -53,22 +54,22 @@ def documents_meet(graph: ModelGraph, batch: PackedBatch, others: Sequence[Packe
 class _IsolationProof:
     made: ModelGraph
     batches: tuple[PackedBatch, ...]
-    """Packed batches; the captured one is first."""
+    """Packed batches with the same documents; the captured batch is first."""
     flow: TokenFlow = field(init=False)
     met: list[tuple[fx.Node, fx.Node, TokenAxis]] = field(default_factory=list)
-    """Whole values that meet tokens: (value, its form in the flow, its token dim)."""
+    """Whole values that are combined with tokens: (value, the node that stands for it in the flow, its token dim)."""
     picked: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
-    """Rows picked from tokens -> their positions."""
+    """Node with rows selected from tokens -> nodes of the row indices."""
     blocks: set[fx.Node] = field(default_factory=set)
-    """Masks that keep documents apart."""
+    """Mask nodes that hide every pair of two documents."""
     known: list[dict[fx.Node, Any]] = field(init=False)
-    """Values computed in each batch."""
+    """Values computed so far, one mapping for each batch."""
 
     def __post_init__(self) -> None:
         self.known = [{} for _ in self.batches]
 
     def run(self) -> None:
-        """Follow all tokens. Raises PlanError where documents meet."""
+        """Follow the token dim through the whole graph. Raises PlanError where documents affect each other."""
         nodes = [node for node in self.made.module.graph.nodes if node.op == "call_function"]
         self.flow = TokenFlow(
             graph=self.made,
@@ -86,7 +87,7 @@ class _IsolationProof:
             self._check_taken_along(value, axis)
 
     def _start(self, nodes: Sequence[fx.Node]) -> None:
-        """Start at look-ups of the row's tokens in a table of the language model."""
+        """Mark token ids as sharded where the language model looks up their embeddings."""
         for node in nodes:
             if op_name(node) in _EMBEDDING and info(node).component == self.made.loss_component:
                 ids = argument(node, "indices")
@@ -94,7 +95,7 @@ class _IsolationProof:
                     node.replace_input_with(ids, self.flow.to_spread(node, ids, TokenAxis(dim=len(shape(ids)) - 1)))
 
     def _spread(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
-        """Return a new name for a whole value where it meets tokens."""
+        """Return an alias node that stands for a whole value where it is combined with tokens, and record it in `met`."""
         for known, made, place in self.met:
             if known is value and place == axis:
                 return made
@@ -115,7 +116,7 @@ class _IsolationProof:
         return rule_of(node)
 
     def _merge(self, flow: TokenFlow, node: fx.Node) -> TokenAxis:
-        """Follow features of media that are put at their placeholders, or added there to hidden states (deepstack)."""
+        """Follow media features that replace placeholder tokens, or are added to hidden states there (deepstack)."""
         embeddings, where, features = node.args[:3]
         if embeddings not in flow.axes or features in flow.axes:
             flow.refuse(node, "what is put into the tokens comes from tokens")
@@ -129,14 +130,14 @@ class _IsolationProof:
         return flow.axes[embeddings]  # type: ignore[index]
 
     def _pick(self, flow: TokenFlow, node: fx.Node) -> None:
-        """Follow tokens picked where media are. Values made of them are whole, and may only return to their places (`_merge`)."""
+        """Follow tokens selected at media positions; values made of them may only return to the same places (`_merge`)."""
         places = _places(argument(node, "indices"))
         if any(place in flow.axes or self._values(place) is None for place in places):
             flow.refuse(node, "which tokens it picks depends on activations")
         self.picked[node] = places
 
     def _rows_stay(self, node: fx.Node, places: Sequence[fx.Node]) -> bool:
-        """Return whether rows picked at `places` are still the same rows in the values computed from them."""
+        """Return whether values computed from rows selected at `places` still have the same rows in the same order."""
         if node in self.picked:
             pairs = list(zip(self.picked[node], places, strict=False))
             return len(pairs) == len(places) and all(self._equal(mine, its) for mine, its in pairs)
@@ -169,7 +170,7 @@ class _IsolationProof:
         return axis
 
     def _check_blocks(self, flow: TokenFlow, node: fx.Node, mask: fx.Node) -> None:
-        """Check that the mask shows pairs of one document alone, independently of the rest of the row."""
+        """Check that a mask shows only pairs within a document, and depends on no other documents of the row."""
         values = self._values(mask)
         if values is None:
             flow.refuse(node, f"its mask {mask.name} is made of activations")
@@ -184,7 +185,7 @@ class _IsolationProof:
                     )
 
     def _check_taken_along(self, value: fx.Node, axis: TokenAxis) -> None:
-        """Check that the values of a document's tokens do not depend on its place or on other documents."""
+        """Check that the values of a document's tokens do not depend on its place in the row or on other documents."""
         values = self._values(value)
         where = info(value).module_path if value.op == "call_function" else ""
         name = f"{value.name} ({where or 'in the model itself'})"
@@ -203,7 +204,7 @@ class _IsolationProof:
                 )
 
     def _values(self, node: fx.Node) -> list[torch.Tensor] | None:
-        """Return the value in each batch; None if activations are needed for it."""
+        """Return the value of a node in each batch; None if it depends on activations."""
         found = [
             evaluated(self.made, node, batch.values, known)
             for batch, known in zip(self.batches, self.known, strict=True)
@@ -212,7 +213,7 @@ class _IsolationProof:
 
 
 def _places(where: object) -> tuple[fx.Node, ...]:
-    """Return the index tensors, or the mask, of a node."""
+    """Return the index tensors, or the mask, from the index argument of a node."""
     parts = where if isinstance(where, (list, tuple)) else (where,)
     return tuple(part for part in parts if isinstance(part, fx.Node))
 

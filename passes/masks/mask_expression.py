@@ -1,4 +1,4 @@
-"""Expressions for one element of a mask over its place: batch row b, head h, query q and key k."""
+"""Expressions for one element of a mask as a function of its batch row b, head h, query q and key k."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from torch import fx
 
 Axis = Literal["b", "h", "q", "k", "t"]
-"""Batch row, head, query, key; t is a token of either side."""
+"""Axis of a mask: batch row, head, query, key; t stands for a token as either query or key."""
 
 
 @dataclass(frozen=True, slots=True)
 class AxisIndex:
-    """A place along an axis."""
+    """The index along one axis, as a value in an expression."""
 
     axis: Axis
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A constant."""
+    """A constant in an expression."""
 
     value: int | float | bool
 
 
 @dataclass(frozen=True, slots=True)
 class NodeElement:
-    """An element of a node that is not analysed further."""
+    """One element of a graph node that is not analysed further, by its indices."""
 
     node: fx.Node
     index: tuple[Expression, ...]
@@ -37,14 +37,17 @@ class NodeElement:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """An elementwise op: `add sub mul floor_divide remainder neg eq ne lt le gt ge and or not xor where to`."""
+    """An elementwise operation on expressions.
+
+    One of `add sub mul floor_divide remainder neg eq ne lt le gt ge and or not xor where to`.
+    """
 
     op: str
     args: tuple[Expression, ...]
     dtype: torch.dtype
-    """Dtype of the result."""
+    """Dtype of the operation's result."""
     node: fx.Node = field(compare=False)
-    """Node of the operation."""
+    """Graph node of the operation; it does not count in comparisons."""
     axes: frozenset[Axis] = field(compare=False)
     size: int = field(compare=False)
 
@@ -54,7 +57,7 @@ Places = tuple[Expression, ...]
 
 
 def axes_of(expression: Expression) -> frozenset[Axis]:
-    """Return the axes that a value depends on."""
+    """Return the axes that an expression depends on."""
     match expression:
         case AxisIndex(axis):
             return frozenset((axis,))
@@ -67,7 +70,7 @@ def axes_of(expression: Expression) -> frozenset[Axis]:
 
 
 def dtype_of(expression: Expression) -> torch.dtype:
-    """Return the kind of a value: bool, an integer type or a float type."""
+    """Return the dtype of an expression's value: bool, an integer type or a float type."""
     match expression:
         case NodeElement(node, _):
             value = node.meta["val"]
@@ -86,7 +89,7 @@ def number_dtype(value: int | float | bool) -> torch.dtype:
 
 
 def applied(op: str, args: tuple[Expression, ...], node: fx.Node, dtype: torch.dtype | None = None) -> Elementwise:
-    """Return an operation on expressions; `node` is the node of the operation."""
+    """Return an operation on expressions, computed by graph node `node`."""
     return Elementwise(
         op,
         args,
@@ -98,7 +101,7 @@ def applied(op: str, args: tuple[Expression, ...], node: fx.Node, dtype: torch.d
 
 
 def per_token(expression: Expression) -> Expression:
-    """Return the same expression of a token t, for one of queries or of keys."""
+    """Return the expression with the query or key axis replaced by the token axis t."""
     match expression:
         case AxisIndex("q" | "k"):
             return AxisIndex("t")
@@ -111,11 +114,11 @@ def per_token(expression: Expression) -> Expression:
 
 
 Form = tuple[Mapping[Axis, int], int]
-"""Coefficients of axes, and a constant."""
+"""Linear form of axis indices: (axis -> coefficient, constant)."""
 
 
 def linear(expression: Expression) -> Form | None:
-    """Return the coefficients of the axes and a constant, if the value is a linear form of places."""
+    """Return an expression as a linear form of axis indices; None if it is not one."""
     match expression:
         case AxisIndex(axis):
             return {axis: 1}, 0

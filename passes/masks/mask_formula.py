@@ -1,4 +1,4 @@
-"""Meaning of a mask in the one form that words can express, recognised from its computation in any spelling.
+"""`MaskFormula`: the one form of a mask that mask words can express, recognised however the model computes it.
 
 visible(q, k) = valid(k) and documents(q) = documents(k) and (k <= q and q - k < window or islands(q) = islands(k))
 """
@@ -25,12 +25,12 @@ from mmcompile.passes.masks.predicates import (
 )
 
 Test = tuple[Expression, bool]
-"""An expression per token, and the value (true or false) required of it."""
+"""Expression per token, and the truth value required of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskFormula:
-    """A mask that words can express. Expressions are per token."""
+    """A mask that mask words can express; all expressions are per token (axis t)."""
 
     causal: bool
     valid: tuple[Test, ...] = ()
@@ -44,7 +44,12 @@ class MaskFormula:
 
 
 def recognise(mask: fx.Node | None, reader: MaskReader, *, causal: bool) -> MaskFormula:
-    """Return the formula of a mask [..., q, k], bool or added to scores; without a mask, of causal or full attention.
+    """Return the formula of a mask.
+
+    Args:
+        mask: node [..., queries, keys], bool or added to scores; None if there is no mask.
+        reader: reader of the mask's nodes.
+        causal: True if attention without a mask is causal.
 
     Raises:
         UnrecognisedMask: no words can express it.
@@ -65,7 +70,7 @@ def recognise(mask: fx.Node | None, reader: MaskReader, *, causal: bool) -> Mask
 
 
 def _of_keys(claims: frozenset[Claim]) -> frozenset[Claim]:
-    """Turn claims about an id that query and key share into claims about the key."""
+    """Return claims about an id that query and key share, restated as claims about the key alone."""
     ids = [claim.of for claim in claims if claim.kind == "same" and claim.positive]
     return frozenset(
         Claim("holds", f.positive, of=f.of, axis="k")
@@ -112,7 +117,7 @@ def _matched(alternatives: Alternatives) -> MaskFormula:
 
 
 def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -> MaskFormula:
-    """Return the formula with the bounds on q - k of its causal term."""
+    """Return the formula with the bounds on q - k that its causal term has."""
     window = formula.window
     for claim in reaches:
         if not claim.positive and formula.causal:
@@ -126,7 +131,10 @@ def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -
 
 
 def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ...], int | None]:
-    """Return conditions of every visible pair: documents, tests of valid keys, and a window that bounds islands too."""
+    """Return the conditions that hold for every visible pair.
+
+    They are (document ids or None, tests of valid keys, window that bounds islands too or None).
+    """
     same = [claim for claim in claims if claim.kind == "same"]
     reach = [claim for claim in claims if claim.kind == "reach"]
     keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
@@ -142,7 +150,7 @@ def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ..
 
 
 def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
-    """Return ids of islands, and the tests of the tokens that are in one."""
+    """Return (island ids, tests of the tokens that are in an island), from the claims of one alternative."""
     same = [claim for claim in claims if claim.kind == "same"]
     keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
     queries = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "q"}
@@ -159,7 +167,7 @@ def _ordered(tests: set[Test]) -> tuple[Test, ...]:
 
 
 def _text(tests: set[Test]) -> str:
-    """Return the names of the nodes that make tests."""
+    """Return the names of the nodes that compute tests, for messages."""
     return ", ".join(sorted(_name(expression) for expression, _ in tests))
 
 

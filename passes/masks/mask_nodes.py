@@ -1,4 +1,4 @@
-"""Nodes of a mask's formula: its words, and the small nodes on [batch, tokens] that they read."""
+"""Graph nodes of a mask formula: its words node, and the small nodes on [batch, tokens] that the words read."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ _MIRRORED = {"add": "add", "mul": "mul", "eq": "eq", "ne": "ne", "lt": "gt", "le
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """Rows and tokens of queries and keys, as captured and as sizes of the graph."""
+    """Number of batch rows, queries and keys, as captured and as sizes of the graph."""
 
     sizes: tuple[int, int]
     symbolic: tuple[int | sympy.Expr, int | sympy.Expr]
 
 
 def extent_of(query: fx.Node) -> Extent:
-    """Return the extent of queries [batch, heads, tokens, dim]."""
+    """Return the extent of attention from its queries node [batch, heads, tokens, dim]."""
     sizes, symbolic = shape(query), _symbolic(query)
     return Extent(sizes=(sizes[0], sizes[2]), symbolic=(symbolic[0], symbolic[2]))
 
 
 class NodeMaker:
-    """Makes the nodes of one formula in front of a node of the graph."""
+    """Makes the nodes of one mask formula, in front of a given node of the graph."""
 
     def __init__(self, before: fx.Node, extent: Extent, reader: MaskReader, module_path: str) -> None:
         self._graph = before.graph
@@ -85,7 +85,7 @@ class NodeMaker:
         self._found = {expression: node for expression, node, places in reader.per_token() if places == _TOKENS}
 
     def words(self, formula: MaskFormula) -> fx.Node:
-        """Return the words node.
+        """Return the words node of a formula.
 
         Raises UnrecognisedMask, with the graph as before, if a value per token has no node of that shape.
         """
@@ -108,7 +108,7 @@ class NodeMaker:
         )
 
     def positions(self, words: fx.Node) -> fx.Node:
-        """Return the positions node of the tokens of `words`."""
+        """Return the positions node of the tokens that the words node describes."""
         return self._node(token_positions, (words,), torch.empty(self._extent.sizes, dtype=torch.int32, device="meta"))
 
     def _valid(self, tests: tuple[Test, ...]) -> fx.Node | None:
@@ -137,7 +137,7 @@ class NodeMaker:
         return self._call(aten.where.ScalarOther, inside, counted, -1)
 
     def _size(self, axis: int) -> int | fx.Node:
-        """Return B or T as an argument: a number, or the graph's input of that size."""
+        """Return B (axis 0) or T (axis 1) as an argument: a number, or the graph's input of that size."""
         symbolic = self._extent.symbolic[axis]
         if isinstance(symbolic, int):
             return symbolic
@@ -153,7 +153,7 @@ class NodeMaker:
         return node
 
     def _tensor(self, expression: Expression) -> fx.Node:
-        """Return a node of the values of an expression per token, [B, T] or a shape that broadcasts to it."""
+        """Return a node with an expression's value per token, [B, T] or a shape that broadcasts to it."""
         if expression not in self._made:
             known = self._found.get(expression)
             made = self._compute(expression) if known is None else self._loaded(known, _TOKENS)
@@ -202,7 +202,7 @@ class NodeMaker:
         return self._call(aten.unsqueeze.default, found, -1) if kept == [_TOKENS[0]] else found
 
     def _first(self, node: fx.Node, dim: int, axis: int, size: int | sympy.Expr) -> fx.Node:
-        """Slice a dim to the number of rows or tokens: an input may hold more than are read."""
+        """Return a node sliced to the number of rows or tokens in a dim: an input may hold more entries than the mask reads."""
         if str(size) == str(self._extent.symbolic[axis]):
             return node
         return self._call(aten.slice.Tensor, node, dim, 0, self._size(axis))
@@ -226,7 +226,7 @@ class NodeMaker:
         return node
 
     def _symbolic(self, sizes: tuple[int, ...]) -> tuple[int | sympy.Expr, ...]:
-        """Return the shape over sizes of a value of shape [B, T], [B, 1], [T] or []."""
+        """Return the shape [B, T], [B, 1], [T] or [], given in numbers, with size symbols."""
         whole = self._extent.symbolic[len(self._extent.symbolic) - len(sizes) :]
         return tuple(1 if size == 1 else symbol for size, symbol in zip(sizes, whole, strict=True))
 

@@ -1,11 +1,12 @@
-"""Masks that compare `position_ids` inside documents: there they are as far apart as the tokens.
+"""Masks that compare `position_ids` inside documents, where positions differ by as much as token indices.
 
-transformers finds packed documents by their positions and asks for causality among these:
+transformers finds packed documents by their positions and requires causality by position:
 
     documents = cumsum(diff(p) != 1)
     mask = (p[k] <= p[q]) & (p[k] > p[q] - window) & (documents[q] == documents[k])
 
-Inside a document p grows by one a token, so p[q] - p[k] = q - k, and the comparison is one of places.
+Inside a document p grows by one a token, so p[q] - p[k] = q - k, so a comparison of positions is a comparison of token
+indices.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _COMPARISONS = ("lt", "le", "gt", "ge")
 
 
 def with_places(expression: Expression, reader: MaskReader) -> tuple[Expression, Expression | None]:
-    """Return a mask whose comparisons of positions are comparisons of places.
+    """Return a mask whose comparisons of positions are replaced by comparisons of token indices.
 
     Returns:
-        The mask, and document ids per token: only for pairs of equal documents the mask is as it was. None if the mask
-        is returned unchanged.
+        The mask, and document ids per token: the new mask equals the old one only for pairs of one document.
+    The ids are None if the mask is returned unchanged.
     """
     for documents, positions in _documents(expression, reader):
         found = _replaced(expression, positions)
@@ -47,7 +48,7 @@ def with_places(expression: Expression, reader: MaskReader) -> tuple[Expression,
 
 
 def _documents(expression: Expression, reader: MaskReader) -> Iterator[tuple[Expression, Expression]]:
-    """Yield ids compared for equality that increase where positions do not grow by one, and those positions; per token."""
+    """Yield (document ids, positions), both per token: ids compared for equality that increase where positions jump."""
     match expression:
         case Elementwise("eq", (NodeElement(node, _) as left, NodeElement() as right)) if _sides(left, right):
             positions = _counted(node, reader)
@@ -63,7 +64,10 @@ def _sides(left: Expression, right: Expression) -> bool:
 
 
 def _counted(node: fx.Node, reader: MaskReader) -> Expression | None:
-    """Return `p`, per token, of a node cumsum(diff(p) != 1) along the last dim; the value before token 0 does not matter."""
+    """Return the expression of `p` per token for a node cumsum(diff(p) != 1) along the last dim; else None.
+
+    The value that the model puts before token 0 does not matter.
+    """
     if _name(node) != "aten.cumsum" or not _last(node):
         return None
     unequal = node.all_input_nodes[0]
@@ -89,7 +93,7 @@ def _last(node: fx.Node) -> bool:
 
 
 def _replaced(expression: Expression, positions: Expression) -> Expression:
-    """Replace comparisons of `positions` of query and key, by their distance alone, by comparisons of places."""
+    """Replace comparisons between `positions` of query and key that depend only on their distance, by token indices."""
     if not isinstance(expression, Elementwise):
         return expression
     if expression.op in _COMPARISONS:
@@ -102,7 +106,7 @@ def _replaced(expression: Expression, positions: Expression) -> Expression:
 
 
 def _placed(expression: Expression, positions: Expression) -> Expression:
-    """Return places instead of positions."""
+    """Return the expression with positions replaced by token indices."""
     sides = axes_of(expression) & {"q", "k"}
     if len(sides) == 1 and per_token(expression) == positions:
         return AxisIndex(next(iter(sides)))

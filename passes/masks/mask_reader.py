@@ -1,4 +1,4 @@
-"""`MaskReader`: from a mask's node to the expression of one of its elements.
+"""`MaskReader`: turns a mask's node into an expression of one of its elements.
 
 A node's dims are indexed from the mask down to what it is made of: views, expansions, slices, casts and look-ups by
 `arange` disappear, and what stays are comparisons of positions and of values per token, however the model spelled them.
@@ -32,17 +32,17 @@ from mmcompile.passes.masks.mask_expression import (
 from mmcompile.passes.values import arguments, aten_ops, op_name
 
 _MAX_SIZE = 2000
-"""Most parts of an expression: a larger one is left as it is."""
+"""Maximum number of parts of an expression: a node whose expression is larger is not analysed."""
 
 
 class MaskReader:
-    """Reads one mask, or masks of one graph that share nodes."""
+    """Reader of the masks of one graph; expressions of nodes that masks share are computed once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[fx.Node, Places], Expression] = {}
 
     def at(self, node: fx.Node, index: Places) -> Expression:
-        """Return the expression of the element of `node` at a place."""
+        """Return the expression of the element of `node` at the given index, one entry per dim."""
         key = (node, index)
         if key not in self._known:
             found = self._read(node, index)
@@ -52,7 +52,7 @@ class MaskReader:
         return self._known[key]
 
     def per_token(self) -> Iterator[tuple[Expression, fx.Node, Places]]:
-        """Yield expressions of nodes read at plain places, as [b, t]."""
+        """Yield (expression as [b, t], node, index) of nodes that were read at plain indices."""
         for (node, index), expression in self._known.items():
             places = tuple(map(per_token, index))
             if AxisIndex("t") in places and not isinstance(expression, (AxisIndex, Number)):
@@ -66,7 +66,7 @@ class MaskReader:
         return NodeElement(node, index) if found is None else found
 
     def argument(self, node: fx.Node, value: object, index: Places) -> Expression | None:
-        """Return an operand of an elementwise node at the node's place: broadcast, or a number."""
+        """Return an operand of an elementwise node as an expression at the node's index: a broadcast tensor, or a number."""
         if isinstance(value, (bool, int, float)):
             return Number(value)
         if not isinstance(value, fx.Node):
@@ -77,12 +77,12 @@ class MaskReader:
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the captured shape."""
+    """Return the shape of a node in the captured batch."""
     return tuple(node.meta["val"].shape)
 
 
 def given(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of an op by name, defaults included."""
+    """Return the arguments of a node's op by name, defaults included."""
     schema = op_schema(node.target).arguments  # type: ignore[arg-type]
     return {
         **{a.name: a.default_value for a in schema},
@@ -187,7 +187,7 @@ def _looked_up(reader: MaskReader, node: fx.Node, index: Places) -> Expression |
 
 
 def _normal(index: Places) -> Places:
-    """Return places in a normal form: an axis or a number where they are one."""
+    """Return indices in normal form: an axis or a number where the expression is one."""
     return tuple(_plain(place) for place in index)
 
 
@@ -203,7 +203,7 @@ def _plain(place: Expression) -> Expression:
 
 
 def _triangle(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
-    """Read tril, which keeps column <= row + diagonal, or triu: column >= row + diagonal."""
+    """Read an element of tril, which keeps column <= row + diagonal, or of triu, which keeps column >= row + diagonal."""
     limit = applied("add", (index[-2], Number(given(node)["diagonal"])), node, torch.int64)
     inside = applied("le" if "tril" in op_name(node) else "ge", (index[-1], limit), node, torch.bool)
     return applied("where", (inside, reader.at(_source(node), index), Number(0)), node)
@@ -218,7 +218,7 @@ def _arange(reader: MaskReader, node: fx.Node, index: Places) -> Expression | No
 
 
 def _filled(value: bool | int | float | None) -> Rule:
-    """Make the rule of a factory: all elements are `value`, or its fill argument."""
+    """Return the rule of a factory op: all elements are `value`, or its fill argument if `value` is None."""
 
     def rule(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)
@@ -232,7 +232,7 @@ def _filled(value: bool | int | float | None) -> Rule:
 
 
 def _elementwise(op: str, *order: str) -> Rule:
-    """Make the rule of an op on operands of these argument names, in this order."""
+    """Return the rule of an elementwise op, whose operands are the arguments of these names, in this order."""
 
     def rule(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)
@@ -248,7 +248,7 @@ _LOGICAL = ("and", "or", "xor", "not")
 
 
 def _is_logical(node: fx.Node) -> bool:
-    """Return whether an op is logical: bitwise ops are, on bools."""
+    """Return whether an op is logical: bitwise ops on bools are."""
     return all(source.meta["val"].dtype == torch.bool for source in node.all_input_nodes)
 
 

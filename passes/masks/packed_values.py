@@ -17,28 +17,28 @@ from mmcompile.passes.context_parallel.token_axis import TokenAxis, TokenFlow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """Every input of a graph for one row of documents."""
+    """All inputs of a graph for one row of packed documents."""
 
     values: Mapping[str, Any]
-    """Placeholder -> tensor or size, those that the host computes included."""
+    """Input name -> tensor or size, inputs that the host computes included."""
     order: tuple[int, ...]
-    """Documents in their order in the row."""
+    """Document numbers in their order in the row."""
     lengths: tuple[int, ...]
-    """Tokens of document 0, 1, ..."""
+    """Number of tokens in document 0, 1, ..."""
     kept: tuple[int, ...]
-    """Documents with the tokens of the captured batch."""
+    """Numbers of the documents that have the same tokens as in the captured batch."""
 
     def document_of(self) -> torch.Tensor:
-        """Return the document of every token, [T]."""
+        """Return the number of each token's document, integers [T]."""
         return torch.cat([torch.full((self.lengths[number],), number) for number in self.order])
 
     def rows_of(self, number: int) -> torch.Tensor:
-        """Return the positions of a document's tokens in the row."""
+        """Return the positions in the row of the tokens of document `number`."""
         return (self.document_of() == number).nonzero()[:, 0]
 
 
 def block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
-    """Return the part of a mask between the tokens of one document."""
+    """Return the part of a mask between tokens of document `number`."""
     rows = batch.rows_of(number)
     return mask.index_select(-1, rows).index_select(-2, rows)
 
@@ -46,7 +46,7 @@ def block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
 def by_token(
     value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, batch: PackedBatch
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """Return values by (document, token of it); `value` has its tokens in dim 0."""
+    """Return (document, index in the document) -> value of this token; `value` has its tokens in dim 0."""
     outer, kept = flow.number(axis.outer), flow.kept(axis)
     tokens = value.reshape(outer, kept, axis.inner, *value.shape[1:]).movedim(1, 0)
     found: dict[tuple[int, int], torch.Tensor] = {}
@@ -60,10 +60,10 @@ def by_token(
 
 
 def evaluated(graph: ModelGraph, node: fx.Node, inputs: Mapping[str, Any], known: dict[fx.Node, Any]) -> Any:
-    """Return a value computed from integer inputs and the model's constants; None if it needs more.
+    """Return a node's value computed from integer inputs and the model's constants; None if it depends on other values.
 
-    A constant without values (of a model that is only a configuration) gets arbitrary ones: what is asked is whether a
-    document takes its values along, and not which they are.
+    A constant without values (of a meta model) gets arbitrary ones: only equality of a document's values in different
+    rows is checked, and not the values.
     """
     needed: set[fx.Node] = set()
     waiting = [node]

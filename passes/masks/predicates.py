@@ -1,4 +1,4 @@
-"""Conditions of an expression, in disjunctive normal form: alternatives of claims about a query and a key."""
+"""Conditions of an expression in disjunctive normal form: alternatives, each a set of claims about a query and a key."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from mmcompile.passes.masks.mask_expression import (
 from mmcompile.passes.values import op_name
 
 HIDDEN = -1e4
-"""Bias at or below which a key is hidden: its weight vanishes in any float format beside a visible one. [Empirical]"""
+"""Bias on scores at or below which a key is hidden: its weight is 0 in any float format beside a visible key. [Empirical]"""
 _MAX_ALTERNATIVES = 64
 
 
 class UnrecognisedMask(Exception):
-    """A mask is not of the form; the text names the part that is not."""
+    """A mask that mask words cannot express; the message names the part that does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A literal.
+    """Atomic condition on a query q and a key k.
 
-    reach: q - k >= distance. same: an expression is equal at q and k. holds: an expression is true at q, or at k.
+    `reach`: q - k >= distance. `same`: an expression is equal at q and k. `holds`: an expression is true at q, or at k.
+
     """
 
     kind: Literal["reach", "same", "holds"]
@@ -51,14 +52,14 @@ class Claim:
 
 
 Alternatives = frozenset[frozenset[Claim]]
-"""Alternatives of claims: true if all claims of one of them hold."""
+"""Disjunction of conjunctions of claims: true if all claims of at least one set hold."""
 _TRUE: Alternatives = frozenset((frozenset(),))
 _FALSE: Alternatives = frozenset()
 CAUSAL = Claim("reach", True, 0)
 
 
 def holds(expression: Expression, positive: bool = True) -> Alternatives:
-    """Return the conditions under which an expression is true (or not 0); with `positive` off, under which it is not."""
+    """Return the conditions under which an expression is true (not 0), or is false (0) if `positive` is False."""
     match expression:
         case Number(value):
             return _TRUE if bool(value) == positive else _FALSE
@@ -84,7 +85,7 @@ def _is_integer(expression: Elementwise) -> bool:
 
 
 def _one_sided(expression: Expression) -> bool:
-    """Return whether a value is of queries alone or of keys alone."""
+    """Return whether an expression depends on queries only or on keys only."""
     axes = axes_of(expression)
     return "h" not in axes and len(axes & {"q", "k"}) <= 1
 
@@ -150,7 +151,7 @@ def _compared(op: str, left: Expression, right: Expression, whole: Elementwise, 
 
 
 def _non_negative(form: Form, whole: Elementwise, positive: bool) -> Alternatives:
-    """Return the conditions under which a linear form of places is 0 or more; `whole` is the same as an expression."""
+    """Return the conditions under which the linear form of token indices is at least 0; `whole` is its expression."""
     factors, constant = form
     if all(factor > 0 for factor in factors.values()) and constant >= 0:
         return _TRUE if positive else _FALSE
@@ -178,7 +179,7 @@ def _compared_numbers(op: str, values: tuple[Expression, ...], whole: Elementwis
 
 
 def unbiased(expression: Expression) -> Alternatives:
-    """Return the conditions under which a bias on the scores is 0; elsewhere it must hide."""
+    """Return the conditions under which a bias on scores is 0. Raises UnrecognisedMask if it does not hide elsewhere."""
     visible = _FALSE
     for condition, (value,) in _cases((expression,)):
         if not isinstance(value, Number) or not (value.value == 0 or value.value <= HIDDEN):
@@ -197,7 +198,7 @@ Cases = list[tuple[Alternatives, tuple[Expression, ...]]]
 
 
 def _cases(values: tuple[Expression, ...]) -> Cases:
-    """Return the values of expressions without `where`, each with its condition."""
+    """Return the combinations of values that expressions have without `where`, each with its condition."""
     parts = [[(c, v) for c, v in _split(value) if c != _FALSE] for value in values]
     if len(parts) == 1:
         return [(condition, (value,)) for condition, value in parts[0]]
@@ -234,7 +235,7 @@ def _has_cases(value: Expression) -> bool:
 
 
 def _is_zero_unless(condition: Expression, value: Expression) -> bool:
-    """Return whether a value is 0 unless a condition holds: `where(x != 0, ..., x)`."""
+    """Return whether a value is 0 wherever a condition is false, as in `where(x != 0, ..., x)` for the condition x != 0."""
     match condition:
         case Elementwise("to", (source,)):
             return dtype_of(condition) == torch.bool and source == value
@@ -266,12 +267,12 @@ def _limited(alternatives: Alternatives) -> Alternatives:
 
 
 def absorbed(alternatives: Alternatives) -> Alternatives:
-    """Return alternatives without those that contain another one."""
+    """Return the alternatives without those that contain all claims of another one."""
     return frozenset(a for a in alternatives if not any(other < a for other in alternatives))
 
 
 def conjunction(claims: frozenset[Claim]) -> frozenset[Claim] | None:
-    """Return claims without repetition; None if they contradict each other."""
+    """Return the claims without redundant ones; None if they contradict each other."""
     if any(~claim in claims for claim in claims):
         return None
     least = max((f.distance for f in claims if f.kind == "reach" and f.positive), default=None)

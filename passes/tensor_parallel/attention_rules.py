@@ -24,13 +24,13 @@ def attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def packed_attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Shard packed attention by heads."""
+    """Shard packed attention, [1, heads, tokens, dim], by heads."""
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
     return _by_heads(flow, node, query, (key, value), grouped=True)
 
 
 def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, TensorShard]:
-    """Shard our attention over words by heads; its second result is the log-sum-exp, [batch, heads, tokens]."""
+    """Shard bitfield attention by heads; its second result is the log-sum-exp, [batch, heads, tokens]."""
     query, key, value = (argument(node, name) for name in ("q", "k", "v"))
     found = _by_heads(flow, node, query, (key, value), grouped=True)
     if has_argument(node, "head_stride"):
@@ -43,7 +43,7 @@ def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, Ten
 def _by_heads(
     flow: ShardFlow, node: fx.Node, query: fx.Node, others: Sequence[fx.Node], *, grouped: bool
 ) -> TensorShard:
-    """Return the sharding of the result, where queries, keys and values meet in their heads."""
+    """Return the sharding of an attention result by heads, after sharding queries, keys and values alike."""
     sharded = next(value for value in (query, *others) if value in flow.shards)
     rank = len(flow.facts.shape(query))
     from_right = flow.shard_of(sharded).dim - len(flow.facts.shape(sharded))
@@ -74,10 +74,10 @@ def _by_heads(
 
 
 def heads_read(num_queries: int, num_heads: int, count: int) -> tuple[int, ...]:
-    """Return key/value heads that the query heads of rank 0 read, of rank 1, and so on, equally many for each rank.
+    """Return the key/value heads that each rank's query heads read, rank 0 first, equally many for every rank.
 
-    Query head h reads head h * num_heads // num_queries. Where all of a rank read one head, that one is listed; else
-    one for each query head.
+    Query head h reads head h * num_heads // num_queries. If all query heads of every rank read
+    a single head, one head per rank is listed; else one per query head.
     """
     each = num_queries // count
     read = [head * num_heads // num_queries for head in range(num_queries)]

@@ -1,4 +1,4 @@
-"""`add_borders`: nodes where gradient passes between components of different ranks."""
+"""`add_borders`: inserts boundary collectives, where gradient passes between components with other tensor-parallel degrees."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mmcompile.passes.values import tensors
 
 
 def add_borders(graph: ModelGraph, degrees: Mapping[str, int], group: str) -> ModelGraph:
-    """Keep gradients whole where components of degree above 1 meet others.
+    """Insert nodes that keep gradients whole between components, where one has a tensor-parallel degree above 1.
 
-    Each rank of the consumer sends back the whole gradient: `tp_enter` zeroes it on all but one, so that their sum is
-    right for any number of ranks. The sum reaches one rank of the producer: `tp_exit` gives it to all.
+    Each rank of the consumer has the whole gradient: `tp_enter` zeroes it on all ranks but one, so that the sum over
+    ranks is the gradient. One rank of the producer receives this sum: `tp_exit` sends it to all ranks of the producer.
     """
     exits: dict[fx.Node, fx.Node] = {}
     enters: dict[tuple[fx.Node, str, int], fx.Node] = {}
@@ -45,7 +45,7 @@ def add_borders(graph: ModelGraph, degrees: Mapping[str, int], group: str) -> Mo
 
 
 def _border(name: str, value: fx.Node, place: fx.Node, group: str, count: int) -> fx.Node:
-    """Insert a border node in the layer of `place`: behind it, if it is `value` itself, else before it."""
+    """Insert a boundary node `name` in the layer of `place`: behind `place` if it is `value` itself, else before it."""
     graph, target = value.graph, getattr(torch.ops.mmcompile, name).default
     with graph.inserting_after(value) if place is value else graph.inserting_before(place):
         made = graph.call_function(target, (value, group, count))
@@ -61,7 +61,7 @@ def _border(name: str, value: fx.Node, place: fx.Node, group: str, count: int) -
 
 
 def _edges(graph: ModelGraph) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    """Return the component DAG over the new values, in its old order."""
+    """Return the edges of the component DAG in their old order, with the names of the new values."""
     flowing: dict[tuple[str, str], dict[str, None]] = {edge[:2]: {} for edge in graph.edges}
     for node in graph.module.graph.nodes:
         for source in node.all_input_nodes if node.op == "call_function" and not info(node).shared else ():

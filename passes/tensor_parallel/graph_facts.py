@@ -17,17 +17,17 @@ from mmcompile.passes.values import op_name, tensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Projection:
-    """A product of activations [..., in] with a weight of two dims."""
+    """A product of activations [..., inputs] with a two-dimensional weight."""
 
     source: fx.Node
     weight: fx.Node
     bias: fx.Node | None
     output_dim: int
-    """Dim of the weight that holds outputs; the other one holds inputs."""
+    """Dim of the weight that runs over outputs; the other one runs over inputs."""
 
 
 def projection(node: fx.Node) -> Projection | None:
-    """Return a linear layer, in either of the ways models write it; None for other ops."""
+    """Return the projection that a node computes, as linear or as matmul with a weight; None for other ops."""
     name = op_name(node) if node.op == "call_function" else ""
     if name == "aten.linear":
         source, weight, *bias = node.args
@@ -52,23 +52,23 @@ def _projection(source: object, weight: object, bias: object, output_dim: int) -
 
 
 def num_outputs(node: fx.Node) -> int:
-    """Return the number of outputs of a projection."""
+    """Return the number of output features of a projection node."""
     return int(tensors(node)[0].shape[-1])
 
 
 @dataclass(kw_only=True, slots=True)
 class GraphFacts:
-    """Facts of a whole graph whose `carries_gradient` is set; computed once, for every degree."""
+    """Facts of a whole graph whose `carries_gradient` is set; computed once, and used for every degree."""
 
     graph: ModelGraph
     layers: Mapping[tuple[str, int], Sequence[fx.Node]] = field(init=False)
-    """(component, layer) -> its calls in graph order."""
+    """(component, layer) -> its call nodes in graph order."""
     parameters: Mapping[str, str] = field(init=False)
-    """Name of a parameter, or alias -> its first name."""
+    """Name or alias of a parameter -> the parameter's first name."""
     readers: Mapping[str, Sequence[tuple[fx.Node, fx.Node]]] = field(init=False)
-    """First name of a parameter -> (node that reads it, its `get_attr` node)."""
+    """First name of a parameter -> pairs (node that reads it, the `get_attr` node through which it is read)."""
     losses: Sequence[fx.Node] = field(init=False)
-    """Token losses of the graph."""
+    """Token loss nodes of the graph."""
     _trainable: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class GraphFacts:
         self.losses = tuple(node for node in self.graph.module.graph.nodes if node.target is token_loss)
 
     def carries(self, node: fx.Node) -> bool:
-        """Return whether a value carries gradient."""
+        """Return whether gradient passes through a node's value."""
         if node.op == "get_attr":
             return node.target in self._trainable
         return node.op == "call_function" and info(node).carries_gradient
@@ -97,17 +97,17 @@ class GraphFacts:
 
 @dataclass(kw_only=True, slots=True)
 class LayerFacts:
-    """Facts of one layer."""
+    """Facts of one layer, which change as regions of it are found."""
 
     whole: GraphFacts
     nodes: Sequence[fx.Node]
     members: Set[fx.Node] = field(init=False)
     taken: set[fx.Node] = field(default_factory=set)
-    """Nodes of regions found earlier."""
+    """Nodes of the regions found so far."""
     refused: set[fx.Node] = field(default_factory=set)
-    """Projections that cannot be sharded."""
+    """Projections that were found to be impossible to shard."""
     head_counts: Set[int] = field(init=False)
-    """Numbers of heads in the layer's attention, for messages."""
+    """Numbers of heads that the layer's attention ops have, for error messages."""
 
     def __post_init__(self) -> None:
         self.members = frozenset(self.nodes)
@@ -124,15 +124,15 @@ class LayerFacts:
         return tuple(int(size) for size in tensors(node)[0].shape)
 
     def is_parameter(self, node: fx.Node) -> bool:
-        """Return whether a node is a parameter."""
+        """Return whether a node reads a parameter."""
         return node.op == "get_attr" and node.target in self.whole.parameters
 
     def carries(self, node: fx.Node) -> bool:
-        """Return whether a value carries gradient."""
+        """Return whether gradient passes through a node's value."""
         return self.whole.carries(node)
 
     def projections_of(self, value: fx.Node, count: int) -> list[fx.Node]:
-        """Return projections of the layer that a value comes from with no other between, and that could be sharded."""
+        """Return the nearest projections of the layer from which a value is made, without those that cannot be sharded."""
         found: dict[fx.Node, None] = {}
         waiting, seen = [value], set()
         while waiting:
@@ -147,10 +147,10 @@ class LayerFacts:
         return list(found)
 
     def place(self, node: fx.Node) -> str:
-        """Return the layer of a node, for messages."""
+        """Return the layer of a node as text for error messages."""
         note = info(node)
         return f"layer {note.layer} of {note.component}"
 
     def counted(self, number: int) -> str:
-        """Format a number: `20 heads`, if the layer's attention has that many heads or groups of them; else `20`."""
+        """Format a number for messages: `20 heads` if the layer's attention has as many heads or key/value heads; else `20`."""
         return f"{number} heads" if any(heads % number == 0 for heads in self.head_counts) else str(number)

@@ -1,9 +1,9 @@
 """`rank_parts`: share of one tensor-parallel rank in each layer's cost.
 
-What one of the ranks that share a component's tensors has of each layer's cost, measured on the sharded graph.
+The share is measured on the sharded graph, which the ranks run.
 
-Values between products (residuals, norms) stay whole on every rank, products and what is between a pair of them do not,
-and exchanges copy: nothing of that is assumed, but counted by the cost pass on the graph that the ranks run.
+Values outside sharded regions (residuals, norms) stay whole on every rank, regions are divided, and exchanges add
+copies. The cost pass counts all of this; no share is assumed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmcompile.passes.pipeline import Pipeline
 from mmcompile.passes.tensor_parallel.tensor_parallel import TensorParallel
 
 Parts = tuple[tuple[str, float], ...]
-"""(Field of `LayerCost`, what a rank has of it), for fields that are not simply divided."""
+"""(Field of `LayerCost`, one rank's share of it), for fields that are not simply divided by the degree."""
 _MEASURED = tuple(name for name in SIZED if name not in PERMANENT)
 _GIVEN = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 
@@ -28,12 +28,12 @@ _GIVEN = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 def rank_parts(
     graph: ModelGraph, whole: CostTable, components: Iterable[str], degree: int
 ) -> Mapping[str, tuple[Parts, ...]]:
-    """Return component -> shares of each of its layers, for the captured batch.
+    """Return component -> one rank's shares in the cost of each of its layers, for the captured batch.
 
     Args:
-        graph: annotated by gradient-flow; not changed.
-        whole: its costs.
-        components: those of which some tensor can be shared by `degree` ranks.
+        graph: annotated by gradient-flow; it is not changed.
+        whole: costs of `graph`.
+        components: components in which some tensor can be sharded over `degree` ranks.
     """
     degrees = tuple((name, degree) for name in components)
     if not degrees:

@@ -1,8 +1,8 @@
-"""`sharding`: parts of a component's layers that can be sharded at a degree, with reasons for the others.
+"""`shardings`: parts of a component's layers that can be sharded at a degree, with reasons for the parts that cannot.
 
-A region starts at one projection. Where its sharded result meets a whole value that another projection of the layer
-made, that one joins (keys join queries, up joins gate); where a projection that joined cannot be followed, it leaves
-again and its result is cut into parts instead (key/value heads fewer than ranks).
+A region starts at one projection. Where its sharded result meets a whole value from another projection of the layer,
+that projection is added to the region (keys to queries, up to gate). Where an added projection cannot be sharded, it is
+removed and each rank takes a part of its whole result (fewer key/value heads than ranks).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _SCALES = aten_ops("dropout mul div to _to_copy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnshardedNode:
-    """A projection or embedding that stays whole."""
+    """A projection or embedding that stays whole on every rank, with the reason."""
 
     node: fx.Node
     reason: str
     indivisible: bool
-    """True if it may be sharded at a smaller degree."""
+    """True if a size does not divide by the degree, so that a smaller degree may shard it."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ComponentSharding:
-    """Sharding of one component at one degree."""
+    """Sharded regions and whole parts of one component at one degree."""
 
     component: str
     count: int
     regions: list[ShardFlow] = field(default_factory=list)
     embeddings: dict[fx.Node, TensorShard] = field(default_factory=dict)
-    """Token embeddings -> how their table is sharded."""
+    """Token embedding node -> sharding of its table."""
     kept: list[UnshardedNode] = field(default_factory=list)
 
     def weights(self) -> dict[tuple[fx.Node, fx.Node], TensorShard]:
-        """Yield (reader, parameter) -> sharding of the parameter."""
+        """Return (reader node, parameter node) -> sharding of the parameter."""
         tables = {(node, node.args[0]): shard for node, shard in self.embeddings.items()}
         merged: dict[tuple[fx.Node, fx.Node], TensorShard] = {}
         for found in (*(region.weights for region in self.regions), tables):
@@ -55,12 +55,12 @@ class ComponentSharding:
         return merged
 
     def attention(self) -> set[fx.Node]:
-        """Return attention ops whose heads are sharded."""
+        """Return the attention nodes whose heads are sharded."""
         return {node for region in self.regions for node in region.shards if keys_and_values(node)}
 
 
 def shardings(facts: GraphFacts, degrees: Mapping[str, int]) -> dict[str, ComponentSharding]:
-    """Return component -> its sharding.
+    """Return component -> its sharding at the given degree.
 
     A parameter that is read in several places (a tied embedding) is sharded in all of them alike, or in none.
     """
@@ -108,7 +108,7 @@ def _leads_to_projection(node: fx.Node) -> bool:
 
 
 def _start(made: ComponentSharding, layer: LayerFacts, start: fx.Node) -> None:
-    """Try the region that starts at a projection."""
+    """Shard the region that starts at a projection, or record the reason why the projection stays whole."""
     result = _search(layer, start, made.count)
     if isinstance(result, ShardFlow):
         made.regions.append(result)
@@ -119,7 +119,7 @@ def _start(made: ComponentSharding, layer: LayerFacts, start: fx.Node) -> None:
 
 
 def _search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusal:
-    """Return the region that starts at a projection, or why there is none."""
+    """Return the region that starts at a projection, or the refusal if there is none."""
     size = num_outputs(start)
     if size % count:
         return Refusal(start, f"{size} outputs do not divide by {count}", indivisible=True)
@@ -152,13 +152,13 @@ def _origins(flow: ShardFlow, node: fx.Node) -> set[fx.Node]:
 
 
 def _telling(refusals: list[Refusal]) -> Refusal:
-    """Return the most informative refusal: a number that does not divide, if there is one; else the last."""
+    """Return the most informative refusal: one about a size that does not divide, if there is one; else the last."""
     uneven = [refusal for refusal in refusals if refusal.indivisible]
     return uneven[-1] if uneven else refusals[-1]
 
 
 def _inconsistent(facts: GraphFacts, found: Mapping[str, ComponentSharding]) -> tuple[str, str] | None:
-    """Return a parameter that is not sharded alike in all its readers, and why; None if all are."""
+    """Return (parameter name, reason) if a parameter is not sharded alike in all its readers; None if all are."""
     wanted: dict[str, TensorShard] = {}
     weights: dict[tuple[fx.Node, fx.Node], TensorShard] = {}
     for sharding in found.values():
@@ -180,7 +180,7 @@ def _place(node: fx.Node) -> str:
 
 
 def _drop(facts: GraphFacts, sharding: ComponentSharding, name: str, reason: str) -> None:
-    """Keep all that reads a parameter whole."""
+    """Remove the sharding of the parameter `name` and of the regions that read it, recording the reason."""
 
     def reads(parameters: Iterable[fx.Node]) -> bool:
         return any(facts.parameters[str(parameter.target)] == name for parameter in parameters)

@@ -1,7 +1,7 @@
 """`ShardFlow`: follows sharded dims through one layer, from column projections to row projections.
 
-It is an attempt over a graph that stays as it is: the changes to make are recorded, and a rule that fails raises
-`Refusal`. Values of a sharded region are parts (`TensorShard`); all others are whole, the same on every rank.
+The graph is not changed: `ShardFlow` records the changes to make, and a rule that fails raises `Refusal`. Values of a
+sharded region are parts (`TensorShard`); all others are whole, the same on every rank.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from mmcompile.passes.tensor_parallel.graph_facts import LayerFacts, projection
 from mmcompile.passes.values import op_name
 
 Shards = TensorShard | tuple[TensorShard | None, ...]
-"""Sharding of a tensor, or of the items of a tuple (None: whole)."""
+"""Sharding of a tensor, or of each item of a tuple (None for a whole item)."""
 
 
 class Refusal(Exception):
-    """Reason why a region cannot be sharded."""
+    """Exception that ends a flow: the reason why a region cannot be sharded."""
 
     def __init__(self, node: fx.Node, reason: str, *, indivisible: bool = False) -> None:
         super().__init__(reason)
         self.node = node
         self.reason = reason
         self.indivisible = indivisible
-        """True if a size does not divide by the degree: a smaller degree may work."""
+        """True if a size does not divide by the degree, so that a smaller degree may work."""
 
 
 class Refinement(Refusal):
-    """A refusal that finer blocks of a projection's outputs would avoid."""
+    """Refusal that is avoided if a projection's outputs are split into finer blocks."""
 
     def __init__(
         self, node: fx.Node, reason: str, origin: fx.Node, blocks: tuple[int, ...], *, indivisible: bool = False
@@ -43,7 +43,7 @@ class Refinement(Refusal):
 
 
 class RegionGrowth(Exception):
-    """Request to shard further projections, whose results meet a sharded value."""
+    """Exception that ends a flow in order to repeat it with more sharded projections, whose results meet a sharded value."""
 
     def __init__(self, projections: Sequence[fx.Node]) -> None:
         super().__init__()
@@ -51,38 +51,38 @@ class RegionGrowth(Exception):
 
 
 Rule = Callable[["ShardFlow", fx.Node], Shards | None]
-"""Rule that returns the sharding of the result of an op with sharded inputs; None where the result is whole."""
+"""Rule that returns the sharding of an op's result when some input is sharded; None if the result is whole."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ShardFlow:
-    """One attempt to shard from a projection; after `run` it is a region."""
+    """One attempt to shard a region from its first projections; after `run` it holds the region."""
 
     count: int
     facts: LayerFacts
     columns: Mapping[fx.Node, tuple[int, ...]]
-    """Projections whose outputs are sharded -> blocks of their outputs."""
+    """Projections whose outputs are sharded -> sizes of the blocks into which the outputs are divided."""
     excluded: Set[fx.Node]
-    """Projections that stay whole."""
+    """Projections that this attempt leaves whole."""
     shards: dict[fx.Node, Shards] = field(default_factory=dict)
     origins: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
-    """Sharded value -> projections that it comes from."""
+    """Sharded value -> projections from which it is made."""
     weights: dict[tuple[fx.Node, fx.Node], TensorShard] = field(default_factory=dict)
-    """(reader, parameter) -> sharding of the parameter."""
+    """(reader node, parameter node) -> sharding of the parameter."""
     copies: dict[tuple[fx.Node, fx.Node], None] = field(default_factory=dict)
-    """(reader, whole value with gradient), which needs a `tp_copy`."""
+    """Pairs (reader node, whole value with gradient) that need a `tp_copy` between them; an ordered set."""
     parts: dict[tuple[fx.Node, fx.Node], TensorShard] = field(default_factory=dict)
-    """(reader, whole value of which it reads a part)."""
+    """(reader node, whole value) -> part of the value that a rank reads."""
     heads: dict[tuple[fx.Node, fx.Node], tuple[int, ...]] = field(default_factory=dict)
-    """(attention, whole keys or values) -> heads of rank 0, of rank 1, ..."""
+    """(attention node, whole keys or values) -> heads that rank 0 reads, then rank 1, and so on."""
     arguments: dict[fx.Node, dict[str, Any]] = field(default_factory=dict)
-    """Arguments that become local ones, by the names of the op's schema."""
+    """Node -> arguments that differ on a rank, such as local sizes, by the names of the op's schema."""
     sums: set[fx.Node] = field(default_factory=set)
-    """Projections that contract the sharded dim: the sum of their results over ranks is whole."""
+    """Projections that contract the sharded dim: the sum of their results over ranks is the whole result."""
     losses: set[fx.Node] = field(default_factory=set)
 
     def run(self, rule_of: Callable[[fx.Node], Rule | None]) -> None:
-        """Follow the sharded dim. Raises Refusal or RegionGrowth."""
+        """Follow the sharded dim through the layer. Raises Refusal or RegionGrowth."""
         for node in self.facts.nodes:
             if node in self.columns:
                 self._column(node)
@@ -115,7 +115,7 @@ class ShardFlow:
             self._made(node, result, origins)
 
     def _enter(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
-        """Record whole values that a sharded computation reads: each rank gets a part of their gradient."""
+        """Record whole values that a sharded node reads: each rank computes only a part of their gradient."""
         for source in sources:
             whole = source not in self.shards and (node, source) not in self.weights
             if whole and self.facts.carries(node) and self.facts.carries(source):
@@ -135,7 +135,7 @@ class ShardFlow:
         self.weights[reader, parameter] = shard
 
     def shard_of(self, node: fx.Node) -> TensorShard:
-        """Return the sharding of a sharded tensor that is no tuple."""
+        """Return the sharding of a sharded value that is a single tensor."""
         found = self.shards[node]
         assert isinstance(found, TensorShard)
         return found
@@ -145,16 +145,16 @@ class ShardFlow:
         return [source for source in node.all_input_nodes if source in self.shards]
 
     def shard(self, dim: int, blocks: Sequence[int]) -> TensorShard:
-        """Return a sharding by blocks along a dim, over all ranks."""
+        """Return a sharding of dim `dim` by blocks of these sizes, over all ranks."""
         return TensorShard(dim=dim, blocks=tuple(blocks), count=self.count)
 
     def row(self, node: fx.Node, weight: fx.Node, shard: TensorShard) -> None:
-        """Record that `node` contracts a sharded dim: each rank has its part of `weight`, and results are summed."""
+        """Record that `node` contracts a sharded dim: each rank has a part of `weight`, and the results are summed over ranks."""
         self._shard_weight(node, weight, shard)
         self.sums.add(node)
 
     def meet(self, node: fx.Node, value: fx.Node, wanted: TensorShard) -> None:
-        """Require that `value`, an input of `node`, is sharded like this."""
+        """Require that `value`, an input of `node`, has the sharding `wanted`. Raises Refusal if it cannot."""
         if value in self.shards:
             found = self.shard_of(value)
             if found != wanted:
@@ -169,7 +169,7 @@ class ShardFlow:
             self.parts[node, value] = wanted
 
     def grow(self, value: fx.Node) -> None:
-        """Request that the projections of this layer that make a whole value are sharded too, if there are any."""
+        """Request that the projections of this layer from which a whole value is made are sharded too, if there are any."""
         known = self.columns.keys() | self.sums | self.excluded
         found = [source for source in self.facts.projections_of(value, self.count) if source not in known]
         if found:
@@ -178,7 +178,7 @@ class ShardFlow:
     def refine(
         self, node: fx.Node, value: fx.Node, blocks: Sequence[int], reason: str, *, indivisible: bool = False
     ) -> None:
-        """Request finer blocks of the projection that made a sharded value, where its outputs are the value's dim."""
+        """Request finer blocks for the outputs of the projection that made a sharded value, if they are the value's dim."""
         origins = self.origins[value]
         if len(origins) != 1:
             return
@@ -192,7 +192,7 @@ class ShardFlow:
                 raise Refinement(node, reason, origin, finer, indivisible=indivisible)
 
     def local(self, node: fx.Node, name: str, value: Any) -> None:
-        """Give an op another value for an argument."""
+        """Record that `node` has another value for the argument `name` on a rank."""
         self.arguments.setdefault(node, {})[name] = value
 
 

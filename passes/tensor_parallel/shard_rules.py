@@ -1,7 +1,7 @@
 """Effect of each op on a sharded dim: a table from op name to rule, and the rules that are not about views.
 
-A rule is asked only if some input is sharded. It returns which dim of the result is sharded, asks that other inputs be
-sharded alike where they meet it, and refuses what works across the parts.
+A rule is called only if some input is sharded. It returns the sharding of the result, requires that inputs combined
+with the sharded one are sharded alike, and refuses ops that work across the parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def _pointwise(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Match dims from the right, as broadcasting does."""
+    """Return the sharding of a pointwise op: dims of operands are matched from the right, as in broadcasting."""
     sharded = flow.sharded_inputs(node)[0]
     wanted, rank = flow.shard_of(sharded), len(flow.facts.shape(sharded))
     from_right = wanted.dim - rank
@@ -44,7 +44,7 @@ def _pointwise(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _complex(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow view_as_complex, view_as_real: pairs in the last dim become numbers, and back."""
+    """Follow view_as_complex and view_as_real, in which pairs in the last dim become numbers, and back."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if op_name(node) == "aten.view_as_complex" and shard.dim == len(flow.facts.shape(value)) - 1:
@@ -53,7 +53,7 @@ def _complex(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _along(flow: ShardFlow, node: fx.Node) -> Shards:
-    """Keep the sharded dim of ops that work along other dims: softmax, topk."""
+    """Return the unchanged sharding of an op that works along other dims: softmax, topk."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if shard.dim in dims(node, len(flow.facts.shape(value))):
@@ -119,7 +119,7 @@ def _stack(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
-    """Sum over ranks if the sharded dim is contracted; else project every part for itself (a gate per head)."""
+    """Follow a linear layer: summed over ranks if it contracts the sharded dim; else applied to each part (a gate per head)."""
     value, weight = node.args[0], node.args[1]
     if not isinstance(value, fx.Node) or value not in flow.shards or not isinstance(weight, fx.Node):
         raise Refusal(node, "its weight is computed from what is sharded")
@@ -134,7 +134,7 @@ def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
-    """Shard rows of the left factor, columns of the right one, or a batch dim of both; or contract the sharded dim."""
+    """Follow a matrix product: sharded in rows, columns or a batch dim, or summed over ranks if it contracts the dim."""
     found = projection(node)
     if found is not None and found.source in flow.shards:
         shard = flow.shard_of(found.source)
@@ -164,7 +164,7 @@ def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _index(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Select entries of other dims, which are consecutive, by numbers."""
+    """Follow indexing of other dims by integers, where the indexed dims are consecutive."""
     value = first(flow, node)
     indices: Any = node.args[1]
     shard = flow.shard_of(value)
@@ -194,11 +194,11 @@ def _getitem(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _same_value(flow: ShardFlow, node: fx.Node) -> None:
-    """Make a whole result: only dtype and device are taken from the sharded input."""
+    """Return None, a whole result: the op takes only dtype and device from its sharded input."""
 
 
 def _token_loss(flow: ShardFlow, node: fx.Node) -> None:
-    """Sum the loss over ranks: the logits are of a part of the vocabulary."""
+    """Record that the loss is summed over ranks, as the logits hold a part of the vocabulary."""
     logits = first(flow, node)
     shard = flow.shard_of(logits)
     if shard.dim != 1:

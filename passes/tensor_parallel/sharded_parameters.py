@@ -1,13 +1,14 @@
-"""`ShardedParameters`: shards the parameters of a component over its replicas (FSDP).
+"""`ShardedParameters`: pass that shards the parameters of a component over its replicas (FSDP).
 
-Every rank keeps rows 1/n of each large parameter, with gradient and optimizer state of these rows only. In front of the first
-reader in each layer a node `gather_parameter` makes the whole parameter; its backward adds up the gradients of all replicas and
-leaves each its rows. Where the ranks of a replica share the tensor already (tensor parallelism), "whole" is what one of them
-computes with, which its replicas share along the same dim. The nodes belong to the layer that reads, so they are in its function:
-where a layer is computed again in the backward, it gathers again; where it is not, its backward does, as it reads the parameter
-(`mmcompile.kernels.sharded_parameters.regather`). Either way no whole parameter outlives the layer.
+Every rank keeps rows 1/n of each large parameter, with gradient and optimizer state of these rows only. In front of the
+first reader in each layer a node `gather_parameter` makes the whole parameter; its backward adds up the gradients of
+all replicas and leaves each its rows. Where tensor parallelism shards the tensor already, the whole parameter is one
+rank's part, and the replicas of this rank shard the part along the same dim. The nodes belong to the layer that reads,
+so they are in its function: where a layer is computed again in the backward, it gathers again; where it is not, its
+backward does, as it reads the parameter (`mmcompile.kernels.sharded_parameters.regather`). Either way no whole
+parameter outlives the layer.
 
-Frozen parameters are shared as well; they are gathered, and have no gradients to add up.
+Frozen parameters are sharded and gathered too, without a sum of gradients.
 
 Source: SimpleFSDP (arXiv 2411.00284).
 """
@@ -35,10 +36,11 @@ from mmcompile.passes.values import tensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedParameters(Rewrite):
-    """Shards parameters of components over their replicas, by rows (dim 0), or along the dim that ranks shard already.
+    """Pass that shards parameters of components over their replicas.
 
-    These stay whole on every replica: vectors (norms, biases), of which there is next to nothing and which would cost a
-    message each; parameters that do not divide; and what a component of another number of replicas has too.
+    The sharded dim is 0 (rows), or the dim that tensor parallelism shards already. Parameters stay whole on every
+    replica if they are vectors (norms, biases: few bytes, but a message each), if their sizes do not divide, or if a
+    component with another number of replicas reads them too.
 
     Raises (in `run`):
         ConfigError: no such component.
@@ -50,7 +52,7 @@ class ShardedParameters(Rewrite):
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     degrees: tuple[tuple[str, int], ...]
-    """(component, replicas that share its parameters); components not named hold theirs whole."""
+    """Pairs (component, number of replicas that shard its parameters); other components hold theirs whole."""
     group: str = REPLICA_GROUP
     """Name of the process group of the replicas of a stage; a process is in at most one such group."""
 
@@ -63,7 +65,7 @@ class ShardedParameters(Rewrite):
                 raise ConfigError(f"{name} has {degree} replicas, and parameters are shared by 2 or more: leave it out")
 
     def run(self, graph: ModelGraph) -> ModelGraph:
-        """Return the graph with parameters sharded over replicas."""
+        """Return the graph with `gather_parameter` nodes and sharded parameters."""
         names = [component.name for component in graph.components]
         for name, _ in self.degrees:
             if name not in names:
@@ -85,7 +87,7 @@ class ShardedParameters(Rewrite):
         return replace(made, shards={**made.shards, **shards}, rewrites=(*made.rewrites, *lines))
 
     def _gather(self, facts: GraphFacts, parameter: str, shard: TensorShard) -> None:
-        """Gather a parameter once in each layer that reads it."""
+        """Insert one gather of a parameter in each layer that reads it."""
         readers: dict[tuple[str | None, int], list[tuple[fx.Node, fx.Node]]] = {}
         for reader, source in sorted(facts.readers[parameter], key=lambda pair: pair[0]):
             readers.setdefault((info(reader).component, info(reader).layer), []).append((reader, source))
@@ -114,22 +116,22 @@ class ShardedParameters(Rewrite):
 
 
 def _before(graph: ModelGraph, spec: ParameterSpec) -> TensorShard:
-    """Return the tensor-parallel sharding of a parameter."""
+    """Return the tensor-parallel sharding of a parameter, before it is sharded over replicas."""
     return graph.shards.get(spec.name) or TensorShard(dim=0, blocks=(spec.shape[0],), count=1)
 
 
 def _shared(shape: Sequence[int], shard: TensorShard) -> tuple[int, ...]:
-    """Return the shape of a replica's part of a rank's tensor."""
+    """Return the shape of one replica's part of a rank's tensor."""
     return (*shape[: shard.dim], shape[shard.dim] // shard.replicas, *shape[shard.dim + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parameters:
-    """Parameters that a component reads."""
+    """Parameters that one component reads, divided into sharded and whole ones."""
 
     shared: Sequence[ParameterSpec]
     whole: Sequence[tuple[ParameterSpec, str]] = field(default=())
-    """Parameters that stay whole, with the reason."""
+    """Parameters that stay whole: (parameter, reason)."""
 
     @classmethod
     def of(cls, facts: GraphFacts, component: str, degrees: Mapping[str, int]) -> _Parameters:
@@ -160,7 +162,7 @@ class _Parameters:
 def _whole(
     spec: ParameterSpec, shard: TensorShard, reading: set[str | None], degrees: Mapping[str, int], degree: int
 ) -> str:
-    """Return why every replica holds all of a parameter, or of its rank's part; "" if they share it."""
+    """Return the reason why every replica holds all of a rank's part of a parameter; "" if the replicas shard it."""
     if len(spec.shape) < 2:
         return "vectors"
     if any(name is None or degrees.get(name) != degree for name in reading):

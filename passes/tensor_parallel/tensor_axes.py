@@ -1,6 +1,6 @@
-"""`tensor_axes`: degrees at which components can be sharded, the sharded share, and the parts that stay whole.
+"""`tensor_axes`: legal tensor-parallel degrees of components, the sharded share, and the parts that stay whole.
 
-What a planner asks before it chooses degrees; the pass tensor-parallel then shards the same.
+A planner calls it before it chooses degrees; the pass tensor-parallel then shards the same parts.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from mmcompile.passes.tensor_parallel.tensor_shares import tensor_shares
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorAxes:
-    """Tensor-parallel degrees of one component."""
+    """Legal tensor-parallel degrees of one component, with the sharded share and the whole parts at each."""
 
     degrees: tuple[int, ...]
     """Legal degrees, 1 first: they shard all attention heads, and all projections that any degree shards."""
     reasons: Mapping[int, str]
-    """Degree -> why it is not legal."""
+    """Illegal degree -> reason."""
     shares: Mapping[int, float]
-    """Legal degree -> share of the component's parameter elements that are sharded, 0 to 1."""
+    """Legal degree -> fraction of the component's parameter elements that are sharded, 0 to 1."""
     kept: Mapping[int, tuple[str, ...]]
-    """Legal degree -> whole parts with the reason, one line each."""
+    """Legal degree -> parts that stay whole with the reason, one line each."""
     layers: Mapping[int, tuple[TensorShare, ...]] = field(default_factory=dict)
-    """Degree above 1, legal or not -> each layer's exchanges, and a rank's shares of it, for the captured batch."""
+    """Degree above 1, legal or not -> each layer's exchanges and one rank's shares of its cost, for the captured batch."""
 
 
 def tensor_axes(graph: ModelGraph, max_degree: int = 16, costs: CostTable | None = None) -> Mapping[str, TensorAxes]:
-    """Return component -> its degrees among 1, 2, 4, ... up to `max_degree`.
+    """Return component -> its tensor-parallel degrees, among 1, 2, 4, ... up to `max_degree`.
 
     Args:
-        graph: with `carries_gradient` set (pass gradient-flow); not changed. Tensors may be fake.
-        max_degree: most ranks that can share a component's weights.
-        costs: costs of the graph; with them `layers` have a rank's share of each.
+        graph: annotated by gradient-flow; it is not changed, and its tensors may be fake.
+        max_degree: maximum number of ranks over which a component's weights can be sharded.
+        costs: costs of the graph, which `layers` needs for a rank's shares of them; None leaves the shares unknown.
     """
     facts = GraphFacts(graph=graph)
     names = [component.name for component in graph.components]
@@ -84,7 +84,7 @@ def _axes(
 
 
 def _illegal(facts: GraphFacts, sharding: ComponentSharding, found: Mapping[int, ComponentSharding]) -> str | None:
-    """Return why a component should not be run at a degree; None if it can be."""
+    """Return the reason why a component should not run at a degree; None if the degree is legal."""
     own = [node for (name, _), nodes in facts.layers.items() if name == sharding.component for node in nodes]
     reasons = {kept.node: kept.reason for kept in sharding.kept}
     sharded = _projections(sharding)
@@ -104,12 +104,12 @@ def _illegal(facts: GraphFacts, sharding: ComponentSharding, found: Mapping[int,
 
 
 def _projections(sharding: ComponentSharding) -> set[fx.Node]:
-    """Return the projections that a degree shards, without the head over the vocabulary."""
+    """Return the projections that a degree shards, except the head over the vocabulary."""
     return {node for region in sharding.regions if not region.losses for node in (*region.columns, *region.sums)}
 
 
 def _shares_heads(node: fx.Node, sharding: ComponentSharding) -> bool:
-    """Return whether a projection makes fewer key or value heads than ranks, so that ranks share heads."""
+    """Return whether a projection makes fewer key or value heads than there are ranks, so that ranks use the same heads."""
     taken = {value for region in sharding.regions for _, value in (*region.heads, *region.parts)}
     waiting, seen = [node], set[fx.Node]()
     while waiting:
@@ -125,7 +125,7 @@ def _shares_heads(node: fx.Node, sharding: ComponentSharding) -> bool:
 
 
 def _before(node: fx.Node, reasons: Mapping[fx.Node, str]) -> str | None:
-    """Return the reason of the nearest projection that a node comes from."""
+    """Return the reason recorded for the nearest projection from which a node is made; None if there is none."""
     waiting, seen = [node], set[fx.Node]()
     while waiting:
         value = waiting.pop(0)

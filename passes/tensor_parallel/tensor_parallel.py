@@ -1,12 +1,14 @@
-"""`TensorParallel`: shards the large weights of a component over several ranks.
+"""`TensorParallel`: pass that shards the large weights of a component over several ranks.
 
 Column projections (queries, keys, values, gate, up) are sharded in their outputs, row projections (attention output,
 down) in their inputs; between them every rank computes its own heads and its own hidden units, and the sum over ranks
-behind each row projection is whole again. Token embedding and head are sharded over the vocabulary, where the loss is
-ours. All else (norms, routers, experts) is computed by all ranks alike, so that a stage may end between any two layers.
+behind each row projection is whole again. Token embedding and head are sharded over the vocabulary if the loss is
+`token_loss`. All else (norms, routers, experts) is computed by all ranks alike, so that a stage may end between any two
+layers.
 
-All ranks run the same graph: nodes `tp_*` (`mmcompile.kernels.tensor_parallel`) ask the group for the rank. Gradients of whole
-parameters are whole, and equal, on every rank; those of sharded ones are of the rank's part (`ModelGraph.shards`).
+All ranks run the same graph: nodes `tp_*` (`mmcompile.kernels.tensor_parallel`) read the rank from the process group.
+Gradients of whole parameters are whole, and equal, on every rank; gradients of sharded parameters cover the rank's part
+(`ModelGraph.shards`).
 
 Source: Megatron-LM (arXiv 1909.08053, section 3), without its sequence parallelism.
 """
@@ -37,7 +39,7 @@ from mmcompile.passes.values import op_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallel(Rewrite):
-    """Shards the weights of components over ranks.
+    """Pass that shards the weights of components over ranks.
 
     Raises (in `run`):
         ConfigError: no such component, or a graph that is sharded already.
@@ -49,9 +51,9 @@ class TensorParallel(Rewrite):
     ensures: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     degrees: tuple[tuple[str, int], ...]
-    """(component, ranks that share its weights); 1 for components not named."""
+    """Pairs (component, number of ranks over which its weights are sharded); the number is 1 for other components."""
     group: str = TENSOR_GROUP
-    """Name of the process group of those ranks; a process is in at most one such group."""
+    """Name of the process group of the ranks that shard a component; a process is in at most one such group."""
 
     def __post_init__(self) -> None:
         twice = [name for name, number in Counter(name for name, _ in self.degrees).items() if number > 1]
@@ -66,7 +68,7 @@ class TensorParallel(Rewrite):
             )
 
     def run(self, graph: ModelGraph) -> ModelGraph:
-        """Return the graph for the ranks of each component."""
+        """Return the graph that the ranks of every component run."""
         degrees = self._degrees(graph)
         made = copied(graph)
         facts = GraphFacts(graph=made)
@@ -109,7 +111,7 @@ def _why_nothing(sharding: ComponentSharding) -> str:
 
 
 def _check_draws(graph: ModelGraph, facts: GraphFacts, sharding: ComponentSharding) -> None:
-    """Refuse random numbers in what every rank computes alike."""
+    """Raise PlanError if random numbers are drawn for a value that every rank must compute alike."""
     name = sharding.component
     sharded = {node for region in sharding.regions for node in region.shards}
     for (component, layer), nodes in facts.layers.items():
@@ -128,7 +130,7 @@ def _where(node: fx.Node) -> str:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return whether an op draws random numbers as it is called: a dropout that is off does not."""
+    """Return whether a call draws random numbers; a dropout that is off draws none."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     if op_name(node) == "aten.scaled_dot_product_attention":

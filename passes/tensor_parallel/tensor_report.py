@@ -1,4 +1,4 @@
-"""`summary`: one line on the sharded and the whole parts of a component, with reasons."""
+"""`summary`: one line on the sharded parts of a component and its whole parts, with reasons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def summary(facts: GraphFacts, sharding: ComponentSharding) -> str:
 
 
 def kept_lines(facts: GraphFacts, sharding: ComponentSharding) -> list[str]:
-    """List whole parts: `model.layers.*.mlp.gate (4): aten.softmax works along the sharded dim`, projections first."""
+    """Return one line per kind of whole part, projections first.
+
+    Example: `model.layers.*.mlp.gate (4): aten.softmax works along the sharded dim`.
+    """
     names: Counter[tuple[str, str]] = Counter()
     for kept in sharding.kept:
         names[_pattern(info(kept.node).module_path) or op_name(kept.node), kept.reason] += 1
@@ -42,7 +45,7 @@ def kept_lines(facts: GraphFacts, sharding: ComponentSharding) -> list[str]:
 
 
 def _stacked(facts: GraphFacts, sharding: ComponentSharding) -> dict[str, str]:
-    """Return weights of three dims and more, and their readers: experts of a layer in one tensor, convolutions."""
+    """Return module path -> reason for weights of three dims and more: experts of a layer in one tensor, convolutions."""
     specs = {spec.name: spec for spec in facts.graph.parameters}
     found: dict[str, str] = {}
     for name, readers in facts.readers.items():
@@ -53,5 +56,5 @@ def _stacked(facts: GraphFacts, sharding: ComponentSharding) -> dict[str, str]:
 
 
 def _pattern(path: str) -> str:
-    """Return the pattern of a layer: `model.layers.3.mlp` -> `model.layers.*.mlp`."""
+    """Return a module path with its layer index replaced: `model.layers.3.mlp` -> `model.layers.*.mlp`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)

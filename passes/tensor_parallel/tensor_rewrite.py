@@ -1,4 +1,4 @@
-"""`apply`: rewrites a graph so that every rank of a group computes its part of the sharded values."""
+"""`ShardRewriter`: rewrites a graph so that every rank of a group computes its part of the sharded values."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _REARRANGES = aten_ops(
 
 @dataclass(kw_only=True, slots=True)
 class ShardRewriter:
-    """Changes nodes of one graph; `shards` holds the sharding of its parameters."""
+    """Rewrites one graph for the regions that were found; `shards` then holds the sharding of its parameters."""
 
     facts: GraphFacts
     group: str
     shards: dict[str, TensorShard] = field(default_factory=dict)
-    """First name of a parameter -> its sharding."""
+    """First name of a parameter -> its sharding over the ranks."""
     _copies: dict[tuple[fx.Node, str | None, int], fx.Node] = field(default_factory=dict)
     _summed: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Node that computes a rank's share of a sum -> the whole value, which others read instead."""
+    """Node that computes a rank's summand -> node of the sum over ranks, which other nodes read instead."""
 
     def apply(self, sharding: ComponentSharding) -> None:
-        """Rewrite the regions and embeddings of a component."""
+        """Rewrite the regions and embeddings of one component."""
         for (_, parameter), shard in sharding.weights().items():
             self.shards[self.facts.parameters[str(parameter.target)]] = shard
             _set_local(parameter, shard)
@@ -69,7 +69,7 @@ class ShardRewriter:
                 _localize(node, region.shards[node])
 
     def _partial_inputs(self, region: ShardFlow) -> None:
-        """Replace whole values of which a rank reads a part."""
+        """Replace whole values of which a rank reads only a part by nodes that make the part."""
         for (node, value), shard in region.parts.items():
             made = self._part(region, node, value, shard.dim, shard.blocks, torch.ops.mmcompile.tp_slice.default)
             _describe(made, value, shard.local_sizes(sizes(value)))
@@ -97,7 +97,7 @@ class ShardRewriter:
         return self._call(node, target, (source, dim, list(layout), self.group, region.count), like=node)
 
     def _copy(self, node: fx.Node, value: fx.Node, count: int) -> fx.Node:
-        """Return the `tp_copy` of a value, one for all readers in a layer."""
+        """Return the `tp_copy` node of a value, one for all readers in a layer."""
         key = (value, info(node).component, info(node).layer)
         if key not in self._copies:
             own = self.facts.layers[str(info(node).component), info(node).layer]
@@ -108,7 +108,7 @@ class ShardRewriter:
         return self._copies[key]
 
     def _sum(self, node: fx.Node, count: int) -> None:
-        """Add up what a projection computed; its bias comes after."""
+        """Insert the sum over ranks behind a projection; the projection's bias is added after the sum."""
         found = projection(node)
         assert found is not None
         users = list(node.users)
@@ -172,7 +172,7 @@ def _annotated(made: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _describe(made: fx.Node, like: fx.Node, full: Iterable[Any]) -> None:
-    """Record what a new node makes: the dtype of `like`, and sizes of which those of `like` are known in numbers."""
+    """Record the value of a new node: the dtype of `like`, and the sizes `full`, whose symbols have the numbers of `like`."""
     full = tuple(full)
     known = [int(size) for size in tensors(like)[0].shape]
     shape = [size if isinstance(size, int) else now for size, now in zip(full, known, strict=True)]
@@ -181,7 +181,7 @@ def _describe(made: fx.Node, like: fx.Node, full: Iterable[Any]) -> None:
 
 
 def smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node, fx.Node]:
-    """Return (reader, value) where gradients are summed: before keys of one head are repeated for every query head."""
+    """Return (reader, value) at which a gradient is summed: before the heads of keys and values are repeated."""
     reader, best = node, (node, value)
     while True:
         if tensors(value)[0].numel() < tensors(best[1])[0].numel():
@@ -195,7 +195,7 @@ def smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node,
 
 
 def _on_meta(value: torch.Tensor) -> torch.Tensor:
-    """Return a recorded value on the meta device."""
+    """Return an empty tensor on the meta device with the shape and strides of a recorded value."""
     if value.device == _META:
         return value
     return torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=_META)
@@ -208,7 +208,7 @@ def _set_local(parameter: fx.Node, shard: TensorShard) -> None:
 
 
 def _localize(node: fx.Node, shards: Shards) -> None:
-    """Record the values of a rank's part; what was a view of an input still is one."""
+    """Record a node's values as one rank has them; a value that was a view of an input still is one."""
     each = shards if isinstance(shards, tuple) else (shards,)
     before = tensors(node)
     wanted = [
@@ -229,7 +229,7 @@ def _localize(node: fx.Node, shards: Shards) -> None:
 
 
 def _run(node: fx.Node) -> Any:
-    """Return the result of a view on recorded values, which hold no data."""
+    """Return the result of a view op, computed on recorded values without data."""
     given = pytree.tree_map_only(torch.device, lambda _: _META, (node.args, dict(node.kwargs)))
     args, kwargs = fx.map_arg(given, lambda source: pytree.tree_map_only(torch.Tensor, _on_meta, source.meta["val"]))
     assert callable(node.target)
@@ -237,7 +237,7 @@ def _run(node: fx.Node) -> Any:
 
 
 def _part_like(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor of `shape`, its dims laid out in memory in the order they have in `value`."""
+    """Return an empty tensor of `shape` whose dims have the same order in memory as in `value`."""
     order = sorted(range(value.ndim), key=lambda dim: (-value.stride(dim), dim))
     laid_out = torch.empty([shape[dim] for dim in order], dtype=value.dtype, device=_META)
     return laid_out.permute([order.index(dim) for dim in range(value.ndim)])

@@ -1,4 +1,4 @@
-"""`tensor_shares`: exchanges of tensor-parallel ranks in each layer, and their shares of it, before any rewrite."""
+"""`tensor_shares`: bytes that tensor-parallel ranks exchange in each layer, and their shares of its cost, before a rewrite."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mmcompile.passes.tensor_parallel.tensor_rewrite import smallest
 from mmcompile.passes.values import num_bytes, tensors
 
 _LOSS_NUMBERS = 3
-"""Numbers a token that a loss over a sharded vocabulary sums, in two messages (`tp_token_loss`)."""
+"""Number of values per token that a loss over a sharded vocabulary sums over ranks, in two messages (`tp_token_loss`)."""
 
 
 def tensor_shares(
     facts: GraphFacts, sharding: ComponentSharding, parts: Sequence[Parts] | None = None
 ) -> tuple[TensorShare, ...]:
-    """Return the share of every layer of the component, for the captured batch.
+    """Return exchanges and one rank's share of every layer of a component, for the captured batch.
 
     Args:
-        parts: a rank's share of each layer's cost; None: unknown.
+        parts: one rank's share of each layer's cost; None if unknown.
     """
     component = facts.graph.component(sharding.component)
     sizes = {spec.name: spec for spec in facts.graph.parameters}
@@ -62,7 +62,7 @@ def tensor_shares(
 
 
 def _sums(region: ShardFlow) -> Iterable[int]:
-    """Return the bytes of every result that is summed."""
+    """Return the bytes of every projection result that is summed over ranks."""
     yield from (_bytes(node) for node in region.sums)
     for node in region.losses:
         labels = node.args[1]
@@ -72,14 +72,14 @@ def _sums(region: ShardFlow) -> Iterable[int]:
 
 
 def _copies(region: ShardFlow) -> Iterable[fx.Node]:
-    """Return the values whose gradient is summed."""
+    """Return the values whose gradient is summed over ranks."""
     for node, value in region.copies:
         cut = (node, value) in region.parts or (node, value) in region.heads
         yield smallest(node, value, region)[1] if cut else value
 
 
 def _is_sent_away(facts: GraphFacts, node: fx.Node) -> bool:
-    """Return whether another component sends a gradient back, which one rank gets and all need."""
+    """Return whether another component returns a gradient for a node, which one rank receives and all ranks need."""
     own = info(node).component
     readers = [user for user in node.users if user.op == "call_function" and not info(user).shared]
     return facts.carries(node) and any(info(user).component != own and facts.carries(user) for user in readers)

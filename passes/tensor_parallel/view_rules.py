@@ -1,4 +1,4 @@
-"""Rules for ops that look at the elements of a sharded value in another way: views, and parts of a dim."""
+"""Rules for ops that rearrange or select elements of a sharded value: views, and parts of a dim."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def first(flow: ShardFlow, node: fx.Node) -> fx.Node:
 
 
 def dims(node: fx.Node, rank: int) -> tuple[int, ...]:
-    """Return the dims an op works over; all of them if it names none."""
+    """Return the dims that an op works over; all dims if its arguments name none."""
     given = next((argument(node, name) for name in ("dim", "dims") if has_argument(node, name)), None)
     if given is None or given == []:
         return tuple(range(rank))
@@ -50,7 +50,7 @@ def view(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def view_as(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Shard `view_as` like the value it reshapes."""
+    """Follow `view_as`, as the view of the value with the other tensor's sizes."""
     value, other = node.args
     if not isinstance(value, fx.Node) or value not in flow.shards or not isinstance(other, fx.Node):
         raise Refusal(node, "its first argument is whole and the other is sharded")
@@ -60,7 +60,7 @@ def view_as(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _local_sizes(flow: ShardFlow, node: fx.Node, wanted: Sequence[Any], dim: int) -> list[Any]:
-    """Return sizes for a view of a part; a -1 keeps its meaning, since all other sizes are local too."""
+    """Return local sizes for a view of a rank's part; a -1 is kept, since all other sizes are local too."""
     found = list(wanted)
     size = found[dim]
     if isinstance(size, fx.Node):
@@ -104,7 +104,7 @@ def reshaped(flow: ShardFlow, node: fx.Node, value: fx.Node) -> TensorShard:
 
 
 def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int, int, int]:
-    """Return the smallest runs of dims, of old and new shape, with as many elements, such that the old one holds `dim`."""
+    """Return the smallest (old start, old end, new start, new end) of dims with equally many elements, old ones with `dim`."""
     before = [1, *accumulate(old, lambda a, b: a * b)]
     after = [1, *accumulate(new, lambda a, b: a * b)]
     begin = max(i for i in range(dim + 1) if before[i] in after)
@@ -122,7 +122,7 @@ def _blocks(runs: tuple[int, ...], *, repeats: int, inner: int) -> tuple[int, ..
 
 
 def split(flow: ShardFlow, node: fx.Node) -> Shards:
-    """Split by chunk, split, split_with_sizes: pieces along the sharded dim must be made of whole blocks."""
+    """Follow chunk, split, split_with_sizes: pieces along the sharded dim must consist of whole blocks."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     pieces = tensors(node)
@@ -143,7 +143,7 @@ def split(flow: ShardFlow, node: fx.Node) -> Shards:
 
 
 def _piece(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int) -> tuple[int, ...]:
-    """Return the blocks that make up `start` to `end` of the sharded dim."""
+    """Return the sizes of the blocks from `start` to `end` of the sharded dim. Raises Refusal if they are not whole."""
     blocks = flow.shard_of(value).blocks
     borders = [0, *accumulate(blocks)]
     if start in borders and end in borders:
@@ -208,7 +208,7 @@ def removed_dim(flow: ShardFlow, node: fx.Node) -> Shards:
 
 
 def glu(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Keep the sharded dim of glu: the first half of a dim times the sigmoid of the other."""
+    """Keep the sharded dim of glu, which multiplies the first half of a dim by the sigmoid of the other half."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
@@ -221,7 +221,7 @@ def glu(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def expand(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Expand with the local size of the sharded dim."""
+    """Follow expand, with the local size of the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     dim = shard.dim + len(flow.facts.shape(node)) - len(flow.facts.shape(value))
@@ -240,7 +240,7 @@ def transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def matrix_transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Swap the last two dims: t, mT."""
+    """Follow a transposition of the last two dims: t, mT."""
     value = first(flow, node)
     shard, rank = flow.shard_of(value), len(flow.facts.shape(value))
     places = {rank - 1: rank - 2, rank - 2: rank - 1} if rank > 1 else {}
@@ -255,7 +255,7 @@ def permute(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def repeat(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Repeat the blocks of the sharded dim."""
+    """Follow repeat: the blocks of the sharded dim are repeated."""
     value = first(flow, node)
     shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
     dim = shard.dim + len(new) - len(old)
@@ -263,7 +263,7 @@ def repeat(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def repeat_interleave(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Repeat elements within the blocks of the sharded dim."""
+    """Follow repeat_interleave: elements within the blocks of the sharded dim are repeated."""
     value = first(flow, node)
     shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
     if not isinstance(argument(node, "repeats"), int):

@@ -1,4 +1,4 @@
-"""Token embeddings among look-ups, whose table can be sharded over the vocabulary."""
+"""Sharding of token embeddings over the vocabulary, told apart from other look-ups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEEP_IDS = aten_ops(
 
 
 def embedding_shard(node: fx.Node, layer: LayerFacts, count: int) -> TensorShard | Refusal:
-    """Return the sharding of an `aten.embedding`'s table, or the reason against it."""
+    """Return the sharding of the table of an `aten.embedding` node, or the reason why it stays whole."""
     table, ids = argument(node, "weight"), argument(node, "indices")
     if not layer.is_parameter(table):
         return Refusal(node, "its table is computed, not a parameter")
@@ -39,7 +39,7 @@ def embedding_shard(node: fx.Node, layer: LayerFacts, count: int) -> TensorShard
 
 
 def _inputs(ids: object) -> set[str]:
-    """Integer inputs that ids are, perhaps with other ids for some tokens."""
+    """Return the names of the integer inputs from which token ids are taken, possibly with some ids replaced."""
     found: set[str] = set()
     waiting, seen = [ids], set[fx.Node]()
     while waiting:

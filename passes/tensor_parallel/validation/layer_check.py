@@ -1,12 +1,12 @@
-"""`check_shards`: check that the ranks of each layer compute the same as the whole layer, before a sharded graph trains.
+"""`check_shards`: check that the ranks of each layer compute the same as the whole layer, before training.
 
 One layer of every kind is cut out of both graphs and run forward and backward, all ranks in this process, with random
-weights, random values where other layers' floats come in, and random gradients where its values go out. What is
-computed from integers alone (masks, positions, rotary tables) must be legal, so it is computed, from the batch; and so
-are integers that come from other layers, from the random floats there.
+weights, random values where other layers' floats come in, and random gradients where its values go out. Values that
+depend on integers alone (masks, positions, rotary tables) must be legal, so they are computed from the batch; integers
+from other layers are computed from the random floats there.
 
-Layers run in float32; where that differs, again in float64, so that rounding alone raises no alarm (a router may pick
-another expert). Dropout is off. Nothing is drawn from torch's own random numbers.
+Layers run in float32; if results differ, again in float64, so that rounding alone does not fail the check (a router may
+pick another expert). Dropout is off. Nothing is drawn from torch's own random numbers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from mmcompile.passes.tensor_parallel.validation.random_values import RandomValu
 from mmcompile.passes.values import op_name, tensors
 
 _MOST_ELEMENTS = 1_000_000_000
-"""Most elements of a layer's parameters: a check holds about four times their float32 bytes."""
+"""Maximum number of elements in a checked layer's parameters: a check holds about four times their float32 bytes."""
 _MOST_FLOPS = 2e12
-"""Most FLOPs of a layer's forward in the captured batch; a check computes about six times as much."""
+"""Maximum FLOPs of a checked layer's forward in the captured batch; a check computes about six times as many."""
 _DTYPES = {torch.float32: 1e-2, torch.float64: 1e-6}
-"""Dtype of the computation -> part of the largest gradient that scales the comparison of smaller ones.
+"""Dtype of the computation -> smallest scale for comparing a gradient, as a fraction of the layer's largest gradient.
 
-The gradient of a bias of keys, for example, is 0 but for rounding.
+Without it, gradients that are 0 but for rounding, such as that of a bias of keys, would be compared by their rounding
+errors.
+
 """
 
 
@@ -47,18 +49,18 @@ class ShardCheck:
     validated: Set[str]
     """Kinds of layers whose ranks compute what the whole layer computes."""
     unchecked: tuple[str, ...]
-    """Layers that were not checked and why, one line for each kind."""
+    """Layers that were not checked, with the reason, one line for each kind."""
 
 
 def check_shards(
     whole: ModelGraph, sharded: ModelGraph, inputs: Mapping[str, Any], known: Set[str] = frozenset()
 ) -> ShardCheck:
-    """Compare a layer of every kind that is sharded.
+    """Run one sharded layer of every kind, whole and on ranks, and compare the results.
 
     Args:
         whole: before the pass tensor-parallel, with `carries_gradient` set. Parameters' values are not read; buffers'
             are.
-        sharded: after it.
+        sharded: the graph that the pass made of `whole`.
         inputs: values of the graph's inputs in the captured batch, sizes and host values included.
         known: kinds that need no check, `ShardCheck.validated` of an earlier graph of the same model.
 
@@ -98,13 +100,13 @@ def _is_sharded(graph: ModelGraph, nodes: Iterable[fx.Node]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Given:
-    """Inputs of both runs of a layer, by names of the whole graph."""
+    """Inputs of both runs of a layer; keys are nodes of the whole graph."""
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[fx.Node, Any]
-    """Value from outside the layer -> its tensors."""
+    """Value from outside the layer -> its value in both runs."""
     gradients: Mapping[tuple[fx.Node, bool], list[torch.Tensor]]
-    """(Value that goes elsewhere, whether to another component) -> gradient that comes back for it."""
+    """(Value that other layers read, True if another component reads it) -> gradients that return for it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -115,7 +117,7 @@ class _Layer:
     matches: LayerMatches
     inputs: Mapping[str, Any]
     nodes: Sequence[fx.Node] = field(init=False)
-    """Nodes of the layer in the whole graph."""
+    """Nodes of the layer in the whole graph, in graph order."""
 
     def __post_init__(self) -> None:
         self.nodes = self.matches.whole.get(self.place, ())
@@ -126,7 +128,7 @@ class _Layer:
         return f"layer {layer} of {component} ({self.whole.component(component).layers[layer].name})"
 
     def why_not(self) -> str | None:
-        """Return why the layer is too large for a check, or cannot be compared."""
+        """Return the reason why the layer is too large for a check or cannot be compared; None if it can."""
         count = sum(spec.num_elements for spec in _parameters(self.whole, self.nodes))
         if count > _MOST_ELEMENTS:
             return f"{count / 1e9:.1f} G elements, at most {_MOST_ELEMENTS / 1e9:.1f} G"
@@ -137,10 +139,10 @@ class _Layer:
         return None if drawing is None else f"{drawing.name} = {op_name(drawing)} draws random numbers"
 
     def compare(self) -> str | None:
-        """Compare. Return None if the ranks are right; else why that could not be found out.
+        """Compare ranks and whole layer. Return None if they are equal; else the reason why the layer could not be run.
 
         Raises:
-            VerifyError: they are not.
+            VerifyError: the ranks compute something else.
         """
         told = ""
         for dtype, least in _DTYPES.items():
@@ -195,7 +197,7 @@ class _Layer:
         return _Given(tensors=weights, values=values, gradients=gradients)
 
     def _elsewhere(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return calls of the whole graph that must have a value, floats of other layers first, in graph order."""
+        """Return calls outside the layer that must have a value, floats of other layers first, in graph order."""
         needed: set[fx.Node] = set()
         waiting = list(outside)
         while waiting:
@@ -206,7 +208,7 @@ class _Layer:
         return [node for node in self.whole.module.graph.nodes if node in needed]
 
     def _ran(self, graph: ModelGraph, nodes: Sequence[fx.Node], given: _Given, dtype: torch.dtype) -> LayerOutcome:
-        """Run the layer once, as `graph` has it."""
+        """Run the layer once, forward and backward, as `graph` contains it."""
         lockstep = Lockstep(graph, given.tensors, self.inputs, dtype)
         leaves = self._enter(lockstep, nodes, given)
         _run(lockstep, nodes)
@@ -230,7 +232,7 @@ class _Layer:
         )
 
     def _enter(self, lockstep: Lockstep, nodes: Sequence[fx.Node], given: _Given) -> dict[fx.Node, World]:
-        """Give the run its inputs; values that carry gradient are leaves, one for each rank if the component made them."""
+        """Set the inputs of a run; values that carry gradient are leaves, one per rank if the layer's component made them."""
         leaves: dict[fx.Node, World] = {}
         for value, sources in self.matches.sources(nodes).items():
             if value not in given.values:
@@ -246,7 +248,7 @@ class _Layer:
 
 
 class _NotRun(Exception):
-    """A layer could not be run; the text has the node and torch's error."""
+    """Exception for a layer that could not be run; the message has the node and torch's error."""
 
 
 def _run(lockstep: Lockstep, nodes: Iterable[fx.Node]) -> None:
@@ -269,7 +271,7 @@ def _backward(roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]) -> N
 def _flowing(
     world: World, gradients: Sequence[torch.Tensor], foreign: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Return results of each rank that get a gradient, with it: from another component only the first rank gets one."""
+    """Yield (result of a rank, its gradient); a gradient from another component reaches only the first rank."""
     for rank, made in enumerate(world):
         floats = [leaf for leaf in pytree.tree_leaves(made) if _is_float_tensor(leaf)]
         for tensor, gradient in zip(floats, gradients, strict=False):
@@ -278,7 +280,7 @@ def _flowing(
 
 
 def _named(value: fx.Node, world: World) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Yield the tensors of a result: `name`, or `name[0]` and so on."""
+    """Yield (name, tensor on each rank) of a result: named `name`, or `name[0]` and so on for a tuple."""
     each = [[leaf.detach() for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)] for made in world]
     for index in range(min(map(len, each))):
         yield value.name if len(each[0]) == 1 else f"{value.name}[{index}]", [leaves[index] for leaves in each]
@@ -289,7 +291,7 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _is_float(node: fx.Node) -> bool:
-    """Return whether a node is a call of some layer that makes one float tensor."""
+    """Return whether a node is a call in some layer that makes one float tensor."""
     if node.op != "call_function" or info(node).shared or not isinstance(node.meta["val"], torch.Tensor):
         return False
     return node.meta["val"].is_floating_point()

@@ -1,4 +1,4 @@
-"""`ShardKinds`: layers that are sharded alike in every batch."""
+"""`ShardKinds`: kinds of sharded layers, so that one layer of each is checked; equal for every batch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mmcompile.passes.values import op_name
 
 @dataclass(kw_only=True, slots=True)
 class ShardKinds:
-    """Kinds of layers of a graph and its sharded form.
+    """Kinds of layers, from a graph and its sharded form.
 
-    Layers of one kind are of one kind of the whole graph (`layer_kinds`), and sharding did the same to them: the same
-    ops read the same parts of the same values. Integers may be sizes of a batch, so what counts is what sharding made
-    of them (a quarter), except in nodes `tp_*`, whose integers are blocks and heads of the model.
+    Two layers are of one kind if the whole graph's `layer_kinds` are equal and sharding changed them alike: the same
+    ops read the same parts of the same values. Integers may be sizes of a batch, so the ratio to the whole graph's
+    integer counts (a quarter), except in nodes `tp_*`, whose integers are blocks and heads of the model.
     """
 
     whole: ModelGraph
@@ -83,5 +83,5 @@ class ShardKinds:
 
 
 def _plain(value: Any) -> Iterable[Any]:
-    """Return arguments that are no values of the graph."""
+    """Return the arguments in a nested value that are not graph nodes."""
     return (leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, (fx.Node, torch.device)))

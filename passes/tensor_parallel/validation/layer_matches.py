@@ -1,6 +1,7 @@
 """`LayerMatches`: inputs and outputs of layers of a sharded graph, matched with those of the whole graph.
 
-The pass tensor-parallel keeps the order of values: the n-th one that leaves a layer stands for the n-th that left it before.
+The pass tensor-parallel keeps the order of values: the n-th output of a sharded layer corresponds to the n-th output of
+the whole layer.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ _EXIT = "mmcompile.tp_exit"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMatches:
-    """Matching nodes of two graphs; methods take nodes of a layer of either, values are nodes of the whole graph."""
+    """Correspondence between the values of a sharded graph and of the whole graph.
+
+    Methods take the nodes of a layer in either graph, and return values as nodes of the whole graph.
+    """
 
     whole: Mapping[Place, Sequence[fx.Node]]
-    """Calls of every layer in graph order."""
+    """(component, layer) -> its call nodes in graph order, in the whole graph."""
     sharded: Mapping[Place, Sequence[fx.Node]]
     _value_of: Mapping[fx.Node, fx.Node]
 
     @classmethod
     def of(cls, whole: ModelGraph, sharded: ModelGraph) -> LayerMatches:
-        """Match two graphs.
+        """Return the correspondence between two graphs.
 
         Raises:
-            VerifyError: another number of values leaves a layer.
+            VerifyError: a layer has another number of outputs.
         """
         before, after = _layers(whole), _layers(sharded)
         names = {node.name: node for node in whole.module.graph.nodes}
@@ -50,7 +54,7 @@ class LayerMatches:
         return cls(whole=before, sharded=after, _value_of=value_of)
 
     def sources(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Map each value from outside the layer to the nodes that stand for it."""
+        """Return value from outside the layer -> the nodes that stand for it in the layer's graph."""
         members, found = set(nodes), dict[fx.Node, list[fx.Node]]()
         for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):
             if source.op == "call_function" and source not in members:
@@ -59,11 +63,11 @@ class LayerMatches:
         return found
 
     def outputs(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-        """Yield (value that others read, the node that makes it)."""
+        """Return pairs (value that other layers read, the node that makes it)."""
         return [(self._value_of[node], node) for node in _leaving(nodes)]
 
     def ends(self, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
-        """Yield (value, node that others read it from, True if these are of another component) wherever gradient returns."""
+        """Yield (value, node from which it is read, True if another component reads it) wherever a gradient returns."""
         members = set(nodes)
         for value, node in self.outputs(nodes):
             exits = [user for user in node.users if _is_exit(user)]
@@ -86,7 +90,7 @@ def _layers(graph: ModelGraph) -> dict[Place, list[fx.Node]]:
 
 
 def _leaving(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that others read, directly or through `tp_exit`."""
+    """Return the nodes of a layer that others read, directly or through `tp_exit`."""
     members = set(nodes)
     own = [node for node in nodes if op_name(node) != _EXIT]
     return [node for node in own if any(user not in members or _is_exit(user) for user in node.users)]

@@ -1,4 +1,4 @@
-"""`LayerOutcome`: results of one run of a layer, and the difference of two of them."""
+"""`LayerOutcome`: results of one run of a layer, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from math import isfinite, isnan
 import torch
 
 _TOLERANCE = 1e-3
-"""Largest difference, relative to the largest element of the tensor. Wrong shards differ by about 1."""
+"""Maximum difference relative to the largest element of the tensor. Wrong shards differ by about 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOutcome:
-    """Results of one run of a layer: name -> tensor on each rank, or one that stands for all."""
+    """Results of one run of a layer: name -> tensor on each rank, or a single tensor equal on all ranks."""
 
     values: Mapping[str, list[torch.Tensor]]
     input_gradients: Mapping[str, list[torch.Tensor]]
     weight_gradients: Mapping[str, list[torch.Tensor]]
 
     def groups(self) -> Iterator[tuple[str, Mapping[str, list[torch.Tensor]]]]:
-        """Yield each group of results with the name of its members."""
+        """Yield (kind of results, name -> tensors) for values and for each kind of gradients."""
         yield "value", self.values
         yield "gradient of input", self.input_gradients
         yield "gradient of parameter", self.weight_gradients
 
     def has_nan(self) -> bool:
-        """True if the first rank made a NaN anywhere."""
+        """Return whether any result of the first rank contains a NaN."""
         return any(isnan(_largest(tensor)) for _, group in self.groups() for (tensor, *_) in group.values())
 
 
 def difference(found: LayerOutcome, wanted: LayerOutcome, least: float) -> str:
-    """Describe the first difference; "" if there is none."""
+    """Describe the first difference between two outcomes; "" if there is none."""
     gradients = [*wanted.input_gradients.values(), *wanted.weight_gradients.values()]
     largest = max((_largest(grads[0]) for grads in gradients), default=0.0)
     for (label, ours), (_, theirs) in zip(found.groups(), wanted.groups(), strict=True):
@@ -48,7 +48,7 @@ def difference(found: LayerOutcome, wanted: LayerOutcome, least: float) -> str:
 
 
 def _worst(found: torch.Tensor, wanted: torch.Tensor, least: float) -> str:
-    """Describe a difference above the tolerance; "" if there is none."""
+    """Describe the largest difference between two tensors if it is above the tolerance; else ""."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"is {found.dtype} {list(found.shape)}, and {wanted.dtype} {list(wanted.shape)} of the whole layer"
     if not wanted.is_floating_point():
@@ -70,7 +70,7 @@ def _worst(found: torch.Tensor, wanted: torch.Tensor, least: float) -> str:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Return the magnitude of a tensor's largest element, NaN if it holds one; 0 for integers and for none."""
+    """Return the magnitude of a tensor's largest element, NaN if it contains one; 0 for integers and empty tensors."""
     if not tensor.numel() or not tensor.is_floating_point():
         return 0.0
     return float(torch.linalg.vector_norm(tensor, torch.inf))

@@ -1,8 +1,8 @@
-"""`Lockstep`: all ranks of a graph in one process, with the meaning of nodes `tp_*` written from their definition.
+"""`Lockstep`: runs all ranks of a graph in one process, with nodes `tp_*` computed by their definition.
 
-A value is a list with one tensor for each rank of its component, and nodes `tp_*` act across the list. What a rank of
-one component reads from another is what its first rank made; so, as over real links, gradients of all readers are added
-up there, and other ranks get none.
+A value is a list with one tensor for each rank of its component, and nodes `tp_*` act across the list. A rank reads
+from another component the value of its first rank; as over real links, the gradients of all readers are added up on
+this rank, and the other ranks get none.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mmcompile.passes.values import aten_ops, op_name
 
 _CPU = torch.device("cpu")
 World = list[Any]
-"""A value on every rank of its component; one item where all ranks of all components have it."""
+"""A value on every rank of its component; one item if all ranks of all components have the same value."""
 _DROPOUTS = aten_ops("dropout dropout_ feature_dropout alpha_dropout feature_alpha_dropout native_dropout")
 
 
 @dataclass(kw_only=True, slots=True)
 class _Leaf:
-    """A parameter as one component reads it, on each of its ranks."""
+    """A parameter as one component reads it, with one tensor for each of its ranks."""
 
     shard: TensorShard | None
     parts: list[torch.Tensor]
@@ -64,16 +64,16 @@ class Lockstep:
         self.degrees = _degrees(graph)
         self._leaves: dict[tuple[str, str | None], _Leaf] = {}
         self.values: dict[fx.Node, World] = {}
-        """Values of nodes run so far, and of nodes whose value was given."""
+        """Values of the nodes run so far, and values that were given."""
 
     def run(self, nodes: Iterable[fx.Node]) -> None:
-        """Run nodes in graph order; inputs of the graph need not be among them."""
+        """Run nodes in graph order; inputs of the graph may be left out."""
         for node in nodes:
             if node.op == "call_function":
                 self.values[node] = self._call(node)
 
     def gradients(self) -> dict[str, list[torch.Tensor]]:
-        """Return parameter -> its whole gradient as each rank has it; parts of a sharded one are joined.
+        """Return parameter name -> its whole gradient on each rank; the parts of a sharded gradient are joined.
 
         Raises:
             VerifyError: some ranks have a gradient of it and others have none.
@@ -113,7 +113,7 @@ class Lockstep:
         return made
 
     def _world(self, source: fx.Node, component: str | None, count: int) -> World:
-        """Return a value as the ranks of a component see it."""
+        """Return a value as `count` ranks of a component read it."""
         if source.op == "get_attr":
             return self._parameter(source, component, count)
         if source.op == "placeholder":
@@ -141,7 +141,7 @@ class Lockstep:
         return self._leaves[key].parts
 
     def _held(self, value: Any) -> Any:
-        """Return a value of the graph in the dtype of the computation."""
+        """Return a parameter, buffer or input in the dtype of the computation."""
         if self._dtype is None or not isinstance(value, torch.Tensor):
             return value
         return value.to(_CPU, self._dtype if value.is_floating_point() else value.dtype)
@@ -149,7 +149,7 @@ class Lockstep:
     def _converted(
         self, node: fx.Node, given: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with other float types and devices, and without dropout."""
+        """Return (args, kwargs) of a node with the dtype and device of the run, and with dropout off."""
         args, kwargs = pytree.tree_map(self._literal, given)
         if op_name(node) in _DROPOUTS:
             args = (args[0], 0.0, *args[2:])
@@ -176,7 +176,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _degrees(graph: ModelGraph) -> dict[str, int]:
-    """Return component -> ranks, from the nodes that act across them."""
+    """Return component -> number of its ranks, read from the nodes that act across them."""
     found = {component.name: 1 for component in graph.components}
     for node in graph.module.graph.nodes:
         if op_name(node) in ACROSS if node.op == "call_function" else False:
@@ -233,7 +233,7 @@ def _heads(values: World, dims: Sequence[int], heads: Sequence[Sequence[int]]) -
 
 
 def _embedding(tables: World, ids: World, paddings: Sequence[int]) -> World:
-    """Return a rank's rows, and zeros for ids of other ranks; the row of the padding id gets no gradient."""
+    """Return each rank's embedding rows, with zeros for ids of other ranks; the row of the padding id gets no gradient."""
     made = []
     for index, table in enumerate(tables):
         own = ids[index] - index * len(table)
@@ -245,7 +245,7 @@ def _embedding(tables: World, ids: World, paddings: Sequence[int]) -> World:
 
 
 def _loss(logits: World, labels: World, ignored: Sequence[int]) -> World:
-    """Return each rank's loss over all classes, of which only its own are differentiated."""
+    """Return each rank's loss over all classes, which is differentiated only for the classes of the rank."""
     made = []
     for index, label in enumerate(labels):
         all_classes = [part if rank == index else part.detach() for rank, part in enumerate(logits)]
@@ -270,7 +270,7 @@ ACROSS: Mapping[str, Callable[..., World]] = {
 
 
 def _own_tokens(q: Any, k: Any, v: Any, *given: Any) -> Any:
-    """Compute attention of one context-parallel rank as if all ranks had its keys and values."""
+    """Compute context-parallel attention of one rank as if all ranks had this rank's keys and values."""
     words, positions, kv_words, kv_positions, scale, window, _, _, num_ranks = given
     keys, values = (torch.cat([x] * num_ranks, dim=2) for x in (k, v))
     return bitfield_attention_op(q, keys, values, words, positions, kv_words, kv_positions, scale, window, "auto")

@@ -1,4 +1,4 @@
-"""`RandomValues`: weights and values with which a layer is checked."""
+"""`RandomValues`: random weights and activations for the check of a layer."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import torch
 from mmcompile.ir.graph import ParameterSpec
 
 _PERIOD = 1_000_003
-"""Number of random numbers drawn for a weight, a prime: drawing takes longer than computing with them."""
+"""Number of random numbers drawn for a weight, a prime; a larger weight repeats them, since drawing more is slow."""
 
 
 @dataclass(slots=True)
 class RandomValues:
-    """Random values of a fixed seed."""
+    """Reproducible random weights and activations, from a generator with seed 0, on which two runs of a layer are compared."""
 
     dtype: torch.dtype
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
-        """Return normal numbers in the shape of a recorded value."""
+        """Return normally distributed numbers in the shape of a recorded value."""
         return torch.randn(tuple(value.shape), generator=self.generator, dtype=self.dtype)
 
     def weight(self, spec: ParameterSpec) -> torch.Tensor:
-        """Return numbers that keep the size of activations: near 1 for scales and biases, about 1/sqrt(inputs) for matrices.
+        """Return uniform numbers that keep the magnitude of activations.
 
-        They repeat after `_PERIOD`, which shares no factor with a width: no two rows of a matrix are equal.
+        They are near 1 for scales and biases, and about 1/sqrt(inputs) for matrices. They repeat after `_PERIOD`, which
+        shares no factor with a width: no two rows of a matrix are equal.
         """
         low, high = 0.5, 1.5
         if len(spec.shape) > 1:
