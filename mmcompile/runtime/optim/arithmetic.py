@@ -1,4 +1,4 @@
-"""`Arithmetic`: in which numbers gradients are added up. `arithmetic_of` names those there are.
+"""`Arithmetic`: number format in which gradients are added up. `arithmetic_of` returns the one of a reduction.
 
 | reduction | sums are kept in             | bytes an element       | the sum depends on                                   |
 |-----------|------------------------------|------------------------|------------------------------------------------------|
@@ -39,20 +39,22 @@ from mmcompile.config import Reduction
 _HIGH_BITS = 20
 _LOW_BITS = 44
 _PIECE = 2**16
-"""Elements done at a time on a CPU, so that what comes in between stays in its cache: three times as fast as all at once, for
-4 M elements on one core of an x86 server."""
+"""Number of elements added at a time on a CPU, so that intermediate tensors stay in its cache.
+
+Three times as fast as all at once, for 4 M elements on one core of an x86 server.
+"""
 
 
 class Arithmetic(ABC):
-    """Rule by which gradients are added up. Sums are tensors [elements, *width]."""
+    """Rule by which gradients are added up. A sum is a tensor [elements, *width]."""
 
     moves: ClassVar[bool]
-    """Gradients leave the parameter's `.grad` after every backward, so that they never add up there."""
+    """True if gradients are taken out of the parameter's `.grad` after every backward, so that they never accumulate there."""
     width: ClassVar[tuple[int, ...]] = ()
     limit: ClassVar[float] = math.inf
-    """Gradients must be smaller than this, and not NaN; inf: anything goes."""
+    """Exclusive upper bound of gradients that can be added, which must not be NaN either; inf: any gradient can be added."""
     max_terms: ClassVar[float] = math.inf
-    """Gradients that can be added to one parameter in a step."""
+    """Maximum number of gradients that can be added to one parameter in a step."""
 
     @abstractmethod
     def dtype(self, parameter: torch.dtype) -> torch.dtype:
@@ -64,16 +66,16 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """A new sum of sums, added in the order given."""
+        """Return a new sum [elements, *width] of several sums, added in the order given."""
 
     @abstractmethod
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """A sum as a gradient [elements]."""
+        """Return a sum rounded to a gradient [elements] of `dtype`."""
 
 
 @final
 class _Fast(Arithmetic):
-    """Sums in the parameter's dtype, as torch adds; half precision in float32 between ranks."""
+    """Sums in the parameter's dtype, as torch adds; sums of half-precision gradients over ranks are computed in float32."""
 
     moves = False
 
@@ -83,24 +85,24 @@ class _Fast(Arithmetic):
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
         # Those of all microbatches are in `.grad` together, so this is the only one.
-        """Copy the gradient, which is the sum of all microbatches."""
+        """Copy a gradient, which `.grad` already accumulated over all microbatches, into the sum."""
         total.copy_(gradient)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Sum parts in float32 or wider."""
+        """Return the sum of several sums, added in float32 or wider."""
         total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
         for part in parts[1:]:
             total += part
         return total
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """Round to the parameter's dtype."""
+        """Return the sum in the parameter's dtype."""
         return total.to(dtype)
 
 
 @final
 class _Wide(Arithmetic):
-    """In a float type wider than the parameters': float64, or float32 for half-precision gradients of float32 masters."""
+    """Sums in a float dtype wider than the parameter's: float64, or float32 for half-precision gradients of float32 masters."""
 
     moves = True
 
@@ -108,25 +110,25 @@ class _Wide(Arithmetic):
         self._wide = wide
 
     def dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """Return the wide dtype."""
+        """Return the wide dtype, for parameters of any dtype."""
         return self._wide
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a gradient."""
+        """Add a gradient to the sum in the wide dtype, in place."""
         total += gradient
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Sum parts."""
+        """Return the sum of several sums in the wide dtype."""
         return _sum(parts)
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """Round to the parameter's dtype."""
+        """Return the sum rounded to the parameter's dtype."""
         return total.to(dtype)
 
 
 @final
 class Fixed(Arithmetic):
-    """In whole numbers: multiples of 2^-20, and multiples of 2^-64 for the rest."""
+    """Sums as pairs of int64 [elements, 2]: multiples of 2^-20, and of 2^-64 for the remainder."""
 
     moves = True
     width = (2,)
@@ -134,11 +136,11 @@ class Fixed(Arithmetic):
     max_terms = 2.0 ** (64 - _LOW_BITS) - 1
 
     def dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """Return int64."""
+        """Return int64, for parameters of any dtype."""
         return torch.int64
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a gradient, scaled to whole numbers."""
+        """Add a gradient, scaled to two whole numbers an element."""
         for into, piece in zip(_pieces(total), _pieces(gradient), strict=True):
             # A power of two scales without rounding, and the difference to the nearest whole number is exact, too.
             rest = piece.to(torch.float64, copy=True).mul_(2.0**_HIGH_BITS)
@@ -148,11 +150,11 @@ class Fixed(Arithmetic):
             into[:, 1] += rest.to(torch.int64)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Sum parts."""
+        """Return the sum of several int64 sums, which is exact."""
         return _sum(parts)
 
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """Scale back, and round to the parameter's dtype."""
+        """Return the sum scaled back to floats and rounded to the parameter's dtype."""
         result = torch.empty(len(total), dtype=dtype, device=total.device)
         for into, piece in zip(_pieces(result), _pieces(total), strict=True):
             carry = piece[:, 1] >> _LOW_BITS
@@ -164,14 +166,14 @@ class Fixed(Arithmetic):
 
 @final
 class Largest:
-    """The largest gradient met for each parameter, if there is a limit to what can be added."""
+    """Largest absolute gradient of each parameter in a step, recorded only if the arithmetic has a limit."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._found: dict[str, Tensor] = {}
 
     def note(self, name: str, gradient: Tensor) -> None:
-        """Look at a gradient [elements]."""
+        """Record the largest absolute element of a gradient [elements]."""
         if self._limit < math.inf and len(gradient):
             # Kept on the device: to ask for it now would wait for the backward.
             size = torch.linalg.vector_norm(gradient, math.inf)
@@ -179,7 +181,7 @@ class Largest:
             self._found[name] = size if known is None else torch.maximum(known, size)
 
     def faults(self) -> dict[str, float]:
-        """Return the largest gradients that reach the limit, and NaN, by parameter."""
+        """Return, by parameter, the largest absolute gradients that reach the limit or are NaN."""
         if not self._found:
             return {}
         sizes = torch.stack(list(self._found.values())).tolist()
@@ -190,7 +192,7 @@ def arithmetic_of(reduction: Reduction, *, master: bool = False) -> Arithmetic:
     """Return the arithmetic of a reduction by name.
 
     Args:
-        master: for half-precision parameters with float32 masters.
+        master: the gradients are of half-precision parameters with float32 masters.
     """
     match reduction:
         case "fast":

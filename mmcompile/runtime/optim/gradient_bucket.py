@@ -1,4 +1,4 @@
-"""`Bucket`: gradients of a few parameters with the same owners, that travel and are added up together."""
+"""`Bucket`: gradients of a few parameters with the same owners, which are sent and added up together."""
 
 from __future__ import annotations
 
@@ -15,47 +15,54 @@ from mmcompile.runtime.comm.groups import END_GRADIENT_TAG, FIRST_GRADIENT_TAG, 
 from mmcompile.runtime.optim.arithmetic import Arithmetic, Largest
 
 _PART_BYTES = 16 * 1024
-"""Below this, splitting a sum over more owners costs more in messages than it saves."""
+"""Minimum bytes of an owner's part of a bucket: smaller parts cost more in messages than they save."""
 _ALIGN = 64
-"""Elements. Gradients start at multiples, so that kernels read them alike wherever they are; so do parts."""
+"""Alignment in elements.
+
+Gradients and owners' parts start at multiples of it, so that kernels read them alike wherever they are.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnerSet:
-    """Parameters held by the same ranks: replicas or shards of a stage, or stages that are tied; or all of these at once."""
+    """Parameters held by the same ranks: by replicas or shards of a stage, by stages with tied parameters, or by several of these."""
 
     names: tuple[str, ...]
     owners: tuple[int, ...]
     """Ranks that hold the parameters, ascending."""
     givers: tuple[int, ...]
-    """Owners that may have a gradient in this step, ascending: they ran a backward of a stage with these parameters."""
+    """Owners that ran a backward of a stage with these parameters in this step, and so may have a gradient; ascending."""
     updater: int | None = None
-    """Owner that alone gets the sum, updates the parameters, and sends the others their new values; None: every owner does."""
+    """Only owner that gets the sum, updates the parameters and sends the other owners their new values.
+
+    None: every owner does.
+    """
 
     @property
     def is_local(self) -> bool:
-        """True if one rank alone holds the parameters."""
+        """True if only one rank holds the parameters."""
         return len(self.owners) == 1
 
     def gets(self, rank: int) -> bool:
-        """True if an owner gets the sum."""
+        """Return whether an owner gets the sum of the gradients."""
         return self.updater in (None, rank)
 
 
 @final
 class Bucket:
-    """A flat buffer: each parameter's gradient at its place, then one element a parameter: 1 if there is one.
+    """A flat buffer of gradients: each parameter's gradient, then one flag element a parameter, 1 if it has a gradient.
 
     In phase 1 (`start`) every giver sends each owner its part of the buffer. The owner adds up what arrived, in order of ranks,
     and rounds once; in phase 2 (`add`) it sends the sum to all owners, so that no rank carries more than its share, and all hold
-    the same bits. Where one owner alone updates the parameters, its part is all there is, and there is no phase 2. `give` leaves
-    sums in `.grad`. Only `add` and `give` wait.
+    the same bits. Where one owner alone updates the parameters, its part is the whole buffer, and there is no phase 2. `give`
+    leaves sums in `.grad`. Only `add` and `give` block.
 
     Args:
-        parameters: of one dtype, by name.
-        targets: where each one's sum goes: the parameter itself, or its float32 master. All are of one dtype.
-        dtype: of the targets; also on ranks that get no sum.
-        tags: of the messages of both phases.
+        parameters: parameters of one dtype, by name.
+        targets: the tensor that gets each parameter's sum: the parameter itself, or its float32 master. All are of one dtype.
+        dtype: dtype of the targets, also on ranks that get no sum.
+        shared: owners and givers of the parameters.
+        tags: tags of the messages of phase 1 and phase 2.
     """
 
     def __init__(
@@ -90,7 +97,7 @@ class Bucket:
         self._sum: Tensor | None = None
 
     def enter(self, name: str) -> None:
-        """Take a parameter's gradient, if it has one, out of `.grad`."""
+        """Move a parameter's gradient, if it has one, from `.grad` into the buffer."""
         index = self._index[name]
         parameter = self._parameters[index]
         if parameter.grad is None:
@@ -102,13 +109,13 @@ class Bucket:
         parameter.grad = None
 
     def resume(self, name: str, total: Tensor) -> None:
-        """Start from a sum [elements, *width] of earlier backwards."""
+        """Put a parameter's sum [elements, *width] of earlier backwards into the buffer, to which later gradients are added."""
         index = self._index[name]
         self._buffer()[self._places[index]] = total
         self._mark(index)
 
     def start(self) -> None:
-        """Phase 1: start to send to each owner its part, and to receive our own from all givers."""
+        """Start phase 1: send each owner its part of the buffer, and receive this rank's part from all givers."""
         if not self._arithmetic.moves:
             for name in self._index:
                 self.enter(name)
@@ -127,7 +134,7 @@ class Bucket:
                 self._receive(self._received[source], source, phase=0)
 
     def add(self) -> None:
-        """Wait for phase 1, add up our own part, and start phase 2."""
+        """Wait for phase 1, add up this rank's part, and start phase 2."""
         self._wait()
         rank, flat = self._groups.rank, self._flat
         if not self._gets:
@@ -153,7 +160,10 @@ class Bucket:
                 self._receive(self._sum[self._parts[source]], source, phase=1)
 
     def give(self) -> None:
-        """Wait for phase 2; gradients are views of the buffer then, None where no rank had one, or another rank updates."""
+        """Wait for phase 2, then set each target's `.grad` to a view of the buffer.
+
+        `.grad` is None where no rank has a gradient, or where another rank updates the parameter.
+        """
         self._wait()
         if not self._gets:
             return
@@ -166,11 +176,11 @@ class Bucket:
         self._sum = None
 
     def faults(self) -> dict[str, float]:
-        """The largest gradient of each parameter that had one here which the arithmetic cannot add."""
+        """Return, by parameter, the largest gradients of this rank that the arithmetic cannot add."""
         return self._largest.faults()
 
     def _mark(self, index: int) -> None:
-        """Set the flag of a gradient."""
+        """Set the flag that the parameter at `index` has a gradient."""
         if index not in self._entered:
             self._entered.add(index)
             flag = self._flags + index
@@ -202,8 +212,8 @@ def gradient_tags(place: int, num_places: int, bucket: int) -> tuple[int, int]:
     """Return the tags of both phases of a bucket of gradients.
 
     Args:
-        place: of its parameters' owners among the `num_places` sets of owners, the same on all ranks.
-        bucket: its number among those of the set, which only the owners have.
+        place: position of the bucket's owner set among the `num_places` owner sets, the same on all ranks.
+        bucket: number of the bucket within its owner set, which only the owners count.
 
     Raises:
         EngineError: there are more buckets than tags.
@@ -219,7 +229,7 @@ def gradient_tags(place: int, num_places: int, bucket: int) -> tuple[int, int]:
 
 
 def split_into_buckets(parameters: Mapping[str, nn.Parameter], limit_bytes: int) -> Iterator[dict[str, nn.Parameter]]:
-    """Parameters of one dtype in order of names, as many as fit, at least one."""
+    """Yield buckets: parameters of one dtype in order of names, at most `limit_bytes` together, at least one parameter."""
     by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
     for name, parameter in sorted(parameters.items()):
         by_dtype.setdefault(parameter.dtype, {})[name] = parameter
@@ -236,7 +246,7 @@ def split_into_buckets(parameters: Mapping[str, nn.Parameter], limit_bytes: int)
 
 
 def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
-    """Return the places of gradients in a flat buffer, and its length."""
+    """Return the slices of gradients of these sizes in a flat buffer, and the buffer's length in elements."""
     places: list[slice] = []
     end = 0
     for size in sizes:
@@ -246,7 +256,10 @@ def _places(sizes: Iterable[int]) -> tuple[list[slice], int]:
 
 
 def _parts(length: int, element_bytes: int, shared: OwnerSet) -> dict[int, slice]:
-    """Part of the buffer that each owner adds up: contiguous, in order, none too small; the last ones may be empty."""
+    """Return the part of the buffer that each owner adds up, by rank.
+
+    Parts are contiguous, in order of ranks, and of a minimum size; the last ones may be empty.
+    """
     if shared.updater is not None:
         return {rank: slice(0, length if rank == shared.updater else 0) for rank in shared.owners}
     least = max(_PART_BYTES // element_bytes, math.ceil(length / len(shared.owners)))

@@ -18,17 +18,19 @@ from mmcompile.runtime.optim.gradient_bucket import Bucket, OwnerSet, gradient_t
 from mmcompile.runtime.optim.master_weights import HALF
 
 BUCKET_BYTES = 16 * 2**20
-"""Bytes of the parameters whose gradients travel at once, unless one is larger. Less starts earlier, and holds up other messages
-between the same ranks for less time; more is fewer messages."""
+"""Bytes of parameters in a bucket, unless one parameter is larger.
+
+Smaller buckets start earlier, and delay other messages between the same ranks for less time; larger ones need fewer messages.
+"""
 
 
 def buckets_of(
     shared: Sequence[OwnerSet], parameters: Mapping[str, nn.Parameter], rank: int, bucket_bytes: int
 ) -> Iterator[tuple[OwnerSet, dict[str, nn.Parameter], tuple[int, int]]]:
-    """Yield the buckets that travel between this rank and others, in one order on all ranks, each with two tags.
+    """Yield the buckets of parameters that this rank shares with others: owner set, parameters by name, and two tags.
 
     Args:
-        shared: the same on all ranks.
+        shared: all owner sets, the same on all ranks, which so have the buckets in the same order.
     """
     ordered = sorted(shared, key=lambda item: (item.owners, item.givers, -1 if item.updater is None else item.updater))
     for place, item in enumerate(ordered):
@@ -40,9 +42,9 @@ def buckets_of(
 
 @final
 class CarriedSums:
-    """Sums over the calls of a step so far. Nothing travels to other ranks: that is left to the call that updates.
+    """Gradient sums of one rank over the calls of a step before the one that updates. They are sent only in that last call.
 
-    Where gradients add up in `.grad` they stay there; else there is a sum in the numbers of the reduction for each parameter.
+    Where gradients accumulate in `.grad` they stay there; else each parameter has a sum in the reduction's number format.
 
     Args:
         master_weights: half-precision parameters have float32 masters.
@@ -57,15 +59,15 @@ class CarriedSums:
         self._largest = Largest(self._arithmetics[False].limit)
 
     def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """A call follows.
+        """Prepare for the backwards of a call.
 
         Args:
-            parameters: trainable parameters of this rank, by original name; more than in the last call, perhaps.
+            parameters: trainable parameters of this rank, by original name; may be more than in the last call.
         """
         self._parameters = parameters
 
     def ran(self, names: Iterable[str]) -> None:
-        """A backward has run that touches these parameters."""
+        """Add up the gradients of parameters that a backward has touched."""
         for name in names:
             parameter = self._parameters[name]
             self._num_terms[name] += 1
@@ -81,35 +83,37 @@ class CarriedSums:
             parameter.grad = None
 
     def finish(self, step: int | None = None) -> dict[str, float]:
-        """The call is over. Returns what `GradientSums.finish` does."""
+        """Return the gradients of the calls so far that the reduction cannot add, as `GradientSums.finish` does."""
         return self._largest.faults()
 
     def num_terms(self, name: str) -> int:
-        """Backwards that touched a parameter so far."""
+        """Return the number of backwards that touched a parameter so far."""
         return self._num_terms[name]
 
     def take(self, name: str) -> Tensor | None:
-        """The sum [elements, *width] of a parameter, which is forgotten here; None if there is none beside `.grad`."""
+        """Remove and return the sum [elements, *width] of a parameter; None if it has no sum except in `.grad`."""
         return self._sums.pop(name, None)
 
 
 @final
 class GradientSums:
-    """The sums of one step: every rank that updates a parameter gets the same bits in `.grad`.
+    """The gradient sums of one step: every rank that updates a parameter gets the same bits in `.grad`.
 
     Parameters with the same owners and givers are summed in buckets (`Bucket`). A bucket starts as soon as the last backward
-    that touches its parameters has run here, and travels while other backwards run; what must be waited for is left to `finish`.
-    Ranks need not start buckets in one order: each has tags of its own, no rank waits before `finish`, and all that is waited
-    for there is started before by ranks that wait for none of it. NCCL has no tags; there, all start in `finish`, in one order.
-
-    A gradient of None counts as zero; None on all owners stays None. Parameters that no rank gives anything for cost nothing.
+    that touches its parameters has run here, and travels while other backwards run; blocking is left to `finish`.
+    Ranks need not start buckets in one order: each bucket has tags of its own, no rank blocks before `finish`, and each message
+    waited for there was started before by ranks that wait for none of it. NCCL has no tags; there, all buckets start in `finish`,
+    in
+    one order. A gradient of None counts as zero; None on all owners stays None. Parameters without a gradient on any rank cost
+    nothing.
 
     **Memory**, beside parameters and optimizer state. "fast": `.grad`, as torch; for parameters on several ranks a bucket takes
     the place of `.grad` once it starts, and this rank's part of it is received from each other giver. "fp64" and "fixed" keep
-    8 and 16 bytes an element in place of `.grad` from a parameter's first backward on, and receive in the same numbers; what is
-    rounded at the end is `.grad` again, at once for parameters on one rank. `.grad` then lives only inside one backward. So it is
-    for half-precision parameters with masters, with 4 bytes an element in "fast". An updater receives whole buckets of the
-    parameters that it updates, and is left with the sums of no others.
+    8 and 16 bytes an element in place of `.grad` from a parameter's first backward on, and receive in the same numbers; the
+    rounded
+    sum is `.grad` again, at once for parameters on one rank. `.grad` then lives only inside one backward. The same holds for
+    half-precision parameters with masters, with 4 bytes an element in "fast". An updater receives whole buckets of the
+    parameters that it updates, and keeps the sums of no others.
     """
 
     def __init__(
@@ -128,12 +132,12 @@ class GradientSums:
 
         Args:
             parameters: trainable parameters of this rank, by original name.
-            shared: the same on all ranks; each parameter once, those on one rank not at all.
-            backwards: how many of this rank's backwards touch a parameter in this step, by name; 0 if absent.
-            masters: of half-precision parameters that this rank updates; sums are left in their `.grad`. None: there are no
-                masters, on any rank.
-            carried: sums of earlier calls of the step, which are taken out of it.
-            bucket_bytes: the same on all ranks.
+            shared: owner sets, the same on all ranks; each shared parameter once, parameters on one rank not at all.
+            backwards: number of this rank's backwards that touch a parameter in this step, by name; 0 if absent.
+            masters: masters of half-precision parameters that this rank updates; sums are left in their `.grad`. None: there are
+                no masters, on any rank.
+            carried: sums of earlier calls of the step, which are moved out of it.
+            bucket_bytes: bytes of parameters in a bucket, the same on all ranks.
 
         Raises:
             EngineError: more buckets, or backwards of a parameter, than can be numbered.
@@ -148,7 +152,7 @@ class GradientSums:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[str, Bucket] = {}
         self._open: dict[Bucket, int] = {}
-        """Backwards to come, of buckets that are not started. Buckets are in one order on all ranks."""
+        """Number of backwards still to run that touch each bucket that is not started. Buckets are in one order on all ranks."""
         for item, part, tags in buckets_of(shared, parameters, groups.rank, bucket_bytes):
             self._open_bucket(part, item, tags)
         elsewhere = {name for item in shared for name in item.names}
@@ -165,7 +169,7 @@ class GradientSums:
             self._last_has_run(bucket)
 
     def ran(self, names: Iterable[str]) -> None:
-        """A backward has run that touches these parameters."""
+        """Add up the gradients of parameters that a backward has touched, and start the buckets for which it was the last."""
         for name in names:
             assert self._left[name], f"a backward touched {name} after the last one announced"
             self._left[name] -= 1
@@ -181,11 +185,12 @@ class GradientSums:
         """Wait for all sums, and leave them in `.grad`.
 
         Args:
-            step: of which they are, for tests that make a rank fail here.
+            step: number of the step, for tests that make a rank fail here.
 
         Returns:
-            Parameters with a gradient that the reduction cannot add (infinite, NaN, or too large), and the largest one that was
-            met here. Their sums mean nothing, on any rank.
+            The largest gradient on this rank of each parameter that has one the reduction cannot add (infinite, NaN, or too
+            large).
+            The sums of these parameters are invalid, on any rank.
         """
         assert not any(self._left.values()), f"backwards are missing: {self._left}"
         for bucket in self._open:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from mmcompile.errors import ConfigError
 
 HALF = frozenset({torch.bfloat16, torch.float16})
-"""Parameters of these dtypes have masters; others are precise enough themselves."""
+"""Dtypes whose parameters have float32 masters; parameters of other dtypes are updated directly."""
 
 
 @final
 class MasterWeights(Mapping[str, nn.Parameter]):
-    """Masters by name of their parameters. Gradients are left in the masters' `.grad`, in float32."""
+    """Float32 masters by name of their half-precision parameter. Gradients are left in the masters' `.grad`, in float32."""
 
     def __init__(self) -> None:
         self._masters: dict[str, nn.Parameter] = {}
@@ -40,7 +40,7 @@ class MasterWeights(Mapping[str, nn.Parameter]):
         return len(self._masters)
 
     def add(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """Make the master of a half-precision parameter, which starts as the parameter is."""
+        """Make and return the master of a half-precision parameter, with the parameter's current value."""
         self._parameters[name] = parameter
         self._masters[name] = nn.Parameter(parameter.detach().float())
         return self._masters[name]
@@ -51,17 +51,17 @@ class MasterWeights(Mapping[str, nn.Parameter]):
 
     @torch.no_grad()
     def reset(self, name: str) -> None:
-        """Start again from the parameter."""
+        """Set a master to the current value of its parameter."""
         self._masters[name].copy_(self._parameters[name])
 
     @torch.no_grad()
     def load(self, name: str, value: Tensor) -> None:
-        """Take a master from elsewhere; its parameter comes with it."""
+        """Set a master to a value from another rank or a checkpoint. The caller loads the parameter itself."""
         self._masters[name].copy_(value)
 
     @torch.no_grad()
     def round(self) -> None:
-        """Round masters that were updated, those with a gradient, to their parameters."""
+        """Round the masters that have a gradient, which the optimizer updated, to their parameters."""
         changed = [name for name, master in self._masters.items() if master.grad is not None]
         if changed:
             parameters: list[Tensor] = [self._parameters[name] for name in changed]
@@ -72,16 +72,16 @@ class MasterWeights(Mapping[str, nn.Parameter]):
 def given_masters(
     trainable: Mapping[str, Tensor], known: Collection[str], given: bool | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Masters to start from, out of what a user gave for `master_weights`.
+    """Return the initial masters by name, from the `master_weights` argument of a user.
 
     Args:
         trainable: parameters by original name, tied ones once.
-        known: all names of the model.
-        given: True for none, or float32 values by name; those of parameters that have no masters are left out.
+        known: all parameter names of the model.
+        given: True for no initial values, or float32 values by name; values of parameters without masters are left out.
 
     Raises:
-        ConfigError: no parameter would have a master; or a value is not float32, is of no parameter, or rounds to another value
-            than its parameter has.
+        ConfigError: no parameter would have a master; or a value is not float32, belongs to no parameter, or rounds to another
+            value than its parameter has.
     """
     half = {name: tensor for name, tensor in trainable.items() if tensor.dtype in HALF}
     if not half:

@@ -19,23 +19,23 @@ from mmcompile.runtime.optim.master_weights import HALF, MasterWeights
 from mmcompile.runtime.optim.param_groups import ParameterGroup, Settings, check_settings, group_of
 
 Hyper: TypeAlias = list[Settings]
-"""Settings of each parameter group: the groups a user asked for in their order, then that of all other parameters."""
+"""Settings of each parameter group: the user's groups in their order, then the group of all other parameters."""
 SchedulerFactory: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 MASTER = "master"
-"""Key of a float32 master among the state of its parameter."""
+"""Key under which the optimizer state of a parameter holds its float32 master."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
-    """An optimizer class by name, with keyword arguments; and what it is given to update."""
+    """Import name and keyword arguments of an optimizer class, with parameter groups and use of master weights."""
 
     module: str
     name: str
     arguments: Settings = field(default_factory=dict)
     groups: tuple[ParameterGroup, ...] = ()
-    """With settings of their own; all other parameters have the arguments."""
+    """Parameter groups with settings of their own; all other parameters have the settings in `arguments`."""
     master_weights: bool = False
-    """Half-precision parameters are updated in float32."""
+    """True if half-precision parameters are updated through float32 masters."""
 
     @classmethod
     def of(
@@ -45,11 +45,11 @@ class OptimizerSpec:
         *,
         master_weights: bool = False,
     ) -> OptimizerSpec:
-        """Describe a `torch.optim` class, or a `functools.partial` of one.
+        """Return the description of a `torch.optim` class, or of a `functools.partial` of one.
 
         Raises:
-            ConfigError: it is neither, has positional or unserialisable arguments, or workers could not import it; groups have
-                settings that it does not have.
+            ConfigError: `optimizer` is neither, has positional or unserialisable arguments, or workers could not import it; or
+                groups have settings that the optimizer does not have.
         """
         keywords: Settings = {}
         target: object = optimizer
@@ -95,8 +95,9 @@ class OptimizerSpec:
 class RankOptimizer:
     """The optimizer over those trainable parameters of one rank that this rank updates.
 
-    Ranks gain parameters while training (a pattern with images arrives late), and some hold none; so parameters join the groups
-    of an optimizer that starts without any. What the optimizer updates is the parameter, or its float32 master.
+    Ranks gain parameters while training (a pattern with images arrives late), and some ranks hold none. So the optimizer starts
+    without
+    parameters, which are added to its groups later. The updated tensor is the parameter, or its float32 master.
     """
 
     def __init__(self, spec: OptimizerSpec) -> None:
@@ -108,7 +109,10 @@ class RankOptimizer:
 
     @property
     def updated(self) -> Mapping[str, nn.Parameter]:
-        """Tensor that is updated for each parameter, by name: its master, or the parameter itself. Its `.grad` counts."""
+        """Tensors that the optimizer updates, by name of the parameter: its master, or itself.
+
+        Their `.grad` holds the gradient.
+        """
         return self._updated
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
@@ -119,7 +123,7 @@ class RankOptimizer:
         self.optimizer.param_groups[group_of(name, self._spec.groups)]["params"].append(self._updated[name])
 
     def remove(self, names: Iterable[str]) -> None:
-        """Let go of parameters and their state; the others are left as they are."""
+        """Remove parameters and their optimizer state; other parameters are unchanged."""
         gone: dict[int, nn.Parameter] = {}
         for name in names:
             del self._parameters[name]
@@ -133,44 +137,44 @@ class RankOptimizer:
             self.optimizer.state.pop(updated, None)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop the state of parameters, as if they were never updated; masters start again from the parameters."""
+        """Drop the optimizer state of parameters, as if they were never updated, and reset their masters to the parameters."""
         for name in names:
             self.optimizer.state.pop(self._updated[name], None)
             if self.masters is not None and name in self.masters:
                 self.masters.reset(name)
 
     def step(self) -> None:
-        """Update, then drop the gradients. Parameters without a gradient are left alone, as torch does."""
+        """Update all parameters that have a gradient, then drop all gradients."""
         self.optimizer.step()
         if self.masters is not None:
             self.masters.round()
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Remove all gradients."""
+        """Set `.grad` of all parameters and masters to None."""
         for tensor in (*self._parameters.values(), *self._updated.values()):
             tensor.grad = None
 
     @property
     def hyper(self) -> Hyper:
-        """Settings of the optimizer's parameter groups."""
+        """Settings of the optimizer's parameter groups, in order."""
         return _hyper_of(self.optimizer)
 
     @hyper.setter
     def hyper(self, values: Hyper) -> None:
-        """Set the settings of the parameter groups."""
+        """Set the settings of all parameter groups, in order."""
         for group, own in zip(self.optimizer.param_groups, values, strict=True):
             parameters = group["params"]
             group.clear()
             group.update(_tuples(own), params=parameters)
 
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """State tensors of parameters as `<key>/<parameter>`, masters as `master/<parameter>`.
+        """Return the state tensors of parameters as `<key>/<parameter>`, and masters as `master/<parameter>`.
 
-        Parameters never updated have none but a master.
+        A parameter that was never updated has no state but its master.
 
         Raises:
-            CheckpointError: the optimizer keeps something that is not a tensor.
+            CheckpointError: the optimizer keeps a state that is not a tensor.
         """
         found: dict[str, Tensor] = {}
         for name in names:
@@ -188,7 +192,7 @@ class RankOptimizer:
         return found
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of `state`, for parameters already added."""
+        """Set the state that `state` returned, for parameters already added."""
         for path, value in state.items():
             key, name = path.split("/", 1)
             if key == MASTER:
@@ -204,7 +208,7 @@ class RankOptimizer:
 
 @dataclass(kw_only=True, slots=True)
 class RankState:
-    """Parameters, buffers and optimizer of one rank. They outlive the rank's stages where stages move between ranks."""
+    """Parameters, buffers and optimizer of one rank. They persist when stages move between ranks."""
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -212,20 +216,20 @@ class RankState:
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Parameters that train, by original name."""
+        """Parameters of this rank that train, by original name."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
 
 def _hyper_of(optimizer: torch.optim.Optimizer) -> Hyper:
-    """Settings of all groups of an optimizer."""
+    """Return the settings of all parameter groups of an optimizer, in order."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def scheduler_after(num_steps: int, factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """A scheduler as it stands after so many steps, replayed rather than stored: its state need not be plain.
+    """Return a scheduler in its state after `num_steps` steps, replayed since its state may not be serialisable.
 
     Raises:
-        ConfigError: it needs a measured value at each step.
+        ConfigError: the scheduler needs a measured value at each step.
     """
     scheduler = factory(optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -241,9 +245,9 @@ def scheduler_after(num_steps: int, factory: SchedulerFactory, optimizer: torch.
 
 
 class HyperSchedule:
-    """A scheduler on an optimizer without parameters, so that every worker can lead any step.
+    """Learning rate schedule on an optimizer without parameters, so that every worker can compute the settings of any step.
 
-    Steps are usually asked for in order, which costs one step of the scheduler each; going back starts it anew.
+    Asking for steps in order costs one scheduler step each; asking for an earlier step starts the scheduler anew.
 
     Raises:
         ConfigError: the scheduler needs a measured value at each step.
@@ -256,7 +260,7 @@ class HyperSchedule:
         self._optimizer, self._scheduler = self._start(0)
 
     def of(self, step: int) -> Hyper:
-        """Settings of a step, the first being 1."""
+        """Return the settings of all parameter groups in a step (the first step is 1)."""
         done = step - 1
         if done != self._num_steps:
             if done == self._num_steps + 1 and self._scheduler is not None:
@@ -275,5 +279,5 @@ class HyperSchedule:
 
 
 def _tuples(values: Settings) -> Settings:
-    """Return settings with lists as tuples: msgpack and JSON have lists only; optimizers keep betas as a tuple."""
+    """Return settings with lists turned into tuples: msgpack and JSON have lists only; optimizers keep betas as a tuple."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

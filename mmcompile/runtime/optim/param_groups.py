@@ -13,48 +13,50 @@ Settings: TypeAlias = dict[str, Any]
 """Settings of one parameter group of an optimizer: learning rate, betas, ... (all plain JSON)."""
 
 _SHARD = "@"
-"""Between the name of a parameter and the number of its part, where several ranks hold a part each."""
+"""Separator between the name of a parameter and the number of its part, where several ranks hold a part each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterGroup:
-    """Settings for the parameters that a pattern means; of those that are None the optimizer's own count.
+    """Optimizer settings for the parameters that match a pattern. A setting of None keeps the optimizer's value.
 
     `ParameterGroup(match="vision_tower", lr=1e-5)`, or `ParameterGroup(match=("*.bias", "*norm*"), weight_decay=0.0)`.
     """
 
     match: str | tuple[str, ...]
-    """Patterns over parameter names as `freeze` has them: a component or module name, a glob, or "all". Of several groups that
-    mean a parameter, the first one has it."""
+    """Patterns over parameter names, as for `freeze`: a component or module name, a glob, or "all".
+
+    A parameter that several groups match belongs to the first one.
+    """
     lr: float | None = None
     weight_decay: float | None = None
     settings: Settings = field(default_factory=dict)
-    """Others, by the optimizer's name for them: `{"betas": (0.9, 0.95)}`."""
+    """Further settings by the optimizer's argument name: `{"betas": (0.9, 0.95)}`."""
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Patterns as a tuple."""
+        """The patterns of `match` as a tuple, also for a single one."""
         return (self.match,) if isinstance(self.match, str) else self.match
 
     @property
     def own(self) -> Settings:
-        """All settings that are given."""
+        """All settings of this group by the optimizer's argument name, including `lr` and `weight_decay` unless None."""
         named = {"lr": self.lr, "weight_decay": self.weight_decay}
         return {**{key: value for key, value in named.items() if value is not None}, **self.settings}
 
 
 def group_of(name: str, groups: Sequence[ParameterGroup]) -> int:
-    """Position of a parameter's group; `len(groups)`, the group of all others, if none means it."""
+    """Return the position of the first group that matches a parameter; `len(groups)` if none does."""
     whole = name.partition(_SHARD)[0]
     means = (any(matches(whole, pattern) for pattern in group.patterns) for group in groups)
     return next((index for index, found in enumerate(means) if found), len(groups))
 
 
 def check_settings(groups: Iterable[ParameterGroup], known: Collection[str], optimizer: str) -> None:
-    """Refuse groups without settings, and settings that an optimizer does not have and would ignore.
+    """Refuse groups without settings, and settings that the optimizer does not have and would ignore.
 
     Raises:
-        ConfigError: naming group, setting, and the optimizer's settings.
+        ConfigError: names the group, the setting, and the optimizer's settings.
     """
     for group in groups:
         if not group.own:
@@ -73,13 +75,13 @@ def check_settings(groups: Iterable[ParameterGroup], known: Collection[str], opt
 
 
 def check_matches(groups: Sequence[ParameterGroup], trainable: Collection[str], frozen: Collection[str]) -> None:
-    """Refuse patterns that mean no parameter that trains, and groups that get none since earlier ones have them.
+    """Refuse patterns that match no trainable parameter, and groups whose parameters all belong to earlier groups.
 
     Args:
-        trainable, frozen: original names of all parameters.
+        trainable, frozen: original names of all trainable, and of all frozen, parameters.
 
     Raises:
-        ConfigError: naming the pattern, and what is known.
+        ConfigError: names the pattern, and the known parameters.
     """
     for group in groups:
         for pattern in group.patterns:

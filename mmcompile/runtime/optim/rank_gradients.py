@@ -1,4 +1,4 @@
-"""`RankGradients`: gradients of one rank's parameters over the calls of a step, and the ranks that they are summed with."""
+"""`RankGradients`: gradients of one rank's parameters over the calls of a step, and their sums over ranks."""
 
 # pyright: reportPrivateImportUsage=false
 # torch re-exports the functions its optimizers are built on without saying so.
@@ -21,16 +21,17 @@ from mmcompile.runtime.optim.optimizer import RankState
 from mmcompile.runtime.optim.sharded_optimizer import NewValues
 
 _EPSILON = 1e-6
-"""Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm before the division in clipping, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 @final
 class RankGradients:
-    """Sums gradients between the ranks that hold a parameter, and carries those of calls that do not update.
+    """Gradients of one rank's parameters: summed over the ranks that hold a parameter, and carried over calls without an update.
 
     Args:
         stages: all placed stages.
         state: parameters and optimizer of this rank.
+        reduction: name of the arithmetic in which gradients are summed.
     """
 
     def __init__(self, groups: Groups, stages: Sequence[PlacedStage], state: RankState, reduction: Reduction) -> None:
@@ -41,24 +42,29 @@ class RankGradients:
         self._state = state
         self._reduction: Reduction = reduction
         self._held: dict[tuple[tuple[int, ...], int | None], list[str]] = {}
-        """Trainable parameters on several ranks, by the placed stages that hold them, and the rank that updates them."""
+        """Names of trainable parameters on several ranks, by (placed stages that hold them, rank that updates them or None for all)."""
         self._updaters: Mapping[str, int] = {}
-        """Rank that updates a parameter, where not all that hold it do."""
+        """Rank that updates a parameter, by name, where not all its owners update it."""
         self._ran: set[int] = set()
-        """Placed stages that ran a backward in this step, on any rank."""
+        """Indices of placed stages that ran a backward in this step, on any rank."""
         self._carried = self._nothing_carried()
-        """Gradients of this step from calls before."""
+        """Gradients of this step from earlier calls, which did not update."""
         self._carried_weight = 0.0
-        """Loss weights of the calls of this step."""
+        """Sum of the loss weights of this step's calls."""
         self._new_values: NewValues | None = None
-        """Values of parameters that are under way since the last update."""
+        """New parameter values in transfer since the last update; None if there are none."""
         self._counted: set[str] = set()
-        """Parameters whose gradient this rank counts in the global norm."""
+        """Names of parameters whose gradient this rank counts in the global norm."""
         self.names: tuple[str, ...] = ()
         """Names of all trainable parameters of the model so far, sorted."""
 
     def hold(self, holders: Mapping[str, tuple[int, ...]], updaters: Mapping[str, int]) -> None:
-        """Set which placed stages hold each trainable parameter, and which rank updates it where not all do."""
+        """Set which placed stages hold each trainable parameter, and the updaters.
+
+        Args:
+            holders: indices of the placed stages that hold a parameter, by name.
+            updaters: rank that updates a parameter, by name, where not all its owners do.
+        """
         self._held = {}
         self._updaters = updaters
         self.names = tuple(sorted(holders))
@@ -71,14 +77,14 @@ class RankGradients:
                 self._counted.add(name)
 
     def updates(self, name: str) -> bool:
-        """True if this rank updates a parameter that it holds."""
+        """Return whether this rank updates a parameter that it holds."""
         return self._updaters.get(name, self._groups.rank) == self._groups.rank
 
     def begin(self, ran: Iterable[int], backwards: Mapping[str, int], *, update: bool) -> GradientSums | CarriedSums:
-        """Return what takes the gradients of a call.
+        """Return the object that collects the gradients of a call.
 
         Args:
-            ran: placed stages that run a backward in the call, on any rank, by index.
+            ran: indices of the placed stages that run a backward in the call, on any rank.
             backwards: number of this rank's backwards that touch a parameter, by name.
             update: parameters are updated after the call.
         """
@@ -97,7 +103,7 @@ class RankGradients:
         )
 
     def weigh(self, weight: float, *, update: bool) -> None:
-        """Count the loss weights of a call; before an update, divide gradients by those of all calls of the step."""
+        """Add a call's loss weight to the step's. Before an update, divide gradients by the sum of the step's weights."""
         self._carried_weight += weight
         if update and self._carried_weight != 1:
             _scale(self._state.optimizer.updated.values(), 1 / self._carried_weight)
@@ -117,24 +123,29 @@ class RankGradients:
         return dict(zip(gradients, squares.tolist(), strict=True))
 
     def clip(self, squared_norm: float, limit: float) -> None:
-        """Multiply all gradients by min(1, limit / norm), with the global norm over all ranks."""
+        """Multiply all gradients by min(1, limit / norm).
+
+        Args:
+            squared_norm: squared global norm of the gradients over all ranks.
+            limit: maximum norm.
+        """
         factor = limit / (math.sqrt(squared_norm) + _EPSILON)
         if factor < 1:
             _scale(self._state.optimizer.updated.values(), factor)
 
     def publish(self) -> None:
-        """After an update: start to send new values to the ranks that hold parameters without updating them."""
+        """Start to send this rank's updated parameters to the ranks that hold them without updating them."""
         if self._updaters:
             self._new_values = NewValues(self._groups, self._state.trainable, self._shared())
 
     def settle(self) -> None:
-        """Wait for new values that are under way to this rank."""
+        """Wait for new parameter values that other ranks send to this one."""
         if self._new_values is not None:
             self._new_values.finish()
             self._new_values = None
 
     def drop(self) -> None:
-        """Drop all gradients: a new step begins."""
+        """Drop all gradients and carried sums, for a new step."""
         for parameter in self._state.trainable.values():
             parameter.grad = None
         self._state.optimizer.zero_grad()
@@ -149,7 +160,10 @@ class RankGradients:
         return tuple(sorted({self._rank_of[index] for index in stages}))
 
     def _shared(self) -> list[OwnerSet]:
-        """Parameters on several ranks, by the ranks that hold them and those that ran a backward through them in this step."""
+        """Return the owner sets of parameters on several ranks.
+
+        Givers are owners that ran a backward through them in this step.
+        """
         names: dict[tuple[tuple[int, ...], tuple[int, ...], int | None], list[str]] = {}
         for (stages, updater), held in self._held.items():
             # All shards of tensors have the same gradient of what they all hold whole.
@@ -163,7 +177,7 @@ class RankGradients:
 
 
 def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients."""
+    """Multiply the gradients of all parameters by `factor`, in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""Optimizer state held once, though several ranks hold a parameter: one of them updates it, and sends the others its new value.
+"""Optimizer state held once, though several ranks hold a parameter: one rank updates it, and sends the others its new value.
 
 This is stage 1 of ZeRO (Rajbhandari et al., SC 2020), by whole parameters: any optimizer works unchanged, and saved state
 has the shapes of the parameters. Gradients of a parameter are summed on its updater alone, so a step sends as many bytes as when
@@ -25,17 +25,17 @@ from mmcompile.runtime.optim.gradients import BUCKET_BYTES, buckets_of
 def assign_updaters(
     owners: Mapping[str, Collection[int]], num_bytes: Mapping[str, int], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """The rank that updates each parameter: balanced by bytes, largest first, each to the owner with the least so far.
+    """Return the rank that updates each parameter: balanced by bytes, largest first, each to the owner with the fewest bytes so far.
 
     Parameters with one owner have no choice, and come first. (Longest processing time first: Graham 1969.)
 
     Args:
         owners: ranks that hold each trainable parameter.
-        num_bytes: of each parameter.
-        before: parameters assigned already, which stay where their state is.
+        num_bytes: size of each parameter in bytes.
+        before: earlier assignments, which stay since the optimizer state is on that rank.
 
     Returns:
-        Of all parameters, those assigned before among them; the same for the same arguments in any order.
+        The updater of every parameter, including `before`; independent of the order of the arguments' items.
     """
     loads: Counter[int] = Counter()
     updaters = dict(before)
@@ -50,14 +50,14 @@ def assign_updaters(
 
 @final
 class NewValues:
-    """Values of parameters after an update, on their way from the updaters to the other owners.
+    """Values of parameters after an update, in transfer from the updaters to the other owners.
 
-    They travel while the engine does something else; parameters must not be read or written before `finish`.
+    They are sent while the engine continues; parameters must not be read or written before `finish`.
 
     Args:
         parameters: trainable parameters of this rank, by original name.
-        shared: those that were updated, the same on all ranks.
-        bucket_bytes: as for `GradientSums`, whose second tag they have: it is free where there is an updater.
+        shared: owner sets of the updated parameters, the same on all ranks.
+        bucket_bytes: as for `GradientSums`. Messages have the second tag of its buckets, which is free where there is an updater.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class NewValues:
     ) -> None:
         self._works: list[Work] = []
         self._kept: list[Tensor] = []
-        """Tensors under way from here."""
+        """Tensors that this rank is sending, kept alive until they are sent."""
         self._received: list[tuple[Tensor, list[nn.Parameter]]] = []
         sharded = [item for item in shared if item.updater is not None]
         for item, part, (_, tag) in buckets_of(sharded, parameters, groups.rank, bucket_bytes):

@@ -1,4 +1,4 @@
-"""`TensorParts`: parameters of which each rank holds a part, between the names they are held under and those of the model."""
+"""`TensorParts`: maps the names of parameter parts held by ranks to the original names of whole parameters."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from mmcompile.ir.graph import ParameterSpec
 
 @dataclass(frozen=True, slots=True)
 class TensorParts:
-    """Parts by the name they are held under (`lm_head.weight@1`). Tensors known by any other name are whole."""
+    """Parts of parameters by the name they are held under (`lm_head.weight@1`). Tensors of any other name are whole."""
 
     _specs: dict[str, ParameterSpec] = field(default_factory=dict)
 
     def note(self, spec: ParameterSpec) -> None:
-        """Learn of a parameter that is held."""
+        """Record a parameter that a rank holds, if it is a part."""
         if spec.shard is not None:
             self._specs[spec.name] = spec
 
     def whole_name(self, held: str) -> str:
-        """Return the original name of a parameter that is held under a name."""
+        """Return the original name of the parameter that is held, whole or in part, under the name `held`."""
         return self._specs[held].whole_name if held in self._specs else held
 
     def part(self, held: str, tensor: Tensor) -> Tensor:
-        """Return the part of a whole tensor that is held under a name."""
+        """Return the part of the whole tensor that is held under the name `held`; the whole tensor if it is not split."""
         spec = self._specs.get(held)
         return tensor if spec is None or spec.shard is None else spec.shard.part(tensor, spec.index)
 
     def joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by the model's names. All parts of each must be there."""
+        """Return whole tensors by original name, joined from all their parts, which must all be given."""
         found = {name: tensor for name, tensor in tensors.items() if name not in self._specs}
         for name, parts in self._by_whole(tensors).items():
             found[name] = self._joined(name, parts)
         return found
 
     def part_of_state(self, held: str, tensor: Tensor) -> Tensor:
-        """A state of the optimizer for what is held, of that for the whole; a number (a count of steps) is the same for both."""
+        """Return the optimizer state of a part, from the state of the whole parameter.
+
+        A state of another shape than the parameter (a step count) is the same for both.
+        """
         spec = self._specs.get(held)
         return self.part(held, tensor) if spec is not None and tensor.shape == self._whole_shape(spec) else tensor
 
