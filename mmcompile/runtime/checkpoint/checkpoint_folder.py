@@ -1,4 +1,4 @@
-"""A folder that is replaced as a whole: the old one stays until the new one is on the disk."""
+"""Atomic replacement of a folder: the old folder stays until the new one is on the disk."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mmcompile.runtime.monitoring.fail_points import fail_point
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Generator[Path]:
-    """An empty folder to fill, beside another one. `swap` puts it in the other's place; what is not swapped is removed.
+    """Yield an empty folder beside `folder`, to be filled and then put in its place by `swap`; without a swap it is removed.
 
     Raises:
-        CheckpointError: for an error of writing of any kind (a full disk, no permission). The old folder is untouched.
+        CheckpointError: writing fails for any reason (a full disk, no permission). The old folder is untouched.
     """
     fresh = Path()
     try:
@@ -34,7 +34,7 @@ def replacing(folder: Path) -> Generator[Path]:
 
 
 def make_fresh(folder: Path) -> Path:
-    """An empty folder beside another one, on the same file system. Raises OSError."""
+    """Make and return an empty folder beside `folder`, on the same file system. Raises OSError."""
     target = resolved(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Only one run writes to a folder at a time: others' are left over from processes that were killed.
@@ -46,13 +46,13 @@ def make_fresh(folder: Path) -> Path:
 
 
 def swap(fresh: Path, folder: Path, is_ours: Callable[[str], bool]) -> None:
-    """Put a filled folder in the place of another one, once all of it is on the disk. Raises OSError.
+    """Put the filled folder `fresh` in the place of `folder`, once all its files are on the disk. Raises OSError.
 
-    Between two renames the old one is at `<folder>.previous`, where `place_of` finds it.
+    Between two renames the old folder is at `<folder>.previous`, where `place_of` finds it.
 
     Args:
-        is_ours: whether a file of the old folder, by its path in there, was written by what `fresh` replaces. All others (a
-            processor, a README) are the user's, and stay.
+        is_ours: predicate on the path of a file within the old folder: true if `fresh` replaces it. All other files (a
+            processor, a README) are the user's, and are kept.
     """
     target = resolved(folder)
     previous = _previous_of(target)
@@ -70,7 +70,7 @@ def swap(fresh: Path, folder: Path, is_ours: Callable[[str], bool]) -> None:
 
 
 def place_of(folder: Path, mark: str) -> Path | None:
-    """Return the last complete folder; None if there is none.
+    """Return the last complete version of a folder; None if there is none.
 
     Args:
         mark: name of a file that every complete folder has.
@@ -80,7 +80,7 @@ def place_of(folder: Path, mark: str) -> Path | None:
 
 
 def resolved(folder: Path) -> Path:
-    """Return the absolute path of a folder."""
+    """Return the absolute path of a folder, with `~` and links resolved."""
     return folder.expanduser().resolve()
 
 
@@ -89,12 +89,12 @@ def _previous_of(target: Path) -> Path:
 
 
 def unwritable(folder: Path, error: Exception | str) -> CheckpointError:
-    """Return the error of a folder that cannot be written."""
+    """Return the error for a folder that cannot be written."""
     return CheckpointError(f"cannot write to {folder}: {error}; what was saved there before, if anything, is untouched")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Block until a file or folder is on the disk (fsync)."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

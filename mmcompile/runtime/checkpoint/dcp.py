@@ -1,7 +1,7 @@
-"""Our use of `torch.distributed.checkpoint`: its files and their writer, its metadata, and its plan of reads.
+"""Checkpoint files in the format of `torch.distributed.checkpoint`, by its writer, metadata and read planning.
 
 Its own entry points require torch's default process group and pickle between ranks; so each rank drives the storage writer by
-itself, and rank 0 makes the metadata out of our index. `torch.distributed.checkpoint.load` reads the folder.
+itself, and rank 0 makes the metadata out of `CheckpointIndex`. `torch.distributed.checkpoint.load` reads the folder.
 
 Importing it takes most of a second: import this module where something is saved or loaded.
 """
@@ -48,7 +48,7 @@ from mmcompile.runtime.checkpoint.pieces import CheckpointPiece
 
 
 class _Pieces(DefaultSavePlanner):
-    """Gives torch's writer the tensors of items that are planned already."""
+    """Planner that hands torch's writer the tensors of items that are already planned."""
 
     def __init__(self, pieces: Iterable[CheckpointPiece]) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ class _Pieces(DefaultSavePlanner):
 
 
 def write_part(folder: Path, rank: int, pieces: Sequence[CheckpointPiece]) -> dict[str, StoredTensor]:
-    """Write what one rank has to a file of its own, and wait until it is on the disk; returns its part of the index.
+    """Write one rank's pieces to a file of its own, wait until it is on the disk, and return its part of the index.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     items = [
         _item(p.key, p.dtype, p.shape, box.offsets, box.sizes, whole=box.sizes == p.shape)
@@ -92,7 +92,7 @@ def write_part(folder: Path, rank: int, pieces: Sequence[CheckpointPiece]) -> di
 
 
 def write_metadata(folder: Path, index: CheckpointIndex) -> None:
-    """Write torch's `.metadata`. Raises OSError."""
+    """Write torch's `.metadata` file from the index. Raises OSError."""
     items: list[WriteItem] = []
     results: list[WriteResult] = []
     for key, stored in index.tensors.items():
@@ -109,10 +109,10 @@ def write_metadata(folder: Path, index: CheckpointIndex) -> None:
 
 
 def read_piece(folder: Path, index: CheckpointIndex, piece: CheckpointPiece) -> None:
-    """Fill the tensor of a piece from a checkpoint, for any parts in which it was written.
+    """Fill the tensor of a piece from a checkpoint, regardless of the parts in which it was written.
 
     Raises:
-        CheckpointError: bytes that it needs are missing or are not as they were written.
+        CheckpointError: bytes that the piece needs are missing or differ from those written.
     """
     stored, target = index.tensors[piece.key], piece.tensor()
     saved = TensorStorageMetadata(
@@ -139,7 +139,7 @@ def read_piece(folder: Path, index: CheckpointIndex, piece: CheckpointPiece) -> 
 
 
 def check_chunks(folder: Path, keys: Iterable[str], index: CheckpointIndex) -> None:
-    """Read tensors for nothing but to see that they are as they were written. Raises CheckpointError."""
+    """Check that the stored bytes of tensors have the digests in the index. Raises CheckpointError."""
     for key in keys:
         for chunk in index.tensors[key].chunks:
             try:

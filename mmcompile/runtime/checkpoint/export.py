@@ -1,4 +1,4 @@
-"""A folder that loads with `from_pretrained`: the model without anything of its training."""
+"""Export of a trained model to a folder that loads with `from_pretrained`, without any state of training."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from mmcompile.runtime.checkpoint.checkpoint_folder import replacing, swap
 
 _MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json")
-"""A model with fewer files than the one before must not leave some of the other's."""
+"""Patterns of weight files. An export removes old ones: a model with fewer files must not leave another model's."""
 
 
 @runtime_checkable
 class _SavesItself(Protocol):
-    """Models of transformers, composed models, and models with adapters of peft, which write only these."""
+    """Models with `save_pretrained`: transformers, composed models, and peft models, which write only their adapters."""
 
     def save_pretrained(self, save_directory: Path, *, state_dict: Mapping[str, Tensor]) -> object: ...
 
@@ -26,7 +26,7 @@ class _SavesItself(Protocol):
 def export(folder: Path, model: nn.Module | None, state_dict: Mapping[str, Tensor]) -> None:
     """Write the model by its own `save_pretrained`, or as a model.safetensors with all names if it has none.
 
-    The latter loads strictly. Other files in the folder stay.
+    That file loads strictly. Other files in the folder stay.
 
     Raises:
         CheckpointError: the files cannot be written. Earlier contents are untouched.

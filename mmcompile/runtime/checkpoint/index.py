@@ -5,7 +5,8 @@ Tensors are named as torch's own state dicts name them once they are flattened:
     model.<parameter>                       a trained parameter
     optimizer.state.<parameter>.<key>       a tensor of its optimizer state (`exp_avg`, `step`, ...)
 
-A tensor is a list of *chunks*, boxes that do not overlap and fill it; a rank that holds a part of a parameter writes its own.
+A tensor is a list of *chunks*, boxes that do not overlap and fill it; a rank that holds a part of a parameter writes the chunks
+of that part.
 The index has the contents of torch's `.metadata` file as JSON: nothing is unpickled on reading.
 """
 
@@ -29,44 +30,44 @@ _BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredChunk:
-    """A box of a tensor, in a file."""
+    """Position, size and digest of a box of a tensor in a file."""
 
     offsets: tuple[int, ...]
-    """Its first element, by dim."""
+    """Index of the box's first element in the tensor, by dim."""
     sizes: tuple[int, ...]
     file: str
     position: int
-    """Position of its first byte in the file."""
+    """Byte offset of the box in the file."""
     length: int
-    """Bytes, as `torch.save` writes a tensor of these sizes."""
+    """Number of bytes in the file, as `torch.save` writes a tensor of these sizes."""
     digest: str
-    """Digest of these bytes."""
+    """Digest of the box's bytes in the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor, or the chunks of it that one rank wrote."""
+    """Dtype, shape and chunks of a stored tensor; in a rank's part of the index, only the chunks that the rank wrote."""
 
     dtype: str
     shape: tuple[int, ...]
-    """Shape of the whole."""
+    """Shape of the whole tensor."""
     chunks: tuple[StoredChunk, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointIndex:
-    """All tensors of a checkpoint."""
+    """All tensors of a checkpoint by key, with the file and bytes of each chunk."""
 
     tensors: dict[str, StoredTensor]
     aliases: dict[str, str]
-    """Other name of a tied parameter -> the name it is stored under."""
+    """Stored name of a tied parameter, by each of its other names."""
 
     @classmethod
     def joined(cls, parts: Iterable[Mapping[str, StoredTensor]], tied: Mapping[str, str]) -> CheckpointIndex:
-        """From what each rank wrote.
+        """Join the parts of the index that the ranks wrote.
 
         Args:
-            tied: further name of a parameter -> its first one. Ranks may have written it under any.
+            tied: first name of a tied parameter, by each further name. Ranks may have written it under any of them.
 
         Raises:
             CheckpointError: the chunks of a tensor do not fill it.
@@ -96,16 +97,16 @@ class CheckpointIndex:
         return cls(tensors=dict(sorted(tensors.items())), aliases=dict(sorted(aliases.items())))
 
     def name_of(self, name: str) -> str:
-        """Return the name that a parameter is stored under, from any of its names."""
+        """Return the name under which a parameter is stored, given any of its names."""
         return self.aliases.get(name, name)
 
     @property
     def weights(self) -> dict[str, StoredTensor]:
-        """Parameters by name."""
+        """Stored parameters by original name."""
         return {key.removeprefix(_WEIGHT): t for key, t in self.tensors.items() if key.startswith(_WEIGHT)}
 
     def states(self) -> dict[str, dict[str, StoredTensor]]:
-        """Return optimizer state: parameter -> key -> tensor."""
+        """Return the stored optimizer state: tensors by parameter name, then by key (`exp_avg`)."""
         found: dict[str, dict[str, StoredTensor]] = {}
         for path, stored in self.tensors.items():
             if path.startswith(_STATE):
@@ -114,7 +115,7 @@ class CheckpointIndex:
         return found
 
     def write(self, folder: Path) -> str:
-        """Write the index; returns its digest."""
+        """Write the index to a folder, and return its digest."""
         data = msgspec.json.encode(self)
         (folder / _INDEX).write_bytes(data)
         return digest_of(data)
@@ -124,10 +125,10 @@ class CheckpointIndex:
         """Read the index of a checkpoint.
 
         Args:
-            digest: that it must have.
+            digest: expected digest of the index file.
 
         Raises:
-            CheckpointError: it is damaged, or missing.
+            CheckpointError: the index is damaged or missing.
         """
         try:
             data = (folder / _INDEX).read_bytes()
@@ -139,12 +140,12 @@ class CheckpointIndex:
 
 
 def weight_key(name: str) -> str:
-    """Return the key of a weight."""
+    """Return the index key of a parameter."""
     return _WEIGHT + name
 
 
 def state_key(name: str, key: str) -> str:
-    """Return the key of a tensor of optimizer state."""
+    """Return the index key of a tensor of a parameter's optimizer state."""
     return f"{_STATE}{name}.{key}"
 
 
@@ -157,12 +158,12 @@ def path_of(key: str) -> tuple[str, ...]:
 
 
 def digest_of(data: bytes | bytearray) -> str:
-    """Return the digest of bytes."""
+    """Return the 16-byte BLAKE2b digest of bytes, in hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def digest_in(path: Path, position: int, length: int) -> str:
-    """Digest of some bytes of a file. Raises OSError."""
+    """Return the digest of `length` bytes of a file from `position` on. Raises OSError."""
     found = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         file.seek(position)
@@ -174,5 +175,5 @@ def digest_in(path: Path, position: int, length: int) -> str:
 
 
 def damaged(place: Path, why: Exception | str) -> CheckpointError:
-    """Return the error of a damaged checkpoint."""
+    """Return the error for a damaged checkpoint at `place`."""
     return CheckpointError(f"the checkpoint at {place} is damaged: {why}; load an older one")

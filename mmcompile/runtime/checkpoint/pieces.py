@@ -1,4 +1,7 @@
-"""`CheckpointPiece`: a tensor that a rank writes to a checkpoint or reads back; `Holding`: which boxes of the whole it is."""
+"""`CheckpointPiece`: a tensor that a rank writes to or reads from a checkpoint.
+
+`Holding`: which boxes of a parameter a rank holds.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +19,33 @@ from mmcompile.runtime.checkpoint.index import CheckpointIndex, StoredTensor, st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorBox:
-    """A box of a whole tensor, and where it is in the part of it that a rank holds."""
+    """A box of a whole tensor, with its position in the part of the tensor that a rank holds."""
 
     offsets: tuple[int, ...]
-    """Index of its first element in the whole, by dim."""
+    """Index of the box's first element in the whole tensor, by dim."""
     inside: tuple[int, ...]
-    """Index of its first element in the part, by dim."""
+    """Index of the box's first element in the part, by dim."""
     sizes: tuple[int, ...]
 
     def of(self, part: Tensor) -> Tensor:
-        """The view of a part that is this box."""
+        """Return the view of a part that is this box."""
         return part[tuple(slice(at, at + size) for at, size in zip(self.inside, self.sizes, strict=True))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """The whole or the part of a parameter that a rank holds under some name."""
+    """The whole or the part of a parameter that a rank holds under a name of its own."""
 
     whole: str
     """Original name of the parameter."""
     shard: TensorShard | None = None
-    """None: it is the whole."""
+    """Division of the parameter into parts; None: the rank holds the whole."""
     index: int = 0
-    """Number of the part."""
+    """Number of the part that the rank holds."""
 
     @classmethod
     def of(cls, spec: ParameterSpec) -> Holding:
-        """Return the holding of a parameter of a stage."""
+        """Return the holding of a stage program's parameter."""
         return cls(whole=spec.whole_name, shard=spec.shard, index=spec.index)
 
     def shape_of_whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
@@ -50,11 +53,11 @@ class Holding:
         return part if self.shard is None else _with(part, self.shard.dim, self.shard.size)
 
     def shape_of_part(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of a part, by that of the whole."""
+        """Return the shape of the part, from the shape of the whole."""
         return whole if self.shard is None else self.shard.local_shape(whole)
 
     def boxes(self, whole: tuple[int, ...]) -> tuple[TensorBox, ...]:
-        """Boxes that make the part, by the shape of the whole: one for each block."""
+        """Return the boxes that make up the part, one for each block of the shard, from the shape of the whole."""
         return tuple(self._boxes(whole))
 
     def _boxes(self, whole: tuple[int, ...]) -> Iterator[TensorBox]:
@@ -75,38 +78,38 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CheckpointPiece:
-    """A stored tensor, or the part of it that one rank has."""
+    """A stored tensor, or the part of it that one rank writes or reads."""
 
     key: str
-    """Key in the index."""
+    """Key of the tensor in the index."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     boxes: tuple[TensorBox, ...]
     tensor: Callable[[], Tensor]
-    """Returns the part; called when it is written, once for each box."""
+    """Function that returns the part; called when it is written, once for each box."""
     trains: bool = False
     """True if training changes the tensor."""
 
 
 def whole_piece(key: str, tensor: Tensor) -> CheckpointPiece:
-    """Return the piece of a tensor that is not split."""
+    """Return the piece of a tensor that one rank holds whole."""
     return _piece(key, Holding(whole=key), tensor)
 
 
 def weight_piece(holding: Holding, tensor: Tensor) -> CheckpointPiece:
-    """A parameter, or a part of it."""
+    """Return the piece of a parameter, or of the part that a rank holds."""
     return _piece(weight_key(holding.whole), holding, tensor)
 
 
 def state_piece(holding: Holding, key: str, tensor: Tensor, part: tuple[int, ...]) -> CheckpointPiece | None:
-    """A tensor of optimizer state; None where another rank writes it.
+    """Return the piece of a tensor of optimizer state; None where another rank writes it.
 
     Args:
-        part: shape of the parameter here.
+        part: shape of the parameter on this rank.
 
     Raises:
-        CheckpointError: it belongs to a part of a parameter, and is neither divided alike nor one number.
+        CheckpointError: the state of a parameter's part is neither divided like the parameter nor a single number.
     """
     name = state_key(holding.whole, key)
     if holding.shard is None or tuple(tensor.shape) == part:
@@ -123,14 +126,14 @@ def state_piece(holding: Holding, key: str, tensor: Tensor, part: tuple[int, ...
 def wanted_by(
     holdings: Mapping[str, Holding], index: CheckpointIndex, *, weights: Iterable[str], states: Iterable[str]
 ) -> dict[str, CheckpointPiece]:
-    """Return the empty tensors that a rank reads, by path: `value/<name>` and `state/<key>/<name>`.
+    """Return the pieces, with empty tensors, that a rank reads, by path: `value/<name>` and `state/<key>/<name>`.
 
     Args:
-        holdings: name of a parameter on the rank -> its holding.
-        weights, states: such names of parameters whose weights, and whose optimizer state, it reads.
+        holdings: holdings by the name of a parameter on the rank.
+        weights, states: names of parameters whose weights, and whose optimizer state, are read.
 
     Raises:
-        CheckpointError: the index does not have such a weight.
+        CheckpointError: the index lacks one of the weights.
     """
     stored_weights, stored_states = index.weights, index.states()
     found: dict[str, CheckpointPiece] = {}
@@ -148,7 +151,7 @@ def wanted_by(
 
 
 def empty_piece(key: str, holding: Holding, stored: StoredTensor, whole: tuple[int, ...]) -> CheckpointPiece:
-    """A tensor to read into: what a rank holds of a stored tensor, weight or state, of a parameter.
+    """Return the piece, with an empty tensor, into which a rank reads its part of a stored weight or optimizer state.
 
     Args:
         whole: shape of the whole parameter.

@@ -1,4 +1,4 @@
-"""`RankCheckpoints`: one rank's part of saves and loads."""
+"""`RankCheckpoints`: the tensors that one rank writes to and reads from checkpoints."""
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 # torch.distributed re-exports its C++ classes without saying so, and their stubs lack a few members.
@@ -24,25 +24,25 @@ from mmcompile.runtime.optim.optimizer import RankState
 
 @dataclass(kw_only=True, slots=True)
 class RankCheckpoints:
-    """The checkpoints of one rank."""
+    """Saves and loads of one rank: pieces to write, and tensors that were read."""
 
     state: RankState
     """Parameters and optimizer of the rank."""
     groups: Groups
     check: Callable[[], None] = lambda: None
-    """Called while the user waits for a save; what it raises ends the wait."""
+    """Called while the user waits for a save; an exception it raises ends the wait."""
     saving: Saving | None = None
-    """The last save."""
+    """The last save that began; None before the first."""
     trainer: TrainerState | None = None
-    """State of training in the checkpoint that was loaded last."""
+    """Training state in the checkpoint loaded last; None before the first."""
     data: object = None
-    """State of the user's data in that checkpoint."""
+    """State of the user's data in the checkpoint loaded last; None if it has none."""
     _holdings: dict[str, Holding] = field(default_factory=dict)
     _read: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors by path, for `take`."""
+    """Tensors read from a checkpoint by path, until `take`."""
 
     def note(self, programs: Iterable[StageProgram]) -> None:
-        """Learn what parameters are, by the programs that read them."""
+        """Record which parts of parameters this rank holds, from its stage programs."""
         for program in programs:
             for spec in program.parameters:
                 self._holdings[spec.name] = Holding.of(spec)
@@ -57,15 +57,15 @@ class RankCheckpoints:
         copies: bool,
         more: Callable[[], Sequence[CheckpointPiece]] = tuple,
     ) -> PartJob:
-        """Return what this rank writes in a save.
+        """Return this rank's job in a save.
 
         Args:
-            folder: to write to; all ranks see it.
-            names: of parameters that this rank writes, with their optimizer state.
-            number: of saves so far.
-            step: updates so far.
+            folder: folder to write to, visible to all ranks.
+            names: parameters that this rank writes, with their optimizer state.
+            number: number of saves so far.
+            step: number of updates so far.
             copies: write copies made now, since training continues meanwhile.
-            more: makes further pieces. Raises CheckpointError.
+            more: function that returns further pieces. Raises CheckpointError.
         """
         try:
             pieces, refused = [*self._pieces(names), *more()], ""
@@ -85,20 +85,23 @@ class RankCheckpoints:
         )
 
     def begin(self, step: int, write: Callable[[Saving], None]) -> Saving:
-        """Write from now on, on a thread."""
+        """Start to write a save on a thread, and return it."""
         self.saving = Saving(step, write, self.check)
         return self.saving
 
     def settle(self) -> None:
-        """Wait until the last save is over, however it ended."""
+        """Block until the last save has ended, with or without an error."""
         if self.saving is not None:
             self.saving.settle()
 
     def read(self, folder: str) -> str:
-        """Read what this rank holds, without a change to anything; "" or why that failed.
+        """Read the tensors that this rank holds into memory, without changing the model.
 
         Args:
-            folder: of a whole checkpoint.
+            folder: folder of a complete checkpoint.
+
+        Returns:
+            "", or the error message if reading failed.
         """
         try:
             stored = Stored.find(Path(folder))
@@ -111,7 +114,7 @@ class RankCheckpoints:
         return ""
 
     def take(self) -> dict[str, Tensor]:
-        """Return what was read, by path; it is forgotten here."""
+        """Return the tensors that `read` read, by path, and drop them here."""
         found, self._read = self._read, {}
         return found
 
@@ -121,13 +124,13 @@ class RankCheckpoints:
         """Return optimizer state of parameters that this rank is about to hold and update, as `state/<key>/<name>`.
 
         Args:
-            folder: of the checkpoint.
-            waiting: original names of the parameters whose state is there.
-            updaters: the rank that updates a parameter, where not all that hold it do.
-            programs: that this rank is about to run.
+            folder: folder of the checkpoint.
+            waiting: original names of the parameters whose state is still in the checkpoint.
+            updaters: rank that updates a parameter, by name, where not all its owners do.
+            programs: stage programs that this rank is about to run.
 
         Raises:
-            CheckpointError: the checkpoint is not there any more, or damaged.
+            CheckpointError: the checkpoint no longer exists, or is damaged.
         """
         self.note(programs)
         known, rank = set(waiting), self.groups.rank
@@ -175,14 +178,14 @@ def _copied(piece: CheckpointPiece) -> CheckpointPiece:
 
 
 def _store(groups: Groups, number: int) -> dist.Store:
-    """The part of the store that belongs to one save, over a connection of its own: no other thread waits on it."""
+    """Return the section of the store for one save, over a connection of its own, which no other thread blocks on."""
     return dist.PrefixStore(f"checkpoint/{number}", groups.store.clone())
 
 
 def balanced(holders: Mapping[str, Iterable[int]], num_bytes: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
-    """Rank -> names it writes: each name once, by a rank that has it, so that ranks write about the same number of bytes.
+    """Return the names that each rank writes: each name once, by a rank that holds it, balanced by bytes.
 
-    Names that only one rank has are settled first, then the large ones; of equally busy ranks the lowest takes it.
+    Names with one holder are assigned first, then the largest; of equally loaded ranks the lowest takes a name.
     """
     load: dict[int, int] = {}
     chosen: dict[int, list[str]] = {}

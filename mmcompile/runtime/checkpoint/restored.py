@@ -1,4 +1,4 @@
-"""Rank 0's part of saves and loads: `whole_job`, and the optimizer state that stays in a checkpoint."""
+"""Rank 0's job in saves (`whole_job`), and optimizer state not yet loaded from a checkpoint (`Restored`)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ class Restored:
 
     folder: Path = field(default_factory=Path)
     names: set[str] = field(default_factory=set)
-    """Names of these parameters in the checkpoint."""
+    """Names in the checkpoint of the parameters that no rank holds yet."""
     index: CheckpointIndex = field(default_factory=lambda: CheckpointIndex(tensors={}, aliases={}))
-    """Index of the checkpoint when it was loaded."""
+    """Index of the checkpoint at the time it was loaded."""
 
     def take(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the parameters among some, by any of their names, whose state is here, and drop them from it."""
+        """Return those of `names` (any name of a parameter) whose optimizer state is still in the checkpoint, and remove them here."""
         found = {name: self.index.name_of(name) for name in sorted(names) if self.index.name_of(name) in self.names}
         self.names -= set(found.values())
         return tuple(found)
 
     def pieces(self) -> list[CheckpointPiece]:
-        """Return pieces for the next checkpoint; each is read when it is written. Raises CheckpointError."""
+        """Return the pieces that copy this state into the next checkpoint; each is read when it is written.
+
+        Raises CheckpointError.
+        """
         if not self.names:
             return []
         stored = Stored.find(self.folder)
@@ -45,7 +48,7 @@ class Restored:
 
 
 def whole_job(order: SaveOrder, part: PartJob, num_ranks: int, restored: Restored) -> WholeJob:
-    """Return rank 0's job in a save."""
+    """Return rank 0's job in a save, which afterwards refers `restored` to the new checkpoint."""
 
     def note_saved() -> None:
         # The new checkpoint has it too, and the user may delete the old one.

@@ -2,7 +2,7 @@
 
 Every rank has a thread that writes the rank's tensors to a file of its own in a fresh folder, and reports it in the store that
 all ranks share. Rank 0's thread waits for all, joins their parts to one index, and puts the folder in the place of the old one.
-The other threads wait for the result. Nothing goes over the groups, which belong to the steps that run meanwhile.
+The other threads wait for the result. No message uses the process groups, which the steps use meanwhile.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -32,11 +32,11 @@ _POLL_S = 0.03
 
 
 class Saving:
-    """A save that was begun. Its error is raised by `wait`, or by the next call of the engine."""
+    """A save in progress, on a thread. Its error is raised by `wait`, or by the next call of the engine."""
 
     def __init__(self, step: int, write: Callable[[Saving], None], check: Callable[[], None]) -> None:
         self.step = step
-        """Number of steps that were done."""
+        """Number of updates before the save."""
         self._check = check
         self._error: Exception | None = None
         self._abandoned = False
@@ -46,14 +46,14 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """It is on the disk, or failed."""
+        """True once the save has ended: the checkpoint is on the disk, or the save failed."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is on the disk.
+        """Block until the checkpoint is on the disk.
 
         Raises:
-            CheckpointError: it could not be written; the one before is untouched.
+            CheckpointError: the checkpoint could not be written; the previous one is untouched.
             EngineError: a rank failed meanwhile.
         """
         try:
@@ -67,15 +67,15 @@ class Saving:
             raise error
 
     def settle(self) -> None:
-        """Wait until it is over, however it ends; its error is still to come."""
+        """Block until the save has ended, without raising its error, which a later call raises."""
         self._done.wait()
 
     def abandon(self) -> None:
-        """Stop waiting for other ranks: some are gone."""
+        """Make the save's thread stop waiting for other ranks, since some have failed."""
         self._abandoned = True
 
     def until(self, found: Callable[[], bool]) -> None:
-        """On the thread: wait for other ranks. Raises CheckpointError."""
+        """Block the save's thread until `found` returns true. Raises CheckpointError if the save is abandoned."""
         while not found():
             if self._abandoned:
                 raise CheckpointError(f"the save of step {self.step} was cut off, since a rank failed")
@@ -92,20 +92,20 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartJob:
-    """One rank's job in a save."""
+    """One rank's part of a save: the pieces it writes to a file of its own."""
 
     folder: Path
-    """Folder to write to; it is there already, and empty."""
+    """Folder to write to, which exists and is empty."""
     rank: int
     step: int
     pieces: Sequence[CheckpointPiece]
     refused: str = ""
-    """Why this rank has nothing to write; "" if it has."""
+    """Error because of which this rank writes no pieces; "" if it writes."""
     store: dist.Store
-    """Store of this save alone, used by this thread alone."""
+    """Section of the store for this save, used by this thread only."""
 
     def run(self, saving: Saving) -> None:
-        """A rank other than 0."""
+        """Run the job of a rank other than 0: write its part, then wait for the outcome. Raises CheckpointError."""
         self.write()
         saving.until(lambda: self.store.check([_OUTCOME]))
         error = self.store.get(_OUTCOME).decode()
@@ -114,7 +114,7 @@ class PartJob:
             raise CheckpointError(error)
 
     def write(self) -> None:
-        """Write this rank's part, and report it or the error to rank 0."""
+        """Write this rank's pieces, and report success or the error to rank 0."""
         # It takes most of a second to import.
         from mmcompile.runtime.checkpoint import dcp
 
@@ -141,32 +141,32 @@ class PartJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOrder:
-    """A save that the user asked for."""
+    """Folder, training state and options of a save that the user requested."""
 
     folder: Path
     fresh: Path
-    """Empty, beside it."""
+    """Empty folder beside `folder`, which replaces it in the end."""
     trainer: TrainerState
     tied: Mapping[str, str]
-    """Further name of a parameter -> its first one."""
+    """First name of a tied parameter, by each further name."""
     data: bytes | None
-    """State of the user's data, encoded."""
+    """Encoded state of the user's data; None if it is not saved."""
     copies: bool
-    """Write copies, since training continues meanwhile."""
+    """True if ranks write copies, since training continues meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeJob:
-    """Rank 0's job in a save."""
+    """Rank 0's job in a save: its own part, then joining the parts of all ranks."""
 
     order: SaveOrder
     part: PartJob
     num_ranks: int
     saved: Callable[[], None]
-    """Called once the checkpoint is in its place."""
+    """Called once the checkpoint is in place."""
 
     def run(self, saving: Saving) -> None:
-        """Write rank 0's part, then join all."""
+        """Write rank 0's part, then join the parts of all ranks and report the outcome. Raises CheckpointError."""
         try:
             self.part.write()
             self._join(saving)
@@ -179,7 +179,7 @@ class WholeJob:
         self._tell(saving, "")
 
     def _tell(self, saving: Saving, outcome: str) -> None:
-        """Report the result, and wait until all ranks have it: the store may end with this process."""
+        """Report the outcome to all ranks, and wait until they have read it: the store may end with this process."""
         store = self.part.store
         store.set(_OUTCOME, outcome)
         # Whoever does not hear it is gone, which does not change how it ended.
@@ -220,15 +220,15 @@ def _heard_by(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Said:
-    """Outcome of writing on a rank."""
+    """Report of a rank to rank 0 after writing its part."""
 
     digest: str = ""
-    """Digest of its part of the index."""
+    """Digest of the rank's part of the index."""
     error: str = ""
 
 
 def _part_file(folder: Path, rank: int) -> Path:
-    """Path of a rank's part of the index."""
+    """Return the path of a rank's part of the index."""
     return folder / f"part-{rank}.json"
 
 

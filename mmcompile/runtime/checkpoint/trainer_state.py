@@ -35,27 +35,27 @@ _SAMPLED = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerState:
-    """Small state: counters and the optimizer's settings."""
+    """Training state beside the tensors: counters, seed, data cursor, and the optimizer's settings."""
 
     step: int
     optimizer: OptimizerSpec
     hyper: Hyper
     seed: int
     num_samples: int = 0
-    """Trained on so far, over all steps and replicas."""
+    """Number of samples trained on so far, over all steps and replicas."""
     cursor: str | None = None
-    """Cursor of the data, for a run that reads it by itself."""
+    """Cursor of the data as text, for a run that reads data itself; None otherwise."""
     frozen: Mapping[str, str] = field(default_factory=dict)
-    """Parameter that does not train -> its `fingerprint`: it is not in the checkpoint, and what trains was trained with it."""
+    """`fingerprint` of each frozen parameter, by name. The checkpoint has no frozen weights; the trained ones depend on them."""
     version: int = _CHECKPOINT_VERSION
     index: str = ""
-    """Digest of the index."""
+    """Digest of the index file."""
     data: str | None = None
     """Digest of the state of the user's data; None if none was saved."""
     files: tuple[str, ...] = ()
-    """Everything this checkpoint wrote; other files in the folder are the user's and are kept."""
+    """Paths of all files that this checkpoint wrote; other files in the folder are the user's and are kept."""
     digest: str = ""
-    """Digest of this state, without this field."""
+    """Digest of this state with this field empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,27 +63,31 @@ class Resumed:
     """Position of training in a checkpoint, from which the data resumes."""
 
     num_steps: int
-    """Updates, and so batches, where each is one step."""
+    """Number of updates; also the number of batches, where each is one step."""
     num_samples: int
-    """Samples of these batches, over all replicas."""
+    """Number of samples in those batches, over all replicas."""
     data: Any
     """Saved state of the user's data; None if none was saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """A whole checkpoint on the disk, without its tensors."""
+    """A complete checkpoint on the disk: its state and index, without tensors."""
 
     folder: Path
-    """Requested folder."""
+    """Folder that was requested."""
     place: Path
-    """Folder of the checkpoint: the requested one, or its predecessor after an interruption."""
+    """Folder of the checkpoint: the requested one, or `<folder>.previous` after an interrupted save."""
     trainer: TrainerState
     index: CheckpointIndex
 
     @classmethod
     def find(cls, folder: Path) -> Stored:
-        """Raises CheckpointError: there is no whole checkpoint, another version wrote it, or it is damaged."""
+        """Find the complete checkpoint in a folder.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint, another version wrote it, or it is damaged.
+        """
         place = place_of(folder, _STATE)
         if place is None:
             raise CheckpointError(
@@ -106,7 +110,7 @@ class Stored:
 
 
 def saved(folder: Path) -> TrainerState | None:
-    """Return the state of a checkpoint; None if there is none.
+    """Return the training state of the checkpoint in a folder; None if there is no checkpoint.
 
     Raises:
         CheckpointError: another version wrote it, or it is damaged.
@@ -116,11 +120,11 @@ def saved(folder: Path) -> TrainerState | None:
 
 
 def write_state(fresh: Path, trainer: TrainerState, index: str, data: bytes | None) -> None:
-    """Write the last file of a checkpoint. Raises OSError.
+    """Write trainer.json, the last file of a checkpoint, and the user's data before it. Raises OSError.
 
     Args:
-        index: digest of the index that is there already.
-        data: `encoded`.
+        index: digest of the index, which is already written.
+        data: user's data from `encoded`; None to save none.
     """
     if data is not None:
         (fresh / _DATA).write_bytes(data)
@@ -136,7 +140,7 @@ def write_state(fresh: Path, trainer: TrainerState, index: str, data: bytes | No
 
 
 def _read_state(place: Path) -> TrainerState:
-    """Raises CheckpointError."""
+    """Return the training state in a folder. Raises CheckpointError if it is damaged or another version wrote it."""
     try:
         raw = (place / _STATE).read_bytes()
         version = msgspec.json.decode(raw, type=_Version).version
@@ -153,9 +157,11 @@ def _read_state(place: Path) -> TrainerState:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Return a fingerprint of a tensor's dtype, shape and about a thousand elements spread over it, in microseconds for any size.
+    """Return a fingerprint of a tensor's dtype, shape and about a thousand elements spread over it.
 
-    Other weights (another model, another training of it) differ nearly everywhere, so a sample distinguishes them.
+    Takes microseconds for any size. Other weights (another model, another training of it) differ nearly everywhere, so a sample
+    of
+    elements distinguishes them.
     """
     flat = tensor.detach().reshape(-1)
     drawn = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous().view(torch.uint8)
@@ -163,7 +169,7 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def files_of(folder: Path) -> frozenset[str]:
-    """Files that the checkpoint in a folder wrote; none if there is none."""
+    """Return the paths of the files that the checkpoint in a folder wrote; an empty set if there is no checkpoint."""
     place = place_of(folder, _STATE)
     try:
         return frozenset() if place is None else msgspec.json.decode((place / _STATE).read_bytes(), type=_Files).files
@@ -175,7 +181,7 @@ def encoded(data: Any) -> bytes:
     """Encode the state of the user's data as bytes.
 
     Raises:
-        CheckpointError: it has more than plain values and tensors.
+        CheckpointError: the state has more than plain values and tensors.
     """
     buffer = io.BytesIO()
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint as one process has it in memory: written and read as a whole, in the format that ranks write together."""
+"""`Checkpoint`: a whole checkpoint in the memory of one process, in the format that ranks write together."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = ["Checkpoint", "TrainerState", "read", "saved", "write"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A checkpoint in memory, tensors on the CPU."""
+    """Training state, weights and optimizer state of a checkpoint, with tensors on the CPU."""
 
     trainer: TrainerState
     weights: Mapping[str, Tensor]
     """Trained parameters by original name."""
     optimizer: Mapping[str, Tensor]
-    """`<key>/<name>`."""
+    """Tensors of optimizer state by `<key>/<parameter>`."""
 
     @property
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtypes and shapes of the weights."""
+        """Dtype and shape of each weight, by original name."""
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()}
 
 
 def write(folder: Path, checkpoint: Checkpoint, tied: Mapping[str, str]) -> None:
-    """Write a checkpoint beside the old one, then put it in its place.
+    """Write a checkpoint beside the old one, then put it in the old one's place.
 
     Args:
-        tied: further name of a parameter -> its first one.
+        tied: first name of a tied parameter, by each further name.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written. The old checkpoint is untouched.
@@ -59,7 +59,7 @@ def write(folder: Path, checkpoint: Checkpoint, tied: Mapping[str, str]) -> None
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read a whole checkpoint, for any plan that wrote it.
+    """Read a whole checkpoint, independent of the plan that wrote it.
 
     Raises:
         CheckpointError: there is no complete checkpoint, another version wrote it, or it is damaged.
@@ -76,5 +76,5 @@ def read(folder: Path) -> Checkpoint:
 
 
 def shapes_of(index: CheckpointIndex) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtypes and shapes of the weights of a checkpoint."""
+    """Return the dtype and shape of each weight of a checkpoint, by name."""
     return {name: (torch_dtype(stored.dtype), stored.shape) for name, stored in index.weights.items()}
