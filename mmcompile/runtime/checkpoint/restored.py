@@ -26,7 +26,7 @@ class Restored:
     """Index of the checkpoint at the time it was loaded."""
 
     def take(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return those of `names` (any name of a parameter) whose optimizer state is still in the checkpoint, and remove them here."""
+        """Return those of `names` (any name of a parameter) whose state is still in the checkpoint, and remove them here."""
         found = {name: self.index.name_of(name) for name in sorted(names) if self.index.name_of(name) in self.names}
         self.names -= set(found.values())
         return tuple(found)

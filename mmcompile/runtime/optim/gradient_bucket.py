@@ -25,7 +25,7 @@ Gradients and owners' parts start at multiples of it, so that kernels read them 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnerSet:
-    """Parameters held by the same ranks: by replicas or shards of a stage, by stages with tied parameters, or by several of these."""
+    """Parameters held by the same ranks: by replicas or shards of a stage, stages with tied parameters, or all of them."""
 
     names: tuple[str, ...]
     owners: tuple[int, ...]

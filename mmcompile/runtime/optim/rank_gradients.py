@@ -42,7 +42,7 @@ class RankGradients:
         self._state = state
         self._reduction: Reduction = reduction
         self._held: dict[tuple[tuple[int, ...], int | None], list[str]] = {}
-        """Names of trainable parameters on several ranks, by (placed stages that hold them, rank that updates them or None for all)."""
+        """Names of trainable parameters on several ranks, by (placed stages that hold them, updating rank or None for all)."""
         self._updaters: Mapping[str, int] = {}
         """Rank that updates a parameter, by name, where not all its owners update it."""
         self._ran: set[int] = set()

@@ -25,7 +25,7 @@ from mmcompile.runtime.optim.gradients import BUCKET_BYTES, buckets_of
 def assign_updaters(
     owners: Mapping[str, Collection[int]], num_bytes: Mapping[str, int], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the rank that updates each parameter: balanced by bytes, largest first, each to the owner with the fewest bytes so far.
+    """Return the rank that updates each parameter: balanced by bytes, largest first, each to the least loaded owner.
 
     Parameters with one owner have no choice, and come first. (Longest processing time first: Graham 1969.)
 
