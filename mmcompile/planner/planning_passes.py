@@ -22,7 +22,7 @@ from mmcompile.passes.cost.cost_table import CostTable
 from mmcompile.passes.masks.bitfield_attention import BitfieldAttention
 from mmcompile.passes.modality_dag import ModalityDag
 
-COST = Cost()
+_COST = Cost()
 
 
 def graph_passes(
@@ -42,10 +42,10 @@ def graph_passes(
     }
 
 
-def planning_passes(attention: Attention, autocast: Sequence[str], own: Sequence[AnyPass] = ()) -> tuple[AnyPass, ...]:
+def _planning_passes(attention: Attention, autocast: Sequence[str], own: Sequence[AnyPass] = ()) -> tuple[AnyPass, ...]:
     """Return the passes of `PLANNING` that a request needs, in order; gradient-flow has run at capture."""
     passes = graph_passes(attention, autocast, own)
-    return in_order(PLANNING, {**passes, "modality-dag": (ModalityDag(),), "cost": (COST,)})
+    return in_order(PLANNING, {**passes, "modality-dag": (ModalityDag(),), "cost": (_COST,)})
 
 
 def run_planning_passes(
@@ -68,8 +68,8 @@ def run_planning_passes(
         MaskError: words cannot express the mask of `batch`.
         VerifyError: a rewrite of the user broke a rule of graphs.
     """
-    found = run_on_capture(capture, planning_passes(attention, autocast, own), batch)
-    return found.capture, found.of(COST)
+    found = run_on_capture(capture, _planning_passes(attention, autocast, own), batch)
+    return found.capture, found.of(_COST)
 
 
 def context_parallel(graph: ModelGraph, num_ranks: int, head_stride: int) -> ContextParallel:

@@ -179,6 +179,17 @@ def _needs_no_importer(name: str, node: ast.stmt, annotated: set[str]) -> bool:
     return is_error or (name in annotated and not name.isupper())
 
 
+_IMPORT_ON_A_PAGE = re.compile(r"^from (mmcompile[\w.]*) import ([\w, ]+)$", re.M)
+
+
+@cache
+def names_on_pages() -> frozenset[tuple[str, str]]:
+    """Return (module, name) of what the documentation's examples import."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = [match for page in pages for match in _IMPORT_ON_A_PAGE.findall(page.read_text())]
+    return frozenset((module, name.split(" as ")[0].strip()) for module, names in found for name in names.split(","))
+
+
 @cache
 def names_used_by_folder(folder: str) -> frozenset[tuple[str, str]]:
     """Return (module, name) of what a folder outside the product takes from it."""
@@ -191,9 +202,9 @@ def unused_public_names() -> Iterator[tuple[str, str]]:
 
     No importer is needed by a name of a facade (`__all__`, `mmcompile/__init__.py`), an entry point, an operator that
     torch, Triton or typer hold, an error, a type in a signature of its own module, a name that a benchmark, an example or
-    a tool of the documentation takes, or one that its own module uses and a test takes.
+    the documentation takes, or one that its own module uses and a test takes.
     """
-    used = entry_points().union(*map(names_used_by_folder, ("benchmarks", "examples", "docs")))
+    used = (entry_points() | names_on_pages()).union(*map(names_used_by_folder, ("benchmarks", "examples", "docs")))
     strings: set[str] = set()
     for module in modules().values():
         used |= names_used_by(module.tree, module.name, is_package=module.is_package)

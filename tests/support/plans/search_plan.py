@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mmcompile.costmodel.cluster import Cluster
 from mmcompile.errors import PlanError
 from mmcompile.ir.graph import ModelGraph
 from mmcompile.planner.plan.plan import Plan
-from mmcompile.planner.search.build_problem import problem_of
+from mmcompile.planner.search.build_problem import Costs, problem_of
 from mmcompile.planner.search.infeasible import explain
 from mmcompile.planner.search.outcome import plan_of
 from mmcompile.planner.strategies.search import AUTO, searched
@@ -17,7 +16,7 @@ from mmcompile.planner.strategies.search import AUTO, searched
 
 def search(
     graph: ModelGraph,
-    costs: Mapping[str, Any],
+    costs: Costs,
     cluster: Cluster,
     *,
     strategy: str = AUTO,
