@@ -33,23 +33,26 @@ _FDS = "/proc/self/fd"
 _AGAIN_S = 0.005
 """Seconds between two cuts of a group that is still being made, and continues to open sockets."""
 _CLOSED, _LISTENING = 7, 10
-"""States of a socket, as the first byte of TCP_INFO."""
+"""States of a socket (closed, listening), as the first byte of TCP_INFO."""
 
 _TRY_S = 1.0
-"""A fence that works lets go within a few milliseconds, also on a busy machine."""
+"""Seconds after which the test of a fence gives up.
+
+A working fence releases waits within milliseconds, even on a busy machine.
+"""
 _TRY_TAG = 1
 
 Mine = Callable[[socket.socket], bool]
-"""Predicate: whether a TCP socket opened while a group was made is the group's, not another thread's."""
+"""Predicate on a TCP socket opened while a group was made: true if it belongs to the group, false if to another thread."""
 
 
 def of_gloo(end: socket.socket) -> bool:
-    """Return whether a socket is gloo's: it lets all of them reuse addresses, outgoing connections of others hardly ever do."""
+    """Return whether a socket is gloo's: gloo sets SO_REUSEADDR on all its sockets, others rarely on outgoing ones."""
     return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR))
 
 
 def of_store(port: int) -> Mine:
-    """Connections to a store that listens at this port."""
+    """Return a predicate for connections to a store that listens at this port."""
 
     def mine(end: socket.socket) -> bool:
         try:
@@ -61,7 +64,7 @@ def of_store(port: int) -> Mine:
 
 
 class Fence:
-    """Around the making of one group, or of one connection to a store.
+    """Records the sockets of one process group, or of one connection to a store, and shuts them down on request.
 
         fence = Fence(of_gloo, num_ranks=4)
         with fence.around():
@@ -69,10 +72,11 @@ class Fence:
         ...
         fence.cut()     # by any thread, at any time, several times
 
-    Sockets that were there before are never touched, nor those of servers that were there before.
+    Sockets opened before `around` are never touched, nor connections to servers that listened before.
 
     Args:
-        num_ranks: of the gloo group. A rank that waits for a peer to connect has no socket to shut down yet; a cut connects
+        num_ranks: number of ranks in the gloo group; 0 for a store. A rank that waits for a peer to connect has no socket to shut
+            down yet; a cut connects
             in the peer's place, which takes one connection a rank.
     """
 
@@ -83,20 +87,20 @@ class Fence:
         self._is_making = False
         self._is_cut = False
         self._inodes: frozenset[int] = frozenset()
-        """While the group is being made, of sockets that were there before; afterwards, of the group's."""
+        """While the group is being made: inodes of the sockets that existed before. Afterwards: inodes of the group's sockets."""
         self._servers: frozenset[int] = frozenset()
-        """Ports that were listened at before."""
+        """Ports at which this process already listened before the group was made."""
         self._met: set[int] = set()
         """Inodes of listening sockets that a cut has connected to."""
 
     @property
     def is_cut(self) -> bool:
-        """True after a cut."""
+        """True once `cut` was called."""
         return self._is_cut
 
     @contextlib.contextmanager
     def around(self) -> Generator[None]:
-        """Make the group inside of this block, once. After a cut, sockets opened here are cut too, at once."""
+        """Return the context in which the group is made, once. After a cut, sockets opened in it are cut at once."""
         with self._lock:
             self._inodes = frozenset(inode for _, inode in _sockets())
             self._servers = frozenset(_port(end) for _, end in _tcp_sockets() if _state(end) == _LISTENING)
@@ -113,7 +117,7 @@ class Fence:
                 self._is_making, self._inodes = False, mine
 
     def cut(self) -> None:
-        """Let go of every thread that waits for another rank. What waits later is let go at once."""
+        """Release every thread that waits for another rank over the group's sockets, now or later."""
         with self._lock:
             first, self._is_cut = not self._is_cut, True
             self._shut()
@@ -144,7 +148,7 @@ class Fence:
                     end.shutdown(socket.SHUT_RDWR)
 
     def _ours(self) -> Iterator[tuple[int, socket.socket]]:
-        """(inode, socket) of the group."""
+        """Yield (inode, socket) of every socket of the group."""
         for inode, end in _tcp_sockets():
             if not self._is_making:
                 if inode in self._inodes:
@@ -155,7 +159,10 @@ class Fence:
 
 @functools.cache
 def fence_works() -> bool:
-    """Return whether a fence releases gloo's waits on this system. Tried once a process, in some 50 ms; warns if it does not."""
+    """Return whether a fence releases gloo's waits on this system.
+
+    Tried once per process, in some 50 ms; warns if it does not.
+    """
     works = os.path.isdir(_FDS) and _lets_go()
     if not works:
         print(
@@ -204,7 +211,7 @@ def _lets_go() -> bool:
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """Yield (file descriptor, inode) of every socket of this process; none if the system does not list them."""
+    """Yield (file descriptor, inode) of every socket of this process; yields no item if the system does not list them."""
     for name in os.listdir(_FDS) if os.path.isdir(_FDS) else ():
         with contextlib.suppress(OSError):  # Closed since, as the one that lists the folder.
             status = os.fstat(int(name))
@@ -213,7 +220,7 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """(inode, socket) of every TCP socket of this process. The socket is a duplicate, closed again after its turn."""
+    """Yield (inode, socket) of every TCP socket of this process. The socket is a duplicate, closed after its iteration."""
     for number, _ in _sockets():
         # Looked at only as a duplicate: the number may be another file's by the next line.
         try:
@@ -239,9 +246,9 @@ def _port(end: socket.socket) -> int:
 
 
 def _connect_all(listener: socket.socket, num_ranks: int) -> None:
-    """Connect to gloo as every rank it may wait for, and leave again.
+    """Connect to gloo's listener as every rank it may wait for, and disconnect.
 
-    The first number on a new connection, counted from 0 in order of ranks, is the rank it is for.
+    The first number sent on a new connection is the index of its peer, counted from 0 in order of ranks.
     """
     for number in range(num_ranks):
         with contextlib.suppress(OSError), socket.socket(listener.family, socket.SOCK_STREAM) as end:

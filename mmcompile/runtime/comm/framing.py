@@ -1,4 +1,4 @@
-"""Framing of messages: every message on a byte stream follows its length, four bytes with the highest first."""
+"""Framing of messages on a byte stream: each message is preceded by its length, as four bytes in big-endian order."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ _READ_BYTES = 1 << 20
 
 
 def length_prefix(data: bytes) -> bytes:
-    """Return the length of a message as it is written before it."""
+    """Return the length of a message as the bytes that precede it."""
     return len(data).to_bytes(LENGTH_BYTES, "big")
 
 
 def frame(data: bytes) -> bytes:
-    """Return a message with its length before it."""
+    """Return a message preceded by its length."""
     return length_prefix(data) + data
 
 
 def frame_length(data: bytes | bytearray) -> int:
-    """Return the bytes of the message whose frame begins with `data`, at least `LENGTH_BYTES` of them."""
+    """Return the length in bytes of the message whose frame begins with `data` (at least `LENGTH_BYTES` bytes)."""
     return int.from_bytes(data[:LENGTH_BYTES], "big")
 
 
 def take_frame(buffer: bytearray) -> bytes | None:
-    """Remove the first message from what a stream has brought so far; None while it is not complete."""
+    """Remove and return the first message in a buffer of received bytes; None while it is incomplete."""
     end = LENGTH_BYTES + frame_length(buffer)
     if len(buffer) < LENGTH_BYTES or len(buffer) < end:
         return None

@@ -27,39 +27,39 @@ from torch import Tensor
 from mmcompile.runtime.comm.local_address import listen_at
 
 _NEVER = timedelta(days=7)
-"""Rank 0 may think for hours between two steps; a dead peer is noticed by other means."""
+"""Timeout of waits without a limit: rank 0 may be idle for hours between two steps; dead peers are noticed by other means."""
 
 _INTERRUPT_TAG = 2**31 - 5
 """Tag of messages that are never sent."""
 _MOMENT = timedelta(milliseconds=1)
 
 _BROADCASTS = 8
-"""Broadcasts that may be under way at a time."""
+"""Maximum number of broadcasts that may be in transfer at a time."""
 
 _NO_MORE = "the groups are closed: this rank left them"
 
 FIRST_GRADIENT_TAG = 2**30
-"""First tag of gradients; those of activations and batch inputs are below."""
+"""First tag of gradients; activations and batch inputs have lower tags."""
 END_GRADIENT_TAG = 2**31 - 16
-"""Past the last tag of gradients; those of control messages are above."""
+"""Upper bound (exclusive) of tags of gradients; control messages have higher tags."""
 _STAR_TAG = 2**31 - 3
-"""Above the tags of links and of gradients, below those of control messages."""
+"""Tag of broadcasts and reductions through rank 0: above the tags of links and gradients, below those of control messages."""
 
 
 class PeerLost(Exception):
-    """A message could not be sent or received because the other side is gone; another rank holds the cause."""
+    """A message could not be sent or received because the other rank is gone. Another rank reports the cause."""
 
 
 class Work(Protocol):
-    """A message on its way (`torch.distributed.Work`, as far as we use it)."""
+    """A message in transfer: the part of `torch.distributed.Work` that this package uses."""
 
     def wait(self) -> bool:
-        """Wait for the message."""
+        """Block until the message has been sent or received."""
         ...
 
 
 class _Arrived:
-    """The work of a message without bytes, which is never sent."""
+    """A message without bytes, which is never sent; waiting for it returns at once."""
 
     def wait(self) -> bool:
         return True
@@ -72,14 +72,14 @@ class Backend(Protocol):
     """A process group made directly on a store (`ProcessGroupGloo`, `ProcessGroupNCCL`)."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any:
-        """Start to send."""
+        """Start to send tensors to a rank of the group; return the work to wait for."""
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any:
-        """Start to receive."""
+        """Start to receive into tensors from a rank of the group; return the work to wait for."""
 
 
 class _Closed:
-    """Stand-in for a group that was closed."""
+    """Stand-in for a closed process group, whose sends and receives raise RuntimeError."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
         raise RuntimeError(_NO_MORE)
@@ -89,7 +89,7 @@ class _Closed:
 
 
 def wait(work: Work) -> None:
-    """Block until a message is through. Raises PeerLost."""
+    """Block until a message has been sent or received. Raises PeerLost."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -98,7 +98,7 @@ def wait(work: Work) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
-    """One direction between two stages. Messages of a lane are sent and received in the same order on both sides."""
+    """One direction between two stages or ranks. Messages of a lane are sent and received in the same order."""
 
     source: int
     """Rank that sends."""
@@ -109,11 +109,11 @@ class Lane:
 
 @dataclass(kw_only=True, slots=True)
 class Groups:
-    """The groups of one rank.
+    """The process groups of one rank: gloo for control and CPU tensors, NCCL for CUDA tensors.
 
     Args:
-        store: shared by all ranks, fresh for this engine.
-        device: where stages compute. On CUDA, lanes are pairs of ranks joined by NCCL, one communicator a lane since
+        store: store shared by all ranks, fresh for this engine.
+        device: device on which stages compute. On CUDA, lanes are pairs of ranks joined by NCCL, one communicator per lane since
             NCCL matches messages by order only; control messages and batch inputs stay on gloo.
     """
 
@@ -123,12 +123,12 @@ class Groups:
     device: torch.device
     control: Backend
     local: bool
-    """All ranks are on this machine."""
+    """True if all ranks are on this machine."""
     closed: bool = False
     waiting: bool = False
-    """A thread waits for a message on gloo; once the groups are closed it does nothing more than raise PeerLost."""
+    """True while a thread waits for a message on gloo. If the groups are closed meanwhile, that wait raises PeerLost."""
     _broadcasts: deque[list[Work]] = field(default_factory=deque)
-    """Messages of rank 0 that may not have arrived."""
+    """Broadcasts of rank 0 that may not have arrived yet, oldest first; each has one message per other rank."""
     _lanes: dict[Lane, Backend] = field(default_factory=dict)
     _shards: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -143,25 +143,27 @@ class Groups:
         local: bool,
         timeout_s: float | None = None,
     ) -> Groups:
-        """Meet all other ranks.
+        """Connect to all other ranks, and return the groups.
 
         Args:
             local: all ranks are on this machine, so only its loopback address is used.
-            timeout_s: how long to wait for a rank that does not come; None: for ever. Messages may take as long as they like.
+            timeout_s: seconds to wait for a rank to connect; None: no limit. Messages have no time limit.
 
         Raises:
-            RuntimeError: a rank did not come, or went away meanwhile.
+            RuntimeError: a rank did not connect, or left meanwhile.
         """
         timeout = _NEVER if timeout_s is None else timedelta(seconds=timeout_s)
         control = _gloo(dist.PrefixStore("control", store), rank, world_size, local, timeout)
         return cls(store=store, rank=rank, world_size=world_size, device=device, control=control, local=local)
 
     def close(self) -> None:
-        """Give back the connections and threads of gloo; takes about 10 ms a group, in which other threads run.
+        """Release the connections and threads of gloo; takes about 10 ms a group, in which other threads run.
 
         Waits, sends and receives afterwards raise PeerLost. A thread that waits now keeps its group until its wait ends (cut a
-        `Fence` first), as does a message without a wait, for as long as it is referred to. The store is the caller's. Safe to
-        call twice.
+        `Fence`
+        first). A message that is not waited for keeps it as long as the message is referenced. The store is the caller's to
+        close. Safe
+        to call twice.
         """
         self.closed = True
         self.control = _Closed()
@@ -170,10 +172,11 @@ class Groups:
         self._shards.clear()
 
     def interrupt(self) -> None:
-        """Let go of every thread that waits for a message on gloo, with PeerLost, on any system; any thread may call this.
+        """Release every thread that waits for a message on gloo, with PeerLost, on any system; any thread may call this.
 
-        gloo ends all connections of a group when one wait runs out of time, one after the other: up to 10 ms a rank. Where a
-        `Fence` works, it is faster.
+        When one wait times out, gloo ends all connections of the group one after the other: up to 10 ms a rank. A `Fence` is
+        faster where
+        it works.
         """
         for rank in range(self.world_size):
             if rank != self.rank:
@@ -182,10 +185,10 @@ class Groups:
                     self.control.recv([torch.empty(1)], rank, _INTERRUPT_TAG).wait(_MOMENT)
 
     def shards(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of the ranks that share a stage, for collectives on the device; all of them must ask for it.
+        """Return the process group of the ranks that share a stage, for collectives on the device; all of them must call this.
 
         Args:
-            ranks: of the shards in order; this rank is one of them.
+            ranks: ranks of the shards in order; this rank is one of them.
         """
         if self.closed:
             raise PeerLost(_NO_MORE)
@@ -201,36 +204,42 @@ class Groups:
         return self._shards[ranks]
 
     def send(self, tensor: Tensor, lane: Lane, tag: int) -> Work:
-        """Start to send. The tensor must be contiguous, kept and unchanged until the work is through."""
+        """Start to send a tensor over a lane.
+
+        It must be contiguous, and stay alive and unchanged until the returned work is done.
+        """
         if tensor.is_cuda:
             return self._pair(lane).send([tensor], 1, tag)
         return self.send_control(tensor, lane.target, tag)
 
     def receive(self, tensor: Tensor, lane: Lane, tag: int) -> Work:
-        """Start to receive into a contiguous tensor."""
+        """Start to receive into a contiguous tensor over a lane; return the work to wait for."""
         if tensor.is_cuda:
             return self._pair(lane).recv([tensor], 0, tag)
         return self.receive_control(tensor, lane.source, tag)
 
     def send_control(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        """Start to send a CPU tensor to a rank."""
+        """Start to send a CPU tensor to a rank over gloo; return the work to wait for."""
         try:
             return _Message(self.control.send([tensor], rank, tag), self)
         except RuntimeError as error:
             raise PeerLost(str(error)) from error
 
     def receive_control(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        """Start to receive a CPU tensor from a rank."""
+        """Start to receive into a CPU tensor from a rank over gloo; return the work to wait for."""
         try:
             return _Message(self.control.recv([tensor], rank, tag), self)
         except RuntimeError as error:
             raise PeerLost(str(error)) from error
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give every rank rank 0's CPU tensor, of a size known to all. On rank 0 it must not change afterwards.
+        """Copy rank 0's CPU tensor to every rank, in place; all give one of the same size.
 
-        Straight from rank 0, as `all_reduce`: for what we send this way, gloo's collectives cost more in hops between
-        threads and in rounds around a ring than they save.
+        On rank 0 it must not change afterwards.
+
+        Rank 0 sends to each rank directly, also in `all_reduce`: for messages of the sizes used here, gloo's collectives cost
+        more in hops
+        between threads and in rounds around a ring than they save.
         """
         if self.rank == 0:
             # Not waited for now: gloo forgets a message that it has begun to write to a rank that just left, and a thread
@@ -242,7 +251,7 @@ class Groups:
             wait(self.receive_control(tensor, 0, _STAR_TAG))
 
     def flush(self) -> None:
-        """Rank 0: wait until the others have all that was broadcast."""
+        """Block rank 0 until the other ranks have received all broadcasts."""
         while self._broadcasts:
             self._arrived()
 
@@ -280,7 +289,7 @@ class Groups:
 
 
 class _Message:
-    """A message on gloo. Its wait lasts as long as the message takes, regardless of the timeout of its group."""
+    """A message on gloo. Waiting for it has no time limit, regardless of the timeout of its group."""
 
     __slots__ = ("_groups", "_work")
 
@@ -311,7 +320,7 @@ def _gloo(store: dist.Store, rank: int, world_size: int, local: bool, timeout: t
 
 
 def _listener(local: bool) -> Any:
-    """Return the device with which gloo listens and connects."""
+    """Return the gloo device (network interface or address) that listens and connects."""
     found = "hostname", "127.0.0.1"
     if not local:
         found = listen_at(os.environ)

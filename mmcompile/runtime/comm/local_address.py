@@ -9,20 +9,21 @@ from collections.abc import Mapping
 from mmcompile.errors import ConfigError
 
 _ANY_PORT = 9
-"""Port of a datagram that is never sent."""
+"""Port of the datagram socket that finds the local address; no datagram is sent."""
 
 
 def listen_at(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return a network interface, or an address of this machine that the others can reach.
+    """Return a network interface, or an address of this machine that the other machines can reach.
 
-    GLOO_SOCKET_IFNAME, if it is set, as for torch. Otherwise the address that this machine has on its way to MASTER_ADDR: what
-    its own name resolves to, gloo's default, is a loopback address on many systems.
+    GLOO_SOCKET_IFNAME, if it is set, as for torch. Otherwise the local address of the route to MASTER_ADDR: the address of the
+    host's
+    own name, gloo's default, is a loopback address on many systems.
 
     Returns:
         ("interface", name) or ("hostname", address); None if no launcher set an address.
 
     Raises:
-        ConfigError: there are other machines, and only this one would reach that address; or MASTER_ADDR is no machine's name.
+        ConfigError: there are other machines, and the address is loopback; or MASTER_ADDR names no machine.
     """
     if name := environment.get("GLOO_SOCKET_IFNAME"):
         return "interface", name
@@ -40,10 +41,10 @@ def listen_at(environment: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def address_towards(machine: str) -> str:
-    """The address of this machine that packets to another one carry. Nothing is sent.
+    """Return the local address from which packets to another machine are sent. No packet is sent.
 
     Raises:
-        ConfigError: there is no such machine, or no way to it.
+        ConfigError: there is no such machine, or no route to it.
     """
     try:
         kind, how, protocol, _, address = socket.getaddrinfo(machine, _ANY_PORT, type=socket.SOCK_DGRAM)[0]

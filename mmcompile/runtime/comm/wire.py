@@ -1,4 +1,4 @@
-"""Control messages: msgpack for what is small, raw bytes for tensors. Nothing on the wire is pickled."""
+"""Control messages: msgpack for small data, raw bytes for tensors. No message is pickled."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mmcompile.runtime.comm.framing import LENGTH_BYTES, frame, frame_length
 from mmcompile.runtime.comm.groups import Groups, wait
 
 _FIRST_BYTES = 16384
-"""Bytes of the first broadcast; a longer message needs a second one."""
+"""Bytes of the first broadcast of a message; a longer message needs a second broadcast."""
 _TAG = 2**31 - 1
-"""Tag of control messages between two ranks; messages of links have smaller ones."""
+"""Tag of control messages between two ranks; messages of links have smaller tags."""
 
 T = TypeVar("T")
 
 
 def encode(message: object) -> bytes:
-    """Dataclasses to msgpack."""
+    """Return a dataclass encoded as msgpack."""
     return msgspec.msgpack.encode(message)
 
 
@@ -32,7 +32,7 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
 
 
 def broadcast(groups: Groups, data: bytes | None) -> bytes:
-    """Give every rank the bytes of rank 0 (the others pass None)."""
+    """Return rank 0's bytes on every rank; the other ranks pass None."""
     whole = None if data is None else torch.frombuffer(bytearray(frame(data)), dtype=torch.uint8)
     first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
     if whole is not None:
@@ -50,16 +50,16 @@ def broadcast(groups: Groups, data: bytes | None) -> bytes:
 
 
 def announce(groups: Groups, message: object, kinds: Sequence[type]) -> None:
-    """Rank 0: give every rank a message.
+    """Broadcast a message from rank 0 to every rank.
 
     Args:
-        kinds: dataclasses of all messages that ranks expect, the same on all.
+        kinds: dataclasses of all possible messages, the same on all ranks.
     """
     broadcast(groups, bytes([kinds.index(type(message))]) + encode(message))
 
 
 def hear(groups: Groups, kinds: Sequence[type[T]]) -> T:
-    """Other ranks: wait for the message that rank 0 announces, and return it."""
+    """Wait for the message that rank 0 announces, and return it (on ranks other than 0)."""
     data = broadcast(groups, None)
     return decode(memoryview(data)[1:], kinds[data[0]])
 
@@ -73,7 +73,7 @@ def send_bytes(groups: Groups, rank: int, data: bytes) -> None:
 
 
 def receive_bytes(groups: Groups, rank: int) -> bytes:
-    """The bytes one rank sends with `send_bytes`."""
+    """Return the bytes that a rank sends with `send_bytes`."""
     length = torch.zeros(1, dtype=torch.int64)
     wait(groups.receive_control(length, rank, _TAG))
     data = torch.empty(int(length), dtype=torch.uint8)
@@ -92,7 +92,7 @@ def send_tensors(groups: Groups, rank: int, tensors: Mapping[str, Tensor]) -> No
 
 
 def receive_tensors(groups: Groups, rank: int) -> dict[str, Tensor]:
-    """The CPU tensors one rank sends with `send_tensors`."""
+    """Return the CPU tensors that a rank sends with `send_tensors`, by name."""
     table: list[tuple[str, tuple[int, ...], str]] = decode(receive_bytes(groups, rank), list[Any])
     tensors = {name: torch.empty(tuple(shape), dtype=torch_dtype(dtype)) for name, shape, dtype in table}
     for tensor in tensors.values():

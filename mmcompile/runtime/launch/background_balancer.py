@@ -1,8 +1,8 @@
-"""`BackgroundBalancer`: a balancer that decides in a process of its own, at low priority.
+"""`BackgroundBalancer`: a balancer that assigns samples in a process of its own, at low priority.
 
-A thread that plans the next step shares Python's lock with the thread that runs this one; to weigh assignments of thousands of
-samples would hold up the step. The process gets costs and returns places, so it needs neither model nor samples. It ends when its
-socket does, that is with the process that started it.
+A thread that plans the next step shares Python's lock with the thread that runs the current one; comparing assignments of
+thousands of samples would delay the step. The process gets costs and returns an assignment, so it needs neither model nor
+samples. It ends when its socket is closed, at the latest with the process that started it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from mmcompile.runtime.launch.local_workers import worker_environment
 
 _NICE = 10
 _MODULE = "mmcompile.runtime.launch.background_balancer"
-"""This module, which is also the main module of the process: its argument is the number of its socket."""
+"""This module, also the main module of the process, whose argument is the file descriptor of its socket."""
 _END_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """An importable function of texts that makes a balancer in another process."""
+    """Import path of a function with text arguments, which makes a balancer in another process."""
 
     module: str
     function: str
     arguments: tuple[str, ...]
 
     def make(self) -> Balancer:
-        """Make the balancer."""
+        """Import and call the function, and return the balancer."""
         return getattr(importlib.import_module(self.module), self.function)(*self.arguments)
 
 
@@ -80,7 +80,7 @@ class _Answer:
     microbatch: bytes = b""
     reason: str = ""
     error: str = ""
-    """Text of a ConfigError; then there are no places."""
+    """Message of a ConfigError, in which case there is no assignment; "" without an error."""
 
     def assignment(self, costs: SampleCosts, grid: Grid) -> Assignment:
         shape = costs.costs.shape
@@ -92,11 +92,11 @@ class _Answer:
 
 @final
 class BackgroundBalancer(Balancer):
-    """Decides here until `start`ed and until its process is up, then there; the same either way.
+    """Assigns in its own process once that is started and ready, before that in this one; both give the same assignment.
 
     Args:
-        inner: the balancer.
-        recipe: makes an equal one.
+        inner: balancer that runs in this process.
+        recipe: makes an equal balancer in the other process.
     """
 
     name: ClassVar[str] = "aside"
@@ -115,13 +115,13 @@ class BackgroundBalancer(Balancer):
 
     @property
     def is_up(self) -> bool:
-        """True once the process assigns."""
+        """True once the process is ready to assign."""
         if not self._up and self._line is not None and select.select([self._line], [], [], 0)[0]:
             self._up = self._heard() is not None
         return self._up
 
     def start(self) -> None:
-        """Start the process without waiting for it. A second call does nothing."""
+        """Start the process without waiting for it; a second call has no effect."""
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
@@ -149,7 +149,7 @@ class BackgroundBalancer(Balancer):
             self._process.wait()
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Assign in the process, or here until it has started."""
+        """Return an assignment by the process if it is ready, else by the inner balancer."""
         return self.explained(costs, grid)[0]
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
@@ -170,7 +170,7 @@ class BackgroundBalancer(Balancer):
             send_frame(self._line, msgspec.msgpack.encode(message))
 
     def _heard(self) -> _Answer | None:
-        """The next answer of the process; None if it is gone."""
+        """Return the next answer of the process; None if it has ended."""
         assert self._line is not None, "the process was not started"
         try:
             data = receive_frame(self._line)
@@ -185,7 +185,7 @@ class BackgroundBalancer(Balancer):
 
 
 def serve(line: socket.socket) -> None:
-    """Answer questions until the other side is gone."""
+    """Answer assignment requests on a socket until it is closed."""
     _yield_cores()
     data = receive_frame(line)
     if data is None:
@@ -197,7 +197,7 @@ def serve(line: socket.socket) -> None:
 
 
 def _yield_cores() -> None:
-    """Ranks on the same cores come first: a plan has a whole step's time to be made."""
+    """Lower this process's priority below that of ranks on the same cores: planning has a whole step's time."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:

@@ -1,7 +1,8 @@
-"""Worker processes of a plain script: started, watched, and never left behind.
+"""Worker processes of a plain script: started, watched, and always stopped.
 
-Each worker shares a socket with rank 0, to which it writes the error if it fails, and which ends when it dies. One more process,
-from which workers are forked (`worker_main.py`), reports how each one ended; and stops them all when rank 0 is gone.
+Each worker shares a socket with rank 0. A worker that fails writes the error to it; when a worker dies, the socket is closed. A
+further process, from which workers are forked (`worker_main.py`), reports the exit of each worker, and stops all when rank 0
+ends.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ import msgspec
 from mmcompile.runtime.control.processes import describe_code, kill_group
 
 _GRACE_S = 0.3
-"""Seconds to wait for the first cause: a neighbour of a dead rank often fails before the death is seen."""
+"""Seconds to wait for the cause of a failure: a peer of a dead rank often fails before the death is noticed."""
 _POLL_S = 0.05
 _STOP_S = 1.0
-"""Seconds for work of milliseconds, unless the process that forks workers is still loading, or is stopped."""
+"""Seconds to wait for a stop, which takes milliseconds unless the forking process is still loading, or is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOrder:
-    """Arguments of a worker."""
+    """Arguments of a worker process."""
 
     rank: int
     world_size: int
     port: int
     """Port of rank 0's store, on this machine."""
     report: int
-    """File descriptor of the worker's end of the socket."""
+    """File descriptor of the worker's end of its socket to rank 0."""
     board: int
     """File descriptor of the status board."""
     device: str
@@ -50,34 +51,35 @@ class WorkerOrders:
 
     workers: tuple[WorkerOrder, ...]
     exits: int
-    """File descriptor of the socket for one `Exit` a line; at its end all workers are to be stopped."""
+    """File descriptor of the socket for one `Exit` per line; when it is closed, all workers are to be stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
-    """End of a worker."""
+    """Rank and exit code of a worker that ended."""
 
     rank: int
     code: int
-    """Negative: the signal that killed it."""
+    """Exit code of the process; -n if signal n killed it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Cause of an engine's end. A worker that fails reports its own."""
+    """Rank and cause of the failure that ends an engine; a failing worker reports it itself."""
 
     rank: int
     cause: str
     traceback: str = ""
     peer_lost: bool = False
-    """The rank only noticed that another rank was gone."""
+    """True if the rank only lost the connection to another rank, which is then the cause."""
 
 
 class Workers:
-    """Ranks 1 and up, as processes of this machine.
+    """The worker processes of ranks 1 and up on this machine.
 
-    A thread watches them. When one dies or reports an error, it stops all others and sets `failure`, which also
-    releases rank 0: every message it waits for fails once the other side is gone.
+    A thread watches them. When one dies or reports an error, it stops all others and sets `failure`. This also releases rank 0:
+    every
+    message it waits for fails once the other rank is gone.
     """
 
     def __init__(self, num_ranks: int, port: int, board: int, devices: list[str]) -> None:
@@ -103,12 +105,12 @@ class Workers:
         self._watcher.start()
 
     def wait_for_failure(self, timeout_s: float) -> Failure | None:
-        """The failure, if one is found within a time."""
+        """Return the failure of a worker, waiting up to `timeout_s` for one; None if there is none."""
         self._over.wait(timeout_s)
         return self.failure
 
     def close(self, timeout_s: float) -> None:
-        """Wait for workers that are ending; stop those that do not. Safe to call twice."""
+        """Wait for workers to end, and stop those that have not after `timeout_s`. Safe to call twice."""
         self._closing = True
         if self._parent is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -152,13 +154,13 @@ class Workers:
         self._over.set()
 
     def _cause(self, dead: set[int]) -> Failure:
-        """The failure that explains the others: not one that only lost its peer, if there is another."""
+        """Return the failure that caused those of the ranks in `dead`: if possible, not one that only lost its peer."""
         codes = self._codes(dead)
         failures = [self._failure(rank, codes.get(rank)) for rank in sorted(dead)]
         return min(failures, key=lambda failure: failure.peer_lost)
 
     def _codes(self, dead: set[int]) -> dict[int, int]:
-        """Exit code by rank, of `dead` and maybe more; nothing for those whose parent was killed."""
+        """Return exit codes by rank, of `dead` and maybe more ranks; none for a rank whose parent was killed."""
         codes: dict[int, int] = {}
         self._exits.settimeout(_STOP_S)
         with self._exits.makefile("rb") as lines, contextlib.suppress(OSError):
@@ -188,7 +190,10 @@ def _start(orders: WorkerOrders) -> subprocess.Popen[bytes]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Ours, with one thread a worker, and with this package importable though `-P` leaves out the current folder."""
+    """Return the environment of a worker: this process's, with one compute thread, and with this package importable.
+
+    The option `-P` would leave out the current folder.
+    """
     home = str(Path(__file__).parents[3])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if home not in site.getsitepackages():

@@ -1,4 +1,4 @@
-"""`ProcessGroupSession`: the ranks of one engine, however they were started, and what happens when one fails."""
+"""`ProcessGroupSession`: the connected ranks of one engine, started in any way, and the handling of a rank's failure."""
 
 # pyright: reportPrivateImportUsage=false
 # torch.distributed re-exports its C++ classes without saying so.
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 _POLL_S = 0.03
 _CAUSE_S = 2.0
-"""Seconds for which a rank that lost a peer waits for the cause."""
+"""Seconds for which a rank that lost a peer waits to learn the cause."""
 _CLOSE_S = 5.0
 _ABORT_POLL_S = 0.25
 _ABORT_KEY = "abort"
 _ADVICE = "all ranks were stopped; start a new engine and engine.load() the last checkpoint"
 
 _launched: Iterator[int] = itertools.count()
-"""Engines made by this process under a launcher; the same number on all ranks, so it names their keys in the store."""
+"""Counter of the engines made by this process under a launcher; equal on all ranks, so it names an engine's keys in the store."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,10 +59,10 @@ class Runner:
         self._thread.start()
 
     def call(self, function: Callable[[], T], check: Callable[[], None]) -> T:
-        """Run a function on the thread and wait for its result.
+        """Run a function on the thread, and return its result.
 
         Args:
-            check: called every 30 ms while waiting; what it raises ends the wait (the function is left behind).
+            check: called every 30 ms while waiting; an exception it raises ends the wait, and the function keeps running.
         """
         call = _RunnerCall[T](function=function)
         self._calls.put(cast("_RunnerCall[object]", call))
@@ -78,7 +78,7 @@ class Runner:
         return call.result[0]
 
     def end(self, timeout_s: float) -> None:
-        """Let the thread end, and wait for it a while: it may be stuck in a message without an answer."""
+        """Ask the thread to end, and wait up to `timeout_s`: it may be blocked in a message that never arrives."""
         self._calls.put(None)
         self._thread.join(timeout_s)
 
@@ -94,7 +94,7 @@ class Runner:
 
 
 class ProcessGroupSession(ABC):
-    """Ranks joined by groups. `call` runs what communicates, and turns every failure into one EngineError."""
+    """Ranks joined by process groups. `call` runs functions that communicate, and turns every failure into one EngineError."""
 
     groups: Groups
     board: StatusBoard
@@ -111,7 +111,7 @@ class ProcessGroupSession(ABC):
 
     @property
     def is_over(self) -> bool:
-        """It was closed, or any rank failed."""
+        """True once the session was closed, or any rank failed."""
         return bool(self._broken)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -134,10 +134,10 @@ class ProcessGroupSession(ABC):
             raise
 
     def check(self) -> None:
-        """Look whether any rank failed, while nothing is called.
+        """Check whether any rank failed, between calls.
 
         Raises:
-            EngineError: one did; all are stopped.
+            EngineError: a rank failed; all ranks are stopped.
         """
         if self._broken:
             raise EngineError(self._broken)
@@ -147,7 +147,11 @@ class ProcessGroupSession(ABC):
             self._fail(str(error), error)
 
     def close(self, farewell: Callable[[], None] | None) -> None:
-        """End the session. `farewell` ends the other ranks, unless something failed already. Safe to call twice."""
+        """End the session. Safe to call twice.
+
+        Args:
+            farewell: function that ends the other ranks; not called after a failure. None: they end by themselves.
+        """
         if self._broken:
             return
         self._broken = "the engine is closed; start a new one"
@@ -190,7 +194,7 @@ class ProcessGroupSession(ABC):
 
     @abstractmethod
     def _cause(self, error: PeerLost) -> str:
-        """Why a peer is gone, as a full message."""
+        """Return the full error message for a lost peer, with the cause."""
 
     @abstractmethod
     def _abort(self, message: str) -> None:
@@ -198,11 +202,11 @@ class ProcessGroupSession(ABC):
 
     @abstractmethod
     def _end(self, timeout_s: float) -> None:
-        """Wait for ranks that are ending."""
+        """Wait up to `timeout_s` for ranks that are ending."""
 
 
 class _SpawnedSession(ProcessGroupSession):
-    """A plain script: rank 0 is this process and starts the others here."""
+    """Session of a plain script: rank 0 is this process and starts the other ranks on this machine."""
 
     def __init__(self, stages: tuple[PlacedStage, ...], num_ranks: int, devices: list[str]) -> None:
         super().__init__(stages)
@@ -221,7 +225,7 @@ class _SpawnedSession(ProcessGroupSession):
             raise
 
     def _await_workers(self, store: dist.Store, num_ranks: int) -> None:
-        """Wait until all have started, so that meeting them cannot block."""
+        """Wait until all workers have started, so that connecting to them cannot block."""
         keys = [f"ready/{rank}" for rank in range(1, num_ranks)]
         while keys and not store.check(keys):
             self._check()
@@ -243,7 +247,7 @@ class _SpawnedSession(ProcessGroupSession):
 
 
 class _LaunchedSession(ProcessGroupSession):
-    """Ranks started by torchrun, or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """Session of ranks started by torchrun, or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
     def __init__(self, stages: tuple[PlacedStage, ...], num_ranks: int, device: str) -> None:
         super().__init__(stages)
@@ -287,10 +291,10 @@ class _LaunchedSession(ProcessGroupSession):
 
 
 def open_session(stages: tuple[PlacedStage, ...], device: str | None) -> ProcessGroupSession:
-    """Join the ranks a launcher started, or start them here.
+    """Return a session of the ranks that a launcher started, or start the ranks on this machine.
 
     Args:
-        device: "cpu" or "cuda"; None takes cuda where every rank gets one.
+        device: "cpu" or "cuda"; None chooses cuda if every rank gets a GPU.
     """
     num_ranks = 1 + max(rank for stage in stages for rank in stage.ranks)
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):

@@ -1,6 +1,6 @@
-"""Named places where tests make a process fail at an exact moment.
+"""Named places in the code at which tests make a process fail.
 
-The variable MMCOMPILE_FAIL holds a JSON list of `Strike`. Where it is not set, a fail point costs a look at the environment.
+The variable MMCOMPILE_FAIL holds a JSON list of `Strike`. Where it is not set, a fail point costs one look-up in the environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HOLD_POLL_S = 0.02
 
 
 class FaultAction(StrEnum):
-    """Fault of a process."""
+    """Kinds of faults that a test can inject into a process."""
 
     KILL = "kill"
     STOP = "stop"
@@ -31,16 +31,16 @@ class FaultAction(StrEnum):
     SEGFAULT = "segfault"
     EXCEPTION = "exception"
     GIL = "gil"
-    """It never lets go of the interpreter again."""
+    """Hold the interpreter lock for ever."""
     SLEEP = "sleep"
-    """It is slow once: five seconds, or `seconds`."""
+    """Sleep for `seconds` (by default five)."""
     HOLD = "hold"
-    """It goes no further while the marker is there."""
+    """Block while the marker file exists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strike:
-    """One fault. What is None fits all."""
+    """One fault, and the process and moment that it strikes. A field of None matches any value."""
 
     point: str
     action: FaultAction
@@ -48,16 +48,16 @@ class Strike:
     step: int | None = None
     generation: int | None = None
     marker: str | None = None
-    """Path of a file. The fault strikes only if it can create it: once, over all processes."""
+    """Path of a file. The fault strikes only if it can create the file: once over all processes. None: every time."""
     seconds: float = 5.0
 
 
 class InjectedFault(Exception):
-    """The exception of a fail point."""
+    """Exception that a fail point raises."""
 
 
 def fail_point(point: str, *, rank: int | None = None, step: int | None = None, generation: int | None = None) -> None:
-    """Fail here if a test asked for it."""
+    """Inject a fault here if a `Strike` in MMCOMPILE_FAIL matches the point, rank, step and generation."""
     if text := os.environ.get(VARIABLE):
         for strike in _strikes(text):
             wanted = (strike.rank, strike.step, strike.generation)

@@ -1,4 +1,4 @@
-"""`StatusBoard`: what every rank is doing, readable even after a rank was killed."""
+"""`StatusBoard`: current action of every rank, readable even after a rank was killed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dataclasses import dataclass
 
 _SLOT = struct.Struct("<qiii")
 _SLOT_BYTES = 64
-"""A cache line each, so that ranks do not slow each other."""
+"""Bytes of a rank's slot: one cache line, so that ranks do not slow each other down."""
 
 IDLE = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """The last thing a rank began."""
+    """The last action that a rank began."""
 
     step: int
     stage: int
-    """Index of the stage, or -1 between actions."""
+    """Index of the placed stage; -1 between actions."""
     kind: int
-    """Position in `ActionKind`."""
+    """Position of the action's kind in `ActionKind`."""
     microbatch: int
-    """Number of the microbatch in actions."""
+    """Number of the microbatch, as in the action list."""
 
 
 class StatusBoard:
-    """A slot of shared memory a rank. Writing costs under a microsecond, so it is done before every action."""
+    """Shared memory with one slot per rank. Writing costs under a microsecond, so it is done before every action."""
 
     def __init__(self, file: int, num_ranks: int) -> None:
         """Map the board behind the file descriptor `file`."""
@@ -37,7 +37,7 @@ class StatusBoard:
 
     @staticmethod
     def create(num_ranks: int) -> int:
-        """Make a board in an unnamed file; returns its descriptor, to be inherited by workers."""
+        """Make a board in an unnamed file, and return the file descriptor, which workers inherit."""
         with tempfile.TemporaryFile() as file:
             file.write(_SLOT.pack(0, IDLE, 0, 0).ljust(_SLOT_BYTES, b"\0") * num_ranks)
             file.flush()
@@ -45,7 +45,7 @@ class StatusBoard:
 
     @classmethod
     def private(cls, num_ranks: int) -> StatusBoard:
-        """A board that only this process sees."""
+        """Return a board that no other process sees."""
         file = cls.create(num_ranks)
         try:
             return cls(file, num_ranks)

@@ -1,4 +1,4 @@
-"""Time of work on a device, and what the device is."""
+"""`Timer`: time of work on a device; and the name of the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Timer:
         self._cuda = device.type == "cuda"
 
     def run(self, work: Callable[[], ResultT]) -> tuple[float, ResultT]:
-        """Seconds, and what the work returned."""
+        """Run the function `work`, and return (seconds, its result)."""
         if not self._cuda:
             start = time.thread_time()
             result = work()
@@ -41,7 +41,7 @@ class Timer:
 
 @contextlib.contextmanager
 def one_thread() -> Generator[None]:
-    """Compute on one thread, as a rank does on a CPU, and on as many as before afterwards."""
+    """Run the block with one torch thread, as a rank does on a CPU, and restore the number of threads afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -51,7 +51,7 @@ def one_thread() -> Generator[None]:
 
 
 def processor_name(device: torch.device) -> str:
-    """Return the machine's name of a device: `Intel(R) Xeon(R) Processor`, `NVIDIA H100 80GB HBM3`."""
+    """Return the model name of a device: `Intel(R) Xeon(R) Processor`, `NVIDIA H100 80GB HBM3`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):

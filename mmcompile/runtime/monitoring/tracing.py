@@ -1,4 +1,4 @@
-"""Measured actions of a step, with consecutive layers joined to the stage that they form together."""
+"""Measured actions of a step, with the actions of consecutive layers merged into actions of the stage that they form."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mmcompile.runtime.comm import wire
 from mmcompile.runtime.comm.groups import Groups
 
 FILE = "events.json"
-"""Name in the folder of a run, as `mmcompile.report.run_folder` reads it."""
+"""Name of the trace file in a run's folder, as `mmcompile.report.run_folder` reads it."""
 
 
 def collect(groups: Groups, events: Iterable[Event], path: Path) -> None:
-    """Gather the events of all ranks on rank 0, and write them."""
+    """Gather the events of all ranks on rank 0, and write them to a file there."""
     mine = list(_merged(events))
     if groups.rank:
         wire.send_bytes(groups, 0, wire.encode(mine))
@@ -30,12 +30,12 @@ def collect(groups: Groups, events: Iterable[Event], path: Path) -> None:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Return the events of `collect`; nothing if no step was traced."""
+    """Return the events that `collect` wrote; an empty list if no step was traced."""
     return msgspec.json.decode(path.read_bytes(), type=list[Event]) if path.exists() else []
 
 
 def _merged(events: Iterable[Event]) -> Iterator[Event]:
-    """Events of one rank in order, those of neighbouring layers that do the same for a microbatch as one.
+    """Yield the events of one rank in order, merging events of consecutive layers with the same action on a microbatch.
 
     `language_model.4` .. `language_model.7` of replica 1 become `language_model[4:8]#1`.
     """
@@ -64,7 +64,7 @@ def _joined(run: list[Event]) -> Event:
 
 
 def _place(event: Event) -> tuple[str, int, str]:
-    """Chain, layer, and what names the replica (`#1`)."""
+    """Return (chain, index of the layer, suffix of the replica such as `#1`) of an event's stage."""
     name, mark, replica = event.stage.partition("#")
     layer = layer_of(name)
     return layer.chain, layer.index, mark + replica
