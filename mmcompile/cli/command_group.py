@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = {
     "simulate": "mmcompile.cli.commands.simulate:simulate",
     "step": "mmcompile.cli.commands.step:step",
     "diff": "mmcompile.cli.commands.diff:diff",
+    "passes": "mmcompile.cli.commands.passes:passes",
     "profile": "mmcompile.cli.commands.profile:profile",
     "train": "mmcompile.cli.commands.train:train",
     "coordinate": "mmcompile.cli.commands.coordinate:coordinate",
@@ -73,6 +74,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "diff": (
         "mmcompile plan examples/configs/llava-tiny.json --stages language_model=3 -o other.json",
         "mmcompile diff plan.json other.json",
+    ),
+    "passes": (
+        "mmcompile passes",
+        "mmcompile passes examples/configs/llava-tiny.json --train projector --run modality-dag,gradient-flow,cost",
+        "mmcompile passes examples/configs/llava-tiny.json --run 'tensor-parallel{degrees=language_model:2},cost' --json",
     ),
     "profile": (
         "mmcompile profile examples/configs/llava-tiny.json --dtype float32 --sizes 64,256 -o calibration.json",
