@@ -1,9 +1,8 @@
 """FLOPs of a node and of the gradient of each of its operands, from torch's own formulas.
 
-Composite ops (linear, matmul, conv2d, attention, einsum) are mapped onto the ops that
-`torch.utils.flop_counter.flop_registry` has formulas for, so that our totals equal what `FlopCounterMode` counts on a
-real forward and backward. As there, a multiply-add is two FLOPs, causal masks are not discounted, and everything but
-matrix products and convolutions counts zero.
+Composite ops (linear, matmul, conv2d, attention, einsum) are mapped onto the ops that `torch.utils.flop_counter.flop_registry`
+has formulas for, so that our totals equal what `FlopCounterMode` counts on a real forward and backward. As there, a multiply-add
+is two FLOPs, causal masks are not discounted, and everything but matrix products and convolutions counts zero.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpFlops:
-    """FLOPs of one node, forward and backward."""
+    """Work of one node."""
 
     forward: int = 0
     operands: tuple[tuple[fx.Node, int], ...] = ()
@@ -40,7 +39,7 @@ class OpFlops:
 
 
 FlopsRule = Callable[[fx.Node], OpFlops]
-"""Function from a node to its work; it reads shapes of operands by `shape_of`, and arguments by `passed`."""
+"""Function from a node to its work; `passed` has the arguments of a node, `tensors` the shapes of a value."""
 _NOTHING = OpFlops()
 
 
@@ -83,14 +82,14 @@ def _bmm(batch: int, rows: int, inner: int, columns: int) -> int:
 
 @cache
 def _attend(query: Shape, key: Shape, value: Shape) -> tuple[int, int]:
-    """Return (forward, backward) FLOPs of attention, from the shapes [batch, heads, tokens, dim] of its inputs."""
+    """Return (forward, backward) FLOPs of attention over [batch, heads, tokens, dim]."""
     forward = flop_registry[aten._scaled_dot_product_flash_attention](query, key, value)
     out = (*query[:-1], value[-1])
     return forward, flop_registry[aten._scaled_dot_product_flash_attention_backward](out, query, key, value)
 
 
 def _product(first: str, second: str) -> FlopsRule:
-    """Return the rule of a (batched, broadcast) matrix product: each of both gradients costs as much as the forward."""
+    """Count a (batched, broadcast) matrix product: both gradients cost as much as the forward."""
 
     def rule(node: fx.Node) -> OpFlops:
         given = passed(node)
@@ -106,10 +105,7 @@ def _product(first: str, second: str) -> FlopsRule:
 
 
 def _convolution(dims: int, *, transposed: bool) -> FlopsRule:
-    """Return the rule of a convolution with this number of spatial dims.
-
-    torch's formula of the weight gradient ignores that groups do not mix; the rule corrects this.
-    """
+    """Count the products of a convolution. torch's weight gradient forgets that groups do not mix; corrected here."""
 
     def rule(node: fx.Node) -> OpFlops:
         given = passed(node)
@@ -131,7 +127,7 @@ def _convolution(dims: int, *, transposed: bool) -> FlopsRule:
 
 
 def _solve_triangular(node: fx.Node) -> OpFlops:
-    """Count the forward of a triangular solve as 0, as torch does; the gradient of the matrix is one product."""
+    """Count a triangular solve as nothing, as torch does; the matrix gets a product of gradient and solution."""
     given = passed(node)
     matrix, solution = _node(given["self"]), _shape_of(node)
     (*batch, rows, columns) = solution
@@ -154,7 +150,7 @@ def _attention(node: fx.Node) -> OpFlops:
 
 
 def _bitfield_attention(node: fx.Node) -> OpFlops:
-    """Count the visible pairs of the mask words if the words' values are available; else all pairs, as with a dense mask."""
+    """Count by the visible pairs of the words if their values are known; else by all pairs, as for a dense mask."""
     given = passed(node)
     operands = tuple(_node(given[name]) for name in ("q", "k", "v"))
     q, k, v = (tensors(operand)[0] for operand in operands)
@@ -168,13 +164,13 @@ def _bitfield_attention(node: fx.Node) -> OpFlops:
 
 
 def _mask(given: Mapping[str, object]) -> tuple[torch.Tensor | None, ...]:
-    """Return (words, positions) of the queries, then of the keys. Positions in natural order (0, 1, 2, ...) are None."""
+    """Return words and positions of queries, then of keys. Positions in natural order (0, 1, 2, ...) are None."""
     nodes = [_node(given[name]) for name in ("words", "positions", "kv_words", "kv_positions")]
     return tuple(None if node.target is token_positions else tensors(node)[0] for node in nodes)
 
 
 def _packed_attention(node: fx.Node) -> OpFlops:
-    """Count block-diagonal attention over [1, heads, tokens, dim]: each segment attends to itself only."""
+    """Count block-diagonal attention, [1, H, S, D]: each segment attends to itself."""
     given = passed(node)
     operands = tuple(_node(given[name]) for name in ("query", "key", "value"))
     query, key, value = (_shape_of(operand) for operand in operands)
@@ -187,7 +183,7 @@ def _packed_attention(node: fx.Node) -> OpFlops:
 
 
 def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
-    """Return segment lengths: the real ones if `cu_seqlens` is computed from constants, else equal parts.
+    """Return segment lengths: real ones if `cu_seqlens` is made of constants of the graph, else as equal as can be.
 
     [Approximation]
 
@@ -201,9 +197,9 @@ def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
 
 
 def _constant(node: fx.Node) -> Any:
-    """Return the value of a constant of the graph, or one computed from constants alone; None for any other node.
+    """Return the value of a constant of the graph, or of a value computed from constants alone; None for anything else.
 
-    The result is None for tensors without values (fake, meta) too.
+    Tensors without values (fake, meta) are not known either.
     """
     if node.op == "get_attr":
         value = attrgetter(str(node.target))(node.graph.owning_module)
@@ -219,9 +215,7 @@ def _constant(node: fx.Node) -> Any:
 
 
 def _einsum(node: fx.Node) -> OpFlops:
-    """Count the FLOPs of an einsum, which torch contracts pair by pair from left to right.
-
-    A pair without a contracted dim is an elementwise product, which counts 0.
+    """Count pairs from left to right, as torch contracts them; a pair without a contracted dim is an elementwise product.
 
     With more than two operands the backward is counted for all of them together, as two products per pair.
     """
@@ -244,7 +238,7 @@ def _einsum(node: fx.Node) -> OpFlops:
 
 
 def _einsum_labels(equation: str, num_dims: Sequence[int]) -> tuple[list[str], str]:
-    """Return (labels of each operand, labels of the output), with `...` and an implicit output written out."""
+    """Return labels of each operand and of the output, with `...` and a missing output written out."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     hidden = max(dims - len(term) + 3 if "..." in term else 0 for term, dims in zip(terms, num_dims, strict=True))
@@ -259,7 +253,7 @@ def _einsum_labels(equation: str, num_dims: Sequence[int]) -> tuple[list[str], s
 
 
 def _region(node: fx.Node) -> OpFlops:
-    """Count the forward FLOPs of the body of a `torch.no_grad()` region; it has no backward."""
+    """Count the forward of the body of a `torch.no_grad()` region."""
     body = attrgetter(str(_node(node.args[1]).target))(node.graph.owning_module)
     return OpFlops(forward=sum(op_flops(child).forward for child in body.graph.nodes if child.op == "call_function"))
 
@@ -270,7 +264,7 @@ def _node(value: object) -> fx.Node:
 
 
 def attention_lengths(node: fx.Node) -> tuple[Shape, Shape] | None:
-    """Return (sequence lengths of the queries, sequence lengths of the keys) of an attention op; None for other ops."""
+    """Return the lengths of the sequences of queries, and of keys, of an attention op; None for other ops."""
     name = op_name(node)
     if name not in ATTENTION:
         return None
@@ -285,7 +279,7 @@ def attention_lengths(node: fx.Node) -> tuple[Shape, Shape] | None:
 
 
 def keys_and_values(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the key and value nodes of an attention op; () for other ops."""
+    """Return the keys and values of an attention op; nothing for other ops."""
     if op_name(node) not in ATTENTION:
         return ()
     given = passed(node)
@@ -298,7 +292,7 @@ ATTENTION = frozenset(
 PRODUCTS = frozenset(
     f"aten.{name}" for name in ("matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addbmm", "einsum")
 )
-"""Names of ops that multiply two matrices, both of which may be activations."""
+"""Matrix products of two operands, both of which may be activations."""
 
 _RULES: Mapping[str, FlopsRule] = {
     "aten.linear": _linear,

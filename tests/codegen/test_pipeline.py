@@ -13,9 +13,11 @@ from zoo import ALL
 
 import mmcompile as mm
 from mmcompile.captured_model import captured_step
-from mmcompile.codegen.pipeline import with_stage_passes
+from mmcompile.codegen.pipeline import passes_for, with_stage_passes
 from mmcompile.ir.compat import FakeTensorMode
 from mmcompile.ir.inputs import completed
+from mmcompile.passes.catalog import OWN, STAGES
+from mmcompile.passes.modality_dag import ModalityDag
 from mmcompile.planner.plan.plan import Plan
 
 
@@ -68,3 +70,23 @@ def test_plans_and_sources_are_made_without_weights() -> None:
         model = Ways({"noisy": noisy})
     plan = mm.plan(model, batch(), tensor_parallel=2, cluster="1x2xH100")
     assert any("tp_sum" in program.source for program in mm.stage_programs(model, batch(), plan).values())
+
+
+def test_passes_come_in_the_order_of_the_table() -> None:
+    model = ALL["llava"].build(torch.float32)
+    found = captured_step(model, ALL["llava"].batch(torch.float32))
+    plan = shared(even_plan(found.graph, {}), 2, 2)
+    plan = replace(plan, autocast=("language_model",), attention="bitfield")
+    plan = replace(plan, chains=tuple(replace(chain, fsdp=True, dp=2) for chain in plan.chains))
+    names = [own.name for own in passes_for(plan, found.graph, own=(ModalityDag(),))]
+    order = [own.name for own in STAGES]
+    assert names == [
+        "autocast",
+        "bitfield-attention",
+        "modality-dag",
+        "context-parallel",
+        "tensor-parallel",
+        "sharded-parameters",
+    ]
+    places = [order.index(OWN if name == "modality-dag" else name) for name in names]
+    assert places == sorted(places)
