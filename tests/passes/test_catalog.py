@@ -11,7 +11,7 @@ import pytest
 import mmcompile.passes
 from mmcompile.errors import ConfigError
 from mmcompile.passes.base import Analysis, Pass, Rewrite
-from mmcompile.passes.catalog import OWN, PASSES, PLANNING, STAGES, PassEntry, in_order, pass_entry
+from mmcompile.passes.catalog import OWN, PASSES, PLANNING, STAGES, OrderedPass, PassEntry, in_order, pass_entry
 from mmcompile.passes.gradient_flow import GradientFlow
 from mmcompile.passes.verify import Verify
 
@@ -38,7 +38,7 @@ def test_every_pass_of_the_product_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("order", [PLANNING, STAGES], ids=["planning", "stages"])
-def test_orders_name_passes_that_exist_and_need_nothing_that_comes_later(order: tuple) -> None:
+def test_orders_name_passes_that_exist_and_need_nothing_that_comes_later(order: tuple[OrderedPass, ...]) -> None:
     facts = set(pass_entry("verify").ensures)
     for own in order:
         if own.name != OWN:
