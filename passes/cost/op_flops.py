@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from mmcompile.ir.graph import META_KEY
 from mmcompile.ir.nodes import token_positions
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_backward_flops, bitfield_attention_flops
 from mmcompile.passes.values import arguments, concrete_shape, op_name, tensors
@@ -44,8 +45,12 @@ _NOTHING = OpFlops()
 
 
 def op_flops(node: fx.Node) -> OpFlops:
-    """Return the FLOPs of a `call_function` node; zeros for an op that is neither a matrix product nor a convolution."""
-    rule = _RULES.get(op_name(node))
+    """Return the FLOPs of a `call_function` node, by a rule of the user's (`OpCosts`) or by ours.
+
+    Zeros for an op without either: one that is neither a matrix product nor a convolution.
+    """
+    rule = node.meta[META_KEY].flops_rule if META_KEY in node.meta else None
+    rule = rule or _RULES.get(op_name(node))
     return rule(node) if rule else _NOTHING
 
 
