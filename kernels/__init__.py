@@ -1,1 +1,1 @@
-"""Attention kernels. Each is a folder with a reference, implementations, and the torch op the graph calls."""
+"""Torch ops that the compiled graphs call: attention kernels, tensor parallelism, and gathers of sharded parameters."""

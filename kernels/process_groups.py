@@ -1,4 +1,4 @@
-"""Process groups that ops call by name, and the collectives they run: started now, waited for later, on any backend."""
+"""Process groups that ops find by name, and asynchronous collectives on them, for gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp
 from mmcompile.errors import ConfigError
 
 CONTEXT_GROUP = "cp"
-"""Name, in the engine, of the group whose ranks share this process's sequences."""
+"""Name of the process group whose ranks share the tokens of this process's sequences."""
 TENSOR_GROUP = "tp"
-"""Name, in the engine, of the group whose ranks share this process's weights."""
+"""Name of the process group whose ranks share this process's weights by tensor parallelism."""
 REPLICA_GROUP = "fsdp"
-"""Name, in the engine, of the group of replicas that share their parameters."""
+"""Name of the process group of replicas that share their parameters (FSDP)."""
 
 # An op names its group by a string, since a graph can hold no process group. Groups live as long as who made them.
 _GROUPS: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
 
 
 def register_group(name: str, group: ProcessGroup) -> None:
-    """Give the ops of this process a group by name, for as long as the caller keeps it; an earlier one is replaced.
+    """Register a process group under a name for the ops of this process; an earlier group of this name is replaced.
 
     Args:
         name: name used in graphs.
-        group: gloo or NCCL, made by `torch.distributed.new_group` or directly on a store. Its ranks are in the order in
-            which keys are gathered, and in which parts of a weight follow each other.
+        group: gloo or NCCL group, made by `torch.distributed.new_group` or directly on a store. The caller must keep a
+            reference. The order of its ranks is that of gathered keys and of the parts of a weight.
     """
     _GROUPS[name] = group
 
 
 def registered_group(name: str, num_ranks: int) -> ProcessGroup:
-    """Return the group of a name. Raises ConfigError if no such group is alive, or if it has another size."""
+    """Return the process group registered under a name. Raises ConfigError if it does not exist or has another size."""
     group = _GROUPS.get(name)
     if group is None:
         known = ", ".join(sorted(_GROUPS)) or "none"
@@ -46,7 +46,7 @@ def registered_group(name: str, num_ranks: int) -> ProcessGroup:
 
 
 class ExchangeLost(Exception):
-    """A collective could not be finished: a rank of the group is gone."""
+    """A collective failed because a rank of the group is gone."""
 
 
 def all_reduce(target: torch.Tensor, group: ProcessGroup, op: ReduceOp.RedOpType = ReduceOp.SUM) -> torch.Tensor:
@@ -70,14 +70,14 @@ class _Waitable(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """A collective under way. It holds the tensors that it reads and writes, which must not be freed before it is waited for."""
+    """A collective in flight. It holds the tensors it reads and writes, which must not be freed before `wait`."""
 
     target: torch.Tensor
     message: torch.Tensor
     done: _Waitable
 
     def wait(self) -> torch.Tensor:
-        """Wait, and return the target: on CUDA, work queued later on the current stream may read it. Raises ExchangeLost."""
+        """Wait for the collective, and return its target. On CUDA only the current stream waits. Raises ExchangeLost."""
         try:
             self.done.wait()
         except RuntimeError as error:
@@ -87,11 +87,11 @@ class Transfer:
 
 @final
 class Channel:
-    """Starts collectives that overlap with what the caller computes next.
+    """Starts collectives that overlap with the caller's next computations.
 
     On CUDA they run on a stream of their own. Each starts when all work queued so far on the caller's stream is done:
-    its message is complete then, and its target no longer read. `Transfer.wait` makes the caller's stream wait for its
-    end. Each direction is one event.
+    at that point the message is complete and the target is no longer read. `Transfer.wait`
+    makes the caller's stream wait for the end of the collective. Each direction of waiting uses one CUDA event.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -99,11 +99,11 @@ class Channel:
         self._stream = _side_stream(device) if device.type == "cuda" else None
 
     def gather(self, target: torch.Tensor, message: torch.Tensor) -> Transfer:
-        """Start to gather the messages of all ranks, in order, along dim 0 of `target`. Both are contiguous."""
+        """Start to gather the messages of all ranks, in rank order, along dim 0 of `target`. Both tensors are contiguous."""
         return self._start(self._group._allgather_base, target, message)
 
     def scatter_sum(self, target: torch.Tensor, message: torch.Tensor) -> Transfer:
-        """Start to sum the messages of all ranks; `target` gets this rank's part along dim 0. Both are contiguous."""
+        """Start to sum the messages of all ranks; `target` receives this rank's part along dim 0. Both tensors are contiguous."""
         collective: Any = self._group._reduce_scatter_base  # its stub lacks a default
         return self._start(collective, target, message)
 
@@ -128,7 +128,7 @@ class _Collective(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reached:
-    """A point of the side stream, as a CUDA event."""
+    """A point on the stream of the collectives, as a CUDA event."""
 
     event: torch.cuda.Event
     device: torch.device

@@ -59,8 +59,8 @@ def run_on_capture(
     Args:
         capture: annotated by gradient-flow; left as it is.
         passes: in the order in which they run.
-        batch: the captured batch. If given, the graph has the words of its masks, and costs count
-    only the pairs of tokens that see each other; if None, costs count all pairs.
+        batch: the captured batch. If given, the graph has the words of its masks, and costs count only the pairs of
+            tokens that see each other; if None, costs count all pairs.
 
     Raises:
         ConfigError: a pass requires what none before it ensures.

@@ -1,7 +1,8 @@
-"""Attention under multimodal masks given as one 64-bit word a token.
+"""Attention under multimodal masks that are given as one 64-bit word per token.
 
-`words` has the format, `masks` and `convert` make words, `plan` finds the tiles that are visited, `eager` and `triton`
-compute them behind one torch op, and `huggingface` puts the op into models.
+`masks/words.py` defines the words, `masks/builder.py` and `masks/convert.py` make them, and `masks/block_plan.py` finds
+the tiles to compute. `impl/` computes them in torch or Triton, `ops.py` has the torch ops, and `huggingface.py` puts
+them into models.
 """
 
 from mmcompile.kernels.bitfield_attention.api import bitfield_attention as bitfield_attention

@@ -1,4 +1,4 @@
-"""`bitfield_attention`: attention under a mask of words, checked."""
+"""`bitfield_attention`: attention under a mask given as words, with checks of its arguments."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def bitfield_attention(
         k: [B, Hkv, Tk, D], H a multiple of Hkv.
         v: [B, Hkv, Tk, Dv].
         words: [B, Tq] int64, of `build_mask` or `words_from_ids`; see `words`.
-        positions: [B, Tq] int32 or int64, tokens counted before any permutation; None for 0, 1, 2, ...
-        kv_words, kv_positions: [B, Tk], of the keys; None for those of the queries.
+        positions: [B, Tq] int32 or int64, indices of tokens before any permutation; None for 0, 1, 2, ...
+        kv_words, kv_positions: words and positions of the keys, [B, Tk]; None for those of the queries.
         scale: factor on the scores; None is 1 / sqrt(D).
         window: reach of the causal term in tokens; None is no window.
-        impl: "triton", "eager" (plain torch), or "auto": Triton on CUDA, eager elsewhere.
+        impl: implementation: "triton", "eager" (plain torch), or "auto": Triton on CUDA, eager elsewhere.
         check: also read words and positions, which waits for the device, and raise unless positions increase inside
             documents. Not for tokens that were permuted.
-        return_lse: also return L.
+        return_lse: also return the log-sum-exp L.
 
     Returns:
         O, [B, H, Tq, Dv] in the dtype of `q`; a query that sees nothing gets 0. With `return_lse` also L, [B, H, Tq],
-        in float32 or wider; -inf for such a query.
+        in float32 or wider; -inf for a query that sees nothing.
 
     Raises:
         MaskError: words, positions or window of a wrong dtype, shape or value.
@@ -139,7 +139,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _check_mask(
     words_name: str, words: torch.Tensor, name: str, positions: torch.Tensor | None, x: torch.Tensor
 ) -> None:
-    """Raise unless words and positions fit tokens [B, heads, T, dim]."""
+    """Raise MaskError unless words and positions fit the tokens of `x`, [B, heads, T, dim]."""
     wanted = x.shape[0], x.shape[2]
     if words.dtype != torch.int64 or words.shape != wanted:
         raise MaskError(

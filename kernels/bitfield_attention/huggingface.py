@@ -6,7 +6,7 @@
 Words travel as a keyword argument, which models hand down to every attention layer, also under gradient checkpointing.
 They can also be the `attention_mask` itself, as words[:, None, None, :]: models pass a mask of four dims on as it is.
 Without words a model whose own mask is plainly causal, with padding, gets words of that mask; any other mask raises.
-Words that are given are the mask; a padding mask beside them is not read.
+If words are given, they are the mask, and a padding mask passed with them is not read.
 
 Models that cut islands at their sliding window (Gemma 3 and 4) agree with words, whose window bounds the causal term
 alone, only while no island is longer than the window; `check_words_reach_every_layer` checks that.
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 __all__ = ["use_bitfield_attention"]
 
 NAME = "mmcompile_bitfield"
-"""Name of this attention in transformers."""
+"""Name under which this attention is registered in transformers."""
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 def register() -> None:
-    """Make the name known to transformers. Repeating it changes nothing."""
+    """Register the attention and its mask function with transformers under `NAME`; repeated calls have no effect."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
@@ -48,10 +48,10 @@ def register() -> None:
 
 
 def use_bitfield_attention(model: PreTrainedModel, components: Iterable[str] | None = None) -> None:
-    """Set the attention of parts of a model; the rest keeps its own.
+    """Set the attention of the given parts of a model to `NAME`; the other parts keep their attention.
 
     Args:
-        model: of transformers.
+        model: model of transformers.
         components: sub-configs by dotted name ("text_config", "thinker_config.text_config"); None is the language
             model.
 
@@ -96,10 +96,10 @@ def attention(
     bitfield_positions: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend, as an attention function of transformers.
+    """Compute bitfield attention in a model; the signature is that of an attention function of transformers.
 
     Args:
-        module: the layer that calls.
+        module: the attention layer that makes the call.
         query: [B, H, Tq, D], rotated. key, value: [B, Hkv, Tk, D], heads not repeated.
         attention_mask: int64 [B, 1, 1, Tk], words; or a mask of another kind, where words do not apply.
         scaling: factor on the scores. sliding_window: causal reach in tokens, or None.
@@ -108,11 +108,11 @@ def attention(
         options: all other keyword arguments of the model; read only to refuse those that change attention.
 
     Returns:
-        [B, Tq, H, D] contiguous, and None for weights.
+        ([B, Tq, H, D] contiguous, None in place of attention weights).
 
     Raises:
         ConfigError: dropout, softcap, sinks or another option that changes attention.
-        MaskError: no words, or words of other tokens.
+        MaskError: no words are given, or words for another number of tokens.
     """
     where = _name(module)
     _refuse(where, dropout, options)
@@ -182,12 +182,12 @@ def _mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> torch.Tensor | None:
-    """Make the mask a model hands to `attention`, as a mask function of transformers.
+    """Return the mask that a model passes to `attention`; the signature is that of a mask function of transformers.
 
     Returns:
-        Words, int64 [B, 1, 1, Tk], of a causal mask with padding; int64 [B, 1, 1, 0] for another mask of causal
-        attention, whose words must be passed by keyword. The mask of `sdpa` for a step with a cache and for
-        bidirectional attention, where words do not apply.
+        The words of a causal mask with padding, int64 [B, 1, 1, Tk]. For another mask of causal attention, whose words
+        must be passed by keyword, int64 [B, 1, 1, 0]. For a step with a cache and for bidirectional attention, to which
+        words do not apply, the mask of `sdpa`.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -214,9 +214,9 @@ def _mask(
 
 
 def _is_causal(mask_function: Callable[..., torch.Tensor] | None) -> bool:
-    """Return whether a mask of transformers is causal, perhaps with a sliding window, and nothing else.
+    """Return whether a mask function of transformers is only causal, optionally with a sliding window.
 
-    Compositions are closures: they are told apart by their code, and their parts read from their cells.
+    Composed mask functions are closures: this function compares their code, and reads their parts from the closure cells.
     """
     from transformers import masking_utils
 
@@ -240,7 +240,7 @@ def _is_not_ours(
     attention_mask: torch.Tensor | None,
     words: torch.Tensor | None,
 ) -> bool:
-    """Return whether words do not apply to a call: cross-attention, an encoder, or a cached step with the model's own mask."""
+    """Return whether a call does not use words: cross-attention, an encoder, or a cached step with the model's own mask."""
     # Layers of transformers say whether they are causal self-attention; cross-attention may not say anything.
     is_causal = getattr(module, "is_causal", None)
     if is_causal:

@@ -1,4 +1,4 @@
-"""The strict check that words reach every attention layer of a Hugging Face model."""
+"""Check that the caller's words reach every attention layer of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WINDOW_CUTS_ISLANDS = ("gemma3", "gemma4")
 
 @dataclass(kw_only=True, slots=True)
 class _Trace:
-    """Calls of attention layers inside `expect_words`, by where their mask came from."""
+    """Counts of attention calls inside `expect_words`, by the origin of their mask."""
 
     with_words: Counter[torch.nn.Module] = field(default_factory=Counter)
     without: Counter[torch.nn.Module] = field(default_factory=Counter)
@@ -38,7 +38,7 @@ _TRACE: ContextVar[_Trace | None] = ContextVar("bitfield attention calls", defau
 
 
 def note_call(module: torch.nn.Module, words: torch.Tensor | None, window: int | None) -> None:
-    """Count a call of attention, with words given by keyword or without."""
+    """Count a call of attention, separately with and without words given by keyword."""
     if torch.compiler.is_compiling() or (trace := _TRACE.get()) is None:
         return
     (trace.without if words is None else trace.with_words)[module] += 1
@@ -47,26 +47,27 @@ def note_call(module: torch.nn.Module, words: torch.Tensor | None, window: int |
 
 
 def note_other_call(module: torch.nn.Module) -> None:
-    """Count a call that words do not concern: cross-attention, an encoder, a decoding step."""
+    """Count a call to which words do not apply: cross-attention, an encoder, a decoding step."""
     if not torch.compiler.is_compiling() and (trace := _TRACE.get()) is not None:
         trace.others[module] += 1
 
 
 def note_own_mask() -> None:
-    """Note that a model made the words of its own mask."""
+    """Record that a model made words from its own mask."""
     if not torch.compiler.is_compiling() and (trace := _TRACE.get()) is not None:
         trace.own_masks += 1
 
 
 @contextmanager
 def expect_words(model: PreTrainedModel) -> Generator[Counter[str]]:
-    """Raise on exit unless each self-attention layer of the language model got the caller's words at least once.
+    """Raise on exit unless each self-attention layer of the language model received the caller's words at least once.
 
     Yields:
-        Calls with words by layer name, filled on exit. Recomputed calls of gradient checkpointing count as calls.
+        Layer name -> number of calls with words, filled on exit. Recomputed calls of gradient checkpointing count as
+        calls.
 
     Raises:
-        MaskError: layers that were not called, or that got a mask the model made.
+        MaskError: a layer was not called, or received a mask that the model made.
     """
     trace, calls = _Trace(), Counter[str]()
     token = _TRACE.set(trace)
@@ -98,10 +99,10 @@ def check_words_reach_every_layer(model: PreTrainedModel, batch: Mapping[str, ob
 
     Args:
         model: after `use_bitfield_attention`.
-        batch: arguments of its forward, `bitfield_words` among them.
+        batch: arguments of the model's forward, `bitfield_words` included.
 
     Returns:
-        Calls with words, by layer name.
+        Layer name -> number of calls with words.
     """
     with torch.no_grad(), expect_words(model) as calls:
         model(**batch)
@@ -129,7 +130,7 @@ def _check_islands(model: PreTrainedModel, windows: Mapping[int, torch.Tensor]) 
 
 
 def _longest_island(words: torch.Tensor) -> int:
-    """Return the tokens of the largest island of a batch."""
+    """Return the number of tokens in the largest island of a batch."""
     rows = torch.arange(len(words), device=words.device)[:, None].expand_as(words)
     keys = torch.stack([rows, document(words), instance(words)], -1)[instance(words) != 0]
     return int(keys.unique(dim=0, return_counts=True)[1].max()) if len(keys) else 0

@@ -1,6 +1,6 @@
-"""The torch ops: `torch.ops.mmcompile.bitfield_attention` and its backward, with fakes, autograd and FLOP formulas.
+"""Torch op `torch.ops.mmcompile.bitfield_attention` and its backward, with fakes, autograd and FLOP formulas.
 
-Both outputs are differentiable: partial results of one attention are merged by their log-sum-exp.
+Both outputs are differentiable, as partial results of one attention are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def bitfield_attention_op(
     window: int | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend; `kernels.bitfield_attention.bitfield_attention` checks and completes the arguments of this op.
+    """Compute attention under mask words; `kernels.bitfield_attention.bitfield_attention` checks the arguments of this op.
 
     Args:
         q: [B, H, Tq, D].
@@ -93,15 +93,15 @@ def bitfield_attention_backward_op(
     impl: str,
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value.
+    """Return the gradients of query, key and value.
 
     Args:
         dout, dlse: gradients of the outputs of the forward op; `dlse` None is zero.
-        out, lse: those outputs.
-        grad_dtype: dtype of the gradients; None is that of each input. Sums over ranks need float32.
+        out, lse: outputs of the forward op.
+        grad_dtype: dtype of the gradients; None for the dtype of each input. float32 is for gradients summed over ranks.
 
     Returns:
-        dQ, dK, dV, contiguous.
+        dQ, dK, dV, contiguous, in the shapes of `q`, `k`, `v`.
     """
     source = words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words)
     if resolve(impl, q, v) == "eager":
@@ -164,7 +164,7 @@ bitfield_attention_op.register_autograd(_backward, setup_context=_save)
 def bitfield_attention_flops(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, out_val: Any = None, **options: Any
 ) -> int:
-    """FLOPs of the forward op: two products over the visible pairs."""
+    """Return the FLOPs of the forward op: two products over the visible pairs."""
     return 2 * (q.shape[-1] + v.shape[-1]) * q.shape[1] * _pairs(q, k, call)
 
 
@@ -181,12 +181,12 @@ def bitfield_attention_backward_flops(
     out_val: Any = None,
     **options: Any,
 ) -> int:
-    """FLOPs of the backward op: five products over the visible pairs, the scores computed again."""
+    """Return the FLOPs of the backward op: five products over the visible pairs, as scores are computed again."""
     return 2 * (3 * q.shape[-1] + 2 * v.shape[-1]) * q.shape[1] * _pairs(q, k, call)
 
 
 def _pairs(q: torch.Tensor, k: torch.Tensor, call: tuple[Any, ...]) -> int:
-    """Visible pairs of a batch; all pairs where words have no values to count."""
+    """Return the number of visible pairs of a batch for one head; all pairs if the words have no values to count."""
     words, positions, kv_words, kv_positions, _, window, *_ = call
     if isinstance(words, FakeTensor) or words.device.type == "meta":
         return prod(q.shape[:1] + q.shape[2:3] + k.shape[2:3])

@@ -1,4 +1,4 @@
-"""Dense float64 reference, from the definition."""
+"""Dense float64 reference of packed attention, written from the definition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def packed_attention_reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Softmax over a dense [tokens, tokens] mask of equal segments; shapes as in `packed_attention`, result float64."""
+    """Return packed attention by a dense [tokens, tokens] mask, in float64; the arguments are those of `packed_attention`."""
     tokens = query.shape[2]
     segment = torch.bucketize(torch.arange(tokens), cu_seqlens[1:].to(torch.int64), right=True)
     same = segment[:, None] == segment[None, :]

@@ -1,4 +1,4 @@
-"""The torch op: `torch.ops.mmcompile.packed_attention`, with fake, autograd and FLOP formulas."""
+"""Torch op `torch.ops.mmcompile.packed_attention`, with fake, autograd and FLOP formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention within segments.
+    """Compute attention within the segments of a packed sequence.
 
     Args:
         query: [1, heads, tokens, dim].
@@ -48,7 +48,7 @@ def packed_attention_backward(
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; the forward of each group is run again."""
+    """Return the gradients of query, key and value; the forward of each group of equal segments is computed again."""
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
@@ -63,9 +63,10 @@ def packed_attention_backward(
 def _segment_gradients(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of softmax attention, in float32 or wider.
+    """Return the gradients of query, key and value of softmax attention, in float32 or wider.
 
-    P = softmax(scale q k^T); dv = P^T do; dP = do v^T; dS = P * (dP - rowsum(dP * P)); dq = scale dS k; dk = scale dS^T q.
+    P = softmax(scale q k^T); dv = P^T do; dP = do v^T; dS = P * (dP - rowsum(dP * P)); dq = scale dS k; dk = scale dS^T
+    q.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     grad, query, key, value = (x.to(wide) for x in (grad, query, key, value))
@@ -108,7 +109,7 @@ packed_attention.register_autograd(_backward, setup_context=_save)
 
 
 def _groups(cu_seqlens: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """Token positions of all segments of one length, segment by segment, for each length."""
+    """Yield (token indices of all segments of one length, this length), for each length."""
     bounds = cu_seqlens.tolist()
     starts: dict[int, list[int]] = defaultdict(list)
     for start, end in zip(bounds, bounds[1:], strict=False):
@@ -120,7 +121,7 @@ def _groups(cu_seqlens: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
-    """[1, heads, tokens, dim] -> [segments, heads, length, dim]."""
+    """Return the tokens at `index` as segments: [1, heads, tokens, dim] -> [segments, heads, length, dim]."""
     return x[0].index_select(1, index).unflatten(1, (-1, length)).transpose(0, 1)
 
 

@@ -1,1 +1,1 @@
-"""Ops of replicas that share parameters: each holds a part of every large one and gathers the whole for each layer."""
+"""Ops of FSDP: replicas hold a part of every large parameter, and gather the whole parameter for each layer."""

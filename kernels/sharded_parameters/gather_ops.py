@@ -1,10 +1,10 @@
-"""`torch.ops.mmcompile.gather_parameter`: a whole parameter, from the parts that replicas hold.
+"""`torch.ops.mmcompile.gather_parameter`: gathers a whole parameter from the parts that replicas hold.
 
     op                    forward                              backward
     gather_parameter      the whole from parts of all ranks    `scatter_gradient`
     scatter_gradient      own part of the sum over ranks       none
 
-Each replica computes with the whole parameter on samples of its own, so the gradient of a part is a part of the sum of
+Each replica computes with the whole parameter on its own samples, so the gradient of a part is a part of the sum of
 all replicas' gradients. All ranks of the group must call these ops in the same order.
 
 Source: SimpleFSDP (arXiv 2411.00284), where FSDP's collectives are ops of the graph; ZeRO stage 3 (arXiv 1910.02054).
@@ -27,17 +27,17 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @torch.library.custom_op("mmcompile::gather_parameter", mutates_args=())
 def gather_parameter(part: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
-    """Gather the whole parameter.
+    """Gather a whole parameter from the parts of all ranks.
 
     Args:
-        part: the rank's parts of all blocks along `dim`, concatenated.
-        group_name: of a group given to `register_group`; its ranks hold parts in this order.
-        count: its ranks.
-        blocks: sizes along `dim` in the whole, each divided evenly over ranks.
+        part: this rank's parts of all blocks along `dim`, concatenated.
+        group_name: name of a group given to `register_group`; its ranks hold the parts in order.
+        count: number of ranks in the group.
+        blocks: block sizes along `dim` in the whole parameter, each divided evenly over ranks.
 
     Returns:
-        The whole, contiguous, with the bits of the parts. Parts along dim 0 of one block arrive in place; others are
-        copied once more.
+        The whole parameter, contiguous. Parts along dim 0 of a single block arrive in place; other parts are copied
+        once more.
 
     Raises:
         ConfigError: the group is not registered or has another size.
@@ -62,13 +62,13 @@ def _(part: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequenc
 
 @torch.library.custom_op("mmcompile::scatter_gradient", mutates_args=())
 def scatter_gradient(grad: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequence[int]) -> torch.Tensor:
-    """Return a rank's part of the sum over ranks; half-precision gradients are summed in float32 and rounded once.
+    """Return this rank's part of a gradient summed over ranks; half-precision gradients are summed in float32, rounded once.
 
     Args:
-        grad: of the whole parameter, from the rank's own samples.
+        grad: gradient of the whole parameter, from this rank's samples.
 
     Returns:
-        Shaped as the rank's part of the parameter, in the dtype of `grad`.
+        The part, in the shape of this rank's part of the parameter and the dtype of `grad`.
     """
     wide = grad.to(torch.float32) if grad.dtype in _HALF else grad
     if not _in_place(dim, blocks):
@@ -84,7 +84,7 @@ def _(grad: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequenc
 
 
 def _in_place(dim: int, blocks: Sequence[int]) -> bool:
-    """Return whether the parts, one behind the other in memory, are the whole."""
+    """Return whether the ranks' parts, one after another in memory, are the whole parameter."""
     return dim == 0 and len(blocks) == 1
 
 

@@ -1,7 +1,8 @@
 """`regathering`: whole parameters are released after the forward, and gathered again by the backward that reads them.
 
-Autograd would keep a gathered weight from a layer's forward to its backward, of every layer and every microbatch in flight, and
-sharing parameters would save nothing. Here it saves a handle: the rank's own part, and the view of the whole to restore.
+Autograd would keep a gathered weight from a layer's forward to its backward, of every layer and every microbatch in
+flight, and sharing parameters would save nothing. Inside `regathering`, autograd saves a handle instead: the rank's
+part, and the view of the whole parameter to restore.
 
 All ranks of the group must run the same backward, as they must run the same forward.
 
@@ -22,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A whole parameter in memory, as long as someone holds it."""
+    """Weak reference to the memory of a whole parameter, with the function that gathers the parameter again."""
 
     storage: StorageWeakRef
     again: Callable[[], torch.Tensor]
@@ -30,7 +31,7 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """Saved by autograd in place of a whole parameter, or of a view of it."""
+    """Object that autograd saves in place of a whole parameter, or in place of a view of one."""
 
     again: Callable[[], torch.Tensor]
     size: torch.Size
@@ -47,7 +48,7 @@ _PRESENT: ContextVar[dict[int, _Gathered] | None] = ContextVar("gathered", defau
 
 @contextmanager
 def regathering() -> Generator[None]:
-    """Keep no whole parameters of a forward in this context for its backward."""
+    """Context in which a forward keeps no whole parameters for its backward, which gathers them again."""
     token = _PRESENT.set({})
     try:
         with saved_tensors_hooks(_pack, _unpack):
@@ -57,7 +58,7 @@ def regathering() -> Generator[None]:
 
 
 def note_gathered(whole: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
-    """Register how to gather a whole parameter again. Has no effect outside of `regathering`."""
+    """Register the function that gathers a whole parameter again. Has no effect outside of `regathering`."""
     present = _PRESENT.get()
     if present is not None:
         storage = whole.untyped_storage()

@@ -1,4 +1,4 @@
-"""Parts of a dim that is split block by block."""
+"""Parts of a tensor dim that consists of blocks, each of which is divided over ranks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 def block_part(x: torch.Tensor, dim: int, blocks: Sequence[int], index: int, count: int) -> torch.Tensor:
-    """Return the parts of rank `index` of all blocks along `dim`, concatenated: a view if there is one block."""
+    """Return rank `index`'s parts of all blocks along `dim`, concatenated; a view if there is one block."""
     pieces = [x.narrow(dim, start, length) for start, length in block_ranges(blocks, index, count)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def join_blocks(parts: Sequence[torch.Tensor], dim: int, blocks: Sequence[int]) -> torch.Tensor:
-    """Return the whole, from the parts of all ranks in order: the inverse of `block_part`."""
+    """Return the whole tensor, joined from the parts of all ranks in order: the inverse of `block_part`."""
     sizes = [block // len(parts) for block in blocks]
     pieces = [part.split(sizes, dim) for part in parts]
     return torch.cat([piece for of_block in zip(*pieces, strict=True) for piece in of_block], dim)
 
 
 def block_ranges(blocks: Sequence[int], index: int, count: int) -> list[tuple[int, int]]:
-    """Return (start, length) of a rank's part of each block."""
+    """Return (start, length) of rank `index`'s part of each block."""
     ranges, begin = [], 0
     for block in blocks:
         length = block // count

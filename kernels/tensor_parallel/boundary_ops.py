@@ -1,7 +1,8 @@
 """Ops at the borders between whole and sharded values: `torch.ops.mmcompile.tp_*`.
 
-A *whole* value is the same on every rank of the group, and so is its gradient. A *sharded* value is a rank's part of a dim. A
-rank that computes with its part of a value gets a partial gradient of the whole values it reads; `tp_copy` sums these over ranks.
+A *whole* value is the same on every rank of the group, and so is its gradient. A *sharded* value is a rank's part of a
+dim. A rank that computes with its part of a value gets a partial gradient of the whole values it reads; `tp_copy` sums
+these over ranks.
 
     op                       forward            backward
     tp_copy, tp_exit         identity           sum over ranks
@@ -28,19 +29,19 @@ from mmcompile.kernels.tensor_parallel.blocks import block_part, block_ranges
 
 @torch.library.custom_op("mmcompile::tp_copy", mutates_args=())
 def tp_copy(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Copy a whole value before it meets sharded ones; its gradient is summed over ranks.
+    """Copy a whole value that sharded computations read; its gradient is summed over ranks.
 
     Args:
         x: any shape, the same on every rank.
-        group_name: of a group given to `register_group`.
-        count: its ranks.
+        group_name: name of a group given to `register_group`.
+        count: number of ranks in the group.
     """
     return x.clone()
 
 
 @torch.library.custom_op("mmcompile::tp_sum", mutates_args=())
 def tp_sum(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Return the sum of all ranks' `x`, whole on each of them.
+    """Return the sum over ranks of `x`, a whole value on each rank.
 
     Raises:
         ConfigError: the group is not registered or has another size.
@@ -52,13 +53,13 @@ def tp_sum(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_exit", mutates_args=())
 def tp_exit(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Copy a whole value that a component of another degree reads; only one rank of this group gets its gradient."""
+    """Copy a whole value that a component of another degree reads; its gradient, received by one rank, is sent to all."""
     return x.clone()
 
 
 @torch.library.custom_op("mmcompile::tp_enter", mutates_args=())
 def tp_enter(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Copy a whole value that another component made; only rank 0 sends its gradient back."""
+    """Copy a whole value that another component made; only rank 0 returns its gradient, the others zeros."""
     return x.clone()
 
 
@@ -71,7 +72,7 @@ def tp_first(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_slice", mutates_args=())
 def tp_slice(x: torch.Tensor, dim: int, blocks: list[int], group_name: str, count: int) -> torch.Tensor:
-    """Return a rank's part of a whole value, block by block along `dim` (`mmcompile.ir.tensor_shard`).
+    """Return this rank's part of a whole value, block by block along `dim` (`mmcompile.ir.tensor_shard`).
 
     Returns:
         `x` with 1/count of its size along `dim`, contiguous.
@@ -82,7 +83,7 @@ def tp_slice(x: torch.Tensor, dim: int, blocks: list[int], group_name: str, coun
 
 @torch.library.custom_op("mmcompile::tp_slice_backward", mutates_args=())
 def tp_slice_backward(grad: torch.Tensor, dim: int, blocks: list[int], group_name: str, count: int) -> torch.Tensor:
-    """Return the gradient of a rank's part, padded with zeros to the whole."""
+    """Return the gradient of a whole value: the gradient of this rank's part, and zeros elsewhere."""
     index = registered_group(group_name, count).rank()
     whole = grad.new_zeros(_resized(grad, dim, sum(blocks)))
     begin = 0
@@ -94,11 +95,11 @@ def tp_slice_backward(grad: torch.Tensor, dim: int, blocks: list[int], group_nam
 
 @torch.library.custom_op("mmcompile::tp_heads", mutates_args=())
 def tp_heads(x: torch.Tensor, dim: int, heads: list[int], group_name: str, count: int) -> torch.Tensor:
-    """Return the key/value heads that a rank's query heads read, where heads are fewer than ranks or do not divide.
+    """Return the key/value heads that this rank's query heads read, where heads are fewer than ranks or do not divide.
 
     Args:
-        x: whole, heads along `dim`.
-        heads: heads of rank 0, then as many of rank 1, and so on; a head may occur several times.
+        x: whole value with heads along `dim`.
+        heads: indices of the heads that rank 0 reads, then as many for rank 1, and so on; a head may occur several times.
     """
     index = registered_group(group_name, count).rank()
     return x.index_select(dim, _own_heads(heads, index, count, x.device))
@@ -108,7 +109,7 @@ def tp_heads(x: torch.Tensor, dim: int, heads: list[int], group_name: str, count
 def tp_heads_backward(
     grad: torch.Tensor, dim: int, heads: list[int], size: int, group_name: str, count: int
 ) -> torch.Tensor:
-    """Return the summed gradients of a rank's heads, zeros for the heads it does not read."""
+    """Return the gradient of all heads: sums for the heads that this rank reads, and zeros for the others."""
     index = registered_group(group_name, count).rank()
     whole = grad.new_zeros(_resized(grad, dim, size))
     return whole.index_add_(dim, _own_heads(heads, index, count, grad.device), grad)

@@ -1,6 +1,6 @@
 """Embedding and loss over a sharded vocabulary: `torch.ops.mmcompile.tp_embedding` and `tp_token_loss`.
 
-Rank i of P holds entries i*V/P to (i+1)*V/P. Source: Megatron-LM (arXiv 1909.08053, section 3).
+Rank i of P holds entries i*V/P to (i+1)*V/P of the V entries. Source: Megatron-LM (arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _OUTSIDE = "an id lies outside the vocabulary"
 def tp_embedding(
     weight: torch.Tensor, ids: torch.Tensor, padding_idx: int, group_name: str, count: int
 ) -> torch.Tensor:
-    """Return rows of the ids in a rank's range, zeros for the others; the sum over ranks (`tp_sum`) is the embedding.
+    """Return rows of the ids in this rank's range, zeros for other ids; the sum over ranks (`tp_sum`) is the embedding.
 
     Args:
-        weight: [V/count, hidden], the rank's rows.
+        weight: [V/count, hidden], this rank's rows of the table.
         ids: integers of any shape.
         padding_idx: id whose row gets no gradient, -1 for none.
-        group_name: of a group given to `register_group`.
-        count: its ranks.
+        group_name: name of a group given to `register_group`.
+        count: number of ranks in the group.
 
     Returns:
         [*ids.shape, hidden] in the dtype of `weight`.
@@ -45,7 +45,7 @@ def _(weight: torch.Tensor, ids: torch.Tensor, padding_idx: int, group_name: str
 def tp_embedding_backward(
     grad: torch.Tensor, ids: torch.Tensor, rows: int, padding_idx: int, group_name: str, count: int
 ) -> torch.Tensor:
-    """Return the gradient of a rank's `rows` rows."""
+    """Return the gradient of this rank's part of the table, [rows, hidden]."""
     local, own = _own_range(ids, rows, group_name, count)
     counted = own & (ids != padding_idx)
     return torch.ops.aten.embedding_dense_backward(grad.masked_fill(~counted[..., None], 0), local, rows, -1, False)
@@ -77,9 +77,9 @@ def tp_token_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute `mmcompile.ir.nodes.token_loss` of logits whose classes are sharded; the same on every rank.
 
-    With m the maximum and z = m + log(sum over classes of exp(logit - m)), both over all ranks, a token's loss is z -
-    logit[label]. Two all-reduces: one of m, one of the sums of exp and of the label's logit, which is 0 on ranks that
-    do not hold it.
+    With m the maximum logit of a token and z = m + log(sum over classes of exp(logit - m)), both over all ranks, its
+    loss is z - logit[label]. Two all-reduces are run: one for m, one for the sums of exp and the label's logit, which
+    is 0 on ranks that do not hold the label.
 
     Args:
         logits: [tokens, V/count] or [batch, V/count, tokens], any float dtype; computed in float32, or float64 as
@@ -119,7 +119,7 @@ def tp_token_loss_backward(
     group_name: str,
     count: int,
 ) -> torch.Tensor:
-    """Return the gradient of a rank's logits, softmax minus one at the label, in their dtype; nothing is exchanged."""
+    """Return the gradient of this rank's logits, in their dtype: softmax minus one at the label. No rank communicates."""
     wide = _wide(logits)
     local, own, valid = _own_labels(wide, labels, ignore_index, group_name, count)
     softmax = (wide - normalizers.unsqueeze(1)).exp_()
@@ -161,14 +161,14 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
 def _own_labels(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, group_name: str, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (row of each label in the rank's classes, whether it is the rank's, whether it counts)."""
+    """Return (index of each label in this rank's classes, True if this rank holds the label, True if the label counts)."""
     valid = labels != ignore_index
     local, own = _own_range(labels.masked_fill(~valid, 0), logits.shape[1], group_name, count)
     return local, own & valid, valid
 
 
 def _own_range(ids: torch.Tensor, size: int, group_name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (number of each id in the rank's range, or 0; whether it is in it)."""
+    """Return (index of each id in this rank's range, or 0 if it is outside; True if the id is in the range)."""
     # As in torch's own lookups: an error on CPU, a failed assertion on the device on CUDA.
     torch.ops.aten._assert_async.msg(((ids >= 0) & (ids < size * count)).all(), _OUTSIDE)
     local = ids - registered_group(group_name, count).rank() * size

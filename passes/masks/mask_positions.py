@@ -37,8 +37,8 @@ def with_places(expression: Expression, reader: MaskReader) -> tuple[Expression,
     """Return a mask whose comparisons of positions are replaced by comparisons of token indices.
 
     Returns:
-        The mask, and document ids per token: the new mask equals the old one only for pairs of one document.
-    The ids are None if the mask is returned unchanged.
+        The mask, and document ids per token: the new mask equals the old one only for pairs of one document. The ids
+        are None if the mask is returned unchanged.
     """
     for documents, positions in _documents(expression, reader):
         found = _replaced(expression, positions)

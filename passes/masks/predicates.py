@@ -38,7 +38,6 @@ class Claim:
     """Atomic condition on a query q and a key k.
 
     `reach`: q - k >= distance. `same`: an expression is equal at q and k. `holds`: an expression is true at q, or at k.
-
     """
 
     kind: Literal["reach", "same", "holds"]

@@ -45,7 +45,7 @@ def kept_lines(facts: GraphFacts, sharding: ComponentSharding) -> list[str]:
 
 
 def _stacked(facts: GraphFacts, sharding: ComponentSharding) -> dict[str, str]:
-    """Return module path -> reason for weights of three dims and more: experts of a layer in one tensor, convolutions."""
+    """Return parameter name -> op that reads it, for weights of three or more dims: stacked experts, convolutions."""
     specs = {spec.name: spec for spec in facts.graph.parameters}
     found: dict[str, str] = {}
     for name, readers in facts.readers.items():

@@ -1,4 +1,4 @@
-"""Choice of the implementation that a call of attention runs on."""
+"""Choice of the implementation for a call of bitfield attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def resolve(impl: str, q: torch.Tensor, v: torch.Tensor) -> Literal["eager", "tr
 
     Args:
         impl: "auto", "eager" or "triton".
-        q: [B, H, Tq, D]. v: [B, Hkv, Tk, Dv].
+        q: queries, [B, H, Tq, D]. v: values, [B, Hkv, Tk, Dv].
 
     Raises:
         ConfigError: an unknown name, or Triton for arguments that its kernels do not support.

@@ -1,8 +1,9 @@
 """Work of the eager path: chunks of queries, each with the contiguous ranges of keys it visits.
 
 A chunk holds queries of one block of one batch row, with all heads; its tiles of all classes are joined into ranges of
-adjacent keys, so that one matrix product covers many tiles. A block with ROW tiles makes two chunks: its queries that
-see some of them, and the others, which skip them. Batches whose rows are a single tile take several rows in one chunk.
+adjacent keys, so that one matrix product covers many tiles. A block with ROW tiles makes two chunks: the queries that
+see keys of these tiles, and the rest, which skips the tiles. Batches whose rows are a single tile take several rows in
+one chunk.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mmcompile.kernels.bitfield_attention.masks.words import visible
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mask:
-    """The words and positions of one call."""
+    """Words and positions of the queries and keys of one attention call."""
 
     words: torch.Tensor
     positions: torch.Tensor
@@ -35,32 +36,32 @@ class Mask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyRange:
-    """Adjacent keys, visited together."""
+    """A range of adjacent keys that one matrix product covers."""
 
     keys: slice
     partial: tuple[slice, ...]
-    """Parts of `keys` that are not visible to every query of the chunk."""
+    """Subranges of `keys` that are not visible to every query of the chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Queries processed together."""
+    """Queries that are computed together, with the key ranges that they visit."""
 
     rows: slice
-    """Rows of the batch."""
+    """Batch rows of the chunk."""
     queries: slice | torch.Tensor
-    """Queries of a block, or indices of some of them."""
+    """Queries of the chunk: all queries of a block as a slice, or indices of some of them."""
     ranges: tuple[KeyRange, ...]
 
 
 def chunks(plan: BlockPlan, mask: Mask, num_heads: int, max_scores: int) -> Iterator[Chunk]:
-    """Yield the work of a call, in a fixed order; every query is in one chunk.
+    """Yield the work of an attention call as chunks, in a fixed order; every query is in one chunk.
 
     Args:
-        plan: of the call.
+        plan: block plan of the call.
         mask: words and positions that the plan was made from.
         num_heads: query heads.
-        max_scores: scores (elements) one range may need, over all heads; at least one tile is taken in any case.
+        max_scores: maximum number of scores (elements) in one range, over all heads; a range has at least one tile.
     """
     if plan.q_len <= plan.block_q and plan.kv_len <= plan.block_kv:
         yield from _small(plan, num_heads, max_scores)
@@ -80,7 +81,7 @@ def chunks(plan: BlockPlan, mask: Mask, num_heads: int, max_scores: int) -> Iter
 def _parts(
     mask: Mask, rows: slice, queries: slice, tiles: tuple[np.ndarray, np.ndarray, np.ndarray], block_kv: int
 ) -> Iterator[tuple[slice | torch.Tensor, np.ndarray, np.ndarray]]:
-    """Yield queries of a block that visit the same tiles, with their wholly and partly visible tiles."""
+    """Yield groups of a block's queries that visit the same tiles, each with its wholly visible and partly visible tiles."""
     whole, by_row, mixed = tiles
     if not len(by_row):
         yield queries, whole, mixed
@@ -98,7 +99,7 @@ def _parts(
 
 
 def _small(plan: BlockPlan, num_heads: int, max_scores: int) -> Iterator[Chunk]:
-    """Yield single tiles, several rows of the batch at once; tiles of every class are masked."""
+    """Yield chunks for batches whose rows are one tile each: several rows per chunk, with the mask applied to every tile."""
     keys = slice(0, plan.kv_len)
     together = max(1, max_scores // (num_heads * plan.block_q * plan.block_kv))
     for first in range(0, plan.batch, together):
@@ -107,7 +108,7 @@ def _small(plan: BlockPlan, num_heads: int, max_scores: int) -> Iterator[Chunk]:
 
 
 def _ranges(whole: np.ndarray, mixed: np.ndarray, plan: BlockPlan, most: int) -> tuple[KeyRange, ...]:
-    """Return runs of adjacent tiles, at most `most` tiles each, with the runs of mixed tiles within them."""
+    """Return runs of adjacent tiles as key ranges, at most `most` tiles each, with the runs of partly visible tiles in them."""
     tiles = np.concatenate([whole, mixed])
     order = np.argsort(tiles, kind="stable")
     tiles, partial = tiles[order], order >= len(whole)
@@ -123,7 +124,7 @@ def _ranges(whole: np.ndarray, mixed: np.ndarray, plan: BlockPlan, most: int) ->
 
 
 def _runs(tiles: np.ndarray) -> list[tuple[int, int]]:
-    """Return begin and end of each run of consecutive numbers."""
+    """Return (begin, end) of each run of consecutive numbers in ascending tile indices."""
     if not len(tiles):
         return []
     cuts = np.flatnonzero(np.diff(tiles) != 1) + 1

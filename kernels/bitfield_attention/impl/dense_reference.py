@@ -1,4 +1,4 @@
-"""Dense float64 reference, from the definition of the mask."""
+"""Dense float64 reference of bitfield attention, written from the definition of the mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bitfield_attention_reference(
     scale: float | None = None,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend densely in float64, with [Tq, Tk] scores in memory; autograd gives gradients.
+    """Compute attention densely in float64, with [Tq, Tk] scores in memory; autograd gives the gradients.
 
     Args:
         query: [B, Hq, Tq, D].
@@ -27,8 +27,9 @@ def bitfield_attention_reference(
         window: reach of the causal term in tokens, or None.
 
     Returns:
-        out [B, Hq, Tq, D] and lse [B, Hq, Tq], natural, both float64. A query that sees nothing has out 0 and lse -inf;
-        gradients of it, and of a key that nothing sees, are exactly 0, even if their values are not finite.
+        output [B, Hq, Tq, D] and natural log-sum-exp [B, Hq, Tq], both float64. A query that sees no key has output 0
+        and log-sum-exp -inf. The gradients of this query, and of a key that no query sees, are exactly 0, even if their
+        values are not finite.
     """
     if kv_words is None:
         kv_words, kv_positions = words, positions if kv_positions is None else kv_positions
@@ -57,7 +58,7 @@ def reference_mask(
     kv_positions: torch.Tensor | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return the mask by the definition of `words`, field by field: bool [B, Tq, Tk], True where the query sees the key."""
+    """Return the mask by the definition of mask words: bool [B, Tq, Tk], True where the query sees the key."""
     query, key = _fields(words, positions), _fields(kv_words, kv_positions)
     shape = (*words.shape, kv_words.shape[1])
     ask, give = ([x[:, :, None].expand(shape) for x in query], [x[:, None, :].expand(shape) for x in key])
@@ -72,7 +73,7 @@ def reference_mask(
 
 
 def _fields(words: torch.Tensor, positions: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return sign, document, island, modality bits and position, from the bottom of the word upwards by division."""
+    """Return [sign, document, island, modality bits, position], each [B, T], read from the words by division."""
     if positions is None:
         positions = torch.arange(words.shape[1], device=words.device).expand_as(words)
     bits, rest = words.remainder(1 << 32), words.div(1 << 32, rounding_mode="floor")

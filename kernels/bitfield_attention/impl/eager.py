@@ -1,14 +1,16 @@
-"""Bitfield attention in plain torch, forward and backward: the CPU path, and the second opinion on any device.
+"""Bitfield attention in plain torch, forward and backward: the CPU path, and a check of Triton on any device.
 
     O_i = sum over visible j of exp(scale q_i . k_j - L_i) v_j    L_i = log(sum over visible j of exp(scale q_i . k_j))
 
-Query heads that share a key head are laid into the rows of one product, [G Tq, D] x [D, Tk]. Work follows the plan's non-empty
-tiles chunk by chunk; nothing of size [Tq, Tk] exists, and every sum has a fixed order, so results repeat bit by bit.
+Query heads that share a key head are laid into the rows of one product, [G Tq, D] x [D, Tk]. Work follows the plan's
+non-empty tiles chunk by chunk; nothing of size [Tq, Tk] exists, and every sum has a fixed order, so results repeat bit
+by bit.
 
 Backward recomputes P = exp(scale Q K^T - L) of each chunk:
     dV += P^T dO     dS = P * (dO V^T - delta)     dQ = scale dS K     dK += scale dS^T Q    delta_i = O_i . dO_i - dL_i
 
-A row that sees nothing has O = 0, L = -inf and zero gradients. Values a row does not see never reach it, infinite or not.
+A query that sees no key has O = 0, L = -inf and zero gradients. Values that a query does not see do not affect it, even
+infinite ones.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from mmcompile.kernels.bitfield_attention.impl.chunks import Chunk, KeyRange, Ma
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan
 
 MAX_SCORES = 1 << 20
-"""Scores held at once, over all heads: more leaves the cache, fewer makes small products. [Empirical]"""
+"""Maximum number of scores held at once, over all heads: more leaves the cache, fewer makes small products. [Empirical]"""
 
 
 def forward(
@@ -36,7 +38,7 @@ def forward(
     window: int | None,
     plan: BlockPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend.
+    """Compute attention output O and log-sum-exp L, chunk by chunk.
 
     Args:
         q: [B, H, Tq, D], any float dtype; sums are kept in float32 or wider.
@@ -46,7 +48,7 @@ def forward(
         kv_words, kv_positions: [B, Tk].
         scale: factor on the scores.
         window: causal reach in tokens, or None.
-        plan: of these words, positions and window.
+        plan: block plan of these words, positions and window.
 
     Returns:
         O, [B, H, Tq, Dv] in the dtype of `q`, and L, [B, H, Tq] in float32 or wider.
@@ -95,14 +97,14 @@ def backward(
     plan: BlockPlan,
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of a call of `forward`.
+    """Return the gradients of q, k and v for a call of `forward`.
 
     Args:
         dout: gradient of O, [B, H, Tq, Dv].
         dlse: gradient of L, [B, H, Tq]; None is zero.
         q, k, v, words, positions, kv_words, kv_positions, scale, window, plan: arguments of `forward`.
-        out, lse: its results.
-        grad_dtype: dtype of the gradients; None is that of each input.
+        out, lse: results O and L of `forward`.
+        grad_dtype: dtype of the gradients; None for the dtype of each input.
 
     Returns:
         dQ, dK, dV in the shapes of `q`, `k`, `v`.
@@ -141,7 +143,7 @@ def backward(
 def _scores(
     query: torch.Tensor, keys: torch.Tensor, mask: Mask, chunk: Chunk, part: KeyRange, space: torch.Tensor
 ) -> torch.Tensor:
-    """Return scores of a chunk and a range, -inf where a query does not see a key: [b Hkv, G Tq, keys], in `space`."""
+    """Return scores [b Hkv, G Tq, keys] of a chunk and a key range, in `space`; -inf where a query does not see a key."""
     scores = _product(query, keys, space)
     for hidden in part.partial:
         seen = mask.tile(chunk.rows, chunk.queries, hidden)
@@ -153,13 +155,13 @@ def _scores(
 
 
 def _product(rows: torch.Tensor, keys: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
-    """[heads, rows, D] x [heads, keys, D] -> [heads, rows, keys], in `space`."""
+    """Return rows @ keys^T: [heads, rows, D] x [heads, keys, D] -> [heads, rows, keys], in `space`."""
     shape = *rows.shape[:2], keys.shape[1]
     return torch.bmm(rows, keys.transpose(1, 2), out=space[: prod(shape)].view(shape))
 
 
 def _add_product(to: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, finite: bool) -> None:
-    """Add weights @ values in place. If not all values are finite, weight 0 ignores them and any other gives NaN."""
+    """Add weights @ values to `to` in place. If `finite` is False, weight 0 ignores infinite values; other weights give NaN."""
     if finite:
         to.baddbmm_(weights, values)
         return
@@ -169,13 +171,13 @@ def _add_product(to: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, 
 
 
 def _space(q: torch.Tensor, plan: BlockPlan, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate memory for the scores of any range, once: fresh pages cost more than the arithmetic on them."""
+    """Allocate memory for the scores of the largest range once, as fresh pages cost more than the arithmetic on them."""
     tile = q.shape[1] * plan.block_q * plan.block_kv
     return q.new_empty(min(max(MAX_SCORES, tile), prod(q.shape[:3]) * plan.kv_len), dtype=dtype)
 
 
 def _flat(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, H, T, D] -> [B H, T, D], contiguous."""
+    """Return a tensor [B, H, T, D] as contiguous [B H, T, D]."""
     return x.to(dtype).contiguous().flatten(0, 1)
 
 
@@ -185,18 +187,18 @@ def _heads(chunk: Chunk, num_heads: int) -> slice:
 
 
 def _take(x: torch.Tensor, chunk: Chunk, num_groups: int) -> torch.Tensor:
-    """Copy the queries of a chunk out of [B, H, T, D], as [b groups, H / groups * Tq, D]."""
+    """Copy the queries of a chunk out of [B, H, T, D], into [b groups, H / groups * Tq, D]."""
     part = x[chunk.rows][:, :, chunk.queries]
     rows, heads, tokens, dim = part.shape
     return part.clone(memory_format=torch.contiguous_format).view(rows * num_groups, heads // num_groups * tokens, dim)
 
 
 def _put(to: torch.Tensor, chunk: Chunk, part: torch.Tensor) -> None:
-    """Write the queries of a chunk back: the inverse of `_take`."""
+    """Write a result for the queries of a chunk into `to`, [B, H, T, D]: the inverse of `_take`."""
     target = to[chunk.rows]
     target[:, :, chunk.queries] = part.view(*target.shape[:2], -1, target.shape[-1]).to(to.dtype)
 
 
 def _finite(*tensors: torch.Tensor) -> bool:
-    """Return whether all values are finite. A sum that overflows counts as not finite, which only costs time."""
+    """Return whether all values are finite. A sum that overflows counts as not finite, which is slower but correct."""
     return all(bool(x.sum().isfinite()) for x in tensors)

@@ -1,4 +1,4 @@
-"""Triton kernels of the backward pass. Import this module only where Triton is installed.
+"""Triton kernels of the backward pass of bitfield attention. Import this module only where Triton is installed.
 
 With L the natural log-sum-exp of a row, delta_i = O_i . dO_i - dL_i and P_ij = exp(scale q_i . k_j - L_i):
 
@@ -40,7 +40,7 @@ def prepare(
     q_len, padded_len, sequences, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute delta, and L in base 2, of BLOCK_M rows of one head; padding rows count as rows that see nothing.
+    """Compute delta, and the log-sum-exp L in base 2, of BLOCK_M rows of one head; padding rows get L of +inf.
 
     Grid: blocks x sequences (batch x heads), in one dimension.
     """
@@ -73,7 +73,7 @@ def _visit_keys(
     KIND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KV: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K over tiles `begin` to `end` of a list, all of one class."""
+    """Add dS K, the gradient of queries, over tiles `begin` to `end` of a list, all of one class."""
     PARTS: tl.constexpr = BLOCK_KV // BLOCK_N
     if KIND != FULL:
         bits, document, scope, position = query_facts(words, positions, rows, q_len)
@@ -119,7 +119,9 @@ def query_gradients(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ, contiguous, of BLOCK_M queries of one head; an item with a slot computes its part of it, in float32.
+    """Compute dQ, contiguous, of BLOCK_M queries of one head.
+
+    A work item with a slot computes a partial sum of dQ, in float32, into this slot.
 
     Grid: items x (BLOCK_Q / BLOCK_M) x heads, in one dimension, heads fastest.
     """
@@ -173,7 +175,7 @@ def _visit_queries(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS^T Q and P^T dO over tiles `begin` to `end` of a list, all of one class. Scores here are [keys, queries]."""
+    """Add dS^T Q and P^T dO, gradients of keys and values, over tiles `begin` to `end` of a list; scores are [keys, queries]."""
     PARTS: tl.constexpr = BLOCK_Q // BLOCK_M
     if KIND == ROW:
         key_bits, key_document, key_scope, key_position = key_facts(kv_words, kv_positions, tl.min(key_rows, 0), kv_len)
@@ -236,7 +238,7 @@ def key_gradients(
 ):  # fmt: skip
     """Compute dK and dV, contiguous, of BLOCK_N keys of one key head.
 
-    An item with a slot, its part of them, in float32.
+    A work item with a slot computes partial sums of both, in float32, into this slot.
 
     `heads` counts key heads here. Grid: items x (BLOCK_KV / BLOCK_N) x heads, in one dimension, heads fastest.
     """
@@ -299,7 +301,7 @@ def add_parts(
     partial, splits, total, length, blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the parts of a gradient of a split block, in slot order.
+    """Sum the partial gradients of a block that several work items share, in slot order.
 
     Grid: splits x (BLOCK / BLOCK_M) x heads, in one dimension, heads fastest.
     """

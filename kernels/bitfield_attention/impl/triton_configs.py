@@ -1,6 +1,7 @@
-"""Tile sizes of the Triton kernels, one row per kernel, head dim and width of the elements.
+"""Tile sizes of the Triton kernels, one row per kernel, head dim and element size.
 
-Chosen so that a compiled kernel spills nothing (in float32, next to nothing) and fits 227 KiB of shared memory on an H100.
+Chosen so that a compiled kernel spills no registers (in float32, next to none) and fits 227 KiB of shared memory on an
+H100.
 """
 
 from __future__ import annotations
@@ -13,40 +14,40 @@ import torch
 Kernel = Literal["forward", "query_gradients", "key_gradients"]
 
 HEAD_DIMS = (64, 96, 128, 256)
-"""Head dims the kernels take; 96 is computed as 128 with zeros."""
+"""Head dims that the kernels support; 96 is computed as 128 with zeros."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Element types the kernels take."""
+"""Element types that the kernels support."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Compile options of one kernel. Sides of a tile divide the blocks of the plan."""
+    """Compile options of one Triton kernel. The tile sizes divide the block sizes of the plan."""
 
     block_m: int
-    """Queries of a tile."""
+    """Number of queries of a tile."""
     block_n: int
-    """Keys of a tile."""
+    """Number of keys of a tile."""
     block_g: int
-    """Side of a GENERAL tile that a program loops over; smaller, as its mask takes registers."""
+    """Size of the sub-tiles in which a GENERAL tile is computed; smaller than a tile, as its mask takes registers."""
     num_warps: int
     num_stages: int
-    """Tiles under way: loads run this many ahead."""
+    """Number of tiles in flight: loads run this many tiles ahead."""
     passes: int = 1
-    """Passes of `key_gradients`; 2 computes dK and dV one after the other, where registers do not hold both."""
+    """Number of passes of `key_gradients`; 2 computes dK and dV one after the other, where registers do not hold both."""
 
 
 def block_d(head_dim: int) -> int:
-    """Return the columns of a tile: the next power of two, as Triton requires."""
+    """Return the number of columns of a tile for a head dim: the next power of two, as Triton requires."""
     return 1 << (head_dim - 1).bit_length()
 
 
 def config(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> Config:
-    """Return the configuration shipped for a kernel; head dim and dtype are of `HEAD_DIMS` and `DTYPES`."""
+    """Return the shipped configuration of a kernel, for a head dim of `HEAD_DIMS` and a dtype of `DTYPES`."""
     return _TABLE[kernel, block_d(head_dim), dtype.itemsize]
 
 
 def precision() -> str:
-    """Return Triton's precision for products of float32. Three TF32 products where torch is set to "highest", else one."""
+    """Return Triton's precision for float32 products: three TF32 products if torch is set to "highest", else one."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the forward pass. Import this module only where Triton is installed.
+"""Triton kernels of the forward pass of bitfield attention. Import this module only where Triton is installed.
 
 One program attends BLOCK_M queries of one head to the tiles of one work item, the three tile classes in turn:
 
@@ -12,9 +12,9 @@ bits wide. Row facts and key facts are prepared so that a tile needs few compari
     query  bits    modality bits, 0 unless C         document  DOC             scope  DOC and INST
     key    bits    modality bits                     document  DOC, -1 for 0   scope  DOC and INST, -1 if either is 0
 
-Exponentials are base 2, of scores times scale log2(e). A row that has seen nothing has a running maximum of -inf, which
-is never subtracted: such rows shift by 0, and rows of a ROW tile that see nothing shift by +inf, so that their weights
-are 0. Values of padding are zeroed, so that infinities among them reach no sum.
+Exponentials are base 2, of scores times scale log2(e). A query that has seen no key has a running maximum of -inf,
+which is never subtracted: 0 is subtracted instead, and +inf for queries that see no key of a ROW tile, so that their
+weights are 0. Values of padding are zeroed, so that infinities in them reach no sum.
 """
 
 # Kernels are written in Triton's language: arguments have no Python types, and `if` on a constant binds names in one branch.
@@ -35,12 +35,12 @@ _LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 SIZES = ["q_len", "padded_len", "sequences", "kv_len", "q_blocks", "kv_blocks", "heads", "group", "window"]
-"""Arguments whose values must not make new binaries."""
+"""Kernel arguments whose values must not cause recompilation."""
 
 
 @triton.jit
 def query_facts(words, positions, rows, length):
-    """Load bits, document, scope and position of queries; rows at or past `length` are padding."""
+    """Load (modality bits, document, scope, position) of queries; rows at or past `length` are padding."""
     inside = rows < length
     low = tl.load(words + 2 * rows, mask=inside, other=0)
     high = tl.load(words + 2 * rows + 1, mask=inside, other=0)
@@ -50,7 +50,7 @@ def query_facts(words, positions, rows, length):
 
 @triton.jit
 def key_facts(words, positions, rows, length):
-    """Load bits, document, scope and position of keys; rows at or past `length` are padding."""
+    """Load (modality bits, document, scope, position) of keys; rows at or past `length` are padding."""
     inside = rows < length
     low = tl.load(words + 2 * rows, mask=inside, other=0)
     high = tl.load(words + 2 * rows + 1, mask=inside, other=0)
@@ -68,7 +68,7 @@ def _visit(
     KIND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KV: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles `begin` to `end` of a list, all of one class, to the running sums of a program."""
+    """Add tiles `begin` to `end` of a list, all of one class, to the running sums of a program's queries."""
     PARTS: tl.constexpr = BLOCK_KV // BLOCK_N
     if KIND != FULL:
         bits, document, scope, position = query_facts(words, positions, rows, q_len)
@@ -125,7 +125,9 @@ def attend(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute O and L of BLOCK_M queries of one head; an item with a slot, its part of them, in float32.
+    """Compute output O and log-sum-exp L of BLOCK_M queries of one head.
+
+    A work item with a slot computes a partial result, in float32, into this slot.
 
     Grid: items x (BLOCK_Q / BLOCK_M) x heads, in one dimension, heads fastest.
     """
@@ -175,7 +177,9 @@ def merge(
     partial_out, partial_lse, splits, out, lse, q_len, q_blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts s of a split block in slot order: O = sum exp(L_s - M) O_s / sum exp(L_s - M), M = max L_s.
+    """Merge the partial results s of a block that several work items share, in slot order.
+
+    O = sum exp(L_s - M) O_s / sum exp(L_s - M), with M = max L_s.
 
     Grid: splits x (BLOCK_Q / BLOCK_M) x heads, in one dimension, heads fastest.
     """

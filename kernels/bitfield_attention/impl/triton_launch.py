@@ -1,4 +1,4 @@
-"""Bitfield attention on the GPU: the Triton kernels launched over a plan.
+"""Bitfield attention on the GPU: launches of the Triton kernels over a block plan.
 
 Needs CUDA tensors, or TRITON_INTERPRET=1 set before Triton is first imported, which runs the same kernels in NumPy.
 There 16-bit inputs are computed in float32, as NumPy has no bfloat16. Triton is imported when a kernel is first used.
@@ -25,7 +25,7 @@ from mmcompile.kernels.bitfield_attention.impl.triton_configs import (
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan, TileLists
 
 _SIDE = 64
-"""Rows of a program of the kernels that compute no scores."""
+"""Number of rows that one program computes, in the kernels that compute no scores."""
 
 
 def forward(
@@ -42,13 +42,13 @@ def forward(
     *,
     tiles: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend.
+    """Compute attention output O and log-sum-exp L on the GPU.
 
     Args:
         q: [B, H, Tq, D] float32, float16 or bfloat16; D 64, 96, 128 or 256.
         k, v: [B, Hkv, Tk, D], H a multiple of Hkv.
         words, positions: [B, Tq] int64 words and integer positions.
-        kv_words, kv_positions: [B, Tk].
+        kv_words, kv_positions: [B, Tk] words and positions of the keys.
         scale: factor on the scores, positive.
         window: causal reach in tokens, or None.
         plan: block plan of these words, positions and window.
@@ -104,19 +104,20 @@ def backward(
     query_tiles: Config | None = None,
     key_tiles: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients; no atomics, so that they repeat bit by bit.
+    """Return the gradients of q, k and v; sums have a fixed order, so that results repeat bit by bit.
 
     Args:
-        dout: [B, H, Tq, D], gradient of O. dlse: [B, H, Tq], of L, or None for zero.
+        dout: [B, H, Tq, D], gradient of O. dlse: [B, H, Tq], gradient of L, or None for zero.
         out, lse: results of `forward` for the same arguments.
-        grad_dtype: dtype of the gradients; None for that of `q`. Sums over ranks need float32.
+        grad_dtype: dtype of the gradients; None for the dtype of `q`. float32 is for gradients that are summed over
+            ranks.
         query_tiles, key_tiles: compile options of the two kernels, instead of the shipped ones.
 
     Returns:
         dQ, dK, dV, contiguous, in the shapes of `q`, `k`, `v`.
 
     Raises:
-        ConfigError: as `forward`.
+        ConfigError: Triton is missing, or arguments that the kernels do not support.
     """
     call = _call(q, k, v, words, positions, kv_words, kv_positions, scale, window, plan)
     grad_dtype = grad_dtype or q.dtype
@@ -133,7 +134,7 @@ def backward(
 def _prepare(
     out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return L in base 2 and delta, float32 [B, H, Tq padded to whole blocks]."""
+    """Return (log-sum-exp L in base 2, delta), float32 [B, H, Tq padded to whole blocks]."""
     batch, heads, length = lse.shape
     side, padded = min(_SIDE, block), -(-length // block) * block
     shift, delta = lse.new_empty((2, batch, heads, padded))
@@ -181,7 +182,7 @@ def _key_gradients(
 
 
 def _add_parts(lists: TileLists, block: int, partial: torch.Tensor, total: torch.Tensor) -> None:
-    """Write the rows of `total` whose blocks are split."""
+    """Write the rows of `total` whose blocks several work items share: sums of the partial results in `partial`."""
     if not len(lists.splits):
         return
     side, (_, heads, length, _) = min(_SIDE, block), total.shape
@@ -192,13 +193,13 @@ def _add_parts(lists: TileLists, block: int, partial: torch.Tensor, total: torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _KernelCall:
-    """Checked arguments in the layout of the kernels."""
+    """Checked arguments of one attention call, in the memory layout of the kernels."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    """Words as pairs of int32, and positions: of queries, then of keys."""
+    """Words of queries as pairs of int32, their positions, words of keys, their positions."""
     scale: float
     window: int | None
     plan: BlockPlan
@@ -213,7 +214,7 @@ class _KernelCall:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Return the constants of every kernel that computes scores."""
+        """Return the compile-time constants that all kernels which compute scores share, by name."""
         sides = {"BLOCK_Q": self.plan.block_q, "BLOCK_KV": self.plan.block_kv}
         return {**sides, **_columns(self.q), "WINDOW": self.window is not None, "PRECISION": precision()}
 
@@ -273,13 +274,16 @@ def _check(
 
 
 def _tiles(kernel: Kernel, call: _KernelCall) -> Config:
-    """Return the shipped configuration. Interpreted, 16-bit inputs keep theirs although they are computed in float32."""
+    """Return the shipped configuration of a kernel for a call.
+
+    When interpreted, 16-bit inputs keep their configuration although they are computed in float32.
+    """
     dtype = torch.bfloat16 if _interpreted() else call.q.dtype
     return config(kernel, call.q.shape[-1], dtype)
 
 
 def _fit(tiles: Config, plan: BlockPlan) -> Config:
-    """Return tiles no larger than the blocks of the plan."""
+    """Return the configuration with tiles no larger than the blocks of the plan."""
     block_m, block_n = min(tiles.block_m, plan.block_q), min(tiles.block_n, plan.block_kv)
     tiles = replace(tiles, block_m=block_m, block_n=block_n, block_g=min(tiles.block_g, plan.block_q, plan.block_kv))
     sides = block_m, block_n, tiles.block_g
@@ -294,19 +298,19 @@ def _fit(tiles: Config, plan: BlockPlan) -> Config:
 
 
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `x` itself if tensor memory access can read its rows, which begin at multiples of 16 bytes; else a copy."""
+    """Return `x` itself if its rows begin at multiples of 16 bytes, as loads by descriptor require; else a copy."""
     x = x.to(dtype)
     aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 and stride for stride in _strides(x))
     return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _strides(x: torch.Tensor) -> list[int]:
-    """Return strides of batch, heads and tokens, in elements; 16 for a dim of size 1, whose stride does not matter."""
+    """Return [batch, heads, tokens] strides in elements; 16 for a dim of size 1, whose stride does not matter."""
     return [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
 
 
 def _descriptors(rows: int, *tensors: torch.Tensor) -> list[Any]:
-    """Return descriptors that load tiles [rows, BLOCK_D] of a head of [B, heads, T, D] tensors, with zeros outside."""
+    """Return descriptors of [B, heads, T, D] tensors that load [rows, BLOCK_D] tiles of a head, with zeros outside."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     block = [1, 1, rows, block_d(tensors[0].shape[-1])]
@@ -333,7 +337,7 @@ def _grid(work: torch.Tensor, parts: int, heads: int) -> tuple[int]:
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a kernel stores: the interpreter rounds wrongly to 16 bits, so torch rounds instead."""
+    """Return the dtype that a kernel stores: in the interpreter float32, because it rounds wrongly to 16 bits."""
     return torch.float32 if _interpreted() else dtype
 
 

@@ -1,9 +1,9 @@
-"""`BlockPlan`: which tiles of a mask a kernel visits, how it masks each, and in which order work is launched.
+"""`BlockPlan`: the tiles of a mask that a kernel visits, how it masks each, and the launch order of the work.
 
 Tiles are classed from per-block summaries of words, never from a [Tq, Tk] mask:
 
-    EMPTY    nothing visible: never visited
-    FULL     everything visible: no mask
+    EMPTY    no pair visible: never visited
+    FULL     every pair visible: no mask
     ROW one document, every key before every query: a query sees all keys or none, as it does the first
     GENERAL  the predicate is evaluated
 """
@@ -32,26 +32,26 @@ _CLASSES = (TileClass.FULL, TileClass.ROW, TileClass.GENERAL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileLists:
-    """Non-empty tiles of every block of one side, in compressed rows: FULL first, then ROW, then GENERAL."""
+    """Non-empty tiles of every block of queries (or of keys), as compressed rows: FULL first, then ROW, then GENERAL."""
 
     bounds: torch.Tensor = field(repr=False)
-    """int32 [batch * blocks, 4]: begin of FULL, of ROW, of GENERAL, end of GENERAL; offsets into `other`."""
+    """Offsets of each block's tiles in `other`, int32 [batch * blocks, 4]: begin of FULL, of ROW, of GENERAL, and the end."""
     other: torch.Tensor = field(repr=False)
-    """int32 [tiles]: block index on the other side, ascending within a class."""
+    """Tiles of all blocks, int32 [tiles]: index of the key block (of the query block, in lists of keys), ascending in a class."""
     items: torch.Tensor = field(repr=False)
-    """int32 [items, 8] in launch order (longest first).
+    """Work items in launch order (longest first), int32 [items, 8].
 
-    Row of `bounds`, slot, begin and end of FULL, of ROW, of GENERAL. Slot -1: the only item of its block, which writes
-    the result itself; else the index of a partial result.
+    An item is: row of `bounds`, slot, begin and end of FULL, of ROW, of GENERAL. Slot -1 marks the only item of a block,
+    which writes the result itself; another slot is the index of a partial result.
     """
     splits: torch.Tensor = field(repr=False)
-    """int32 [split blocks, 3]: row of `bounds`, first slot, end slot of its partial results."""
+    """Blocks with several items, int32 [split blocks, 3]: row of `bounds`, first slot, end slot of the partial results."""
     num_slots: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockPlan:
-    """The work of one attention call, shared by all its heads and by all layers with the same words and window."""
+    """Tiles and work items of one attention call, shared by all its heads and by all layers with the same words and window."""
 
     batch: int
     q_len: int
@@ -60,11 +60,11 @@ class BlockPlan:
     block_kv: int
     window: int | None
     queries: TileLists
-    """Per block of queries, its blocks of keys: forward and dQ."""
+    """Blocks of keys that each block of queries visits, for the forward and dQ."""
     keys: TileLists
-    """Per block of keys, its blocks of queries: dK and dV."""
+    """Blocks of queries that each block of keys visits, for dK and dV."""
     num_tiles: tuple[int, int, int]
-    """FULL, ROW and GENERAL tiles."""
+    """Numbers of FULL, ROW and GENERAL tiles."""
 
 
 def plan_blocks(
@@ -84,16 +84,17 @@ def plan_blocks(
 
     Args:
         words: [batch, Tq] int64. positions: [batch, Tq] integer, or None for 0, 1, 2, ...
-        kv_words, kv_positions: [batch, Tk], of the keys; None for those of the queries.
+        kv_words, kv_positions: words and positions of the keys, [batch, Tk]; None for those of the queries.
         window: reach of the causal term in tokens, or None.
-        block_q, block_kv: tokens of a block; tokens past the end of a sequence count as padding.
-        cap: most tiles of one item of work; None never splits, "auto" takes the fastest by the model of `launch_order`.
-        num_programs: for "auto": items in flight at a time (two per multiprocessor of an H100).
-        heads_per_launch: for "auto": heads of one launch.
+        block_q, block_kv: number of tokens in a block; tokens past the end of a sequence count as padding.
+        cap: maximum number of tiles in one work item; None never splits, "auto" takes the fastest by the model of
+            `launch_order`.
+        num_programs: number of items in flight at a time, for "auto" (two per multiprocessor of an H100).
+        heads_per_launch: number of heads in one launch, for "auto".
 
     Returns:
-        The plan: every tile that is not EMPTY belongs to exactly one item of either side, every block to an item that
-        writes it.
+        The plan. Every tile that is not EMPTY is in exactly one item of `queries` and one of `keys`, and every block
+        has an item that writes its result.
 
     Raises:
         MaskError: words or positions of a wrong dtype or shape, a cap below 1, or more than 2^31 tiles.
@@ -127,7 +128,7 @@ def plan_blocks(
 
 
 def _query_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
-    """Yield the classes of each query block: uint8 [rows, key blocks]."""
+    """Yield the tile classes of query blocks, unpacked: uint8 [query blocks of a chunk, key blocks]."""
     flat = packed.reshape(-1, packed.shape[-1])
     step = max(1, _CELLS_AT_ONCE // blocks_kv)
     for first in range(0, len(flat), step):
@@ -135,7 +136,7 @@ def _query_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
 
 
 def _key_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
-    """Yield the classes of each key block, batch row by batch row: uint8 [rows, query blocks]."""
+    """Yield the tile classes of key blocks, batch row by batch row: uint8 [key blocks of a chunk, query blocks]."""
     blocks_q = packed.shape[1]
     rows = max(1, _CELLS_AT_ONCE // (blocks_q * blocks_kv))
     columns = blocks_kv if rows > 1 else max(4, _CELLS_AT_ONCE // blocks_q // 4 * 4)
@@ -147,7 +148,7 @@ def _key_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
 
 
 def _compress(chunks: Iterator[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return compressed rows: bounds int32 [rows, 4] and other int32 [tiles], class by class within a row."""
+    """Return (bounds int32 [rows, 4], other int32 [tiles]) of `TileLists`, from the classes of every row."""
     bounds, other, begin = [], [], 0
     for classes in chunks:
         cells = np.arange(len(classes) + 1) * classes.shape[1]

@@ -1,8 +1,8 @@
-"""Words of a batch from what its rows hold: texts, images, clips, videos, documents packed one after another, padding.
+"""Words of a batch, built from a description of its rows: texts, images, clips, videos, packed documents, padding.
 
     EP         Document((Image(1024), Text(96)))              encoder output before the text
     EE         Document((Text(20), Image(576), Text(30)))     encoder output inside the text
-    EE-Gemma   Image(576, sees_earlier=True)                  the image also sees all that comes before it
+    EE-Gemma   Image(576, sees_earlier=True)                  the image also sees all tokens before it
     MP         a row of several documents                     none sees another
     prefix-LM  Document((Prefix(128), Text(64)))
     video      Video(frames=8, tokens_per_frame=256)          a frame sees itself and earlier ones
@@ -22,22 +22,22 @@ from mmcompile.errors import MaskError
 from mmcompile.kernels.bitfield_attention.masks.words import MAX_DOCUMENT, MAX_INSTANCE, NUM_MODALITIES, PADDING, pack
 
 TEXT, IMAGE, AUDIO, VIDEO = range(4)
-"""Default modalities."""
+"""Default modality numbers."""
 _ALL_MODALITIES = (1 << NUM_MODALITIES) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Causal tokens."""
+    """A run of text tokens: each sees itself and earlier tokens."""
 
     length: int
     sees: tuple[int, ...] | None = None
-    """Modalities seen besides text; None for all."""
+    """Modality numbers that the text sees besides text; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Text that sees itself in both directions, and everything before it."""
+    """A run of text tokens that see each other in both directions, and everything before them."""
 
     length: int
     sees: tuple[int, ...] | None = None
@@ -45,19 +45,19 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Tokens of one image, which see each other."""
+    """A run of image tokens, which see each other."""
 
     length: int
     modality: int = IMAGE
     sees_earlier: bool = False
     """True if the tokens also see all earlier tokens, as in Gemma 3."""
     island: str | None = None
-    """Images of a document with the same island name see each other; None for an island of its own."""
+    """Name of the island: images of a document with the same name see each other. None for an island without others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audio:
-    """Tokens of one audio clip; fields as of `Image`."""
+    """A run of tokens of one audio clip, which see each other; the fields are those of `Image`."""
 
     length: int
     modality: int = AUDIO
@@ -67,7 +67,7 @@ class Audio:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Frames that see themselves and everything earlier: block-causal."""
+    """A run of video frames; a frame's tokens see each other and all tokens of earlier frames (block-causal)."""
 
     frames: int
     tokens_per_frame: int
@@ -76,7 +76,7 @@ class Video:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Tokens that see nothing and that nothing sees."""
+    """A run of padding tokens, which see no token and are seen by none."""
 
     length: int
 
@@ -86,28 +86,28 @@ Part = Text | Prefix | Image | Audio | Video | Padding
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One sample; documents of a row do not see each other."""
+    """One sample, as a sequence of parts; documents in one row do not see each other."""
 
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TokenRun:
-    """Tokens with one word; no bits make it padding."""
+    """A run of tokens with one word; a run without modality bits is padding."""
 
     length: int
     causal: bool
     bits: int
     island: str | bool = False
-    """Name shared by runs of one document, True for an island of its own, False for none."""
+    """Island name shared by runs of one document; True for an island of this run alone, False for none."""
 
 
 def build_mask(rows: Sequence[Sequence[Document]], length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Build words and positions of a batch.
+    """Build the words and positions of a batch.
 
     Args:
         rows: documents of each row, in order.
-        length: tokens of every row, the rest being padding; None for the longest row.
+        length: number of tokens in every row, filled with padding; None for the length of the longest row.
 
     Returns:
         words [rows, length] int64 and positions [rows, length] int32.
@@ -197,7 +197,7 @@ def _check_length(length: int, what: str, where: str) -> None:
 
 
 def _bits(sees: tuple[int, ...] | None, where: str) -> int:
-    """Return the bits of text and of some modalities."""
+    """Return the modality bits of text and of the modalities in `sees`; None stands for all modalities."""
     if sees is None:
         return _ALL_MODALITIES
     return sum({_bit(modality, where) for modality in (TEXT, *sees)})

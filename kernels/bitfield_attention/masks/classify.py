@@ -1,10 +1,11 @@
-"""Classes of the tiles of a mask, from summaries of blocks of words.
+"""Classes of the tiles of a mask (EMPTY, FULL, ROW, GENERAL), derived from summaries of blocks of words.
 
-No [Tq, Tk] mask, and a quarter of a byte per tile.
+No [Tq, Tk] mask is made; a class takes a quarter of a byte.
 
-A class is safe, not exact: an EMPTY tile hides everything, a FULL tile shows everything and a ROW tile is uniform along each row,
-but a GENERAL tile may turn out to be any of them. Pairs of superblocks of 8 blocks are classed first; only those neither EMPTY
-nor FULL are refined, by query block and then by key block. All of it runs in NumPy on the CPU, wherever the words live.
+A class is safe, not exact: an EMPTY tile hides everything, a FULL tile shows everything and a ROW tile is uniform along
+each row, but a GENERAL tile may turn out to be any of them. Pairs of superblocks of 8 blocks are classed first; only
+those neither EMPTY nor FULL are refined, by query block and then by key block. All of it runs in NumPy on the CPU,
+wherever the words live.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from mmcompile.errors import MaskError
 from mmcompile.kernels.bitfield_attention.masks.words import MAX_DOCUMENT, MAX_INSTANCE
 
 BLOCK = 128
-"""Tokens of a block, for queries and keys, unless stated otherwise."""
+"""Number of tokens in a block of queries or keys, by default."""
 _SUPERBLOCK = 8
-"""Blocks of a superblock; their eight 2-bit classes fill 16 bits."""
+"""Number of blocks in a superblock; their eight 2-bit classes fill 16 bits."""
 
 _PAIRS_AT_ONCE = 1 << 18
 _FAR = np.iinfo(np.int32).max
 
 Summaries = dict[str, np.ndarray]
-"""int32 [batch, blocks] per name of `_REDUCTIONS`; an island here is a document and an island id."""
+"""Summary name (of `_REDUCTIONS`) -> its value for each block, int32 [batch, blocks]; island ids include the document."""
 
 _REDUCTIONS: dict[str, np.ufunc] = {
     "least_document": np.minimum,  # 0 if a token is padding
@@ -50,7 +51,7 @@ _REDUCTIONS: dict[str, np.ufunc] = {
 
 
 class TileClass(IntEnum):
-    """Visible share of a tile: none, rows, all, or mixed."""
+    """Visible part of a tile: none (EMPTY), some rows (ROW), all (FULL), or mixed (GENERAL)."""
 
     EMPTY = 0
     FULL = 1
@@ -73,9 +74,9 @@ def class_map(
 
     Args:
         words: [batch, Tq] int64. positions: [batch, Tq] integer, or None for 0, 1, 2, ...
-        kv_words, kv_positions: [batch, Tk], of the keys; None for those of the queries.
+        kv_words, kv_positions: words and positions of the keys, [batch, Tk]; None for those of the queries.
         window: reach of the causal term in tokens, or None.
-        block_q, block_kv: tokens of a block; tokens past the end of a sequence count as padding.
+        block_q, block_kv: number of tokens in a block; tokens past the end of a sequence count as padding.
 
     Returns:
         uint8 [batch, query blocks, bytes] on the CPU; the class of key block j is in bits 2 (j mod 4) of byte j // 4,
@@ -98,7 +99,7 @@ def workload(
     block_q: int = BLOCK,
     block_kv: int = BLOCK,
 ) -> torch.Tensor:
-    """Return the number of tiles every query block visits; arguments as of `class_map`.
+    """Return the number of tiles that every query block visits; the arguments are those of `class_map`.
 
     Returns:
         [batch, query blocks] int64 on the CPU.
@@ -115,7 +116,7 @@ def check_arguments(
     kv_positions: torch.Tensor | None,
     window: int | None,
 ) -> None:
-    """Raise MaskError unless dtypes and shapes are those of a mask."""
+    """Raise MaskError unless the arguments have the dtypes and shapes of mask words and positions."""
     for name, x in (("words", words), ("kv_words", kv_words)):
         if x is not None and (x.dtype != torch.int64 or x.ndim != 2 or x.shape[0] != words.shape[0] or not x.shape[1]):
             raise MaskError(
@@ -146,7 +147,7 @@ _UNIFORM = np.array([0x0000, 0x5555, 0xAAAA, 0xFFFF], dtype=np.uint16)
 
 
 class Masks:
-    """Summaries of a batch of masks, and the pass over pairs of superblocks."""
+    """Summaries of the query and key blocks of a batch of masks, and the classification of their pairs."""
 
     def __init__(
         self,
@@ -172,11 +173,11 @@ class Masks:
         self.super_keys = _as_keys(_reduced(of_keys, _SUPERBLOCK))
 
     def packed(self) -> np.ndarray:
-        """Return packed classes of all tiles: uint8 [batch, query blocks, bytes]."""
+        """Return the packed classes of all tiles: uint8 [batch, query blocks, bytes], four classes per byte."""
         return np.concatenate(list(self.chunks()), axis=1)[:, : self.blocks_q]
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """Yield packed classes of query blocks: uint8 [batch, query blocks of a chunk, bytes]."""
+        """Yield the packed classes in chunks of query blocks: uint8 [batch, query blocks of a chunk, bytes]."""
         batch, rows = self.super_queries["begin"].shape
         columns = self.super_keys["begin"].shape[1]
         step = max(1, _PAIRS_AT_ONCE // (batch * columns))
@@ -192,7 +193,7 @@ class Masks:
         return packed.view(np.uint8)
 
     def _refine_queries(self, packed: np.ndarray, pairs: tuple[np.ndarray, ...], first: int) -> None:
-        """Class the eight query blocks of some superblock pairs against the whole superblock of keys."""
+        """Classify the eight query blocks of each of the given superblock pairs against the whole superblock of keys."""
         row, query, key = pairs
         if not row.size:
             return
@@ -208,7 +209,7 @@ class Masks:
     def _refine_keys(
         self, packed: np.ndarray, places: tuple[np.ndarray, ...], blocks: np.ndarray, supers: np.ndarray
     ) -> None:
-        """Class single tiles, in pieces that bound memory."""
+        """Classify single tiles, in pieces that bound the memory used."""
         for first in range(0, len(blocks), _PAIRS_AT_ONCE // _SUPERBLOCK):
             piece = slice(first, first + _PAIRS_AT_ONCE // _SUPERBLOCK)
             queries, keys = _at(self.queries, blocks[piece]), _at(self.keys, supers[piece] * _SUPERBLOCK + _EIGHT)
@@ -220,7 +221,7 @@ _EIGHT = np.arange(_SUPERBLOCK)[:, None]
 
 
 def _classify(queries: Summaries, keys: Summaries, window: int | None) -> np.ndarray:
-    """Class pairs of blocks as uint8, by broadcasting; every test holds for any tokens with these summaries."""
+    """Return uint8 classes of pairs of blocks, by broadcasting; each class holds for any tokens with these summaries."""
     islands = (queries["first_island"] <= keys["last_island"]) & (keys["first_island"] <= queries["last_island"])
     some = (queries["first_document"] <= keys["last_document"]) & (keys["first_document"] <= queries["last_document"])
     some &= (queries["causal_any_of"] & keys["any_of"]) != 0
@@ -256,7 +257,7 @@ def _as_queries(blocks: Summaries) -> Summaries:
 
 
 def _as_keys(blocks: Summaries) -> Summaries:
-    """Return those of key blocks; mixed documents and islands are -1, which never equals those of queries."""
+    """Return the summaries of key blocks that `_classify` reads; mixed documents and islands are -1, unequal to any query's."""
     one_document = (blocks["least_document"] == blocks["last_document"]) & (blocks["last_document"] != 0)
     one_island = (blocks["least_island"] == blocks["last_island"]) & (blocks["last_island"] != 0)
     taken = ("first_document", "last_document", "first_island", "last_island", "begin", "end", "any_of", "each_of")
@@ -298,7 +299,7 @@ def _summarise(words: torch.Tensor, positions: torch.Tensor | None, block: int) 
 
 
 def _reduced(values: Summaries, size: int) -> Summaries:
-    """Reduce values over groups of `size` neighbours."""
+    """Reduce the summaries of every `size` adjacent blocks or tokens to one."""
     return {name: _REDUCTIONS[name].reduce(x.reshape(len(x), -1, size), axis=-1) for name, x in values.items()}
 
 
@@ -309,7 +310,7 @@ def _positions(words: torch.Tensor, positions: torch.Tensor | None, block: int) 
 
 
 def _padded(x: torch.Tensor, block: int) -> np.ndarray:
-    """Fill rows with zeros up to a whole superblock."""
+    """Return the rows of `x` [batch, tokens] as an array, filled with zeros up to a whole superblock."""
     return np.pad(x.cpu().numpy(), ((0, 0), (0, -x.shape[1] % (block * _SUPERBLOCK))))
 
 

@@ -1,4 +1,4 @@
-"""Words from other forms of a mask (ids per token, the bitfields of the papers), and a check of words."""
+"""Conversion of other forms of a mask (ids per token, the bitfields of Cornstarch) into words, and a check of words."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ def words_from_ids(
     causal: bool | torch.Tensor = True,
     modalities: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the words of (causal or same island) and same document, as model libraries compose masks.
+    """Return the words of a mask in which tokens see earlier tokens and their island, within their document.
+
+    That is (causal or same island) and same document, as model libraries compose masks.
 
     Args:
         documents: integer [batch, tokens]; 0 is padding.
         islands: integer [batch, tokens], bidirectional block of each token; 0 or less is none.
-        causal: whether tokens see earlier ones, for all or bool [batch, tokens].
-        modalities: integer [batch, tokens] of modality bits, or None where all tokens may meet.
+        causal: True if tokens see earlier ones; one value for all tokens, or bool [batch, tokens].
+        modalities: integer [batch, tokens] of modality bits, or None if modalities do not restrict the mask.
 
     Returns:
         int64 [batch, tokens] on the device of `documents`.
@@ -61,8 +63,8 @@ def words_from_ids(
 def from_cornstarch(bitfields: torch.Tensor) -> torch.Tensor:
     """Return the words of a Cornstarch mask: one document, and an island for every distinct non-text bitfield.
 
-    A token with bit 0 set is text: it sees earlier tokens that share one of the low 62 bits. Any other sees the tokens
-    with equal low 62 bits; 0 is padding.
+    A token with bit 0 set is text: it sees earlier tokens that share one of the low 62 bits. Any other token sees the
+    tokens with equal low 62 bits; 0 is padding.
 
     Args:
         bitfields: int64 [batch, tokens].
@@ -94,12 +96,12 @@ def from_cornstarch(bitfields: torch.Tensor) -> torch.Tensor:
 
 
 def check_words(words: torch.Tensor, positions: torch.Tensor) -> None:
-    """Raise MaskError unless these are words and positions of whole sequences in their own order.
+    """Raise MaskError unless the words and positions are those of whole sequences in their original order.
 
     Positions count tokens, so inside a document they must increase. Check a batch before it is permuted, not after.
 
     Args:
-        words: [batch, tokens]. positions: [batch, tokens].
+        words: int64 [batch, tokens]. positions: integer [batch, tokens].
     """
     if words.dtype != torch.int64 or words.ndim != 2:
         raise MaskError(f"words are {words.dtype} {list(words.shape)}; wanted int64 [batch, tokens]")

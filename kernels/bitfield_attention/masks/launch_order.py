@@ -1,4 +1,4 @@
-"""Items of work in launch order: long lists of tiles are cut so that no program outlasts all others.
+"""Work items of an attention launch in order: long lists of tiles are split so that no program runs much longer than others.
 
 The model of a launch, in tiles [Empirical]: an item of n tiles takes n + 1.5, and 2 more if it writes a partial result
 that has to be merged; programs take the next item of the list as they become free.
@@ -11,20 +11,20 @@ import numpy as np
 ITEM_COST = 1.5
 PARTIAL_COST = 2.0
 CAPS = (8, 16, 32, 64, 128, 256, 512)
-"""Lengths `best_cap` tries, in tiles."""
+"""Maximum numbers of tiles per item that `best_cap` tries."""
 _TOLERANCE = 0.05
-"""Lists are not split where the longest-first order is this close to the ideal."""
+"""Relative excess of the longest-first order over the ideal time, up to which lists are not split."""
 
 
 def work_items(bounds: np.ndarray, cap: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Cut the tiles of every block into items of at most `cap` tiles of nearly equal number, longest items first.
+    """Split the tiles of every block into items of nearly equal size and at most `cap` tiles, longest items first.
 
     Args:
-        bounds: int32 [rows, 4], as of `TileLists`.
-        cap: most tiles of an item; None for one item a block.
+        bounds: int32 [rows, 4], the `bounds` of `TileLists`.
+        cap: maximum number of tiles in an item; None for one item per block.
 
     Returns:
-        items int32 [items, 8] and splits int32 [split rows, 3], as of `TileLists`. A row without tiles has an item too,
+        items int32 [items, 8] and splits int32 [split rows, 3], as in `TileLists`. A row without tiles has an item too,
         which writes the result of seeing nothing.
     """
     tiles = bounds[:, 3] - bounds[:, 0]
@@ -49,8 +49,8 @@ def best_cap(tiles: np.ndarray, programs: int, heads: int) -> int | None:
 
     Args:
         tiles: [rows] number of tiles of each block.
-        programs: items in flight at a time.
-        heads: heads of one launch; each does all rows.
+        programs: number of items in flight at a time.
+        heads: number of heads in one launch; each head runs all rows.
     """
     whole = tiles + ITEM_COST
     ideal = heads * whole.sum() / programs
@@ -74,10 +74,10 @@ def _split_costs(tiles: np.ndarray, cap: int) -> np.ndarray:
 
 
 def _makespan(costs: np.ndarray, programs: int, heads: int) -> float:
-    """Return the end of a longest-first list of items, each once per head, given to programs in rounds.
+    """Return the finish time of a longest-first list of items, in tiles, each item once per head.
 
-    A round gives one item to each program, the longest to the least loaded; once items are under 1 % of the ideal they
-    fill the programs evenly.
+    Items are given to programs in rounds: one item to each program, the longest to the least loaded one. Items below 1
+    % of the ideal time fill the programs evenly.
     """
     costs = np.repeat(np.sort(costs)[::-1], heads)
     total = costs.sum()

@@ -1,4 +1,4 @@
-"""`PlanCache`: the block plan of a mask is made once and shared by all layers and by backward."""
+"""`PlanCache`: keeps block plans, so that all layers and the backward share the plan of a mask."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import torch
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan, plan_blocks
 
 Source = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""words, positions, kv_words, kv_positions."""
+"""Tensors from which a plan is made: (words, positions, kv_words, kv_positions)."""
 
 
 @final
 class PlanCache:
-    """Least recently used plans. Threads may share it: autograd runs backward on threads of its own.
+    """Cache of the least recently used block plans. Threads may share it: autograd runs backward on threads of its own.
 
-    On a CPU masks are compared by content: hashing costs far less than planning, and recomputed or reallocated words still hit.
-    On an accelerator reading the content would wait for the device once a layer, so tensors are compared by identity and version;
-    the entry holds them, so that no other tensor can come to lie at the same address while it lives.
+    On a CPU masks are compared by content: hashing costs far less than planning, and recomputed or reallocated words
+    still hit. On an accelerator reading the content would wait for the device once a layer, so tensors are compared by
+    identity and version; the entry holds its tensors, so that no other tensor can get the same address while the entry
+    exists.
     """
 
     def __init__(self, size: int = 16) -> None:
@@ -42,7 +43,7 @@ class PlanCache:
         cap: int | Literal["auto"] | None = None,
         heads_per_launch: int = 1,
     ) -> BlockPlan:
-        """Return the plan of `plan_blocks` for these arguments, made now or earlier."""
+        """Return the plan that `plan_blocks` makes of these arguments, from the cache if it has it."""
         on_cpu = source[0].device.type == "cpu"
         key = (_content(source) if on_cpu else _identity(source), window, block_q, block_kv, cap, heads_per_launch)
         with self._lock:

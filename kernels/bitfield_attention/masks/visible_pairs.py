@@ -1,4 +1,4 @@
-"""Exact number of visible pairs of a mask, without the mask: the work of attention."""
+"""Exact number of visible (query, key) pairs of a mask, counted without the mask: the work of attention."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def visible_pairs(
 ) -> int:
     """Count pairs (query, key) in which the query sees the key, over the batch.
 
-    pairs = causal pairs inside documents + pairs inside islands - causal pairs inside islands; keys before a query are counted by
-    binary search among the sorted positions of each distinct set of modality bits, O(tokens log tokens) for each set.
+    pairs = causal pairs inside documents + pairs inside islands - causal pairs inside islands; keys before a query are
+    counted by binary search among the sorted positions of each distinct set of modality bits, O(tokens log tokens) for
+    each set.
 
     Args:
         words: [batch, Tq] int64. positions: [batch, Tq] integer, or None for 0, 1, 2, ...
-        kv_words, kv_positions: [batch, Tk], of the keys; None for those of the queries.
+        kv_words, kv_positions: words and positions of the keys, [batch, Tk]; None for those of the queries.
         window: reach of the causal term in tokens, or None.
 
     Raises:
@@ -64,10 +65,11 @@ def _take(arrays: tuple[np.ndarray, ...], where: np.ndarray) -> tuple[np.ndarray
 
 
 def _causal_pairs(query: tuple[np.ndarray, ...], key: tuple[np.ndarray, ...], window: int | None) -> int:
-    """Count pairs of one group, keys not after queries and inside the window, that share a modality bit.
+    """Count pairs in one group whose key is not after the query, is inside the window, and shares a modality bit.
 
     Args:
-        query, key: group id, word and position of each token.
+        query, key: (group id, word, position), each with one entry per token.
+        window: causal reach in tokens, or None.
     """
     (group, words, positions), (kv_group, kv_words, kv_positions) = query, key
     bits, kv_bits = words & 0xFFFFFFFF, kv_words & 0xFFFFFFFF

@@ -9,8 +9,8 @@
                     and (C(q) and pos(k) <= pos(q) and MOD(q) & MOD(k) != 0 and pos(q) - pos(k) < window
                          or INST(q) = INST(k) != 0)
 
-`pos` counts tokens before any context-parallel permutation; it is never the rotary position. A window, where a layer
-has one, bounds the causal term only.
+`pos` counts tokens before any context-parallel permutation; it is never the rotary position. A sliding window bounds
+the causal term only.
 
 Source: the bitfield of Cornstarch (arXiv 2503.11367, section 4.3), with document and island ids as equality fields.
 """
@@ -23,16 +23,16 @@ MAX_DOCUMENT = (1 << 15) - 1
 MAX_INSTANCE = (1 << 16) - 1
 NUM_MODALITIES = 32
 PADDING = 0
-"""The word of a token that sees nothing and is seen by nothing."""
+"""Word of a padding token, which sees no token and is seen by none."""
 
 
 def pack(
     *, causal: torch.Tensor, document: torch.Tensor, instance: torch.Tensor, modalities: torch.Tensor
 ) -> torch.Tensor:
-    """Pack fields into words. Fields must be in range: `kernels.bitfield_attention.masks` checks those of users.
+    """Pack fields into words. Values must be in range; the functions that take user input check them.
 
     Args:
-        causal: bool, any shape.
+        causal: bool of any shape, True for a token that sees earlier ones.
         document, instance, modalities: int64 of the same shape.
 
     Returns:
@@ -44,17 +44,17 @@ def pack(
 
 
 def document(words: torch.Tensor) -> torch.Tensor:
-    """Return int64 document ids; masked after the shift, which is arithmetic for negative words."""
+    """Return the document id of each word, int64; the mask after the shift removes the sign bits of negative words."""
     return (words >> 48) & MAX_DOCUMENT
 
 
 def instance(words: torch.Tensor) -> torch.Tensor:
-    """Return int64 island ids."""
+    """Return the island id of each word, int64; 0 for none."""
     return (words >> 32) & MAX_INSTANCE
 
 
 def modalities(words: torch.Tensor) -> torch.Tensor:
-    """Return int64 modality bits."""
+    """Return the modality bits of each word, int64."""
     return words & 0xFFFFFFFF
 
 
@@ -65,7 +65,7 @@ def visible(
     kv_positions: torch.Tensor,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return the mask as a tensor, for tiles small enough to hold it.
+    """Return the mask of words as a bool tensor, for tiles small enough to hold it.
 
     Args:
         words, positions: [..., Tq] int64 words and positions of queries.

@@ -1,1 +1,1 @@
-"""Bitfield attention over a sequence whose tokens several ranks share."""
+"""Bitfield attention under context parallelism, where several ranks hold the tokens of a sequence."""

@@ -1,7 +1,7 @@
-"""Attention over a sequence that several ranks share: `torch.ops.mmcompile.context_parallel_attention`.
+"""Attention over a sequence whose tokens are spread over ranks: `torch.ops.mmcompile.context_parallel_attention`.
 
-Every rank has the queries, keys and values of its own tokens, equally many on each rank, any tokens in any order. Keys and values
-of all ranks are gathered, a few heads at a time; while they are computed with, those of the next heads are under way:
+Every rank has the queries, keys and values of its own tokens, equally many on each rank, any tokens in any order. Keys
+and values of all ranks are gathered, a few heads at a time; the gather of the next heads overlaps with attention:
 
     forward     gather(i + 1)  ||  attention(i)
     backward    gather(i + 1)  ||  gradients(i)  ||  scatter_sum(i - 1)
@@ -44,26 +44,28 @@ def context_parallel_attention(
     group_name: str,
     num_ranks: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from this rank's tokens to those of all ranks. All ranks of the group must call it with equal options.
+    """Compute attention from this rank's tokens to the tokens of all ranks.
+
+    All ranks of the group must call the op with equal options.
 
     Args:
         q: [B, H, T, D] of this rank's T tokens.
         k: [B, Hkv, T, D], H a multiple of Hkv.
         v: [B, Hkv, T, Dv].
         words, positions: [B, T] int64 words and integer positions of this rank's tokens; word 0 for free rows.
-        kv_words, kv_positions: [B, P * T], of the tokens of all ranks, in the order of ranks (`gather_words`).
+        kv_words, kv_positions: [B, P * T], words and positions of the tokens of all P ranks in order (`gather_words`).
         scale: factor on the scores.
         window: causal reach in tokens, or None.
-        head_stride: key/value heads gathered at a time; 0 for all at once (`cp_cost.choose_head_stride`).
-        group_name: of a group given to `register_group`; not looked up for one rank.
-        num_ranks: P.
+        head_stride: number of key/value heads gathered at a time; 0 for all at once (`cp_cost.choose_head_stride`).
+        group_name: name of a group given to `register_group`; not looked up for one rank.
+        num_ranks: number of ranks P in the group.
 
     Returns:
         O, [B, H, T, Dv] in the dtype of `q`, and the log-sum-exp of each row, [B, H, T] in float32 or wider.
 
     Raises:
         ConfigError: the group is not registered or has another size; a head stride below 0 or above Hkv.
-        MaskError: `kv_words` are not those of P * T tokens.
+        MaskError: `kv_words` is not of P * T tokens.
     """
     _check(k, kv_words, head_stride, num_ranks)
     call = words, positions, kv_words, kv_positions, scale, window, "auto"
@@ -117,12 +119,13 @@ def context_parallel_attention_backward(
     num_ranks: int,
     need_keys: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gradients of this rank's queries, keys and values; the last two sum over the queries of all ranks.
+    """Return gradients of this rank's queries, keys and values; key and value gradients sum over the queries of all ranks.
 
     Args:
         dout, dlse: gradients of the outputs of the forward op; `dlse` None is zero.
-        out, lse: those outputs.
-        need_keys: whether keys or values train; the same on all ranks. If not, nothing is summed and theirs are empty.
+        out, lse: outputs of the forward op.
+        need_keys: whether keys or values need a gradient, the same on all ranks. If not, no sum is exchanged, and dK
+            and dV are empty.
     """
     call = words, positions, kv_words, kv_positions, scale, window, "auto"
     if num_ranks == 1:
@@ -190,11 +193,11 @@ context_parallel_attention.register_autograd(_backward, setup_context=_save)
 def gather_words(
     words: torch.Tensor, positions: torch.Tensor, group_name: str, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather words and positions of the tokens of all ranks, if no rank can compute them: once a microbatch.
+    """Gather words and positions of the tokens of all ranks, once per microbatch, if the host does not compute them.
 
     Args:
         words: [B, T] int64 of this rank's tokens.
-        positions: [B, T] integer.
+        positions: [B, T] integer of this rank's tokens.
 
     Returns:
         kv_words [B, P * T] int64 and kv_positions [B, P * T] in the dtype of `positions`, in the order of ranks.
@@ -222,7 +225,7 @@ def _(
 def context_parallel_attention_flops(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any, out_val: Any = None, **options: Any
 ) -> int:
-    """Return the FLOPs of one rank: two products over the pairs its queries see."""
+    """Return the forward FLOPs of one rank: two products over the pairs that its queries see."""
     return 2 * (q.shape[-1] + v.shape[-1]) * q.shape[1] * _pairs(call)
 
 
@@ -239,12 +242,12 @@ def context_parallel_attention_backward_flops(
     out_val: Any = None,
     **options: Any,
 ) -> int:
-    """Return the FLOPs of one rank: five products over those pairs, the scores computed again."""
+    """Return the backward FLOPs of one rank: five products over the pairs that its queries see, as scores are recomputed."""
     return 2 * (3 * q.shape[-1] + 2 * v.shape[-1]) * q.shape[1] * _pairs(call)
 
 
 def _pairs(call: tuple[Any, ...]) -> int:
-    """Count the visible pairs of a rank's queries; all pairs where words have no values to count."""
+    """Return the number of visible pairs of a rank's queries; all pairs if the words have no values to count."""
     words, positions, kv_words, kv_positions, _, window, *_ = call
     if isinstance(words, FakeTensor) or words.device.type == "meta":
         return prod((*words.shape, kv_words.shape[1]))
@@ -264,6 +267,6 @@ def _check(k: torch.Tensor, kv_words: torch.Tensor, head_stride: int, num_ranks:
 
 
 def _query_heads(heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
-    """Return the query heads that share these key heads."""
+    """Return the slice of query heads that use the given key heads."""
     share = q.shape[1] // k.shape[1]
     return slice(heads.start * share, heads.stop * share)

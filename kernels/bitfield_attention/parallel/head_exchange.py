@@ -1,6 +1,6 @@
-"""Communication of context parallelism.
+"""Communication of context-parallel attention: gathers of key/value heads, and sums of their gradients.
 
-Keys and values of all ranks, a few heads at a time, and sums of their gradients.
+Both exchange a few heads of all ranks at a time.
 
 A message holds K and V of a token side by side, tokens outermost: [local tokens, B, heads, D + Dv]. Messages of all
 ranks one after the other are then, without a copy, keys [B, heads, P * local tokens, D] in the order of ranks.
@@ -17,21 +17,21 @@ import torch
 from mmcompile.kernels.process_groups import Channel, Transfer
 
 _SUM_BUFFERS = 3
-"""Buffers of sums: one being written, one under way, and one that may be late."""
+"""Number of send buffers for sums: one being written, one in flight, and one that may be late."""
 
 
 def gathered_heads(
     channel: Channel, k: torch.Tensor, v: torch.Tensor, head_stride: int, num_ranks: int
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Gather heads; the next ones are gathered while the caller uses these.
+    """Gather key/value heads of all ranks, a few at a time, while the caller computes with those gathered before.
 
     Args:
-        k: [B, Hkv, T, D] of this rank. v: [B, Hkv, T, Dv].
-        head_stride: heads at a time, at least 1; the last ones may be fewer.
+        k: [B, Hkv, T, D], keys of this rank. v: [B, Hkv, T, Dv], values of this rank.
+        head_stride: number of heads gathered at a time, at least 1; the last gather may have fewer.
 
     Yields:
-        Heads, their keys [B, heads, P * T, D] and their values [B, heads, P * T, Dv]: views of a buffer that is
-        overwritten once the caller asks for the heads after the next.
+        (slice of heads, their keys [B, heads, P * T, D] and their values [B, heads, P * T, Dv]): views of a buffer that
+        is overwritten once the caller asks for the heads after the next.
     """
     parts = [slice(first, min(first + head_stride, k.shape[1])) for first in range(0, k.shape[1], head_stride)]
     space = [k.new_empty(_message_size(k, v, head_stride) * num_ranks) for _ in parts[:2]]
@@ -51,7 +51,7 @@ def gathered_heads(
 
 @final
 class KeySums:
-    """Gradients of keys and values, added over ranks in `dtype` while the caller computes those of the next heads."""
+    """Sums over ranks of the gradients of keys and values, in `dtype`, while the caller computes gradients of the next heads."""
 
     def __init__(
         self,
@@ -68,7 +68,12 @@ class KeySums:
         self._started: list[tuple[slice, Transfer]] = []
 
     def add(self, heads: slice, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Send off gradients of the keys [B, heads, P * T, D] and values of all ranks."""
+        """Start to send the gradients of some heads to the ranks that own the keys.
+
+        Args:
+            heads: slice of the heads.
+            dk, dv: [B, heads, P * T, D] and [B, heads, P * T, Dv], for the keys and values of all ranks.
+        """
         turn = len(self._started)
         if turn < _SUM_BUFFERS:
             self._space.append(self._k.new_empty(self._size, dtype=self._dtype))
@@ -79,7 +84,7 @@ class KeySums:
         self._started.append((heads, self._channel.scatter_sum(target, message)))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return gradients of this rank's keys and values, in their shapes and dtypes. Waits for all messages sent."""
+        """Wait for all sums, and return the gradients of this rank's keys and values, in their shapes and dtypes."""
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self._k, self._v))
         for heads, transfer in self._started:
             dk[:, heads], dv[:, heads] = _unpacked(transfer.wait(), self._k.shape[-1])
@@ -87,7 +92,7 @@ class KeySums:
 
 
 def _message_size(k: torch.Tensor, v: torch.Tensor, heads: int) -> int:
-    """Return the elements of a message of one rank."""
+    """Return the number of elements in one rank's message of `heads` heads."""
     return k.shape[0] * heads * k.shape[2] * (k.shape[-1] + v.shape[-1])
 
 
@@ -101,11 +106,11 @@ def _packed(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, space: torch.T
 
 
 def _unpacked(message: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inverse of `_packed`, as views."""
+    """Return (keys, values) in a message, as views: the inverse of `_packed`."""
     heads = message.permute(1, 2, 0, 3)
     return heads[..., :dim], heads[..., dim:]
 
 
 def _view(space: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the first elements of a flat tensor, in a shape."""
+    """Return a view in `shape` of the first elements of a flat tensor."""
     return space[: prod(shape)].view(shape)

@@ -1,4 +1,4 @@
-"""Number of key/value heads to gather at a time: few hide communication, many fill the device.
+"""Number of key/value heads to gather at a time: with few, attention hides the gathers; with many, it fills the device.
 
 For n steps of s heads on P ranks, with c(s) the time of attention and g(s), r(s) those of gathering K and V and of
 adding up their gradients:
@@ -31,7 +31,7 @@ _SUM_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRates:
-    """Measured rates of a device and its link, below their nominal ones."""
+    """Measured rates of a device and its link, which are below the nominal ones."""
 
     flops_per_s: float
     """FLOP/s of attention in full tiles."""
@@ -40,12 +40,12 @@ class AttentionRates:
     latency_s: float
     """Seconds of one collective, without its bytes."""
     programs: int = 264
-    """Items of work in flight: two per multiprocessor of an H100."""
+    """Number of work items in flight: two per multiprocessor of an H100."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankAttention:
-    """One call of context-parallel attention, as its busiest rank sees it."""
+    """Sizes of one call of context-parallel attention on the rank with the most work."""
 
     num_ranks: int
     batch: int
@@ -54,23 +54,23 @@ class RankAttention:
     num_kv_heads: int
     head_dim: int
     tiles: Sequence[int]
-    """Tiles that each block of the rank's queries visits, over the batch."""
+    """Number of tiles that each block of the rank's queries visits, over the batch."""
     block: int = 128
-    """Tokens of a side of a tile."""
+    """Number of tokens along each dim of a tile."""
     element_bytes: int = 2
 
 
 def choose_head_stride(call: RankAttention, rates: AttentionRates) -> int:
-    """Return the head stride with which forward and backward take least, by the model above; the smaller of equals.
+    """Return the head stride with the least time of forward and backward, by the model of this module; the smaller of equals.
 
-    Only strides that divide the key/value heads are tried: a smaller last step would be exposed.
+    Only strides that divide the key/value heads are tried: the communication of a smaller last step would not be hidden.
     """
     strides = [stride for stride in range(1, call.num_kv_heads + 1) if call.num_kv_heads % stride == 0]
     return min(strides, key=lambda stride: (attention_s(call, rates, stride), stride))
 
 
 def attention_s(call: RankAttention, rates: AttentionRates, head_stride: int) -> float:
-    """Return the seconds of forward and backward, exposed communication included.
+    """Return the seconds of forward and backward, with communication that attention does not hide.
 
     Raises:
         ConfigError: the stride does not divide the key/value heads.
@@ -89,7 +89,7 @@ def attention_s(call: RankAttention, rates: AttentionRates, head_stride: int) ->
 
 
 def _compute_s(call: RankAttention, rates: AttentionRates, head_stride: int) -> float:
-    """Return the seconds of one forward launch."""
+    """Return the seconds of one forward launch of attention over `head_stride` heads."""
     heads = head_stride * call.num_heads // call.num_kv_heads
     tile_s = 4 * call.block**2 * call.head_dim * rates.programs / rates.flops_per_s
     tiles = np.asarray(call.tiles, dtype=np.float64)
@@ -97,7 +97,7 @@ def _compute_s(call: RankAttention, rates: AttentionRates, head_stride: int) -> 
 
 
 def _span(tiles: np.ndarray, cap: float, heads: int, programs: int) -> float:
-    """Return the end of a list of items of at most `cap` tiles, in tiles."""
+    """Return the finish time, in tiles, of a list of work items of at most `cap` tiles each."""
     pieces = np.maximum(1, np.ceil(tiles / cap))
     items = tiles / pieces + ITEM_COST + PARTIAL_COST * (pieces > 1)
     return float(heads * (pieces * items).sum() / programs + items.max(initial=0) * (1 - 1 / programs))

@@ -1,19 +1,19 @@
-"""`TokenBlocks`: tokens that each context-parallel rank computes, balanced by attention work.
+"""`TokenBlocks`: assignment of tokens to context-parallel ranks, balanced by attention work.
 
 Attention dominates long sequences, and under a multimodal mask its work differs from token to token. The unit is a
 block of consecutive tokens; the work of a block of queries is the number of key blocks it sees, which
 `mmcompile.kernels.bitfield_attention.masks.block_plan.workload` counts without building the mask.
 
     lpt         longest processing time first, every rank the same number of blocks (default)
-    lpt_free    the same without equal counts: best balance, but ranks hold up to `token_cap` times the mean of tokens
+    lpt_free    lpt without equal counts: best balance, but ranks hold up to `token_cap` times the mean of tokens
     ptrr        blocks by descending work, dealt in serpentine order
     zigzag      each rank one piece from the front and its mirror image from the back
     stripe      blocks dealt in order
     contiguous  equal consecutive pieces
     random      equal counts, shuffled
 
-Ranks that hold fewer tokens than the longest are filled up with free rows (index -1), whose mask word is 0: nothing
-sees them and they see nothing.
+Ranks that hold fewer tokens than the longest are filled up with free rows (index -1), whose mask word is 0: no token
+sees them, and they see none.
 
 Source: LPT over token blocks, Cornstarch (arXiv 2503.11367, section 4.3); the bound of LPT, Graham 1969.
 """
@@ -36,21 +36,21 @@ from mmcompile.errors import ConfigError
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BLOCK
 
 _MIN_BLOCK = 16
-"""Tokens; the shortest side of a tensor-core tile."""
+"""Minimum number of tokens in a block: the shortest dim of a tensor-core tile."""
 _MIN_BLOCKS_PER_RANK = 4
 _TARGET_BALANCE = 1.004
-"""Max/mean at which equal-count LPT is not refined any more."""
+"""Maximum over mean of ranks' work at which equal-count LPT is not refined any more."""
 _TOKEN_CAP = 1.25
-"""Default for `lpt_free`."""
+"""Default `token_cap` of `lpt_free`: maximum number of a rank's blocks over the mean."""
 
 _SPLITS_PER_RANK = 4
 _PAIRED_BLOCKS = 7
-"""Blocks of each of two ranks that are redistributed together: 3432 ways to split twice as many."""
+"""Number of blocks of each of two ranks that are redistributed together: 14 blocks can be halved in 3432 ways."""
 _FREE = -1
 
 
 class BlockPolicy(StrEnum):
-    """Rule that assigns blocks to ranks; see the top of this file."""
+    """Rule that assigns blocks to ranks, described in the module docstring."""
 
     LPT = "lpt"
     LPT_FREE = "lpt_free"
@@ -63,17 +63,17 @@ class BlockPolicy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBlocks:
-    """Blocks of tokens of every rank. Blocks of a rank ascend, so its tokens keep their order."""
+    """Token blocks of every rank. The blocks of a rank ascend, so that its tokens keep their order."""
 
     policy: BlockPolicy
     tokens: int
-    """Real tokens of the sequence."""
+    """Number of tokens of the sequence, without free rows."""
     block: int
-    """Tokens of a block."""
+    """Number of tokens in a block."""
     blocks: Tensor = field(repr=False)
-    """int64 [ranks, blocks a rank]: block indices; -1 fills ranks that have fewer."""
+    """Block indices of each rank, int64 [ranks, blocks per rank]; -1 fills ranks that have fewer."""
     work: tuple[int, ...]
-    """Work of each rank, in the unit of the workload given."""
+    """Attention work of each rank, in the unit of the given workload."""
 
     @property
     def num_ranks(self) -> int:
@@ -82,30 +82,30 @@ class TokenBlocks:
 
     @property
     def local_tokens(self) -> int:
-        """Return the rows of every rank, free ones included."""
+        """Return the number of token rows on every rank, free rows included."""
         return self.blocks.shape[1] * self.block
 
     @property
     def balance(self) -> float:
-        """Return max over mean of work: 1.0 is perfect; it is the time of attention relative to the ideal."""
+        """Return maximum over mean of the ranks' work: the time of attention relative to the ideal, 1.0."""
         total = sum(self.work)
         return max(self.work) * len(self.work) / total if total else 1.0
 
     @property
     def token_skew(self) -> float:
-        """Return rows of a rank over the mean of real tokens: the cost, relative to the ideal, of all but attention."""
+        """Return a rank's rows over the mean number of tokens: the time of all but attention, relative to the ideal, 1.0."""
         return self.local_tokens * self.num_ranks / self.tokens
 
     def index(self, rank: int) -> Tensor:
-        """Return int64 [local_tokens]: tokens of a rank, -1 for free rows."""
+        """Return the token index of each row of a rank, int64 [local_tokens]; -1 for free rows."""
         return self._tokens_of(self.blocks[rank])
 
     def rearrange(self) -> Tensor:
-        """Return int64 [ranks, local_tokens]: `index` of all ranks. Gathered keys and values are in this order."""
+        """Return `index` of all ranks, int64 [ranks, local_tokens]. Gathered keys and values have this order."""
         return self._tokens_of(self.blocks)
 
     def restore(self) -> Tensor:
-        """Return int64 [tokens]: index of each token in `rearrange().flatten()`, so that `gathered[restore]` is in order."""
+        """Return the index of each token in `rearrange().flatten()`, int64 [tokens]: `gathered[restore]` is in token order."""
         order = self.rearrange().flatten()
         rows = (order >= 0).nonzero().squeeze(1)
         return torch.empty(self.tokens, dtype=torch.int64).scatter_(0, order[rows], rows)
@@ -129,7 +129,7 @@ def choose_block(tokens: int, ranks: int) -> int:
 
 
 def padded_length(tokens: int, ranks: int, block: int | None = None) -> int:
-    """Return the rows of all ranks under equal counts, at least one block each; `block` defaults to `choose_block`."""
+    """Return the number of rows of all ranks under equal block counts; `block` defaults to `choose_block`."""
     unit = ranks * (block or choose_block(tokens, ranks))
     return max(1, -(-tokens // unit)) * unit
 
@@ -144,17 +144,17 @@ def distribute(
     seed: int | None = None,
     token_cap: float | None = None,
 ) -> TokenBlocks:
-    """Give every block of a sequence to a rank. The same input gives the same result on every machine.
+    """Assign every block of a sequence to a rank. The same input gives the same result on every machine.
 
     Args:
         workload: [blocks] or [rows, blocks] int64 work of each block of queries; rows of one microbatch share the
             distribution, so their work is added.
         tokens: length of the sequence; blocks = ceil(tokens / block).
-        ranks: of the context-parallel axis.
-        block: tokens of a block.
-        policy: see the top of this file.
-        seed: of `random`; default 0.
-        token_cap: of `lpt_free`: no rank holds more than this times the mean number of blocks; default 1.25.
+        ranks: number of context-parallel ranks.
+        block: number of tokens in a block.
+        policy: rule of assignment, described in the module docstring.
+        seed: random seed of the policy `random`; default 0.
+        token_cap: option of `lpt_free`: no rank holds more than this times the mean number of blocks; default 1.25.
 
     Raises:
         ConfigError: sizes that do not fit each other, an unknown policy, or an option that the policy does not read.
@@ -195,7 +195,7 @@ def _check(policy: str, ranks: int, seed: int | None, token_cap: float | None) -
 
 
 def _assign(work: np.ndarray, ranks: int, policy: BlockPolicy, seed: int, cap: float) -> list[np.ndarray]:
-    """Return block indices of every rank, ascending. `work` has a multiple of `ranks` blocks."""
+    """Return block indices of every rank, ascending. The number of blocks in `work` is a multiple of `ranks`."""
     each = len(work) // ranks
     if policy is BlockPolicy.LPT:
         owned = _evened(work, _lpt(work, ranks, each))
@@ -211,7 +211,7 @@ def _assign(work: np.ndarray, ranks: int, policy: BlockPolicy, seed: int, cap: f
 
 
 def _in_order(num_blocks: int, ranks: int, policy: BlockPolicy, seed: int) -> np.ndarray:
-    """Return [ranks, blocks a rank] of the policies that do not look at the work."""
+    """Return [ranks, blocks per rank] block indices, for policies that do not depend on the work."""
     blocks, each = np.arange(num_blocks), num_blocks // ranks
     if policy is BlockPolicy.STRIPE:
         return blocks.reshape(each, ranks).T
@@ -224,7 +224,7 @@ def _in_order(num_blocks: int, ranks: int, policy: BlockPolicy, seed: int) -> np
 
 
 def _lpt(work: np.ndarray, ranks: int, most: int) -> list[np.ndarray]:
-    """Assign blocks in descending work, each to the rank with the least; full ranks (`most` blocks) leave the heap."""
+    """Assign blocks in descending work, each to the rank with the least work that has fewer than `most` blocks."""
     order = np.argsort(-work, kind="stable")
     # One integer holds work and rank, so that the heap compares no tuples.
     heap, room, owners = list(range(ranks)), [most] * ranks, array("q")
@@ -243,9 +243,9 @@ def _lpt(work: np.ndarray, ranks: int, most: int) -> list[np.ndarray]:
 
 
 def _evened(work: np.ndarray, owned: list[np.ndarray]) -> list[np.ndarray]:
-    """Redistribute the blocks of the heaviest rank and a light one, until balanced or no pair gains.
+    """Redistribute blocks between the rank with the most work and a rank with little, until balanced or no pair gains.
 
-    Equal counts leave LPT no small blocks to even out the last large ones, which shows with few blocks a rank.
+    With equal counts, LPT has no small blocks left to balance the last large ones; this matters with few blocks per rank.
     """
     load = np.array([work[blocks].sum() for blocks in owned])
     ranks, total = len(owned), int(load.sum())
@@ -266,7 +266,7 @@ def _evened(work: np.ndarray, owned: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _split(work: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the most even split with the same counts of a few blocks of either rank. None if it is no better than before."""
+    """Return the most even split of a few blocks of two ranks with the same counts; None if it is no better than before."""
     few = min(len(heavy), _PAIRED_BLOCKS)
     give, take = (_spaced(blocks, work, few) for blocks in (heavy, light))
     both = np.concatenate([heavy[give], light[take]])
@@ -283,13 +283,13 @@ def _split(work: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: int) -> 
 
 
 def _spaced(blocks: np.ndarray, work: np.ndarray, few: int) -> np.ndarray:
-    """Return positions of a few blocks, from the least to the most work."""
+    """Return the positions of `few` blocks, spaced evenly from the least to the most work."""
     return np.argsort(work[blocks], kind="stable")[np.linspace(0, len(blocks) - 1, few).astype(np.int64)]
 
 
 @cache
 def _halves(few: int) -> np.ndarray:
-    """Return int64 [choices, 2 few]: every choice of half of 2 few things, as zeros and ones."""
+    """Return every choice of half of 2 * few things, int64 [choices, 2 * few] of zeros and ones."""
     choices = list(combinations(range(2 * few), few))
     halves = np.zeros((len(choices), 2 * few), dtype=np.int64)
     np.put_along_axis(halves, np.array(choices), 1, axis=1)
@@ -297,7 +297,7 @@ def _halves(few: int) -> np.ndarray:
 
 
 def _table(owned: list[np.ndarray], num_blocks: int) -> np.ndarray:
-    """Return [ranks, most blocks] of block indices, -1 where a rank has fewer or the block lies beyond the sequence."""
+    """Return [ranks, maximum blocks per rank] block indices; -1 where a rank has fewer or the block is past the sequence."""
     table = np.full((len(owned), max(map(len, owned))), _FREE, dtype=np.int64)
     for rank, blocks in enumerate(owned):
         table[rank, : len(blocks)] = np.where(blocks < num_blocks, blocks, _FREE)

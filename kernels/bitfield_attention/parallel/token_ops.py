@@ -1,7 +1,7 @@
-"""Ops that take one rank's tokens out of a sequence and put them back: `torch.ops.mmcompile.{shard,unshard}_tokens`.
+"""Torch ops that select one rank's tokens from a sequence and put them back: `torch.ops.mmcompile.{shard,unshard}_tokens`.
 
-Each is the other's gradient. Putting back does not add over ranks: it leaves zeros where other ranks' tokens are, so
-that the sum over ranks, which is taken where gradients of replicas are summed, is the whole.
+Each op is the other's gradient. `unshard_tokens` leaves zeros in place of other ranks' tokens and does not sum over
+ranks: the sum over ranks, which is taken together with that over replicas, is the whole gradient.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.types import Number
 
 @torch.library.custom_op("mmcompile::shard_tokens", mutates_args=())
 def shard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, fill: Number) -> torch.Tensor:
-    """Select tokens.
+    """Return the rows of one rank's tokens.
 
     Args:
-        x: any dtype, tokens along `dim`.
+        x: tensor of any dtype with tokens along `dim`.
         index: [local tokens] int64; -1 is a free row. No token occurs twice.
-        dim: of tokens.
+        dim: dim of `x` that runs over tokens.
         fill: value of free rows: 0 for words and activations, -100 for labels.
 
     Returns:
@@ -36,12 +36,12 @@ def _(x: torch.Tensor, index: torch.Tensor, dim: int, fill: Number) -> torch.Ten
 
 @torch.library.custom_op("mmcompile::unshard_tokens", mutates_args=())
 def unshard_tokens(x: torch.Tensor, index: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
-    """Put a rank's tokens back into a sequence of zeros; the inverse of `shard_tokens` on them.
+    """Return a sequence of zeros with one rank's tokens put back; the inverse of `shard_tokens` on these tokens.
 
     Args:
         x: result of `shard_tokens`, or its gradient.
         index: [local tokens] int64, as given to `shard_tokens`; free rows are dropped.
-        dim: of tokens.
+        dim: dim of `x` that runs over tokens.
         tokens: size of the result along `dim`.
     """
     rows = x.masked_fill(_free(index, dim, x.ndim), 0)
@@ -80,7 +80,7 @@ unshard_tokens.register_autograd(_unshard_backward, setup_context=_save_unshard)
 
 
 def _free(index: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
-    """Return a bool, True for free rows, that broadcasts over the other dims."""
+    """Return a bool tensor, True for free rows, that broadcasts against a tensor with tokens along `dim`."""
     return (index < 0).view([-1 if d == dim % ndim else 1 for d in range(ndim)])
 
 

@@ -38,7 +38,6 @@ _DTYPES = {torch.float32: 1e-2, torch.float64: 1e-6}
 
 Without it, gradients that are 0 but for rounding, such as that of a bias of keys, would be compared by their rounding
 errors.
-
 """
 
 
