@@ -15,13 +15,13 @@ from mmcompile.planner.plan.plan_record import Chain
 
 
 def towers(plan: Plan) -> dict[str, tuple[Chain, ...]]:
-    """Return the chains by tower, in the order of the plan; the language model's tower last.
+    """Return the chains by balance group, in the order of the plan; the language model's group is last.
 
-    The language model's tower is the last chain with every chain that it feeds, through others too; any other is a set of
-    chains joined by links. A tower is named after its first chain.
+    The language model's group is the last chain with every chain that it feeds, directly or not; any other group is a set of
+    chains joined by links. A group is named after its first chain.
 
     Raises:
-        PlanError: chains of one tower have different numbers of replicas.
+        PlanError: chains of one balance group have different numbers of replicas.
     """
     pairs = _feeds(plan)
     last = _reached(plan.chains[-1].name, pairs)
@@ -39,7 +39,7 @@ def towers(plan: Plan) -> dict[str, tuple[Chain, ...]]:
 
 
 def _feeds(plan: Plan) -> list[tuple[str, str]]:
-    """Return (chain, chain that reads its output), each pair once."""
+    """Return pairs (chain name, name of a chain that reads its output), each pair once."""
     chain_of = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
     pairs = ((chain_of[link.source], chain_of[link.target]) for link in plan.links)
     return [(source, target) for source, target in dict.fromkeys(pairs) if source != target]

@@ -12,20 +12,20 @@ from mmcompile.planner.plan.stage_rows import milliseconds
 from mmcompile.units import format_bytes
 
 EVEN = 0.03
-"""Deviation from their mean within which stages are even: no other cut helps."""
+"""Relative deviation from the mean time within which stages count as even, so that no other cut helps."""
 TIGHT = 0.9
-"""Share of the memory above which a warning is given."""
+"""Share of a rank's memory above which a plan gets a warning."""
 
 Cause = Literal["warm_up", "stages", "microbatches", "links"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bottleneck:
-    """One thing that limits a plan."""
+    """Resource that limits a plan (time, memory, or idle ranks), where it does, and advice."""
 
     kind: Literal["time", "memory", "bubble"]
     where: str
-    """Stages or chain of the bottleneck."""
+    """Names of the stages or of the chain that limit the plan."""
     what: str
     advice: str
 
@@ -35,38 +35,38 @@ class Bottleneck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """Stages that share ranks, and their load on each of the ranks."""
+    """Stages that share ranks, with their combined load on each of these ranks."""
 
     stages: tuple[Stage, ...]
 
     @property
     def name(self) -> str:
-        """Names of the stages."""
+        """Names of the group's stages, joined by " + "."""
         return " + ".join(stage.name for stage in self.stages)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the stages."""
+        """Ranks that run the group's stages, ascending."""
         return tuple(sorted({rank for stage in self.stages for rank in stage.ranks}))
 
     @property
     def seconds(self) -> float:
-        """Seconds of forward and backward of one microbatch."""
+        """Predicted seconds of one microbatch's forward and backward in all stages of the group."""
         return sum(stage.prediction.forward_s + stage.prediction.backward_s for stage in self.stages)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all stages."""
+        """Predicted peak bytes of one rank, all stages of the group together."""
         return sum(stage.prediction.total_bytes for stage in self.stages)
 
     @property
     def in_flight(self) -> int:
-        """Most microbatches in flight."""
+        """Largest number of microbatches in flight of any stage of the group."""
         return max(stage.prediction.in_flight for stage in self.stages)
 
 
 def rank_loads(plan: PlanRecord) -> tuple[RankGroup, ...]:
-    """Return every set of stages that shares a rank, once, in order of ranks."""
+    """Return each set of stages that run on the same rank as one group, in order of ranks."""
     on_rank: defaultdict[int, list[Stage]] = defaultdict(list)
     for stage in plan.stages:
         for rank in stage.ranks:
@@ -79,13 +79,13 @@ def rank_loads(plan: PlanRecord) -> tuple[RankGroup, ...]:
 
 
 def memory_bytes(plan: PlanRecord) -> int:
-    """Return the memory of one rank; processes beyond the devices of a local cluster share its memory too."""
+    """Return the memory in bytes of one rank of a plan; processes beyond a local cluster's devices divide its memory."""
     devices = plan.cluster.num_devices
     return plan.cluster.device.memory_bytes * devices // max(devices, plan.num_ranks)
 
 
 def bottlenecks(plan: PlanRecord) -> tuple[Bottleneck, Bottleneck, Bottleneck]:
-    """Return the slowest rank, the fullest rank, the largest cause of idle time."""
+    """Return three bottlenecks of a plan: its slowest rank, its fullest rank, its largest cause of idle time."""
     loads = rank_loads(plan)
     return _slowest(plan, loads), _fullest(plan, loads), _idle(plan, loads)
 
@@ -104,7 +104,7 @@ def _slowest(plan: PlanRecord, loads: tuple[RankGroup, ...]) -> Bottleneck:
 
 
 def times_text(ratio: float) -> str:
-    """Format a ratio: `1.2` -> `"20% above"`, `3.1` -> `"3.1 times"`."""
+    """Format a ratio to a mean as text: `1.2` -> `"20% above"`, `3.1` -> `"3.1 times"`."""
     return f"{ratio - 1:.0%} above" if ratio < 2 else f"{ratio:.1f} times"
 
 
@@ -184,7 +184,7 @@ def _idle(plan: PlanRecord, loads: tuple[RankGroup, ...]) -> Bottleneck:
 
 
 def causes(share: BubbleShare) -> dict[Cause, float]:
-    """Return cause -> share of the chain's time, in the order of `BubbleShare`."""
+    """Return cause of idle time -> share of a chain's time, in the order of the fields of `BubbleShare`."""
     return {cause: getattr(share, cause) for cause in get_args(Cause)}
 
 
@@ -226,5 +226,5 @@ def _chain_named(plan: PlanRecord, name: str) -> Chain:
 
 
 def chain_of_stage(plan: PlanRecord, stage: str) -> Chain:
-    """Return the chain that has a stage of this name."""
+    """Return the chain that contains the stage with a name."""
     return next(chain for chain in plan.chains if any(own.name == stage for own in chain.stages))

@@ -18,8 +18,8 @@ from mmcompile.planner.resilience.job import LayerId
 def by_layers(plan: Plan) -> Plan:
     """Return the plan with one stage for each layer, of one replica, all on rank 0.
 
-    Stages are named by chain and layer (`language_model.7`). Depths are longest paths in layers, as if every chain entered the
-    one it feeds at its first layer. Predictions are those of the stage that a layer was in, and mean nothing here.
+    Stages are named by chain and layer (`language_model.7`). Depths are longest paths in layers, as if every chain entered its
+    reader at the reader's first layer. Predictions are copied from the layer's former stage and must not be used.
 
     Raises:
         PlanError: layers share tensors or tokens between ranks, or replicas share parameters.
@@ -42,12 +42,12 @@ def by_layers(plan: Plan) -> Plan:
 
 
 def layer_name(layer: LayerId) -> str:
-    """Return the name of a layer in programs."""
+    """Return the stage name of a layer in programs: `language_model.7`."""
     return f"{layer.chain}.{layer.index}"
 
 
 def layer_of(stage: str) -> LayerId:
-    """Return the layer of a name: the inverse of `layer_name`."""
+    """Return the layer that a stage name stands for, the inverse of `layer_name`."""
     chain, _, index = stage.rpartition(".")
     return LayerId(chain=chain, index=int(index))
 
@@ -73,7 +73,7 @@ def _stages(chain: Chain, last_depth: int) -> Iterator[Stage]:
 
 
 def _depths(plan: Plan) -> Mapping[str, int]:
-    """Return chain -> depth of its last layer."""
+    """Return chain name -> depth of the chain's last layer: the layers between it and the loss."""
     chain_of = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
     feeds = {(chain_of[link.source], chain_of[link.target]) for link in plan.links}
     length = {

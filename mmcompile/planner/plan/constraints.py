@@ -39,7 +39,7 @@ _FORMS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """Layers that share a stage: an embedding and the head tied to it."""
+    """Constraint that layers are in the same stage, for example an embedding and the head tied to it."""
 
     layers: tuple[str, ...]
 
@@ -48,13 +48,13 @@ class Together:
 
     @property
     def words(self) -> str:
-        """The constraint in words."""
+        """Text of the constraint for notes and error messages."""
         return f"{_listed(self.layers)} share a stage"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Apart:
-    """Two layers, or components, of which no stage holds both."""
+    """Constraint that no stage holds layers of both of two given layers or components."""
 
     layers: tuple[str, str]
 
@@ -63,17 +63,17 @@ class Apart:
 
     @property
     def words(self) -> str:
-        """The constraint in words."""
+        """Text of the constraint for notes and error messages."""
         return f"{_listed(self.layers)} are in different stages"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class On:
-    """A layer, or component, whose stage or rank is given; exactly one of `stage` and `rank` is."""
+    """Constraint that puts a layer or component on a stage or on a rank; exactly one of `stage` and `rank` is set."""
 
     layer: str
     stage: int | None = None
-    """Stage within its chain, from 0."""
+    """Index of the stage within its chain, from 0."""
     rank: int | None = None
 
     def __str__(self) -> str:
@@ -81,30 +81,30 @@ class On:
 
     @property
     def words(self) -> str:
-        """The constraint in words."""
+        """Text of the constraint for notes and error messages."""
         return f"{self.layer} is on {f'stage {self.stage}' if self.rank is None else f'rank {self.rank}'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryCap:
-    """Most bytes that a stage may need."""
+    """Constraint on the most bytes that a stage may need."""
 
     num_bytes: int
     where: str = ""
-    """Place: a chain, a stage `chain.index`, or `rankR`; "" for every stage."""
+    """Chain, stage `chain.index`, or `rankR` that the cap applies to; "" for every stage."""
 
     def __str__(self) -> str:
         return f"memory:{_size(self.num_bytes)}{'@' if self.where else ''}{self.where}"
 
     @property
     def words(self) -> str:
-        """The constraint in words."""
+        """Text of the constraint for notes and error messages."""
         return f"memory <= {_size(self.num_bytes, ' ')}{' on ' if self.where else ''}{self.where}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRange:
-    """Number of stages that a chain may have."""
+    """Constraint on the number of stages of a chain: from `low` to `high`."""
 
     chain: str
     low: int = 1
@@ -117,7 +117,7 @@ class StageRange:
 
     @property
     def words(self) -> str:
-        """The constraint in words."""
+        """Text of the constraint for notes and error messages."""
         if self.low == self.high:
             return f"{self.chain} has {counted(self.low, 'stage')}"
         if self.high is None:
@@ -127,7 +127,7 @@ class StageRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EqualTp:
-    """Components whose chains have the same tensor-parallel degree; none named: all."""
+    """Constraint that the chains of the given components have equal tensor-parallel degrees; no components: all chains."""
 
     components: tuple[str, ...] = ()
 
@@ -136,7 +136,7 @@ class EqualTp:
 
     @property
     def words(self) -> str:
-        """The constraint in words."""
+        """Text of the constraint for notes and error messages."""
         return f"{_listed(self.components) if self.components else 'all chains'} have equal tp"
 
 
@@ -144,10 +144,10 @@ Constraint = Together | Apart | On | MemoryCap | StageRange | EqualTp
 
 
 def parse_constraint(text: str) -> Constraint:
-    """Read what `str(constraint)` prints; see the module for the forms.
+    """Return the constraint that a text describes, the inverse of `str(constraint)`; the module's docstring lists the forms.
 
     Raises:
-        ConfigError: none of the forms; the message has the form that was probably meant.
+        ConfigError: the text has none of the forms; the message shows the most similar form.
     """
     kind, _, rest = text.strip().partition(":")
     rest = rest.strip()
@@ -170,10 +170,10 @@ def parse_constraint(text: str) -> Constraint:
 
 
 def decided_stages(constraints: Sequence[Constraint]) -> dict[str, int]:
-    """Return chain -> number of stages, for chains with one number left: a search need not try others.
+    """Return chain name -> number of stages, for chains whose constraints leave only one number.
 
     Raises:
-        ConfigError: two of them differ.
+        ConfigError: two constraints demand different numbers.
     """
     found: dict[str, int] = {}
     for constraint in constraints:

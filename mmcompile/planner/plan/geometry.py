@@ -1,4 +1,4 @@
-"""`Geometry`: rows that one component makes of the texts, images and sounds of a sample."""
+"""`Geometry`: rows that one component makes of the texts, images and audio clips of a sample."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 Media = Literal["image", "audio"]
 Modality = Literal["image", "audio", "text", "sample"]
-"""Kind of a component's rows. `sample`: none of the others, so as many for every sample."""
+"""Source of a component's rows. `sample`: none of the other three; every sample brings equally many rows."""
 
 MEDIA_WORDS: Mapping[Media, tuple[str, ...]] = {
     "image": ("pixel", "image", "video", "vision", "visual", "frame"),
@@ -23,51 +23,59 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaInput:
-    """A float input of images or sounds, whose shape gives their lengths where no grid does."""
+    """Float input of images or audio clips, whose shape gives their lengths where no grid input does."""
 
     name: str
     item_dims: int
-    """Last dims that are one image or sound; those before count them."""
+    """Number of trailing dims of one image or audio clip; the dims before them count the items."""
     patch: tuple[int, int] = (0, 0)
-    """Pixels of a patch, height and width: an image is as long as it has patches. (0, 0): lengths go with the elements."""
+    """Height and width of a patch in pixels; an image's length is its number of patches.
+
+    (0, 0): `length` and `elements` apply.
+    """
     length: float = 0.0
-    """Rows of an image or sound of `elements` elements, or of so many that `mask` marks."""
+    """Number of rows that an image or audio clip of `elements` elements makes; with a mask, that `elements` marked steps make."""
     elements: int = 0
     mask: str = ""
-    """Input [images or sounds, steps] that marks the steps that the model takes; "" where it takes all, padding too."""
+    """Name of the mask input [items, steps] of the steps that the model reads; "" if the model reads all steps, padding too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """Rows that one component makes of a sample.
+    """Rule that turns the sizes of a sample into the number of rows of one component.
 
-    For images and sounds: `rows_per_unit` times the patches or frames. For text: `rows_per_unit` times the length of the
+    For images and audio clips: `rows_per_unit` times the patches or frames. For text: `rows_per_unit` times the length of the
     sample's sequence, `text_tokens + tokens_per_patch * patches + tokens_per_frame * frames`.
     """
 
     component: str
     modality: Modality
     rows_per_unit: float
-    """Rows per patch, frame, token of the sequence, or sample: one class token beside 576 patches makes 577 / 576."""
+    """Rows per unit: patch, frame, token of the sequence, or sample.
+
+    For example, a class token and 576 patches give 577 / 576.
+    """
     pairs_per_unit: float
-    """Squared length of the component's rows per squared length in those units."""
+    """Squared length of the component's rows per squared length in units (patches, frames, tokens or samples)."""
     window: float = 0.0
-    """Rows that attend to each other, where that is not the whole image, sound or sequence; 0 where it is. Read from the
-    captured batch: one whose images all fit into a window does not show it."""
+    """Rows of an attention window; 0 if a whole image, audio clip or sequence attends to itself.
+
+    It is read from the captured batch, and stays 0 if all of the batch's images fit into a window.
+    """
     tokens_per_patch: float = 0.0
-    """Positions in the sequence that one patch takes; 0 where images are attended to from outside it."""
+    """Positions in the sequence that one patch takes; 0 where images are outside of the sequence (cross-attention)."""
     tokens_per_frame: float = 0.0
     pads: bool = False
-    """True if all sequences of a microbatch are as long as its longest."""
+    """True if all sequences of a microbatch are padded to the longest of them."""
     media: tuple[MediaInput, ...] = ()
-    """Inputs of images or sounds that give their sizes where no grid does."""
+    """Float inputs that give the sizes of images or audio clips where no grid input does."""
     sources: tuple[str, ...] = ()
-    """Inputs that the component reads, if its modality does not determine whether a sample has any.
+    """Names of the inputs that the component reads, if the modality alone does not show whether a sample has work for it.
 
-    A sample without all of them adds nothing. (): every input of the modality.
+    A sample that has none of them brings no rows. (): every input of the modality counts.
     """
 
     def squares(self, lengths: Array) -> Array:
-        """Return pairs of rows that attend to each other in images, sounds or sequences of these lengths."""
+        """Return the number of row pairs that attend to each other in images, audio clips or sequences of given lengths."""
         rows = self.rows_per_unit * lengths
         return rows * np.minimum(rows, self.window) if self.window else self.pairs_per_unit * lengths * lengths

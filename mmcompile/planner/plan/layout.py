@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _ROW_GAP = 1
-"""Free cells between rows, before lanes are added."""
+"""Number of free cells between rows, before lanes for edges are added."""
 _COLUMN_GAP = 4
-"""Cells between columns, before tracks are added; the arrow head takes the last."""
+"""Number of cells between columns, before tracks for edges are added; the arrow head takes the last cell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A box to draw: a key, its grid cell, and its lines of text."""
+    """Box to draw: its name, column and row in the grid, and lines of text."""
 
     name: str
     column: int
@@ -30,7 +30,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiagramBox:
-    """A placed node; x, y of its top left cell, frame included in the size."""
+    """Node with its position: x, y of the top left cell, and the size with the frame, in cells."""
 
     node: Node
     x: int
@@ -40,13 +40,13 @@ class DiagramBox:
 
     @property
     def middle(self) -> int:
-        """Row of the middle of the box."""
+        """Cell row of the middle of the box."""
         return self.y + self.height // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Path:
-    """An edge as corner points (x, y), from the cell right of its source to the cell left of its target."""
+    """Route of an edge as corner cells (x, y), from the cell right of its source to the cell left of its target."""
 
     source: str
     target: str
@@ -55,7 +55,7 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiagramLayout:
-    """Everything placed, and the size of the whole in cells."""
+    """Placed boxes and routed edges of a diagram, and the diagram's size in cells."""
 
     boxes: tuple[DiagramBox, ...]
     paths: tuple[Path, ...]
@@ -68,11 +68,13 @@ class DiagramLayout:
 def lay_out(
     nodes: Sequence[Node], edges: Sequence[tuple[str, str]], *, framed: bool = True, row_gap: int = _ROW_GAP
 ) -> DiagramLayout:
-    """Place nodes and route edges (source name, target name), each from a lower to a higher column.
+    """Place nodes in the grid and route edges (source name, target name), each from a lower to a higher column.
 
     Args:
-        framed: leave room for frames.
-        row_gap: free cells between rows; as many more as lanes need are added.
+        nodes: boxes to place.
+        edges: (source name, target name) of each edge.
+        framed: True to leave room for a frame around each box.
+        row_gap: number of free cells between rows; lanes for edges are added to it.
     """
     tracks, lanes = _tracks(nodes, edges)
     boxes = _place(nodes, tracks, lanes, framed, row_gap)
@@ -85,7 +87,7 @@ def lay_out(
 
 
 _Numbers = dict[int, dict[str, int]]
-"""Column (or row) -> source name -> number of its track (or lane) in the gap behind it."""
+"""Column (or row) -> source name -> index of the source's track (or lane) in the gap behind that column (or row)."""
 
 
 def _tracks(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> tuple[_Numbers, _Numbers]:

@@ -1,4 +1,4 @@
-"""A layout as text: boxes and lines in Unicode."""
+"""Diagrams as text: boxes and edges of a layout drawn with Unicode lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINES = {
 
 
 def line_art(layout: DiagramLayout) -> str:
-    """Draw boxes and paths; lines end without spaces."""
+    """Return a layout as lines of text, without trailing spaces."""
     canvas = [[" "] * layout.width for _ in range(layout.height)]
     _draw_paths(canvas, layout)
     for box in layout.boxes:
@@ -52,7 +52,7 @@ def _draw_paths(canvas: list[list[str]], layout: DiagramLayout) -> None:
 
 
 def _bits(step_x: int, step_y: int) -> tuple[int, int]:
-    """Directions a line takes out of a cell and, one step on, out of the next one backwards."""
+    """Return the direction bits of a line's step: that in the cell it leaves, and the opposite one in the cell it enters."""
     if step_x:
         return (_RIGHT, _LEFT) if step_x > 0 else (_LEFT, _RIGHT)
     return (_DOWN, _UP) if step_y > 0 else (_UP, _DOWN)

@@ -14,76 +14,84 @@ from mmcompile.planner.plan.plan_record import Chain, Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedStage:
-    """A replica of a stage, or one shard of it, on one rank (`Placed` of the schedule)."""
+    """Stage of one replica, or one shard of it, on one rank (`Placed` of the schedule)."""
 
     name: str
-    """`language_model.0`; `language_model.0#1` is its replica 1, where there are several; `language_model.0#1@0` the first
-    shard of that."""
+    """Name of the stage.
+
+    `language_model.0`, with several replicas `language_model.0#1` for replica 1, and `language_model.0#1@0` for the first shard
+    of that replica.
+    """
     ranks: tuple[int, ...]
-    """The one rank of the stage, as a tuple."""
+    """Tuple with the one rank that runs the stage."""
     depth: int
     group: tuple[int, ...] = ()
-    """Ranks of all shards of the replica, in order of shards: those that share tensors follow each other; () for a stage that
-    is whole."""
+    """Ranks of all shards of the stage in this replica, tensor-parallel ranks next to each other.
+
+    () if the stage is not sharded.
+    """
     tp: int = 1
-    """Ranks that share the tensors of every layer. Where there are more shards, they share the tokens of every sequence."""
+    """Number of ranks that share the tensors of every layer. With more shards, the others share the tokens of every sequence."""
     program: str = ""
-    """Name in programs, without the replica; "" if it is `name`."""
+    """Name of the stage in programs, without the replica; "" if it equals `name`."""
     tower: str = ""
-    """Balance group of the stage: see `mmcompile.batching.step_plan`."""
+    """Name of the stage's balance group: see `mmcompile.batching.step_plan`."""
     replica: int = 0
     sharing: tuple[int, ...] = ()
-    """Ranks of this shard's replicas, in order, where they share its parameters; () where each holds them whole."""
+    """Ranks of this shard in all replicas, in order, if replicas share its parameters (FSDP); () if each holds them whole."""
 
     @property
     def program_name(self) -> str:
-        """Name in programs."""
+        """Name of the stage in programs, without the replica."""
         return self.program or self.name
 
     @property
     def shard(self) -> int:
-        """Index of this shard in its group."""
+        """Index of this shard among the shards of the stage in its replica."""
         return self.group.index(self.ranks[0]) if self.group else 0
 
     @property
     def tensor_group(self) -> tuple[int, ...]:
-        """Ranks that compute the same tokens with parts of the same tensors, in order; () where tensors are whole."""
+        """Ranks that compute the same tokens with parts of the same tensors, in order; () if tensors are not split."""
         first = self.shard - self.shard % self.tp
         return self.group[first : first + self.tp] if self.tp > 1 else ()
 
     @property
     def token_group(self) -> tuple[int, ...]:
-        """Ranks that compute other tokens of the same sequences with the same tensors, in order; () where sequences are whole."""
+        """Ranks that compute other tokens of the same sequences with the same tensors, in order.
+
+        () if sequences are not split.
+        """
         return self.group[self.shard % self.tp :: self.tp] if len(self.group) > self.tp else ()
 
     @property
     def repeats(self) -> bool:
-        """True if another shard has the same loss, and the same gradients of all parameters that both hold: they count once."""
+        """True if another shard computes the same loss and the same gradients of shared parameters, which count only once."""
         return self.shard % self.tp != 0
 
     @property
     def same_values(self) -> str:
-        """Key that is equal for all shards that compute the same, for example the same dropout."""
+        """Key that is equal for all shards that compute the same values, for example the same dropout masks."""
         stage = self.program_name.partition("@")[0]
         return shard_name(stage, self.shard // self.tp) if self.token_group else stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """All replicas and shards of a plan's stages, and the microbatches of a step, for the engine."""
+    """Stages of a plan on ranks, every replica and shard by itself, and the microbatches of a step, for the engine."""
 
     stages: tuple[PlacedStage, ...]
     num_microbatches: int
-    """Number of microbatches of each replica."""
+    """Number of microbatches in a step for each replica of the language model."""
     schedule: ScheduleKind = "1f1b"
     towers: tuple[str, ...] = ("",)
-    """Names of the balance groups; the language model is last."""
+    """Names of the balance groups; the language model's group is last."""
     num_replicas: tuple[int, ...] = (1,)
-    """Number of replicas of each balance group."""
+    """Number of replicas of each balance group, in the order of `towers`."""
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
-        """Return the placement of a plan. Raises PlanError for axes that ranks cannot run."""
+        """Return the placement of a plan. A plan with parallel axes that the engine cannot run raises PlanError."""
         check_runnable(plan)
         found = towers(plan)
         tower_of = {chain.name: name for name, chains in found.items() for chain in chains}
@@ -102,11 +110,11 @@ class Placement:
 
 
 def check_runnable(plan: Plan) -> None:
-    """Refuse what can be planned, printed and simulated, but not run.
+    """Raise PlanError if the engine cannot run a plan, although the plan can be printed and simulated.
 
     Raises:
-        PlanError: naming every axis in the way, and how to plan without it; or chains that feed each other have different
-            numbers of replicas.
+        PlanError: the message names every parallel axis that cannot run, and how to plan without it; or chains of one balance
+            group have different numbers of replicas.
     """
     last = plan.chains[-1]
     found = [
@@ -128,7 +136,7 @@ def check_runnable(plan: Plan) -> None:
 
 
 def _not_shared(chain: Chain, schedule: ScheduleKind) -> Iterable[str]:
-    """Return why replicas of a chain cannot share its parameters."""
+    """Yield the reasons why replicas of a chain cannot share its parameters."""
     words = f"replicas of {chain.name} share its parameters (fsdp)"
     if chain.dp == 1:
         yield f"{words}, and there is one"
@@ -139,7 +147,7 @@ def _not_shared(chain: Chain, schedule: ScheduleKind) -> Iterable[str]:
 
 
 def _several_groups(plan: Plan) -> Iterable[str]:
-    """Return ranks that would share parameters of one stage with some ranks, and of another with others."""
+    """Yield the ranks that would share parameters of two stages with different groups of ranks."""
     groups: dict[int, tuple[Stage, tuple[int, ...]]] = {}
     for chain in plan.chains:
         for stage in chain.stages if chain.fsdp else ():
@@ -154,13 +162,13 @@ def _several_groups(plan: Plan) -> Iterable[str]:
 
 
 def _sharing(stage: Stage, chain: Chain, rank: int) -> tuple[int, ...]:
-    """Return ranks that hold the same shard of a stage, one of each replica."""
+    """Return the ranks that hold the same shard of a stage as a rank does, one of each replica."""
     shards = chain.tp * chain.cp
     return stage.ranks[stage.ranks.index(rank) % shards :: shards]
 
 
 def lockstep_of(stages: Sequence[PlacedStage]) -> list[list[int]]:
-    """Return stages, by index, that exchange values while they compute: shards of one, and replicas that share its parameters."""
+    """Return groups of stage indices that exchange values while they compute: shards of one stage, or replicas under FSDP."""
     found: dict[tuple[str, int, str], list[int]] = {}
     for index, stage in enumerate(stages):
         if stage.group or stage.sharing:
@@ -170,10 +178,11 @@ def lockstep_of(stages: Sequence[PlacedStage]) -> list[list[int]]:
 
 
 def shard_names(stage: Stage, num_replicas: int = 1) -> tuple[str, ...]:
-    """Return the names of a replica's shards in programs (`language_model.0@1` is the second); the stage's own if it is whole.
+    """Return the program names of a replica's shards: `language_model.0@1` is the second. An unsharded stage keeps its name.
 
     Args:
-        num_replicas: replicas that share the stage's ranks.
+        stage: stage of the plan.
+        num_replicas: number of replicas that the stage's ranks are divided into.
     """
     count = len(stage.ranks) // num_replicas
     if count == 1:
@@ -182,12 +191,12 @@ def shard_names(stage: Stage, num_replicas: int = 1) -> tuple[str, ...]:
 
 
 def shard_name(name: str, index: int) -> str:
-    """Return the name of a shard of a stage, or of a value that differs by shard."""
+    """Return the name of a shard of a stage, or of a value that differs by shard: `language_model.0@1`."""
     return f"{name}@{index}"
 
 
 def replica_name(stage: str, replica: int) -> str:
-    """Return the name of a replica of a stage or shard, if there are several replicas: `language_model.0#1@0`."""
+    """Return the name of one of several replicas of a stage or shard: `language_model.0#1@0`."""
     name, mark, shard = stage.partition("@")
     return f"{name}#{replica}{mark}{shard}"
 

@@ -28,14 +28,16 @@ class Plan(PlanRecord):
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "plan") -> Plan:
-        """Read a plan.
+        """Return the plan that JSON text describes.
 
         Args:
-            where: named in errors, the file for example.
+            text: JSON as from `to_json`.
+            where: source of the text for error messages, for example a file.
 
         Raises:
-            PlanError: not JSON (with the position), another version, a missing, unknown or ill-typed field (with its path), a
-                recomputation for more or fewer layers than a stage has, or templates that do not run the plan's layers.
+            PlanError: the text is not JSON (with the position), has another version, has a missing, unknown or ill-typed field
+                (with its path), has recomputation modes for more or fewer layers than a stage has, or has templates that do not
+                run the plan's layers.
         """
         try:
             raw = msgspec.json.decode(text)
@@ -62,12 +64,12 @@ class Plan(PlanRecord):
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan, whole or not at all. Raises OutputError if it cannot be written; nothing is changed then."""
+        """Write the plan to a file atomically. If writing fails, it raises OutputError and leaves an existing file unchanged."""
         write_atomic(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan file. Raises PlanError as `from_json`, or if the file cannot be read."""
+        """Return the plan of a file. Raises PlanError if the file cannot be read, or as `from_json` does."""
         try:
             text = Path(path).read_bytes()
         except OSError as error:
@@ -79,10 +81,10 @@ _REMAKE = "make it anew with `mmcompile plan`"
 
 
 def check_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
-    """Refuse a plan made for another model, other parameters or other library versions.
+    """Raise StalePlanError if a plan was made for another model, other parameters or other library versions.
 
     Raises:
-        StalePlanError: naming the first field that differs, what the plan has and what the model at hand has.
+        StalePlanError: the message names the first field that differs, with the values of the plan and of the model.
     """
     for item in fields(Fingerprint):
         got, wanted = getattr(plan.fingerprint, item.name), getattr(fingerprint, item.name)
@@ -104,7 +106,7 @@ def _check_modes(plan: Plan) -> None:
 
 
 def _check_templates(plan: Plan) -> None:
-    """Raise PlanError where templates are not of the plan's chains, or do not fit together."""
+    """Raise PlanError where templates do not run the plan's chains, or do not fit together."""
     if plan.resilience is None:
         return
     layers = {chain.name: sum(len(stage.layer_names) for stage in chain.stages) for chain in plan.chains}
@@ -115,7 +117,7 @@ def _check_templates(plan: Plan) -> None:
 
 
 def _unknown(raw: object, known: object, path: str) -> Iterator[str]:
-    """Return paths of fields in `raw` that the value read from it lacks."""
+    """Yield the paths of fields in raw JSON data that are absent from the value read from it."""
     if isinstance(raw, Mapping) and isinstance(known, Mapping):
         for key, value in raw.items():
             if key in known:

@@ -22,19 +22,19 @@ PLAN_VERSION = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """Model and versions that a plan was made for. A plan whose fingerprint differs from the model's is refused."""
+    """Model and library versions that a plan was made for; a plan is refused for a model with another fingerprint."""
 
     model: str
     """Class name of the model."""
     parameters: str
-    """sha256 over (name, shape, dtype, trainable) of every parameter."""
+    """sha256 hex digest over (name, shape, dtype, trainable) of every parameter."""
     torch: str
     transformers: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Layers `first` (included) to `last` (excluded) of one component."""
+    """Contiguous layers of one component in a stage: `first` (included) to `last` (excluded)."""
 
     component: str
     first: int
@@ -43,7 +43,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePrediction:
-    """Predicted time [s] and memory [bytes] of one stage, per microbatch unless stated."""
+    """Predicted time [s] and memory [bytes] of one stage on one rank, per microbatch unless stated otherwise."""
 
     forward_s: float
     input_grad_s: float
@@ -52,12 +52,12 @@ class StagePrediction:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Bytes saved for backward, times microbatches in flight."""
+    """Bytes of activations saved for the backward, of all microbatches in flight."""
     in_flight: int
 
     @property
     def backward_s(self) -> float:
-        """Seconds of input and weight gradient."""
+        """Seconds of one microbatch's backward: input gradient and weight gradient."""
         return self.input_grad_s + self.weight_grad_s
 
     @property
@@ -68,10 +68,10 @@ class StagePrediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Contiguous layers on one device group."""
+    """Contiguous layers of a chain that the same ranks run."""
 
     name: str
-    """`<chain>.<index>`, for example `language_model.1`."""
+    """Name of the stage, `<chain>.<index>`, for example `language_model.1`."""
     segments: tuple[Segment, ...]
     layer_names: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -80,17 +80,17 @@ class Stage:
     has_backward: bool
     """False if nothing in the stage trains and no gradient passes through; it only runs forward."""
     depth: int
-    """Longest path, in stages, to the loss stage (0 there). Sets the 1F1B warm-up."""
+    """Number of stages on the longest path to the loss stage, 0 there. It sets the 1F1B warm-up."""
     prediction: StagePrediction
     recompute: tuple[Recompute | None, ...] = ()
-    """Recomputation of each layer; None for a layer without products in its backward, which has nothing to win.
+    """Recomputation of each layer; None for a layer whose backward has no matrix products, where recomputation saves nothing.
 
     (): every layer keeps all activations.
     """
 
     @property
     def modes(self) -> Mapping[tuple[str, int], Recompute]:
-        """Return (component, layer) -> recomputation, of the layers with something to win."""
+        """(component, layer index) -> recomputation mode, without layers where recomputation saves nothing."""
         layers = [(own.component, layer) for own in self.segments for layer in range(own.first, own.last)]
         modes = self.recompute or ("none" if self.has_backward else None,) * len(layers)
         return {layer: mode for layer, mode in zip(layers, modes, strict=True) if mode is not None}
@@ -98,19 +98,19 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """One or more components planned as a line, with the degrees of each parallel axis."""
+    """Components planned as one sequence of layers, cut into stages, with the degree of each parallel axis."""
 
     name: str
     components: tuple[str, ...]
     stages: tuple[Stage, ...]
     tp: int = 1
-    """Ranks that share the tensors of a layer."""
+    """Tensor-parallel degree: ranks that share the tensors of a layer."""
     cp: int = 1
-    """Ranks that share the tokens of a microbatch."""
+    """Context-parallel degree: ranks that share the tokens of a microbatch."""
     dp: int = 1
-    """Replicas.
+    """Data-parallel degree: number of replicas.
 
-    The microbatches of a step are shared between those of the last chain; in each slot, the samples of all its replicas are
+    The last chain's replicas share the microbatches of a step; in each slot, the samples of all its replicas are
     shared evenly between the replicas of every other chain.
     """
     fsdp: bool = False
@@ -119,7 +119,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A directed edge between two stages."""
+    """Directed edge between two stages, with the tensors that cross it."""
 
     source: str
     target: str
@@ -132,7 +132,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedValue:
-    """A gradient-free value that several stages need, with the decision to recompute or to send it."""
+    """Gradient-free value that several stages need, with the decision whether to recompute it in each or to send it."""
 
     name: str
     stages: tuple[str, ...]
@@ -143,18 +143,18 @@ class SharedValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Whole-plan prediction, from the simulator."""
+    """Prediction of a whole plan's step by the simulator."""
 
     iteration_s: float
     bubble: float
-    """Idle share of device time, 0..1."""
+    """Share of device time that is idle, 0..1."""
     lower_bound_s: float
     gap: float
-    """Relative gap, iteration_s / lower_bound_s - 1."""
+    """Relative gap between the predicted step and its lower bound, iteration_s / lower_bound_s - 1."""
     bubbles: tuple[BubbleShare, ...] = ()
-    """Causes of idle time, one entry for each chain."""
+    """Causes of idle time, one entry for each chain; () if unknown."""
     reduce_s: float = 0.0
-    """Seconds of the iteration for reducing gradients over replicas after the last backward, and the optimizer's step."""
+    """Seconds of a step after the last backward: gradient reduction over replicas, and the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,27 +163,27 @@ class BubbleShare:
 
     chain: str
     warm_up: float
-    """Share of filling and draining the pipeline: there with equal stages and equal microbatches too."""
+    """Share of filling and draining the pipeline, which remains with equal stages and equal microbatches."""
     stages: float
-    """Share of waiting for slower stages."""
+    """Share of time that ranks wait for slower stages."""
     microbatches: float
-    """Share of waiting because microbatches differ."""
+    """Share of time that ranks wait because microbatches differ in size."""
     links: float
-    """Share of waiting for messages under way."""
+    """Share of time that ranks wait for messages in transit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Reason why a stage ends where it does."""
+    """Cut between two stages, with the reason why it is there."""
 
     stage: str
-    """The stage before the cut."""
+    """Name of the stage that ends at the cut."""
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """An alternative that lost, with the reason."""
+    """Alternative plan that lost, in words, with the reason."""
 
     what: str
     reason: str
@@ -191,27 +191,27 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRate:
-    """Cost of samples in one component of a chain, in one replica: a price for any sample, without the model.
+    """Cost of samples in one component of a chain's replica: predicts any sample's seconds and bytes without the model.
 
-    Polynomials are in the load of samples (`geometry`). They hold near the loads that the plan was made for, where their
-    values with the fixed parts are the plan's predictions. Fixed parts are paid once a microbatch, and are not a sample's.
+    Polynomials are in the load of samples (`geometry`). They hold near the loads that the plan was made for, where they give the
+    plan's predictions. Their fixed parts occur once a microbatch, not once a sample.
     """
 
     chain: str
     geometry: Geometry
     """Rule that turns sizes of a sample into rows of the component."""
     seconds: Polynomial
-    """Seconds of forward and backward through all stages, recomputation included; of one rank where several share the work."""
+    """Seconds of forward and backward in all stages, with recomputation, on one rank of each stage."""
     activation_bytes: Polynomial
-    """Bytes saved for backward, of one such rank in all stages."""
+    """Bytes of activations saved for the backward in all stages, on one rank of each stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Result of the check whether samples may be packed into one row of tokens."""
+    """Result of the check whether samples can be packed into one row without influencing each other."""
 
     isolates: bool
-    """True if no value of a sample reaches another one of its row, forward or backward."""
+    """True if no value of a sample reaches another sample of its row, forward or backward."""
     reason: str
     """Explanation of how samples are kept apart, or where they mix."""
 
@@ -223,7 +223,7 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRecord:
-    """Fields of a plan: assignment of every layer, and its cost."""
+    """Data of a plan: the assignment of every layer to ranks, options, and predicted cost."""
 
     fingerprint: Fingerprint
     cluster: Cluster
@@ -234,38 +234,41 @@ class PlanRecord:
     predicted: Prediction
     rejected: tuple[Rejected, ...] = ()
     attention: Attention = "model"
-    """Attention of the language model: the model's own, or words of one int64 a token (`bitfield-attention`)."""
+    """Attention of the language model.
+
+    The model's own implementation, or mask words, one int64 a token (`bitfield-attention`).
+    """
     autocast: tuple[str, ...] = ()
-    """Components whose products are computed in bfloat16, from float32 parameters, as under `torch.autocast`."""
+    """Components that compute matrix products in bfloat16 from float32 parameters, as `torch.autocast` does."""
     head_stride: int = 0
-    """Key/value heads that context-parallel ranks exchange at a time; 0 for all."""
+    """Number of key/value heads that context-parallel ranks exchange at a time; 0 for all heads."""
     schedule: ScheduleKind = "1f1b"
     strategy: str = "auto"
     """Strategy that made the plan: `auto`, a published search or a baseline (`mmcompile.planner.strategies`)."""
     microbatch_samples: float = 0.0
-    """Samples of one microbatch of one replica of the last chain, on average; 0 where only the captured batch is known."""
+    """Mean number of samples in a microbatch of one replica of the last chain; 0 where only the captured batch is known."""
     data: str = ""
     """Dataset that the predictions average over, with its number of samples; "" for the captured batch."""
     costs: str = "analytic"
-    """Source of the durations: `analytic`, or the calibration with device, dtype, and layer kinds measured."""
+    """Source of the predicted seconds: `analytic`, or the calibration with its device, dtype, and measured layer kinds."""
     cuts: tuple[Cut, ...] = ()
     notes: tuple[str, ...] = ()
-    """Remarks for the reader: assumptions, limits of the search, constraints that bind."""
+    """Remarks for the reader: assumptions, limits of the search, constraints that cost time."""
     sample_rates: tuple[SampleRate, ...] = ()
-    """Rates for each component, chain by chain; () for a plan that prices no samples."""
+    """Cost of samples for each component, chain by chain; () for a plan without such costs."""
     packing: Packing | None = None
-    """Result of the packing check; None if it was not requested."""
+    """Result of the check whether samples can be packed; None if it was not requested."""
     resilience: Resilience | None = None
-    """Pipelines for other numbers of nodes; None without fault tolerance."""
+    """Templates of pipelines for other numbers of nodes; None without fault tolerance."""
     version: int = PLAN_VERSION
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """All stages, chain by chain."""
+        """Stages of all chains, chain by chain."""
         return tuple(stage for chain in self.chains for stage in chain.stages)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage of a name. Raises KeyError, with the valid names, if there is none."""
+        """Return the stage with a name. An unknown name raises KeyError, which lists the valid names."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -273,32 +276,32 @@ class PlanRecord:
 
     @property
     def recompute(self) -> Recompute | Literal["mixed"]:
-        """Recomputation of all layers if it is the same, else "mixed"."""
+        """Recomputation mode of all layers if it is the same for all, else "mixed"."""
         return uniform_mode(self.stages)
 
     @property
     def modes(self) -> Mapping[tuple[str, int], Recompute]:
-        """(component, layer) -> recomputation, of the layers with something to win."""
+        """(component, layer index) -> recomputation mode, without layers where recomputation saves nothing."""
         return {place: mode for stage in self.stages for place, mode in stage.modes.items()}
 
     @property
     def context_parallel(self) -> int:
-        """Ranks that share the tokens of each stage of the language model."""
+        """Number of ranks that share the tokens of each stage of the language model."""
         return self.chains[-1].cp
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step; 0 where only the captured batch is known."""
+        """Number of samples in a step; 0 where only the captured batch is known."""
         return round(self.microbatch_samples * self.num_microbatches * self.chains[-1].dp)
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that the plan uses."""
         return 1 + max(rank for stage in self.stages for rank in stage.ranks)
 
 
 def uniform_mode(stages: Iterable[Stage]) -> Recompute | Literal["mixed"]:
-    """Return the mode of all layers that save something by recomputing; `"none"` if there are none."""
+    """Return the recomputation mode if it is equal in all layers where it matters, else "mixed"; "none" without such layers."""
     modes: set[Recompute] = {mode for stage in stages for mode in stage.modes.values()}
     if len(modes) > 1:
         return "mixed"

@@ -1,4 +1,4 @@
-"""The stages of a plan as rows of a table, few enough to read: runs of similar stages become one row."""
+"""Stages of a plan as rows of a table: runs of similar stages are folded into one row to keep the table short."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from mmcompile.config import Recompute
 from mmcompile.planner.plan.plan_record import Chain, Stage, uniform_mode
 
 _TOLERANCES = (0.005, 0.02, 0.1, float("inf"))
-"""Relative differences below which times are alike; the first that gives few enough rows is taken."""
+"""Relative differences below which stages' times count as alike; the first that yields few enough rows is used."""
 _MAX_RANGES = 2
 
 
 Fold = tuple[Stage, ...]
-"""Neighbouring stages of one chain in one row."""
+"""Neighbouring stages of one chain that share one row of the table."""
 
 
 def _fold_name(fold: Fold) -> str:
-    """Name a row: `language_model.3..14 x12`; the stage's own name if it is alone."""
+    """Return the name of a row: `language_model.3..14 x12`, or the stage's own name if it is alone."""
     first, last = fold[0].name, fold[-1].name
     return first if len(fold) == 1 else f"{first}..{last.rpartition('.')[2]} x{len(fold)}"
 
 
 def _fold_layers(fold: Fold) -> str:
-    """Return first and last layer of each component, counted from 0; in a run also the layers of one stage."""
+    """Return text for a row's layers: first and last layer of each component, from 0, and in a run the layers of one stage."""
     spans: dict[str, tuple[int, int]] = {}
     for segment in (segment for stage in fold for segment in stage.segments):
         first, _ = spans.get(segment.component, (segment.first, 0))
@@ -36,7 +36,7 @@ def _fold_layers(fold: Fold) -> str:
 
 
 def folded(chains: Sequence[Chain], max_rows: int) -> list[Fold]:
-    """Return all stages in order; if they exceed `max_rows`, folded as little as needed (at most chain by chain)."""
+    """Return all stages in order as rows; beyond `max_rows`, similar neighbours are folded as little as needed."""
     folds: list[Fold] = [(stage,) for chain in chains for stage in chain.stages]
     for tolerance in _TOLERANCES:
         if len(folds) <= max_rows:
@@ -46,7 +46,7 @@ def folded(chains: Sequence[Chain], max_rows: int) -> list[Fold]:
 
 
 def stage_table(chains: Sequence[Chain], max_rows: int) -> Iterator[str]:
-    """Yield a header and at most `max_rows` rows; chains beyond that are counted."""
+    """Yield a header and at most `max_rows` rows as text; a last line counts the chains that are left out."""
     folds = folded(chains, max_rows)
     shown = folds if len(folds) <= max_rows else folds[: max_rows - 1]
     unit, scale = _memory_unit(max(stage.prediction.total_bytes for chain in chains for stage in chain.stages))
@@ -59,7 +59,7 @@ def stage_table(chains: Sequence[Chain], max_rows: int) -> Iterator[str]:
 
 
 def _frozen_share(stages: Iterable[Stage]) -> float | None:
-    """Return the share of the parameters' bytes that does not train, 0..1; None without parameters."""
+    """Return the share of parameter bytes that does not train, 0..1; None for stages without parameters."""
     predictions = [stage.prediction for stage in stages]
     total = sum(prediction.parameter_bytes for prediction in predictions)
     trained = sum(min(prediction.gradient_bytes, prediction.parameter_bytes) for prediction in predictions)
@@ -67,7 +67,10 @@ def _frozen_share(stages: Iterable[Stage]) -> float | None:
 
 
 def recompute_text(stages: Iterable[Stage]) -> str:
-    """Format recomputation: `"full"`, or `"selective 2, full 3 of 8 layers"` without layers that have nothing to win."""
+    """Return text for recomputation.
+
+    `"full"`, or `"selective 2, full 3 of 8 layers"`, counting only layers where it saves memory.
+    """
     stages = tuple(stages)
     mode = uniform_mode(stages)
     if mode != "mixed":
@@ -79,7 +82,7 @@ def recompute_text(stages: Iterable[Stage]) -> str:
 
 
 def frozen_text(stages: Iterable[Stage]) -> str:
-    """Format the frozen share: `"97%"`; `"-"` without parameters. Only exact values are shown as 0% or 100%."""
+    """Return text for the frozen share: `"97%"`; `"-"` without parameters. Only exact values are shown as 0% or 100%."""
     share = _frozen_share(stages)
     if share is None:
         return "-"
@@ -89,7 +92,7 @@ def frozen_text(stages: Iterable[Stage]) -> str:
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """Format ranks: `"0-2,8-9"`; many that repeat: `"0-7,16-23,..,112-119"`, many others: `"0-7,9-11 and 6 more"`."""
+    """Return text for ranks: `"0-2,8-9"`; a long repetition as `"0-7,16-23,..,112-119"`, others as `"0-7,9-11 and 6 more"`."""
     ranges: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if ranges and rank == ranges[-1][1] + 1:
@@ -105,23 +108,23 @@ def rank_ranges(ranks: Iterable[int]) -> str:
 
 
 def counted(count: float, what: str) -> str:
-    """Format a count: `(2, "stage")` -> `"2 stages"`, `(1, "more chain")` -> `"1 more chain"`."""
+    """Return a count with its noun: `(2, "stage")` -> `"2 stages"`, `(1, "more chain")` -> `"1 more chain"`."""
     return f"{count:.4g} {what}" + ("s" if count != 1 else "")
 
 
 def milliseconds(seconds: float) -> str:
-    """Format milliseconds: `0.0271828` -> `"27.18"`: four digits, never an exponent from above."""
+    """Return seconds as text in milliseconds: `0.0271828` -> `"27.18"`, with four digits, without exponent for large values."""
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _memory_unit(largest: int) -> tuple[str, int]:
-    """Return GiB, or MiB for models so small that GiB would print zeros."""
+    """Return the unit of a memory column and its bytes: GiB, or MiB if the largest value is below 1 GiB."""
     return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 
 
 def columns(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
-    """Yield rows of cells as lines of equal columns; those in `left` begin at the left."""
+    """Yield rows of cells as lines with aligned columns. Columns in `left` are left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (
@@ -184,7 +187,7 @@ def _row(fold: Fold, scale: int) -> tuple[str, ...]:
 
 
 def _span(values: Iterable[float], text: Callable[[float], str]) -> str:
-    """Format the smallest and the largest value, or one text if both read alike."""
+    """Return the range of values as text: the smallest and the largest, or one text if both read alike."""
     listed = list(values)
     least, most = text(min(listed)), text(max(listed))
     return least if least == most else f"{least}..{most}"

@@ -22,11 +22,11 @@ _MAX_BOX_ROWS = 8
 _MAX_BUBBLES = 3
 _MAX_NAMES = 2
 _LABEL = 13
-"""Width of the column of labels."""
+"""Width in characters of the column of labels."""
 
 
 def format_plan(plan: PlanRecord) -> str:
-    """Return the facts by which to judge a plan: layout, times, memory, bottlenecks and reasons."""
+    """Return a plan as text, at most forty lines: layout, times, memory, bottlenecks and reasons."""
     head = [*_header(plan), "", *_boxes(plan), "", *stage_table(plan.chains, _MAX_STAGE_ROWS), ""]
     head += _labelled("predicted", _prediction(plan))
     head += _labelled("bottlenecks", [str(one) for one in bottlenecks(plan)])
@@ -66,7 +66,7 @@ def _batch(plan: PlanRecord) -> str:
 
 
 def _boxes(plan: PlanRecord) -> list[str]:
-    """Return the chains and their edges as boxes. Without frames when there are many."""
+    """Return lines that show chains as boxes with their edges; frames are left out if there are many chains."""
     edges = _edges(plan)
     columns_of = _columns(plan.chains, edges)
     parallel = _rows(plan.chains, columns_of)
@@ -86,7 +86,7 @@ def _boxes(plan: PlanRecord) -> list[str]:
 
 
 def _edges(plan: PlanRecord) -> list[tuple[str, str]]:
-    """Return which chain feeds which: from the links, or, before there are any, every other chain the last."""
+    """Return pairs (chain, chain that it feeds) from the links; before links exist, every other chain feeds the last."""
     owner = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
     pairs = dict.fromkeys((owner[link.source], owner[link.target]) for link in plan.links)
     crossing = [pair for pair in pairs if pair[0] != pair[1]]
@@ -96,7 +96,7 @@ def _edges(plan: PlanRecord) -> list[tuple[str, str]]:
 
 
 def _columns(chains: Sequence[Chain], edges: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """Return the column of each chain: as far right as its readers allow."""
+    """Return chain name -> column in the diagram, as far right as the chains that it feeds allow."""
     distance = {chain.name: 0 for chain in chains}
     position = {chain.name: index for index, chain in enumerate(chains)}
     for source, target in sorted(edges, key=lambda edge: -position[edge[0]]):
@@ -106,7 +106,7 @@ def _columns(chains: Sequence[Chain], edges: Iterable[tuple[str, str]]) -> dict[
 
 
 def _rows(chains: Sequence[Chain], columns_of: Mapping[str, int]) -> dict[str, int]:
-    """Return the row of each chain: the first free one of its column."""
+    """Return chain name -> row in the diagram: the first free row of its column."""
     taken: dict[int, int] = {}
     rows: dict[str, int] = {}
     for chain in chains:
@@ -150,7 +150,7 @@ def _bubble(chain: str, shares: Mapping[Cause, float]) -> str:
 
 
 def _rest(plan: PlanRecord, room: int) -> list[str]:
-    """Return the sections that shrink, each with at least one line, the most important ones first."""
+    """Return the lines of sections that can be shortened, each with at least one line, the most important section first."""
     resilience = plan.resilience
     sections = {
         "templates": [] if resilience is None else resilience.rows(len(resilience.templates)),
@@ -172,7 +172,7 @@ def _rest(plan: PlanRecord, room: int) -> list[str]:
 
 
 def _deal(wanted: Mapping[str, int], room: int) -> dict[str, int]:
-    """Return the lines of each section: one each, then in turns, until all are complete or none is left."""
+    """Return section -> number of lines: one each, then one more in turn, until all are complete or no room is left."""
     given = {name: 0 for name in wanted}
     while room > 0 and given != wanted:
         for name, count in wanted.items():
@@ -183,7 +183,7 @@ def _deal(wanted: Mapping[str, int], room: int) -> dict[str, int]:
 
 
 def _first(lines: Sequence[str], count: int) -> list[str]:
-    """Return the first lines; the last of them has the number left out."""
+    """Return at most `count` lines; the last one counts those that are left out."""
     shown = list(lines[:count])
     if len(lines) > count:
         shown[-1] += f" (and {len(lines) - count} more)"
@@ -191,7 +191,7 @@ def _first(lines: Sequence[str], count: int) -> list[str]:
 
 
 def _cuts(cuts: Sequence[Cut]) -> list[str]:
-    """Return the reasons of cuts; those that differ in numbers only are on one line."""
+    """Return lines for the reasons of cuts; reasons that differ only in numbers share a line."""
     groups: dict[tuple[str, str], list[Cut]] = {}
     for cut in cuts:
         chain = cut.stage.rpartition(".")[0]
@@ -208,7 +208,7 @@ def _cut(group: Sequence[Cut]) -> str:
 
 
 def _links(links: Sequence[Link]) -> list[str]:
-    """Return the links, largest first; those along one chain with the same tensors are on one line."""
+    """Return lines for the links, largest first; links along one chain with the same tensors share a line."""
     groups: dict[tuple[object, ...], list[Link]] = {}
     for link in sorted(links, key=lambda link: -link.num_bytes):
         ends = tuple(name.rpartition(".")[0] for name in (link.source, link.target))

@@ -1,1 +1,1 @@
-"""Cost of layers in any layout and at any load."""
+"""Prices of a model's layers: seconds and bytes in any layout and at any load."""

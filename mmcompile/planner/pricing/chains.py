@@ -1,4 +1,4 @@
-"""Chains: components planned as one line of layers, and the edges between the lines."""
+"""Chains: components planned as one sequence of layers on the same devices, and the edges between chains."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from mmcompile.ir.graph import ComponentKind, ModelGraph
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainLayer:
-    """One layer of a chain."""
+    """Layer in its place in a chain: its component, its index there, and its name."""
 
     component: str
     index: int
     """Index of the layer within the component."""
     name: str
-    """Module path."""
+    """Module path of the layer in the model."""
     share: float = 1.0
-    """Share of a microbatch's load that it processes; below 1 where several stages hold a copy of the layer."""
+    """Share of a microbatch's load that the layer processes; below 1 where several stages hold a copy of the layer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainSpec:
-    """Components planned as one line; named after the encoder or language model in it, else after its projector."""
+    """Components planned as one chain, named after the encoder or language model among them, else after the projector."""
 
     name: str
     components: tuple[str, ...]
@@ -37,10 +37,10 @@ class ChainSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainEdge:
-    """Values that leave after one layer and enter before another, of another chain or of the same."""
+    """Values that leave after one layer and enter before another layer, of another chain or of the same."""
 
     source: int
-    """Index of the chain."""
+    """Index of the chain whose layer computes the values."""
     source_layer: int
     target: int
     target_layer: int
@@ -48,14 +48,14 @@ class ChainEdge:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChainSet:
-    """One way to line up the components: chains in topological order (the last ends in the loss) and their edges."""
+    """One way to group the components into chains: chains in topological order (the last ends in the loss) and their edges."""
 
     placement: ProjectorPlacement | None
     """Placement of projectors; None for a model without any."""
     chains: tuple[ChainSpec, ...]
     edges: tuple[ChainEdge, ...]
     colocated: bool = False
-    """All components are one line, so that a stage may have layers of an encoder and of the language model."""
+    """True if all components are in one chain, so that a stage may have layers of an encoder and of the language model."""
 
 
 def chain_sets(
@@ -65,11 +65,11 @@ def chain_sets(
     projector: ProjectorPlacement | None = None,
     entries: Mapping[tuple[str, str], int] | None = None,
 ) -> tuple[ChainSet, ...]:
-    """Return every way to line up a model's components that `projector` allows, each once.
+    """Return every way to group a model's components into chains that `projector` allows, each once.
 
     Args:
-        graph: only its components and edges are read.
-        costs: component name -> one cost a layer; only their number is read.
+        graph: model; only its components and edges are read.
+        costs: component name -> one cost for each layer; only the number of costs is read.
         projector: placement of projectors; None tries all three. A projector with several producers (consumers) cannot
             join one, and stays alone.
         entries: (producer, consumer) -> first layer of the consumer that reads the producer; 0 where absent.
@@ -101,7 +101,10 @@ def joined_chain(
     *,
     entries: Mapping[tuple[str, str], int] | None = None,
 ) -> ChainSet | None:
-    """Return all components as one line, each after its inputs; None for a model of one component. Arguments as `chain_sets`."""
+    """Return one chain of all components, each after its inputs; None for a model of one component.
+
+    Arguments as of `chain_sets`.
+    """
     _check(graph, costs, None)
     kinds = {component.name: component.kind for component in graph.components}
     if len(kinds) == 1:
@@ -139,7 +142,7 @@ def _check(graph: ModelGraph, costs: Mapping[str, Sized], projector: ProjectorPl
 def _groups(
     graph: ModelGraph, kinds: Mapping[str, ComponentKind], placement: ProjectorPlacement | None
 ) -> tuple[tuple[str, ...], ...]:
-    """Return components of each chain in order, chains in topological order (ties by the model's own order)."""
+    """Return the components of each chain in order, chains in topological order; ties keep the model's order."""
     dag = graph.dag()
     position = {component.name: index for index, component in enumerate(graph.components)}
     order = list(nx.lexicographical_topological_sort(dag, key=position.__getitem__))

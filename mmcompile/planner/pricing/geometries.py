@@ -1,4 +1,4 @@
-"""Geometries of a model's components: rows for the shape of a sample, read from one captured batch."""
+"""Geometries of a model's components: how many rows a sample's shape makes in each, read from one captured batch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from mmcompile.planner.pricing.sample_sizes import grid_of, media_lengths, token
 
 _CONVOLUTIONS = aten_ops("conv2d conv3d convolution")
 _WHOLE = 0.99
-"""Share of the pairs of an image, below which its rows attend within windows. (Rows are not quite proportional to patches.)"""
+"""Least share of an image's row pairs for attention to count as global; below it, rows attend within windows.
+
+Rows are not quite proportional to patches, so that the share may be a little below 1.
+"""
 
 
 def geometries(
     graph: ModelGraph, loads: Mapping[str, Load], batch: Mapping[str, object], *, packed: bool = False
 ) -> dict[str, Geometry]:
-    """Read the geometry of every component from the batch it was captured with.
+    """Return the geometry of every component: the rows that it makes of a sample, read from the captured batch.
 
     Args:
-        graph: captured from `batch`.
+        graph: model captured from `batch`.
         loads: component -> its load in that batch.
         batch: inputs by name, as given to the model.
-        packed: the language model gets sequences without padding, one after the other.
+        packed: True if the language model gets sequences one after the other, without padding.
     """
     modalities: dict[str, Modality] = {component.name: _modality_of(component) for component in graph.components}
     inputs: dict[Modality, tuple[MediaInput, ...]] = {
@@ -71,7 +74,7 @@ def geometries(
 def _sources(
     component: Component, modality: Modality, inputs: Mapping[Modality, tuple[MediaInput, ...]]
 ) -> tuple[str, ...]:
-    """Return the inputs that show whether a sample has work for a component, if the modality alone does not."""
+    """Return the names of inputs that show whether a sample has work for a component; () if the modality alone shows it."""
     if modality == "sample":
         return component.sources
     everyone = [own.name for own in inputs.get(modality, ())]
@@ -80,7 +83,7 @@ def _sources(
 
 
 def _modality_of(component: Component) -> Modality:
-    """Return the modality of a component's rows, by the names of the inputs that reach it."""
+    """Return the modality of a component's rows, from the names of the model inputs that reach the component."""
     if component.kind == ComponentKind.LANGUAGE_MODEL or any(_is_text(name) for name in component.sources):
         return "text"
     hits: list[Modality] = [
@@ -96,7 +99,7 @@ def _is_text(name: str) -> bool:
 
 
 def _sequences(batch: Mapping[str, object]) -> Tensor | None:
-    """Return token ids [samples, length] of the batch; padding is -1."""
+    """Return the batch's token ids [samples, length], with -1 for padding; None if the batch has no token ids."""
     ids = token_ids(batch)
     mask = None if ids is None else token_mask(batch, ids)
     return ids if ids is None or mask is None else torch.where(mask.bool(), ids, torch.full_like(ids, -1))
@@ -109,7 +112,7 @@ def _inputs(
     modalities: Mapping[str, Modality],
     modality: Media,
 ) -> tuple[MediaInput, ...]:
-    """Return float inputs that hold the images, or sounds; () where a grid has their sizes."""
+    """Return the float inputs that hold images or audio clips; () where a grid input gives their sizes."""
     readers = [component for component in graph.components if modalities[component.name] == modality]
     readers.sort(key=lambda component: component.kind != ComponentKind.ENCODER)
     inputs = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -127,9 +130,10 @@ def _inputs(
 def _input(
     graph: ModelGraph, encoder: Component, name: str, value: Tensor, inputs: Mapping[str, Tensor], load: Load
 ) -> MediaInput:
-    """Return an input of images or sounds of one size each: an item has its patches, or else its part of the encoder's rows.
+    """Return how the lengths of images or audio clips follow from one input; in the captured batch all have the same size.
 
-    Where the graph does not take the input itself, the model has packed what a mask marks.
+    An item's length is its number of patches, else its part of the encoder's rows. Where the graph does not read the input
+    itself, the model has packed the steps that a mask input marks.
     """
     masks = (other for other in encoder.sources if other != name and other in inputs and _marks(inputs[other], value))
     mask = next(masks, "") if all(spec.name != name for spec in graph.inputs) else ""
@@ -145,7 +149,7 @@ def _input(
 
 
 def _marks(mask: Tensor, value: Tensor) -> bool:
-    """Return whether a tensor can mark steps [items, steps] of an input."""
+    """Return whether a tensor has the shape and dtype of a mask [items, steps] over an input."""
     return (
         not mask.is_floating_point()
         and mask.dim() == 2
@@ -155,7 +159,7 @@ def _marks(mask: Tensor, value: Tensor) -> bool:
 
 
 def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:
-    """Return height and width of the steps of a component's first convolution."""
+    """Return height and width of a patch: the stride of a component's first convolution; None without a convolution."""
     for node in graph.module.graph.nodes:
         if node.op == "call_function" and info(node).component == component and op_name(node) in _CONVOLUTIONS:
             stride = node.args[3] if len(node.args) > 3 else node.kwargs.get("stride", (1, 1))
@@ -166,7 +170,7 @@ def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:
 
 
 def _rows_into(graph: ModelGraph, component: str, modality: Modality, modalities: Mapping[str, Modality]) -> set[int]:
-    """Return row counts of the tensors that components of a modality send to one."""
+    """Return the row counts of all tensors that components of a modality send, directly or not, to one component."""
     nodes: dict[str, fx.Node] = {node.name: node for node in graph.module.graph.nodes}
     rows: set[int] = set()
     for producer, consumer, names in graph.edges:
@@ -181,9 +185,9 @@ def _above(graph: ModelGraph, component: str, modalities: Mapping[str, Modality]
 
 
 def _placeholders(sequences: Tensor, rows: set[int]) -> int:
-    """Return positions held by ids that stand for as many rows as an encoder sends; 0 if it sends none into the sequence.
+    """Return the number of sequence positions held by placeholder ids; 0 if an encoder's rows do not enter the sequence.
 
-    Where several ids are as frequent, placeholders are those that follow each other most.
+    An id is a placeholder if it occurs as often as an encoder sends rows. If several do, the one that repeats most in a row is.
     """
     ids, counts = torch.unique(sequences[sequences >= 0], return_counts=True)
     frequent: dict[int, list[int]] = {}

@@ -14,17 +14,17 @@ from mmcompile.planner.pricing.chains import ChainSpec
 from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
 
 OPTIMIZER_STATES = 2
-"""Optimizer states a trainable element in the parameter's dtype, those of AdamW (torch.optim.AdamW)."""
+"""Number of optimizer states for each trainable element, in the parameter's dtype, as in AdamW (torch.optim.AdamW)."""
 OPTIMIZER_PASSES = 3 + 2 * OPTIMIZER_STATES
-"""Times an optimizer step moves the bytes of the trainable parameters: reads of gradients, parameters and states, and writes."""
+"""Passes of an optimizer step over the bytes of trainable parameters: reads of gradients, parameters and states, and writes."""
 
 Loads = Mapping[str, tuple[Load | None, Load | None]]
-"""Component -> its mean and its worst load; None where costs are known at one load only."""
+"""Component -> (mean load, worst load) of a microbatch; None where costs are known at one load only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PricedChain:
-    """A chain's layers on one of the ranks that share them: running sums [layers + 1] unless stated."""
+    """Prices of a chain's layers on one of the ranks that share them, as running sums [layers + 1] unless stated otherwise."""
 
     forward_s: NDArray[np.float64]
     input_grad_s: NDArray[np.float64]
@@ -34,37 +34,37 @@ class PricedChain:
     parameter_bytes: NDArray[np.int64]
     trainable_bytes: NDArray[np.int64]
     saved_bytes: NDArray[np.int64]
-    """Bytes kept for backward by the mean microbatch."""
+    """Bytes of activations kept for the backward of the mean microbatch, running sum [layers + 1]."""
     worst_bytes: NDArray[np.int64]
-    """Bytes kept for backward by the worst microbatch."""
+    """Bytes of activations kept for the backward of the worst microbatch, running sum [layers + 1]."""
     working_bytes: NDArray[np.int64]
-    """Bytes while the layer runs its backward, by the worst microbatch, [layers]."""
+    """Bytes held only while the layer runs its backward, for the worst microbatch, [layers]."""
     shared_bytes: NDArray[np.int64]
-    """Further bytes for backward of a stage that begins with the layer, by the mean microbatch, [layers]."""
+    """Further bytes kept for the backward by a stage that begins with the layer, for the mean microbatch, [layers]."""
     worst_shared_bytes: NDArray[np.int64]
-    """Further bytes for backward of a stage that begins with the layer, by the worst microbatch, [layers]."""
+    """Further bytes kept for the backward by a stage that begins with the layer, for the worst microbatch, [layers]."""
     output_bytes: NDArray[np.int64]
-    """Output bytes of one rank, by the mean microbatch, [layers]."""
+    """Bytes of the layer's output on one rank, for the mean microbatch, [layers]."""
     whole_bytes: NDArray[np.int64]
-    """Output bytes of the whole replica, [layers]."""
+    """Bytes of the layer's output in the whole replica, for the mean microbatch, [layers]."""
     slowest_s: float
-    """Seconds of forward and backward of the slowest layer."""
+    """Seconds of forward and backward of the slowest layer, for the mean microbatch."""
     waited: float
-    """Least part of a layer's time that is not weight gradient."""
+    """Least share, 0..1, of a layer's time that is not weight gradient."""
     body: RepeatedLayers
 
     @property
     def total_s(self) -> NDArray[np.float64]:
-        """Running sum of forward and backward seconds."""
+        """Seconds of forward and backward of the first i layers, running sum [layers + 1]."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
     @property
     def state_bytes(self) -> NDArray[np.int64]:
-        """Running sum of parameters, gradients and optimizer state."""
+        """Bytes of parameters, gradients and optimizer state of the first i layers, running sum [layers + 1]."""
         return self.parameter_bytes + (1 + OPTIMIZER_STATES) * self.trainable_bytes
 
     def held_bytes(self, num_stages: int, num_microbatches: int) -> float:
-        """Return the bytes of all stages of a 1F1B pipeline that ends in the loss, if they have equal parts of the chain."""
+        """Return the bytes of all stages together, if each has an equal part of a chain that ends in the loss, under 1F1B."""
         filled = min(num_stages, num_microbatches)
         in_flight = (filled * (filled + 1) / 2 + (num_stages - filled) * num_microbatches) / num_stages
         return float(self.state_bytes[-1]) + in_flight * float(self.saved_bytes[-1])
@@ -72,22 +72,22 @@ class PricedChain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepeatedLayers:
-    """The layers of a chain that are equal and together take the most time."""
+    """Body of a chain: the equal layers that together take the most time."""
 
     count: int
     seconds: float
-    """Seconds of forward and backward of one layer."""
+    """Seconds of forward and backward of one such layer for a mean microbatch."""
     fixed_bytes: int
-    """Bytes that do not depend on the microbatches in flight, with the excess of the worst microbatch over the mean."""
+    """Bytes of one layer independent of microbatches in flight, and the excess of the worst microbatch over the mean."""
     saved_bytes: int
-    """Bytes kept for backward by the mean microbatch."""
+    """Bytes of activations kept for the backward of a mean microbatch by one layer."""
     working_bytes: int
 
 
 def price_chain(
     pricing: Pricing, chain: ChainSpec, sharding: LayerSharding, loads: Sequence[Loads]
 ) -> list[PricedChain]:
-    """Price a chain at many loads at once."""
+    """Return a chain's prices at each of many loads, computed together."""
     parts: dict[tuple[str, float], tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
     counts: dict[tuple[str, float], NDArray[np.int64]] = {}
     rows: list[NDArray[np.float64]] = []
@@ -132,7 +132,7 @@ def price_chain(
 def _component_prices(
     pricing: Pricing, component: str, share: float, sharding: LayerSharding, loads: Sequence[Loads]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return seconds and sizes of one layer of each group of a component, or of a share of it.
+    """Return seconds and sizes of one layer of each group of a component, for a share of the load.
 
     Returns:
         [groups, loads, 3]; and [groups, loads, 10]: backward, parameters, trainable, saved, saved by the worst, working, output,
@@ -167,10 +167,10 @@ def _columns(loads: Sequence[Load | None], share: float) -> tuple[NDArray[np.flo
 def _body(
     parts: Sequence[tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]], index: int
 ) -> RepeatedLayers:
-    """Return the body at the `index`-th load.
+    """Return a chain's body, its most costly equal layers, at the load with the given index.
 
     Args:
-        parts: layers of each group, seconds and sizes as of `_component_prices`.
+        parts: (number of layers in each group, seconds, sizes) of each component, as from `_component_prices`.
     """
     best: tuple[float, RepeatedLayers] | None = None
     for counts, seconds, sizes in parts:

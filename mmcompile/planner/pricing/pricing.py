@@ -42,7 +42,7 @@ _AMOUNTS = (
     "output_bytes",
     "shared_bytes",
 )
-"""Amounts in order: the first `_TIMED` make up the seconds, the others are those of `LayerBytes`."""
+"""Names of the amounts in order. The first `_TIMED` determine the seconds, the others are the sizes in `LayerBytes`."""
 _TIMED = 9
 
 
@@ -51,14 +51,14 @@ class LayerSharding:
     """Sharding of a layer over the ranks of one replica, and the recomputation in its backward."""
 
     tp: int = 1
-    """Tensor-parallel degree."""
+    """Tensor-parallel degree: ranks that share the tensors of the layer."""
     cp: int = 1
-    """Context-parallel degree."""
+    """Context-parallel degree: ranks that share the tokens of a microbatch."""
     fsdp: int = 1
-    """Replicas that share its parameters (FSDP), gathering them when needed."""
+    """Number of replicas that shard the layer's parameters (FSDP) and gather them when needed; 1 for none."""
     recompute: Recompute = "none"
     mixed: bool = False
-    """True if other layers of its stage have another recomputation."""
+    """True if other layers of the same stage have another recomputation mode."""
 
 
 WHOLE = LayerSharding()
@@ -66,10 +66,10 @@ WHOLE = LayerSharding()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBytes:
-    """Bytes of one layer of each group of a component, at many loads [groups, n]."""
+    """Sizes in bytes of one layer of each group of a component at many loads, arrays [groups, loads]."""
 
     backward: NDArray[np.bool_]
-    """True for layers that run a backward."""
+    """True for layers that run a backward, [groups, loads]."""
     parameter: NDArray[np.int64]
     trainable: NDArray[np.int64]
     activation: NDArray[np.int64]
@@ -80,42 +80,42 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGroup:
-    """Layers of one component that cost the same at every load."""
+    """Group of layers of one component that cost the same at every load."""
 
     first: int
     """Index of the first layer of the group."""
     kind: str
     merges: bool
     shares: tuple[tuple[int, TensorShare], ...]
-    """(Number of ranks, their exchanges and shares), of each number that is known."""
+    """(tensor-parallel degree, share and collectives of each rank), for every degree that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pricing:
-    """Prices the layers of one model on one cluster. `kinds` and `calibration` belong together."""
+    """Calculator of the prices of a model's layers on one cluster. `kinds` and `calibration` are given together."""
 
     table: CostTable
-    """Table of costs. One without `growing` costs the same at every load."""
+    """Costs of all layers. A table without `growing` has the same costs at every load."""
     cluster: Cluster
     dtype: str
     merging: frozenset[str] = frozenset()
-    """Components whose first layer merges rows of other components: ranks that share tokens do all of its work."""
+    """Components whose first layer merges rows of other components; ranks that share tokens all do that layer's whole work."""
     token_sharing: frozenset[str] | None = None
-    """Components whose tokens ranks can share; of others each rank does all of the work. None: all components."""
+    """Components whose tokens ranks can share; None: all. In any other component each rank does all of the work."""
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Component -> kind of each layer, as named in the calibration."""
+    """Component -> kind of each layer, by the names that the calibration uses."""
     calibration: Calibration | None = None
     given_cp: int = 1
-    """Context-parallel degree of the given costs, which are those of one rank."""
+    """Context-parallel degree for which `table` was made: its costs are those of one such rank."""
     tensor_degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Component -> tensor-parallel degrees that are possible.
+    """Component -> possible tensor-parallel degrees; all degrees for a component that is absent.
 
-    At any other, each rank does all of its work, unless `tensor_shares` has shares for it. Absent: all are.
+    At an impossible degree each rank does all of the work, unless `tensor_shares` has an entry for the degree.
     """
     tensor_shares: Mapping[str, Mapping[int, tuple[TensorShare, ...]]] = field(default_factory=dict)
-    """Component -> number of ranks -> exchanges at the captured load, and shares, of tensor-parallel ranks in each layer.
+    """Component -> tensor-parallel degree -> share and collectives (at the captured load) of a rank in each layer.
 
-    Absent: `TensorShare.assumed`.
+    A component that is absent has the shares of `TensorShare.assumed`.
     """
     _groups: dict[str, tuple[NDArray[np.int64], tuple[LayerGroup, ...]]] = field(
         init=False, default_factory=dict, repr=False, compare=False
@@ -134,19 +134,21 @@ class Pricing:
         """Return the cost of each layer of a component on one of its ranks, for one microbatch.
 
         Args:
-            load: load of the microbatch; None for the captured one.
+            component: name of the component.
+            load: load of the microbatch; None for the captured load.
+            sharding: sharding of the layers.
         """
         each = self._shared_costs(component, load, self._possible(component, sharding))
         return tuple(each[group] for group in self.groups(component))
 
     def groups(self, component: str) -> NDArray[np.int64]:
-        """Return the number of the group of each layer, [layers]; layers of a group cost the same at every load."""
+        """Return the group number of each layer, [layers]; layers of one group cost the same at every load."""
         return self._grouped(component)[0]
 
     def bulk(
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> tuple[NDArray[np.float64], LayerBytes]:
-        """Return the seconds and bytes of a layer of each group at each of many loads [n], of any sizes, to rounding.
+        """Return seconds and bytes of one layer of each group at each of n loads, in arrays; equal to `costs` up to rounding.
 
         Returns:
             [groups, n, 3] seconds of forward, input gradient, weight gradient; and bytes [groups, n].
@@ -194,7 +196,7 @@ class Pricing:
     def group_durations(
         self, component: str, tokens: NDArray[np.float64], squares: NDArray[np.float64], sharding: LayerSharding = WHOLE
     ) -> NDArray[np.float64]:
-        """Return `durations` of one layer of each group, [groups, n, 3]."""
+        """Return the seconds of many microbatches in one layer of each group, [groups, n, 3], as `durations` does for layers."""
         sharding = self._possible(component, sharding)
         size = self._size(component, float(tokens.mean()))
         loads = np.stack([np.ones_like(tokens), tokens, squares])
@@ -213,7 +215,7 @@ class Pricing:
         return seconds
 
     def _possible(self, component: str, sharding: LayerSharding) -> LayerSharding:
-        """Return the sharding as far as the component allows it."""
+        """Return the sharding with every degree that the component does not support set to 1."""
         if not self._shares_tokens(component):
             sharding = replace(sharding, cp=1)
         degrees = self.tensor_degrees.get(component)
@@ -224,7 +226,7 @@ class Pricing:
         return self.token_sharing is None or component in self.token_sharing
 
     def _grouped(self, component: str) -> tuple[NDArray[np.int64], tuple[LayerGroup, ...]]:
-        """Return the number [layers] of each layer's group, and the groups."""
+        """Return the group number of each layer, [layers], and the groups of a component."""
         if component not in self._groups:
             growing = self.table.growing.get(component) or self.table[component]
             kinds = self.kinds.get(component, ("",) * len(growing))
@@ -243,7 +245,7 @@ class Pricing:
         return self._groups[component]
 
     def _costs(self, component: str, load: Load | None) -> tuple[LayerCost, ...]:
-        """Return the unsharded cost of one layer of each group."""
+        """Return the unsharded cost of one layer of each group at a load, or at the captured one if it is None."""
         key = (component, load)
         if key not in self._tables:
             first = [group.first for group in self._grouped(component)[1]]
@@ -280,14 +282,14 @@ class Pricing:
         return self._shared[key]
 
     def _rows(self, component: str, load: Load | None) -> float:
-        """Return the rows of a load as a multiple of the captured rows."""
+        """Return the rows of a load as a multiple of the captured rows; 1 where costs do not depend on the load."""
         if load is None or component not in self.table.growing:
             return 1.0
         captured = self.table.captured_loads[component].tokens
         return load.tokens / captured if captured else 0.0
 
     def _known(self, kind: str, load: Load, tp: int) -> tuple[LayerTimes | None, LayerSharding]:
-        """Return measured seconds, and the sharding they were measured in."""
+        """Return a layer kind's measured seconds (None if not measured) and the sharding in which they were measured."""
         assert self.calibration is not None
         measured = self.calibration.times(kind, load, tp)
         if measured is None and tp > 1:
@@ -295,9 +297,9 @@ class Pricing:
         return measured, LayerSharding(tp=tp)
 
     def _size(self, component: str, tokens: float) -> int:
-        """Return the power of two, an even one, by which a load is larger than the captured one.
+        """Return the even power of two nearest to a load's ratio to the captured load.
 
-        Collectives are no straight line over all sizes, so amounts are lines around each power of four.
+        Collectives are not affine over all sizes, so amounts are affine only around each power of four.
         """
         if component not in self.table.growing:
             return 0
@@ -305,7 +307,7 @@ class Pricing:
         return 2 * round(log2(tokens / captured) / 2) if tokens > 0 and captured > 0 else 0
 
     def _coefficients(self, component: str, sharding: LayerSharding, size: int) -> NDArray[np.float64]:
-        """Return each amount as fixed, per token, per square, [groups, amounts, 3]."""
+        """Return each amount's coefficients (fixed, per token, per square), [groups, amounts, 3], for loads of about a size."""
         key = (component, sharding, size)
         if key not in self._affine:
             if component in self.table.growing:
@@ -322,7 +324,7 @@ class Pricing:
         return np.array([[float(getattr(cost, name)) for name in _AMOUNTS] for cost in costs])
 
     def _shared_costs(self, component: str, load: Load | None, sharding: LayerSharding) -> list[LayerCost]:
-        """Return the cost of one layer of each group."""
+        """Return the cost of one layer of each group on one rank of a sharding."""
         groups = self._grouped(component)[1]
         return [
             self._share(component, cost, group, load, sharding)
@@ -330,7 +332,7 @@ class Pricing:
         ]
 
     def _roofline(self, amounts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return seconds [groups, n, 3] of amounts [groups, amounts, n]: `layer_times` of the cost model."""
+        """Return seconds [groups, n, 3] from amounts [groups, amounts, n] by the roofline, like `layer_times`."""
         device = self.cluster.device
         flops_per_s, bytes_per_s = device.flops_per_s(self.dtype), device.memory_bytes_per_s
         by_name = np.maximum(amounts, 0.0).transpose(1, 0, 2)
@@ -346,7 +348,10 @@ class Pricing:
         return found
 
     def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], LayerSharding] | None:
-        """Return forward, input and weight gradient as coefficients (fixed, token, square) [3, 3] in seconds, and sharding."""
+        """Return measured seconds as coefficients, [fixed/token/square, forward/input/weight gradient], and their sharding.
+
+        Or None.
+        """
         if component not in self.table.growing:
             return None
         at = self.table.captured_loads[component]
@@ -358,12 +363,12 @@ class Pricing:
 
 
 def _three(at: Load) -> tuple[Load, Load, Load]:
-    """Return a load, one of more tokens, one of longer sequences."""
+    """Return three loads that determine an affine function: a load, one of twice the tokens, one of twice the squares."""
     return at, replace(at, tokens=2 * at.tokens), replace(at, squares=2 * at.squares)
 
 
 def _affine(points: NDArray[np.float64], at: Load) -> NDArray[np.float64]:
-    """Return fixed, per token, per square [..., 3] of values [3, ...] at the loads of `_three`."""
+    """Return the coefficients (fixed, per token, per square), [..., 3], of values [3, ...] at the loads of `_three`."""
     tokens, squares = points[1] - points[0], points[2] - points[0]
     return np.stack(
         [

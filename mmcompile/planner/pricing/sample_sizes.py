@@ -1,4 +1,4 @@
-"""Sizes of samples: lengths of their texts, images and sounds, and the rows that components make of them.
+"""Sizes of samples: lengths of their texts, images and audio clips, and the rows that components make of them.
 
 Lengths are read by one set of rules, from the batch a model was captured with and from what a processor returns for one
 sample. All samples of a step are sized in a few array operations.
@@ -21,16 +21,16 @@ from mmcompile.planner.plan.geometry import MEDIA_WORDS, Array, Geometry, Media,
 
 _GRIDS = ("grid_thw", "grid_hws")
 _TOKENS = ("input_ids", "decoder_input_ids", "labels")
-"""Inputs that have the sequences of a text component, best first."""
+"""Names of inputs that hold the sequences of a text component, most reliable first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleRows:
-    """Rows that each sample brings to one component: arrays [samples]."""
+    """Rows that each sample brings to one component, as arrays [samples]."""
 
     rows: Array
     squares: Array
-    """Sum of squared lengths of its sequences."""
+    """Sum over a sample's sequences of their squared lengths, [samples]."""
 
     def __getitem__(self, chosen: np.ndarray) -> SampleRows:
         return SampleRows(rows=self.rows[chosen], squares=self.squares[chosen])
@@ -38,17 +38,17 @@ class SampleRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lengths:
-    """Lengths of images, sounds or texts, of which samples hold any number."""
+    """Lengths of images, audio clips or texts (called items), of which a sample has any number."""
 
     values: Array
-    """Lengths, [things]."""
+    """Length of each item: patches, frames or tokens, [items]."""
     owner: NDArray[np.int64]
-    """Sample of each thing, [things]."""
+    """Index of the sample that an item belongs to, [items]."""
     num_samples: int
 
     @classmethod
     def of(cls, each: Sequence[Sequence[float]]) -> Lengths:
-        """Return the lengths of each sample's things."""
+        """Return the lengths of the items of each sample."""
         return cls(
             values=np.array([length for own in each for length in own], dtype=np.float64),
             owner=np.repeat(np.arange(len(each)), [len(own) for own in each]),
@@ -56,30 +56,30 @@ class Lengths:
         )
 
     def of_samples(self, kept: NDArray[np.bool_]) -> Lengths:
-        """Return the lengths without the things of some samples [samples]."""
+        """Return the lengths of the items of some samples only; `kept` is True for these, [samples]."""
         things = kept[self.owner]
         return Lengths(values=self.values[things], owner=self.owner[things], num_samples=self.num_samples)
 
     def sums(self, values: Array) -> Array:
-        """Return sums over each sample, [samples], of values [things]."""
+        """Return the sum over each sample's items, [samples], of values [items]."""
         return np.bincount(self.owner, weights=values, minlength=self.num_samples).astype(np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleSizes:
-    """Lengths of everything in some samples."""
+    """Lengths of all texts, images and audio clips of several samples."""
 
     texts: Lengths
     images: Lengths
     audios: Lengths
     interleaved: bool
-    """True if texts are whole sequences, with the positions of images and sounds."""
+    """True if texts are whole sequences that include the positions of images and audio clips."""
     inputs: tuple[frozenset[str], ...] = ()
-    """Names of the inputs of each sample; () where they are not known."""
+    """Names of the inputs that each sample has; () where they are not known."""
 
     @classmethod
     def of_shapes(cls, shapes: Sequence[SampleShape]) -> SampleSizes:
-        """Return the sizes of sample shapes."""
+        """Return the sizes of samples that are given as shapes, without the positions of media in texts."""
         return cls(
             texts=Lengths.of([(float(shape.text_tokens),) for shape in shapes]),
             images=Lengths.of([shape.images for shape in shapes]),
@@ -89,10 +89,11 @@ class SampleSizes:
 
     @classmethod
     def of_samples(cls, samples: Sequence[Mapping[str, object]], geometries: Iterable[Geometry]) -> SampleSizes:
-        """Return the sizes of samples as a processor returns them.
+        """Return the sizes of samples given as a processor's output.
 
         Args:
-            geometries: of all components of the model: which inputs hold images and sounds is read from them.
+            samples: inputs by name of each sample.
+            geometries: geometries of all components; they name the inputs that hold images and audio clips.
         """
         known = tuple(geometries)
         images, audios = (
@@ -108,7 +109,7 @@ class SampleSizes:
         )
 
     def rows(self, geometry: Geometry) -> SampleRows:
-        """Return the rows and squared lengths of each sample in a component."""
+        """Return the rows and squared lengths that each sample brings to a component."""
         lengths = self._lengths(geometry)
         return SampleRows(
             rows=lengths.sums(lengths.values) * geometry.rows_per_unit,
@@ -116,7 +117,7 @@ class SampleSizes:
         )
 
     def _lengths(self, geometry: Geometry) -> Lengths:
-        """Return lengths in the units of the geometry."""
+        """Return the lengths that count for a component, in units of its geometry: patches, frames, tokens or samples."""
         match geometry.modality:
             case "image" | "audio":
                 lengths = self.images if geometry.modality == "image" else self.audios
@@ -127,18 +128,18 @@ class SampleSizes:
                 return self._each(geometry)
 
     def _reads(self, geometry: Geometry) -> NDArray[np.bool_]:
-        """Return whether each sample has any of the inputs that a component reads, [samples]."""
+        """Return whether each sample has an input that a component reads, [samples]."""
         return np.array([not own.isdisjoint(geometry.sources) for own in self.inputs], dtype=np.bool_)
 
     def _sequences(self, geometry: Geometry) -> Lengths:
-        """Return texts with the positions of images and sounds, for one text a sample."""
+        """Return text lengths with the positions of images and audio clips added, for samples with one text each."""
         taken = geometry.tokens_per_patch * self.images.sums(self.images.values)
         taken = taken + geometry.tokens_per_frame * self.audios.sums(self.audios.values)
         texts = self.texts
         return Lengths(values=texts.values + taken, owner=texts.owner, num_samples=texts.num_samples)
 
     def _each(self, geometry: Geometry) -> Lengths:
-        """Return one row for every sample with work for the component."""
+        """Return a length of 1 for every sample that has work for the component."""
         present = np.ones(self.texts.num_samples, dtype=np.bool_)
         media = [
             own
@@ -155,7 +156,7 @@ class SampleSizes:
 
 
 def token_ids(batch: Mapping[str, object]) -> Tensor | None:
-    """Return token ids [sequences, length] of a batch; None without any."""
+    """Return the token ids of a batch, [sequences, length]; None if the batch has no token ids."""
     for name in _TOKENS:
         ids = batch.get(name)
         if isinstance(ids, Tensor) and not ids.is_floating_point():
@@ -164,7 +165,7 @@ def token_ids(batch: Mapping[str, object]) -> Tensor | None:
 
 
 def token_mask(batch: Mapping[str, object], ids: Tensor) -> Tensor | None:
-    """Return which of the token ids are no padding [sequences, length]; None if the batch has no mask."""
+    """Return the padding mask of token ids, nonzero where a token is real, [sequences, length]; None if the batch has no mask."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.numel() == ids.numel() and mask.dim() <= 2:
         return mask if mask.shape == ids.shape else mask.reshape(ids.shape)
@@ -172,7 +173,7 @@ def token_mask(batch: Mapping[str, object], ids: Tensor) -> Tensor | None:
 
 
 def text_lengths(sample: Mapping[str, object]) -> list[float]:
-    """Return tokens of every sequence of a sample, padding not counted."""
+    """Return the number of tokens of every sequence of a sample, without padding."""
     ids = token_ids(sample)
     if ids is None:
         return []
@@ -183,17 +184,19 @@ def text_lengths(sample: Mapping[str, object]) -> list[float]:
 
 
 def _marks(mask: Tensor) -> list[int]:
-    """Return the number of marks in each row of a mask."""
+    """Return the number of nonzero entries in each row of a mask."""
     # numpy counts so few numbers several times as fast as torch, and a whole array faster than its rows.
     marks = (mask if mask.is_cpu and mask.dtype in (torch.int64, torch.bool) else mask.bool().cpu()).numpy()
     return [int(np.count_nonzero(row)) for row in ((marks,) if len(marks) == 1 else marks)]
 
 
 def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence[MediaInput]) -> list[float]:
-    """Return patches of every image, or frames of every sound, of a batch or sample.
+    """Return the patches of every image, or the frames of every audio clip, in a batch or sample.
 
     Args:
-        inputs: that hold them; of no account where a grid names their sizes.
+        batch: inputs by name.
+        modality: images or audio clips.
+        inputs: float inputs that hold them; ignored where a grid input gives their sizes.
     """
     sizes: list[float] = []
     for name, value in batch.items():
@@ -209,10 +212,12 @@ def media_lengths(batch: Mapping[str, object], modality: Media, inputs: Sequence
 
 
 def _item_lengths(own: MediaInput, value: Tensor, mask: object = None) -> list[float]:
-    """Return the patches of every image, or the frames of every sound, of one input.
+    """Return the patches of every image, or the frames of every audio clip, in one float input.
 
     Args:
-        mask: the input of that name, if the batch has it.
+        own: description of the input.
+        value: the input's tensor.
+        mask: the input's mask from the batch; None without one.
     """
     if own.mask and isinstance(mask, Tensor):
         return [own.length * (count / own.elements) for count in _marks(mask)]
@@ -227,7 +232,7 @@ def _item_lengths(own: MediaInput, value: Tensor, mask: object = None) -> list[f
 
 @cache
 def grid_of(name: str) -> tuple[Media, ...]:
-    """Return the modalities whose sizes an input holds, by its name."""
+    """Return the modalities whose sizes a grid input holds, by the input's name; () for any other input."""
     if not name.endswith(_GRIDS):
         return ()
     return tuple(modality for modality, words in MEDIA_WORDS.items() if any(word in name for word in words))

@@ -23,11 +23,11 @@ from mmcompile.kernels.bitfield_attention.parallel.head_stride import AttentionR
 
 @dataclass(frozen=True, kw_only=True)
 class SharedTokens:
-    """The tokens of the loss component, shared by `num_ranks` ranks.
+    """Costs of the loss component when `num_ranks` ranks share its tokens.
 
     Args:
-        graph: its attention written as `bitfield_attention`, annotated with costs.
-        dtype: of the computation.
+        graph: model annotated with costs, whose attention is written as `bitfield_attention`.
+        dtype: dtype of the computation, for example `"bfloat16"`.
     """
 
     graph: ModelGraph = field(repr=False)
@@ -37,7 +37,7 @@ class SharedTokens:
 
     @cached_property
     def _calls(self) -> Mapping[int, tuple[fx.Node, ...]]:
-        """Return layer -> its attention."""
+        """Layer index -> attention nodes of the layer, in the loss component."""
         calls: dict[int, tuple[fx.Node, ...]] = {}
         for node in self.graph.module.graph.nodes:
             attends = node.target is torch.ops.mmcompile.bitfield_attention.default
@@ -47,7 +47,7 @@ class SharedTokens:
 
     @cached_property
     def head_stride(self) -> int:
-        """Return the key/value heads exchanged at a time: the fastest for the first attention of the model, by `cp_cost`."""
+        """Key/value heads exchanged at a time: the number that `cp_cost` finds fastest for the first attention of the model."""
         if not self._calls:
             return 0
         first = next(iter(self._calls.values()))[0]
@@ -75,7 +75,7 @@ class SharedTokens:
         return choose_head_stride(call, rates)
 
     def costs(self, costs: Mapping[str, tuple[LayerCost, ...]]) -> dict[str, tuple[LayerCost, ...]]:
-        """Return costs of one rank, from those of the whole sequence; other components' are as before.
+        """Return the costs for one of the ranks, from those of the whole sequence; other components' costs are unchanged.
 
         Args:
             costs: component name -> cost of each layer.

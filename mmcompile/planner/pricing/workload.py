@@ -1,4 +1,4 @@
-"""`Workload`: loads of a dataset's samples in each component of a model, microbatch by microbatch."""
+"""`Workload`: loads that a dataset's samples bring to each component of a model, microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mmcompile.planner.pricing.sample_sizes import SampleRows, SampleSizes
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicrobatchLoads:
-    """Loads of many microbatches, as arrays [microbatches] by component."""
+    """Loads of many microbatches: component -> array [microbatches]."""
 
     tokens: Mapping[str, np.ndarray]
     squares: Mapping[str, np.ndarray]
     samples: np.ndarray
-    """Samples in each microbatch."""
+    """Number of samples in each microbatch, [microbatches]."""
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, microbatch: int) -> dict[str, Load]:
-        """Return component -> load of one microbatch. A component without rows in it has no work."""
+        """Return component -> load of one microbatch. A component without rows in the microbatch has no work."""
         return {
             name: Load(tokens=float(rows[microbatch]), squares=float(self.squares[name][microbatch]))
             for name, rows in self.tokens.items()
@@ -40,30 +40,33 @@ class MicrobatchLoads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorstMicrobatch:
-    """The microbatch that is heaviest for each component; each can occur, and not all at once."""
+    """Heaviest microbatch of each component. Each of them can occur, but not all at the same time."""
 
     loads: Mapping[str, Load]
     samples: Mapping[str, tuple[str, ...]]
-    """Component -> names of the samples in its worst microbatch, heaviest first; () without a dataset."""
+    """Component -> names of the samples in its heaviest microbatch, heaviest first; () without a dataset."""
 
 
 _Ranking = tuple[SampleRows, tuple[str, ...]]
-"""Rows and names of samples in one component, heaviest first."""
+"""(rows of samples in one component, names of these samples), heaviest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Loads of a model's components under a dataset; without one, every microbatch is like the captured batch."""
+    """Distribution of loads that a dataset brings to a model's components.
+
+    Without a dataset, all microbatches equal the captured one.
+    """
 
     geometries: Mapping[str, Geometry]
     captured: Mapping[str, Load]
     """Component -> its load in the captured batch."""
     num_samples: int
-    """Samples in the captured batch."""
+    """Number of samples in the captured batch."""
     stats: DatasetStats | None = None
     _rows: Mapping[str, SampleRows] = field(default_factory=dict, repr=False, compare=False)
     _ascending: Mapping[str, SampleRows] = field(default_factory=dict, repr=False, compare=False)
-    """Ascending rows and squared lengths, each array sorted on its own."""
+    """Component -> rows and squared lengths of the dataset's samples, each array sorted ascending on its own."""
     _rankings: Mapping[str, _Ranking] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -76,14 +79,14 @@ class Workload:
         *,
         packed: bool = False,
     ) -> Workload:
-        """Read from a captured model how shapes of samples become loads.
+        """Return the workload of a dataset, with rules from sample shape to load read from the captured model.
 
         Args:
-            graph: the model, captured from `batch`.
-            table: its costs, with the load of each component in that batch.
+            graph: model captured from `batch`.
+            table: costs of the model, with the load of each component in that batch.
             batch: inputs by name.
-            stats: the dataset; None for microbatches like the captured one.
-            packed: the language model gets the samples of a microbatch one after the other, without padding.
+            stats: statistics of the dataset; None for microbatches like the captured one.
+            packed: True if the language model gets a microbatch's samples one after the other, without padding.
 
         Raises:
             PlanError: the dataset is empty.
@@ -99,7 +102,7 @@ class Workload:
         num_samples: int,
         stats: DatasetStats | None = None,
     ) -> Workload:
-        """Return the workload of known geometries.
+        """Return the workload of a dataset for components of known geometry.
 
         Raises:
             PlanError: the dataset is empty.
@@ -126,7 +129,7 @@ class Workload:
         )
 
     def loads(self, samples: Sequence[SampleShape]) -> dict[str, Load]:
-        """Return component -> load of the microbatch made of these samples."""
+        """Return component -> load of a microbatch made of the given samples."""
         sizes = SampleSizes.of_shapes(samples)
         return {name: _joined(geometry, sizes.rows(geometry)) for name, geometry in self.geometries.items()}
 
@@ -138,12 +141,12 @@ class Workload:
         return {name: _mean(geometry, self._ascending[name], size) for name, geometry in self.geometries.items()}
 
     def draw(self, num_microbatches: int, samples_per_microbatch: float, seed: int = 0) -> MicrobatchLoads:
-        """Return loads of microbatches of random samples, each drawn from the whole dataset.
+        """Return the loads of random microbatches, each drawn from the whole dataset.
 
         Args:
-            num_microbatches: how many.
-            samples_per_microbatch: samples in each; where it is not whole, sizes differ by one.
-            seed: same seed, same samples.
+            num_microbatches: number of microbatches.
+            samples_per_microbatch: mean number of samples of a microbatch; if it is not whole, sizes differ by one.
+            seed: seed of the random choice.
         """
         size = _checked(samples_per_microbatch)
         bounds = np.rint(np.arange(num_microbatches + 1) * size).astype(np.int64)
@@ -167,10 +170,10 @@ class Workload:
         return MicrobatchLoads(tokens=tokens, squares=squares, samples=sizes)
 
     def worst(self, samples_per_microbatch: float) -> WorstMicrobatch:
-        """Return for each component the heaviest microbatch that the dataset's samples can make.
+        """Return, for each component, the heaviest microbatch that the dataset's samples can make.
 
-        By rows, then by squared lengths. Each sample is taken once, or more often if the dataset has fewer than that. The
-        dataset's worst samples are among them even where it was sampled.
+        Heaviest means most rows, then most squared lengths. A sample repeats only if the dataset has too few. The
+        dataset's worst samples are included even if the statistics cover a part of it.
         """
         size = int(np.ceil(_checked(samples_per_microbatch)))
         if self.stats is None:
@@ -183,11 +186,11 @@ class Workload:
         return WorstMicrobatch(loads=loads, samples=names)
 
     def per_sample(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return component -> rows [samples] and squared lengths [samples] of each sample of the dataset, without padding."""
+        """Return component -> (rows, squared lengths) of every sample of the dataset, [samples] each, without padding."""
         return {name: (table.rows, table.squares) for name, table in self._rows.items()}
 
     def absent(self) -> tuple[str, ...]:
-        """Return components for which no sample of the dataset has any row."""
+        """Return the components for which no sample of the dataset has a row."""
         return tuple(name for name, table in self._rows.items() if not table.rows.any())
 
     def _like_captured(self, samples: float) -> dict[str, Load]:
@@ -206,7 +209,7 @@ def _ranking(table: SampleRows, samples: Sequence[SampleShape]) -> _Ranking:
 
 
 def _joined(geometry: Geometry, table: SampleRows) -> Load:
-    """Return the load of samples in one microbatch."""
+    """Return the load of one microbatch that holds all given samples."""
     if not len(table.rows):
         return NO_LOAD
     if geometry.pads:
@@ -216,7 +219,7 @@ def _joined(geometry: Geometry, table: SampleRows) -> Load:
 
 
 def _mean(geometry: Geometry, ascending: SampleRows, size: float) -> Load:
-    """Return the expected load of `size` samples drawn at random.
+    """Return the expected load of a microbatch of `size` samples drawn at random.
 
     With padding, the longest of s samples out of n sorted ascending is the i-th with probability (i/n)^s - ((i-1)/n)^s.
     """

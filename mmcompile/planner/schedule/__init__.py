@@ -1,1 +1,1 @@
-"""Orders of a step, and what they take: schedules, the simulator, idle time by cause."""
+"""Schedules: the order of a step's actions on each rank, its simulated time, and idle time by cause."""

@@ -31,7 +31,7 @@ _NOTHING = LayerTimes(forward_s=0.0, input_grad_s=0.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A step to be scheduled and simulated."""
+    """Inputs of one simulation of a step: stages, flows of microbatches, durations, and seconds of messages."""
 
     stages: Sequence[Placed]
     flows: Sequence[Flow]
@@ -51,12 +51,12 @@ def attribute(
     """Return the idle share of the ranks of each chain, by cause (see the module's docstring).
 
     Args:
-        stages: as in `build_schedule`, with its flows, and kind.
-        durations: as in `simulate`, with its link_s.
+        stages: stages as for `build_schedule`, as are `flows` and `kind`.
+        durations: durations as for `simulate`, as is `link_s`.
         chains: chain name -> names of its stages. Ranks that run stages of several chains count in each.
 
     Returns:
-        One a chain, in the order of `chains`; all zero for a step that takes no time.
+        One entry for each chain, in the order of `chains`; all zero for a step that takes no time.
     """
     case = Case(stages=stages, flows=flows, durations=durations, kind=kind)
     steady = equal_microbatches(case)
@@ -86,7 +86,7 @@ def _share(chain: str, ranks: Sequence[int], ladder: Sequence[Timeline], makespa
 
 
 def equal_microbatches(case: Case) -> Case:
-    """Return the case with every microbatch in all stages in which any runs, for the mean time over all microbatches."""
+    """Return the case in which every microbatch runs in all stages that any microbatch runs in, for the stage's mean time."""
     if not case.flows:
         return case
     flow = _union(case.stages, case.flows)
@@ -95,13 +95,13 @@ def equal_microbatches(case: Case) -> Case:
 
 
 def equal_stages(case: Case) -> Case:
-    """Return the case with the mean seconds of all ranks on every rank, as forwards and backwards in their mean proportion.
+    """Return the case in which every rank computes for the mean seconds of all ranks, with mean shares of forward and backward.
 
-    Ranks that only run forwards stay so, they have a mean of their own. Stages of one rank share in proportion to what
-    they have. Stages without microbatches count as well, beside the others.
+    Ranks that only run forwards keep doing so, and have a mean share of their own. Stages on the same rank divide its seconds in
+    proportion to their former ones. Stages without microbatches count as well.
 
     Args:
-        case: with equal microbatches.
+        case: case with equal microbatches, as from `equal_microbatches`.
     """
     if not case.flows:
         return case
@@ -128,7 +128,7 @@ def equal_stages(case: Case) -> Case:
 
 
 def _part(wanted: LayerTimes, own: LayerTimes, total: LayerTimes, count: int) -> LayerTimes:
-    """Return the share of one of a rank's stages in the seconds that the rank should have."""
+    """Return the seconds of one of a rank's `count` stages, of the `wanted` seconds of the rank, in its former proportion."""
     forward = own.forward_s / total.forward_s if total.forward_s else 1 / count
     backward = own.backward_s / total.backward_s if total.backward_s else 0.0
     return _scaled(wanted, forward, backward)
@@ -152,7 +152,7 @@ def _union(stages: Sequence[Placed], flows: Sequence[Flow]) -> Flow:
 
 
 def _mean(name: str, case: Case) -> LayerTimes:
-    """Return the mean duration of a stage over all microbatches that it runs."""
+    """Return the mean duration of a stage, by its name, over all microbatches that it runs."""
     given = case.durations[name]
     parts: list[LayerTimes] = []
     for microbatch, flow in enumerate(case.flows):

@@ -12,25 +12,25 @@ from mmcompile.planner.schedule.schedule import Flow, FlowEdge, Placed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkMessages:
-    """Messages from one stage to another for one microbatch."""
+    """Sizes of the messages from one stage to another for one microbatch."""
 
     source: str
     target: str
     sizes: tuple[int, ...]
-    """Bytes of each tensor on its way forward."""
+    """Bytes of each tensor sent forward."""
     gradient_sizes: tuple[int, ...] = ()
-    """Bytes of each gradient on its way back."""
+    """Bytes of each gradient returned in the backward."""
 
 
 def measured_step(
     stages: Sequence[Placed], times: Mapping[str, LayerTimes], messages: Sequence[LinkMessages], runtime: RuntimeCosts
 ) -> tuple[Flow, dict[str, LayerTimes], dict[tuple[str, str], float]]:
-    """Return what a step of the engine consists of if every microbatch passes through every stage.
+    """Return a simulation's inputs for a step of the engine, in which every microbatch passes through every stage.
 
     Args:
-        stages: placed, each on one rank.
-        times: of each stage, its layers alone.
-        messages: between stages, those of one rank too.
+        stages: stages, each placed on one rank.
+        times: stage name -> seconds of its layers alone.
+        messages: sizes of the messages between stages, those on the same rank included.
         runtime: measured seconds of actions and messages.
 
     Returns:
@@ -50,7 +50,7 @@ def measured_step(
 
 
 def _duration(name: str, own: LayerTimes, crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> LayerTimes:
-    """Return the duration of a stage: its layers, the runtime's part of its actions, and its rank's work for messages."""
+    """Return the duration of a stage: its layers, the runtime's overhead of its actions, and its rank's work for messages."""
     forward = [size for link in crossing if name in (link.source, link.target) for size in link.sizes]
     backward = [size for link in crossing if name in (link.source, link.target) for size in link.gradient_sizes]
     has_backward = own.backward_s > 0
@@ -66,7 +66,7 @@ def _handling_s(sizes: Sequence[int], runtime: RuntimeCosts) -> float:
 
 
 def _link_s(crossing: Sequence[LinkMessages], runtime: RuntimeCosts) -> dict[tuple[str, str], float]:
-    """Return the seconds of a message beyond the work of both ranks, which their actions hold already."""
+    """Return (sender, receiver) -> seconds of a message beyond the work of both ranks, which their durations include."""
     found: dict[tuple[str, str], float] = {}
     for link in crossing:
         for pair, sizes in (

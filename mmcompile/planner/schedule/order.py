@@ -41,21 +41,21 @@ from mmcompile.config import ScheduleKind
 
 Key = tuple[int, int, int]
 Side = tuple[int, int]
-"""One end of a message: a stage by index, and the number of a microbatch."""
+"""One end of a message: (stage index, microbatch number)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderKeys:
-    """Keys of all forwards and backwards of a step."""
+    """Sort keys that give the order of all forwards and backwards of a step on each rank."""
 
     kind: ScheduleKind
     num_microbatches: int
     depth: tuple[int, ...]
     crossings: tuple[int, ...]
-    """Longest path of each stage to a sink, in edges that cross ranks."""
+    """Longest path from each stage to a sink, counted in edges that cross ranks."""
 
     def forward_key(self, stage: int, microbatch: int) -> Key:
-        """Return the key of a forward: a rank runs its computations by rising keys."""
+        """Return the sort key of a forward; a rank runs its forwards and backwards in ascending order of keys."""
         ahead, depth = self.crossings[stage], self.depth[stage]
         match self.kind:
             case "gpipe":
@@ -66,7 +66,7 @@ class OrderKeys:
                 return 2 * (microbatch - ahead), -depth, stage
 
     def backward_key(self, stage: int, microbatch: int) -> Key:
-        """Return the key of a backward."""
+        """Return the sort key of a backward, comparable to those of forwards."""
         behind, depth = self.crossings[stage], self.depth[stage]
         match self.kind:
             case "gpipe":
@@ -83,12 +83,14 @@ def crossings(
     depth: Sequence[int],
     together: Iterable[Sequence[int]] = (),
 ) -> tuple[int, ...]:
-    """Return the longest path of each stage to a sink, in edges that cross ranks.
+    """Return the longest path from each stage to a sink, counted in edges that cross ranks.
 
     Args:
-        edges: pairs of stages; depth falls along each.
-        together: stages that wait for each other inside of every computation, of equal depth: each has the longest path of
-            all of them, so that their ranks compute in the same order.
+        edges: (source stage, target stage); depth falls along each edge.
+        rank: rank of each stage.
+        depth: depth of each stage.
+        together: groups of stages of equal depth that exchange values in every computation. All stages of a group get the longest
+            path of any, so that their ranks compute in the same order.
     """
     found = [0] * len(rank)
     joined: dict[int, list[Sequence[int]]] = {}
@@ -110,24 +112,27 @@ def crossings(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageOrder:
-    """Messages sent right after each computation, and received right before it."""
+    """Order of messages: those sent right after each computation, and those received right before it."""
 
     sends: Mapping[Side, Sequence[Side]]
-    """Sender -> the receivers."""
+    """Sender -> receivers, in the order of sends."""
     receives: Mapping[Side, Sequence[tuple[Side, Side]]]
-    """(receiver, sender) by the computation before which it is received: the receiver's, or an earlier one of its stage."""
+    """Computation -> messages (receiver, sender) received right before it.
+
+    The computation is the receiver's, or an earlier one of the same stage.
+    """
 
 
 def in_order_of_sends(pairs: Iterable[tuple[Side, Side]], turn: Callable[[Side], tuple[int, ...]]) -> MessageOrder:
-    """Order messages so that both sides of each pair of stages have them in the same order: that of the sends.
+    """Return an order in which both sides of each pair of stages have their messages in the order of the sends.
 
     A message whose receiver is late would be overtaken by those sent after it to earlier receivers. It is received before the
     first of them. That takes no longer, for messages of a pair of stages follow one another; nor can it deadlock, for it was sent
     before theirs, and theirs before they are needed.
 
     Args:
-        pairs: (sender, receiver).
-        turn: orders the computations of a stage.
+        pairs: (sender, receiver) of each message.
+        turn: sort key of the computations of a stage.
     """
     sends: dict[Side, list[Side]] = {}
     receives: dict[Side, list[tuple[Side, Side]]] = {}

@@ -20,7 +20,10 @@ from mmcompile.planner.schedule.order import Key, MessageOrder, OrderKeys, Side,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlowEdge:
-    """Tensors of one microbatch that go from a stage to a later one; `gradient` if any of them sends gradient back."""
+    """Tensors of one microbatch sent from a stage to a later one.
+
+    `gradient` is True if any of them has its gradient sent back.
+    """
 
     source: str
     target: str
@@ -29,7 +32,7 @@ class FlowEdge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """Work of one microbatch: stages with work, edges between them, and stages that run a backward."""
+    """Work of one microbatch: its stages, the edges between them, and the stages that run a backward."""
 
     stages: tuple[str, ...]
     edges: tuple[FlowEdge, ...]
@@ -41,11 +44,11 @@ class ActionKind(StrEnum):
 
     F = "F"
     B = "B"
-    """The whole backward, I and W in one."""
+    """Whole backward of a microbatch in a stage: I and W in one action."""
     I = "I"  # noqa: E741 (the letter is the field's)
-    """Gradients of the inputs, which earlier stages wait for."""
+    """Part of a backward that computes gradients of the stage's inputs, for which earlier stages wait."""
     W = "W"
-    """Gradients of the weights, after I."""
+    """Part of a backward that computes gradients of the weights, run after I."""
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -58,34 +61,34 @@ class ActionKind(StrEnum):
 
     @property
     def is_send(self) -> bool:
-        """True for sends."""
+        """True for actions that send a tensor or gradient."""
         return self in (ActionKind.SEND_F, ActionKind.SEND_B)
 
     @property
     def is_receive(self) -> bool:
-        """True for receives."""
+        """True for actions that receive a tensor or gradient."""
         return self in (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Work of one microbatch in some of the stages, with its slots."""
+    """Work of one microbatch in a subset of the stages, with its places (slots) in the order of the step."""
 
     number: int
     """Number of the unit in actions; unique among units that share a stage."""
     slot: int
-    """Place of its forward among microbatches."""
+    """Place of the forward among the microbatches of a step, from 0."""
     backward_slot: int
-    """Place of its backward; later than `slot` if its samples are deferred."""
+    """Place of the backward among the microbatches of a step; later than `slot` if the microbatch's samples are deferred."""
     flow: Flow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossEdge:
-    """Tensors that go from a unit's stage to a stage of another unit, whose forward and backward slots are not earlier."""
+    """Tensors sent from a unit's stage to a stage of another unit, whose forward and backward slots must not be earlier."""
 
     source: tuple[str, int]
-    """Stage and number of the unit."""
+    """(stage name, unit number) that sends the tensors."""
     target: tuple[str, int]
     gradient: bool
 
@@ -95,10 +98,10 @@ _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:([<>])(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """One step of a rank. Text: stage, kind, microbatch as in torch's schedules, then `>` or `<` and the peer stage.
+    """Action of a rank. Its text is stage, kind, microbatch as in torch's schedules, then `>` or `<` and the peer stage.
 
     `2F0`, `2B0`, `2I0`, `2W0`, `1SEND_F3>2` (stage 1 sends microbatch 3 to stage 2), `2RECV_F3<1`, `2SEND_B3>1`, `1RECV_B3<2`.
-    Where the other side computes those samples in another microbatch, that one follows: `1SEND_F3>2.5`, `2RECV_F5<1.3`.
+    If the peer computes the same samples in another microbatch, its number follows: `1SEND_F3>2.5`, `2RECV_F5<1.3`.
     """
 
     stage: int
@@ -106,13 +109,13 @@ class Action:
     kind: ActionKind
     microbatch: int
     peer: int | None = None
-    """The stage on the other side of a send or receive."""
+    """Index of the other stage of a send or receive; None for F, B, I and W."""
     peer_microbatch: int | None = None
-    """Microbatch number on the other side, if it differs from this side's."""
+    """Microbatch number in the peer stage, if it differs from `microbatch`."""
 
     @property
     def other(self) -> int:
-        """Microbatch on the other side of a send or receive."""
+        """Microbatch number in the peer stage of a send or receive."""
         return self.microbatch if self.peer_microbatch is None else self.peer_microbatch
 
     def __str__(self) -> str:
@@ -124,7 +127,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Return the action of a text: the inverse of `str`. Raises PlanError with the valid forms."""
+        """Return the action that a text describes, the inverse of `str`. Other text raises PlanError with the valid forms."""
         match = _ACTION.fullmatch(text.strip())
         if match is not None:
             stage, kind, microbatch, arrow, peer, other = match.groups()
@@ -144,7 +147,7 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Actions of every rank in one step. `str` prints one line a rank, `parse` reads it back."""
+    """Ordered actions of every rank in one step. `str` prints one line for each rank, `parse` reads the text back."""
 
     stages: tuple[str, ...]
     """Stage names; an action's stage is an index into them."""
@@ -161,7 +164,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Return the schedule of a text: the inverse of `str`. Raises PlanError naming the line that does not read."""
+        """Return the schedule that a text describes, the inverse of `str`. Raises PlanError that names an invalid line."""
         head, *lines = text.strip().splitlines()
         if not head.startswith("stages:"):
             raise PlanError(f"a schedule begins with 'stages: NAME ...', got {head!r}")
@@ -175,34 +178,36 @@ class Schedule:
 
 
 def parse_actions(line: str) -> tuple[Action, ...]:
-    """Return the actions of one line of `Schedule.lines`. Raises PlanError naming a word that is no action."""
+    """Return the actions in one line of `Schedule.lines`. Raises PlanError that names an invalid word."""
     return tuple(Action.parse(word) for word in line.split())
 
 
 class Placed(Protocol):
-    """A stage, as a schedule sees it (`mmcompile.planner.plan.plan.Stage` is one)."""
+    """Protocol of a stage that can be scheduled; `mmcompile.planner.plan.plan.Stage` implements it."""
 
     @property
     def name(self) -> str:
-        """Name of the stage."""
+        """Name of the stage, unique in a schedule."""
         ...
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the stage."""
+        """Ranks that run the stage."""
         ...
 
     @property
     def depth(self) -> int:
-        """Longest path, in stages, to the loss stage."""
+        """Number of stages on the longest path to the loss stage."""
         ...
 
 
 def in_flight(kind: ScheduleKind, depth: int, num_microbatches: int) -> int:
-    """Return the microbatches whose activations a stage holds at its peak, if it runs a backward (else it holds none).
+    """Return the number of microbatches whose activations a stage with a backward holds at its peak.
 
     Args:
-        depth: longest path, in stages, to the loss stage.
+        kind: kind of the schedule.
+        depth: number of stages on the longest path to the loss stage.
+        num_microbatches: number of microbatches of the step.
     """
     match kind:
         case "gpipe":
@@ -214,12 +219,12 @@ def in_flight(kind: ScheduleKind, depth: int, num_microbatches: int) -> int:
 
 
 def build_schedule(stages: Sequence[Placed], flows: Sequence[Flow], kind: ScheduleKind = "1f1b") -> Schedule:
-    """Order one step over the DAG of stages; it cannot deadlock (see `mmcompile.planner.schedule.order`).
+    """Return the schedule of one step over the DAG of stages; it cannot deadlock (see `mmcompile.planner.schedule.order`).
 
     Args:
         stages: all stages of the plan, each on one rank.
-        flows: one a microbatch, in order. A stage absent from a flow does nothing for that microbatch.
-        kind: the rule of the order. `zb-h1` runs each backward as I and W, the others as B.
+        flows: one flow for each microbatch, in order. A stage absent from a flow does nothing for that microbatch.
+        kind: rule that orders forwards and backwards. `zb-h1` runs each backward as I and W, the others as B.
 
     Raises:
         PlanError: a flow names an unknown stage, an edge does not lead towards the loss, or a stage has several ranks.
@@ -237,19 +242,20 @@ def schedule_units(
     num_slots: int,
     together: Sequence[Sequence[int]] = (),
 ) -> Schedule:
-    """Order one step whose stages do not all compute the same samples together. `build_schedule` is the case without `edges`.
+    """Return the schedule of a step in which samples may change microbatch between stages.
 
-    It cannot deadlock, and sends and receives of two stages are in the same order on both sides, for any slots. As long as
-    no edge leads more than one slot on, each receive stands right before its own computation. A message for a later slot than
-    that would be overtaken by messages sent after it: it is received with the first of those.
+    `build_schedule` is the case without `edges`. The schedule cannot deadlock, and sends and receives of two stages are in the
+    same order on both sides, for any slots. As long as no edge leads more than one slot on, each receive stands right before its
+    own computation. A message for a later slot than that would be overtaken by messages sent after it: it is received with the
+    first of those.
 
     Args:
         stages: all stages of the plan, those of every replica, each on one rank.
-        units: what is computed.
-        edges: between units.
-        kind: as for `build_schedule`.
-        num_slots: microbatches of each replica.
-        together: stages, by index, that exchange values while they compute: their ranks run them in the same order.
+        units: work of each microbatch in a subset of the stages.
+        edges: tensors sent between stages of different units.
+        kind: rule that orders forwards and backwards.
+        num_slots: number of microbatches of each replica.
+        together: groups of stage indices that exchange values while they compute: their ranks run them in the same order.
 
     Raises:
         PlanError: as `build_schedule`; or an edge names a stage that its unit has not, leads to an earlier slot, or carries
@@ -294,13 +300,13 @@ def _in_order(keyed: list[tuple[Key, int, int, list[Action]]]) -> tuple[Action, 
 
 
 _Crossing = tuple[Side, Side, bool]
-"""A `CrossEdge` by indices of stages: source, target, gradient."""
+"""`CrossEdge` with stages as indices: (source, target, whether a gradient is sent back)."""
 
 
 def _crossing(
     edge: CrossEdge, units: Mapping[tuple[str, int], Unit], index: Mapping[str, int], depth: tuple[int, ...]
 ) -> _Crossing:
-    """Check an edge between units."""
+    """Return an edge between units with stages as indices; raise PlanError if the edge is invalid."""
     for name, number in (edge.source, edge.target):
         if name not in index:
             raise PlanError(f"an edge between microbatches names stage {name!r}; stages are {', '.join(index)}")
@@ -326,7 +332,7 @@ def _crossing(
 def _message_orders(
     edges: Sequence[_Crossing], units: Mapping[Side, Unit], rank: Sequence[int]
 ) -> tuple[MessageOrder, MessageOrder]:
-    """Return the order of messages between units: of values, and of gradients."""
+    """Return two orders of the messages between units: that of values, and that of gradients."""
     crossing = [edge for edge in edges if rank[edge[0][0]] != rank[edge[1][0]]]
     values = ((source, target) for source, target, _ in crossing)
     gradients = ((target, source) for source, target, gradient in crossing if gradient)
@@ -338,12 +344,12 @@ def _message_orders(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Program:
-    """Work of each stage of one flow for a microbatch, by indices: peers on other ranks, ascending."""
+    """Work of one flow with stages as indices, and the peers on other ranks of each stage, ascending."""
 
     stages: tuple[int, ...]
     backward: tuple[int, ...]
     before: Mapping[int, Sequence[int]]
-    """Stages that a stage receives from."""
+    """Stage -> stages on other ranks that it receives from."""
     after: Mapping[int, Sequence[int]]
     gradients_from: Mapping[int, Sequence[int]]
     gradients_to: Mapping[int, Sequence[int]]
@@ -372,7 +378,7 @@ def _forward(stage: int, number: int, program: _Program, between: MessageOrder) 
 
 
 def _backward(stage: int, number: int, program: _Program, between: MessageOrder, *, split: bool) -> list[Action]:
-    """`split`: the backward as I and W."""
+    """Return the actions of a backward of a unit in a stage, with messages; `split` writes the backward as I and W."""
     side = (stage, number)
     return [
         *_messages(ActionKind.RECV_B, side, program.gradients_from, between.receives.get(side, ())),
@@ -389,11 +395,13 @@ def _from(side: Side, messages: MessageOrder) -> list[tuple[Side, Side]]:
 def _messages(
     kind: ActionKind, side: Side, inside: Mapping[int, Sequence[int]], between: Iterable[tuple[Side, Side]]
 ) -> list[Action]:
-    """Return the messages of a unit.
+    """Return the sends or receives of a stage for one unit.
 
     Args:
-        inside: stage -> peers, for messages of the unit itself.
-        between: units: (this side, the other).
+        kind: kind of the messages.
+        side: stage and unit.
+        inside: stage -> peer stages, for messages within the unit.
+        between: messages to or from other units, as (this side, other side).
     """
     stage, number = side
     return [
@@ -406,7 +414,7 @@ def _messages(
 
 
 def _checked(flow: Flow, index: Mapping[str, int], depth: tuple[int, ...]) -> Iterable[tuple[int, int]]:
-    """Edges of a flow as pairs of stage indices."""
+    """Return the edges of a flow as pairs of stage indices; raise PlanError if the flow is invalid."""
     present = set(flow.stages)
     for name in (*flow.stages, *flow.backward):
         if name not in index:

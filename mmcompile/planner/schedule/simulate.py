@@ -16,12 +16,12 @@ from mmcompile.errors import PlanError, VerifyError
 from mmcompile.planner.schedule.schedule import Action, ActionKind, Schedule
 
 Durations = Mapping[str, LayerTimes | Sequence[LayerTimes] | Mapping[int, LayerTimes]]
-"""Stage name -> its durations: the same for every microbatch, or one for each number of a microbatch."""
+"""Stage name -> its durations: one for all microbatches, a sequence by microbatch, or a mapping by microbatch number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One action in time [s], predicted or measured.
+    """One action with its start and end in s, predicted or measured.
 
     Predicted times count from the start of the step, and a SEND lasts until the message has arrived (its rank continues
     meanwhile). Measured times are on the wall clock, which ranks of one machine share.
@@ -37,18 +37,18 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """A simulated step."""
+    """Result of a simulated step: times of its actions, and computing seconds of each rank."""
 
     events: tuple[Event, ...] = field(repr=False)
-    """F, B, I, W and SEND events, by start; () if they were not recorded."""
+    """F, B, I, W and SEND events in order of start; () if events were not recorded."""
     makespan_s: float
-    """Seconds until the last computation ends."""
+    """Seconds from the step's start to the end of its last computation."""
     busy_s: tuple[float, ...]
-    """Computing seconds of each rank."""
+    """Seconds that each rank computes, [ranks]."""
 
     @property
     def bubble(self) -> float:
-        """Idle share of the ranks' time, 0..1."""
+        """Share of all ranks' time that is idle, 0..1."""
         available = len(self.busy_s) * self.makespan_s
         return 1.0 - sum(self.busy_s) / available if available else 0.0
 
@@ -60,12 +60,12 @@ def simulate(
     *,
     record: bool = True,
 ) -> Timeline:
-    """Simulate a schedule.
+    """Return the timeline of a schedule whose actions take given seconds.
 
     Args:
-        schedule: what each rank does, in order.
-        durations: durations of every stage, the same for all microbatches or one for each; those that it does not compute may be
-            missing from a mapping.
+        schedule: ordered actions of each rank.
+        durations: durations of every stage, one for all microbatches or one for each; a mapping need not have microbatches that
+            the stage does not compute.
         link_s: (sending stage, receiving stage) -> seconds of one message; an absent pair costs nothing.
         record: False leaves `Timeline.events` empty, which is several times faster.
 
@@ -101,7 +101,7 @@ def simulate(
 
 _ByNumber = Sequence[float] | Mapping[int, float]
 _Seconds = tuple[_ByNumber, _ByNumber, _ByNumber, _ByNumber]
-"""F, B, I, W of each microbatch."""
+"""Seconds of F, B, I and W of a stage, each microbatch number -> seconds."""
 
 
 def _seconds(schedule: Schedule, durations: Durations) -> list[_Seconds]:
@@ -119,10 +119,12 @@ def _seconds(schedule: Schedule, durations: Durations) -> list[_Seconds]:
 def _of_stage(
     name: str, given: LayerTimes | Sequence[LayerTimes] | Mapping[int, LayerTimes], numbers: Set[int]
 ) -> _Seconds:
-    """Return the durations of a stage by microbatch.
+    """Return the seconds of a stage's F, B, I and W by microbatch number.
 
     Args:
-        numbers: microbatches that the stage computes.
+        name: name of the stage.
+        given: durations of the stage, for all microbatches or by microbatch.
+        numbers: numbers of the microbatches that the stage computes.
     """
     count = 1 + max(numbers, default=-1)
     if isinstance(given, LayerTimes):
@@ -159,7 +161,7 @@ def _check_finished(schedule: Schedule, positions: Sequence[int]) -> None:
 
 
 _Record = tuple[float, int, float, Action]
-"""Start, rank, end, what ran."""
+"""(start in s, rank, end in s, action) of a simulated action."""
 
 
 def _events(schedule: Schedule, records: Sequence[_Record]) -> tuple[Event, ...]:
@@ -181,21 +183,22 @@ class _State:
     num_stages: int
     seconds: Sequence[_Seconds]
     link_s: Mapping[int, float]
-    """Seconds of a message by channel: source * num_stages + target."""
+    """Channel -> seconds of a message; a channel is source * num_stages + target."""
     clock: list[float]
     busy: list[float]
     events: list[_Record] | None
     ready: deque[int] = field(default_factory=deque)
     arrivals: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    """(channel, sender's microbatch, receiver's) -> when the message is there; values and gradients never share a channel."""
+    """(channel, sender's microbatch, receiver's) -> arrival time in s. Values and gradients never share a channel."""
     waiting: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """The rank that waits for a message."""
+    """(channel, sender's microbatch, receiver's) -> rank that waits for the message."""
     channel_free: dict[int, float] = field(default_factory=dict)
 
     def play(self, rank: int, actions: Sequence[Action], position: int) -> int:
-        """Run a rank's actions until one must wait for a message (its sender wakes the rank); where it stopped.
+        """Run a rank's actions from a position until one must wait for a message; return the position where it stopped.
 
-        One flat loop over locals: the planner plays millions of actions, and calls would cost more than the work.
+        The sender of the message wakes the rank. It is one flat loop over locals, as the planner plays millions of actions, and
+        calls would cost more than the work.
         """
         num_stages, seconds, arrivals, waiting = self.num_stages, self.seconds, self.arrivals, self.waiting
         channel_free, link_s, events = self.channel_free, self.link_s, self.events

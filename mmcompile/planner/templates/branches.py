@@ -18,20 +18,20 @@ from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Lin
 from mmcompile.planner.templates.sweep import Costs, Sweep, steps
 
 _SHARES = 12
-"""Weights are multiples of 1/12."""
+"""Denominator of path weights: every weight is a multiple of 1/12."""
 _ROUNDS = 6
-"""Times that weights are tried."""
+"""Most vectors of path weights that are tried."""
 _FIRST_STEP = 4
-"""Shares moved at a time; half as many each time that another path turns out longest."""
+"""Shares of weight moved at a time at first; halved whenever another path turns out longest."""
 _INTERVALS = 64
-"""Bounded for each weights, about; and so many more for each node count:"""
+"""Number of intervals bounded for each vector of weights; `_MORE_INTERVALS` are added for each node count."""
 _MORE_INTERVALS = 8
 _VISITS = 8_000
-"""Stages that may be put down while listing the pipelines of a node count."""
+"""Most stages placed while listing the pipelines of one node count."""
 
 
 def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, FoundPipeline]:
-    """Node count -> the best pipeline found; without those that have none, or none that was found to fit the memory."""
+    """Return node count -> best pipeline found; a node count is absent if no pipeline was found that fits the memory."""
     searches = _searches(line, node_counts)
     results: dict[int, FoundPipeline] = {}
     for count in node_counts:
@@ -48,7 +48,7 @@ def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, FoundP
 
 
 def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
-    """One for each weights tried; each for the node counts that were not settled before."""
+    """Return one search for each vector of path weights, over the node counts that earlier searches have not settled."""
     weights, step, longest = _equal(line), _FIRST_STEP, -1
     best = _counted(line, node_counts, weights)
     searches: dict[tuple[int, ...], Search] = {}
@@ -71,7 +71,7 @@ def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
 
 
 def _counted(line: Line, node_counts: Sequence[int], weights: tuple[int, ...]) -> dict[int, tuple[LineStage, ...]]:
-    """Pipelines that fit the memory even if the stages of all later chains are between a stage and the loss."""
+    """Return node count -> pipeline that fits the memory even if all later chains' stages are between a stage and the loss."""
     return Search.of(line, _families(line, weights), node_counts, num_stages=line.most_stages(max(node_counts))).found
 
 
@@ -80,7 +80,7 @@ def _families(line: Line, weights: tuple[int, ...]) -> list[Costs]:
 
 
 def _equal(line: Line) -> tuple[int, ...]:
-    """Equal weights of the paths that are not the end of another one."""
+    """Return equal weights, in shares, for the paths that are not the end of another path; 0 for the others."""
     whole = [_is_whole(line, path) for path in range(len(line.names))]
     share, rest = divmod(_SHARES, sum(whole))
     firsts = {path for path in [index for index, own in enumerate(whole) if own][:rest]}
@@ -92,14 +92,14 @@ def _is_whole(line: Line, path: int) -> bool:
 
 
 def _bounding(search: Search, count: int) -> Sequence[LineStage]:
-    """The pipeline whose weighted time is the bound, feasible or not: the path it is longest on needs more weight."""
+    """Return the pipeline whose weighted time is the lower bound, feasible or not; its longest path needs more weight."""
     interval = min(search.settled, key=lambda each: int(each.lower[count]))
     sweep = min(search.sweeps([interval], count), key=lambda each: int(each.bounds[0, count]))
     return sweep.pieces(0, count)
 
 
 def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
-    """Return what each path adds to T."""
+    """Return the time T of a pipeline along each path, in picoseconds, [paths]."""
     slowest = line.timing(pieces).slowest
     return [
         sum(line.time(piece) + MICROBATCHES_A_STAGE * slowest for piece in pieces if line.on_path(path, piece))
@@ -108,7 +108,7 @@ def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
 
 
 def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: int) -> tuple[int, ...]:
-    """Shares moved from the shortest path that has some to the longest."""
+    """Return the weights with shares moved to the longest path from the shortest path with any weight."""
     moved = list(weights)
     shortest = min((path for path in range(len(weights)) if weights[path]), key=lengths.__getitem__)
     taken = min(step, moved[shortest])
@@ -118,7 +118,10 @@ def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: i
 
 
 def _listed(search: Search, count: int) -> FoundPipeline | None:
-    """The best pipeline, after all that may be better were listed; or with what is left open as the bound."""
+    """Return the best pipeline after listing all that may be better; if the listing ends early, with a lower bound of the rest.
+
+    If the listing ends early, its bound is below the optimum.
+    """
     visits, bound = [_VISITS], INFINITE
     for interval in sorted(search.settled, key=lambda each: int(each.lower[count])):
         if interval.lower[count] >= search.upper[count]:
@@ -137,13 +140,13 @@ def _listed(search: Search, count: int) -> FoundPipeline | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Listing:
-    """All pipelines of a sweep's only interval that may be better than the best known, likely ones first."""
+    """Depth-first listing of pipelines that may beat the best known, for one interval of a sweep, most promising first."""
 
     sweep: Sweep
     search: Search
     count: int
     visits: list[int]
-    """Stages that may still be put down, over all listings of a node count; one number, counted down."""
+    """One mutable count: how many stages may still be placed, over all listings of a node count."""
 
     def pipelines(self) -> Iterator[tuple[LineStage, ...]]:
         yield from self._from((), 0, self.count * self.sweep.shape.line.devices_per_node, 0, False)
@@ -151,14 +154,14 @@ class _Listing:
     def _from(
         self, pieces: tuple[LineStage, ...], first: int, devices: int, spent: int, found: bool
     ) -> Iterator[tuple[LineStage, ...]]:
-        """Yield pipelines that continue with layer `first` on so many devices.
+        """Yield the pipelines that continue given stages with layer `first`.
 
         Args:
-            pieces: stages so far.
+            pieces: stages placed so far.
             first: next layer.
-            devices: devices left.
-            spent: what `pieces` add to T, times the scale.
-            found: whether the slowest stage is among `pieces`.
+            devices: number of devices left.
+            spent: part of T from `pieces`, times the scale of the weights.
+            found: True if the slowest stage is among `pieces`.
         """
         line = self.sweep.shape.line
         if first == line.num_layers:
@@ -174,7 +177,7 @@ class _Listing:
             yield from self._from((*pieces, piece), piece.last, left, spent + cost, then)
 
     def _steps(self, first: int, devices: int, found: bool) -> list[tuple[int, LineStage, int, bool]]:
-        """(least cost from here on, stage, its cost, whether the slowest is then found), the least first."""
+        """Return next stages as (least cost from here, stage, its cost, whether the slowest is then placed), the least first."""
         line, sweep = self.sweep.shape.line, self.sweep
         ways: list[tuple[int, LineStage, int, bool]] = []
         device = devices % line.devices_per_node

@@ -20,19 +20,19 @@ from mmcompile.units import format_bytes
 
 
 def generate(table: LayerTable, num_nodes: int, fault_tolerance: int) -> dict[int, Template]:
-    """Plan the templates that let a cluster lose nodes and continue with all that are left.
+    """Return the templates with which a cluster can lose nodes and continue with all that are left.
 
     Args:
-        table: layers priced for one microbatch.
-        num_nodes: N, nodes of the cluster.
-        fault_tolerance: f, nodes that may fail at once.
+        table: costs of the layers for one microbatch.
+        num_nodes: N, number of nodes of the cluster.
+        fault_tolerance: f, number of nodes that may fail at once.
 
     Returns:
         Node count from n0 to N - f n0 -> the fastest pipeline of so many nodes. `Cover.of` gives the node counts that they cover;
         sizes without a pipeline (with more nodes than stages, for example) are missing.
 
     Raises:
-        PlanError: no pipeline fits (with the reason), or f + 1 replicas do not.
+        PlanError: no pipeline fits the memory (with the reason), or f + 1 replicas do not fit the cluster.
         ConfigError: `fault_tolerance` is negative.
     """
     for least in range(1, num_nodes + 1):
@@ -45,13 +45,13 @@ def fastest_templates(table: LayerTable, node_counts: Sequence[int]) -> dict[int
     """Return the fastest pipeline for each node count.
 
     Args:
-        table: layers priced for one microbatch.
-        node_counts: node counts of the pipelines; no others are searched.
+        table: costs of the layers for one microbatch.
+        node_counts: node counts for which a pipeline is planned.
 
     Returns:
-        Node count -> template, for those that have one: every device is in use, every stage has its devices in one node
-        and fits their memory under 1F1B. A chain's are optima. Of branching chains, `gap` bounds the distance to the
-        optimum; where memory binds and they are large, a pipeline may be missed.
+        Node count -> template, for counts that have one. Every device is in use, and every stage is within one node and fits its
+        memory under 1F1B. For a single chain, templates are optima. For branching chains, `gap` bounds the distance to the
+        optimum; if they are large and memory is tight, a pipeline may be missed.
     """
     line = Line.of(table)
     wanted = sorted({count for count in node_counts if count > 0})
@@ -76,7 +76,7 @@ def _best_of_chain(line: Line, node_counts: Sequence[int]) -> dict[int, FoundPip
 
 
 def _why(table: LayerTable, most: int) -> str:
-    """Return what keeps all pipelines of up to `most` nodes from fitting."""
+    """Return text on the reason why no pipeline of up to `most` nodes fits the memory."""
     for chain in table.chains:
         for layer in range(chain.num_layers):
             needed, devices = min((_layer_bytes(shared, layer), shared.devices) for shared in chain.shared)
@@ -108,5 +108,5 @@ def _why(table: LayerTable, most: int) -> str:
 
 
 def _layer_bytes(shared: SharedLayers, layer: int) -> int:
-    """Return the bytes that a stage of this layer alone needs, next to the loss."""
+    """Return the bytes of a stage that has only the given layer and is the loss stage."""
     return shared.parameter_bytes[layer] + shared.activation_bytes[layer] + shared.working_bytes

@@ -18,61 +18,63 @@ from mmcompile.planner.templates.line import INFINITE, Line, LineStage
 from mmcompile.planner.templates.sweep import Costs, Shape, Sweep, least_slowest
 
 _WAYS = 8
-"""Intervals that one is cut into."""
+"""Number of smaller intervals that an interval is cut into."""
 _GUESSES = 16
-"""Intervals bounded in one sweep, if its tables stay below `_CELLS` numbers."""
+"""Most intervals bounded in one sweep, if its tables stay below `_CELLS` numbers."""
 _CELLS = 3 * 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Guesses at the slowest stage, by their numbers."""
+    """Range of guesses at the slowest stage's time: indices `first` to `last` (included) into `Search.guesses`."""
 
     first: int
     last: int
-    """Included."""
+    """Index of the last guess, included."""
     lower: NDArray[np.int64]
-    """[nodes + 1]: T of any pipeline with its slowest stage in the interval is at least this."""
+    """Lower bound of T in ps if the slowest stage is in the interval, by node count, [nodes + 1]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundPipeline:
-    """The best pipeline known for a node count."""
+    """Best pipeline known for a node count, with a lower bound of every pipeline's time."""
 
     pieces: tuple[LineStage, ...]
     total: int
-    """T in picoseconds."""
+    """Time T of the pipeline in picoseconds."""
     bound: int
-    """No pipeline has a smaller T; equal to `total` for an optimum."""
+    """Lower bound in picoseconds of T over all pipelines; equal to `total` for an optimum."""
 
     @property
     def gap(self) -> float:
-        """No pipeline is faster by more than this part of the time; 0 for an optimum."""
+        """Largest share of the time by which another pipeline could be faster, 0..1; 0 for an optimum."""
         return 1 - self.bound / self.total if self.total else 0.0
 
 
 @dataclass(kw_only=True)
 class Search:
-    """Finds pipelines for `counts` nodes, and bounds on all others."""
+    """Search for the best pipeline of each node count, with lower bounds, by branch and bound over the slowest stage's time."""
 
     line: Line
     families: Sequence[Costs]
-    """Costs of stages, by the chain of the slowest."""
+    """Costs of stages, one entry for each chain (or range of chains) that may hold the slowest stage."""
     counts: NDArray[np.int64]
-    """Node counts that may have a pipeline, rising."""
+    """Node counts that may have a pipeline, ascending."""
     guesses: NDArray[np.int64]
-    """Rising picoseconds."""
+    """Possible times of a slowest stage in picoseconds, ascending."""
     num_stages: int | None
-    """Most stages, if they are counted, so that each has the memory for as many microbatches as stages follow it, and one;
-    None looks at each stage as if it were the last."""
+    """Largest number of stages, if they are counted so that a stage's memory must hold one microbatch more than stages follow it.
+
+    None: each stage's memory is checked as if it were the last.
+    """
     found: dict[int, tuple[LineStage, ...]]
-    """Node count -> the best pipeline known."""
+    """Node count -> stages of the best pipeline known."""
     upper: NDArray[np.int64]
-    """[nodes + 1]: its T."""
+    """T in picoseconds of the best pipeline known, by node count, [nodes + 1]."""
     fitting: bool
-    """Keep only pipelines that fit the memory."""
+    """True to keep only pipelines that fit the memory."""
     settled: list[Interval] = field(default_factory=list)
-    """Intervals that were not cut again, with their last bounds."""
+    """Intervals that were not cut further, with their final bounds."""
 
     @classmethod
     def of(
@@ -84,7 +86,7 @@ class Search:
         num_stages: int | None = None,
         fitting: bool = False,
     ) -> Search:
-        """Prepare a search; for each node count, a pipeline that balances best is found on the way."""
+        """Return a new search, with a first pipeline for each node count that has the least possible slowest stage."""
         most = max(node_counts)
         least = least_slowest(Shape(line=line, num_nodes=most, num_stages=num_stages))
         counts = np.array(sorted(count for count in node_counts if least[count] < INFINITE), dtype=np.int64)
@@ -106,14 +108,14 @@ class Search:
         return search
 
     def keep(self, count: int, pieces: Sequence[LineStage]) -> None:
-        """Note a pipeline, if it is the best so far."""
+        """Keep a pipeline of a node count if it is the best so far."""
         total = self.line.timing(pieces).total
         if total < self.upper[count] and (not self.fitting or self.line.fits(pieces)):
             self.upper[count] = total
             self.found[count] = tuple(pieces)
 
     def run(self, max_intervals: int | None = None) -> None:
-        """Cut intervals until no better pipeline is left, or about so many were bounded."""
+        """Cut and bound intervals until none can hold a better pipeline, or until about `max_intervals` were bounded."""
         if not len(self.counts):
             return
         bounded = 0
@@ -133,11 +135,11 @@ class Search:
             intervals = [child for child in children if self.alive(child).any()]
 
     def alive(self, interval: Interval) -> NDArray[np.bool_]:
-        """[counts]: whether a better pipeline may be in it."""
+        """Return whether an interval may hold a better pipeline than the best known, for each of `counts`, [counts]."""
         return interval.lower[self.counts] < self.upper[self.counts]
 
     def bound(self, count: int) -> int:
-        """No pipeline of so many nodes has a smaller T; known once `run` has ended."""
+        """Return a lower bound of T in ps for a node count, valid after `run`."""
         return min(int(self.upper[count]), *(int(each.lower[count]) for each in self.settled), INFINITE)
 
     def result(self, count: int) -> FoundPipeline:
@@ -145,14 +147,14 @@ class Search:
         return FoundPipeline(pieces=self.found[count], total=int(self.upper[count]), bound=self.bound(count))
 
     def sweeps(self, intervals: Sequence[Interval], num_nodes: int) -> list[Sweep]:
-        """Tables of so many nodes, one for each family."""
+        """Return the cost tables of intervals for up to `num_nodes` nodes, one sweep for each family of costs."""
         low = self.guesses[[each.first for each in intervals]]
         high = self.guesses[[each.last for each in intervals]]
         shape = Shape(line=self.line, num_nodes=num_nodes, num_stages=self._most_stages(intervals))
         return [Sweep.of(shape, family, low, high) for family in self.families]
 
     def _most_stages(self, intervals: Sequence[Interval]) -> int | None:
-        """Stages that a better pipeline may have: 3 times the slowest for each is less than T (`_simple`)."""
+        """Return the most stages of any better pipeline: each adds at least 3 times the slowest stage to T (`_simple`)."""
         if self.num_stages is None or not self.line.is_chain:
             return self.num_stages
         upper = max(int(self.upper[self.counts[self.alive(each)]].max(initial=0)) for each in intervals)
@@ -165,7 +167,7 @@ class Search:
         return max(1, min(_GUESSES, _CELLS // cells))
 
     def _cut(self, interval: Interval, ways: int) -> list[Interval]:
-        """Parts that may hold a better pipeline."""
+        """Return the parts of an interval that may hold a better pipeline."""
         size = interval.last + 1 - interval.first
         ends = np.linspace(interval.first, interval.last + 1, min(ways, size) + 1).astype(int).tolist()
         parts = [
@@ -175,13 +177,16 @@ class Search:
         return [part for part in parts if self.alive(part).any()]
 
     def _simple(self, guess: int) -> NDArray[np.int64]:
-        """[nodes + 1]: T is at least the layers of a path, and 3 times the slowest for each stage of the longest."""
+        """Return a lower bound of T, [nodes + 1] ps.
+
+        The layers of a path, and 3 times the slowest for each stage of the longest.
+        """
         chains = 1 if self.line.is_chain else len(self.line.names)
         stages = np.maximum(1, -(-np.arange(len(self.upper)) // chains))
         return self.line.least_path + 3 * stages * self.guesses[guess]
 
     def _bound(self, intervals: Sequence[Interval]) -> list[Interval]:
-        """The intervals with sharper bounds; pipelines met on the way are kept."""
+        """Return the intervals with sharper lower bounds; better pipelines found on the way are kept."""
         most = max(int(self.counts[self.alive(each)].max()) for each in intervals)
         sweeps = self.sweeps(intervals, most)
         bounds = np.array([sweep.bounds for sweep in sweeps])  # [families, intervals, nodes + 1]

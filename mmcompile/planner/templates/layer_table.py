@@ -9,49 +9,49 @@ from itertools import pairwise
 from mmcompile.errors import PlanError
 
 _MOST_S = 3600.0
-"""Most seconds of a chain for one microbatch: sums of whole picoseconds stay far below 2^60."""
+"""Largest time in s of a chain for one microbatch, so that sums of whole picoseconds stay far below 2^60."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedLayers:
-    """The layers of a chain, each shared by `devices` devices of one node, for one microbatch. One value a layer."""
+    """Costs of a chain's layers when each is shared by `devices` devices of one node, for one microbatch: one value per layer."""
 
     devices: int
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     parameter_bytes: tuple[int, ...]
-    """Parameters, gradients and optimizer state, on one of the devices."""
+    """Bytes of parameters, gradients and optimizer state of each layer on one of the devices."""
     activation_bytes: tuple[int, ...]
-    """Kept for the backward, on one of the devices."""
+    """Bytes of activations of each layer kept for the backward on one of the devices."""
     send_s: tuple[float, ...] = ()
-    """Sending a layer's output on; paid by the stage that ends with it. () for nothing."""
+    """Seconds to send each layer's output, counted for the stage that ends with the layer; () if sends take no time."""
     return_s: tuple[float, ...] = ()
-    """Sending the gradient of its output back; paid by the stage that begins right after it. () for nothing."""
+    """Seconds to return the gradient of each layer's output, counted for the stage that begins right after it; () if none."""
     working_bytes: int = 0
-    """Further bytes of every stage: activations that its backward computes again."""
+    """Further bytes of every stage: activations that its backward recomputes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainLayers:
-    """A chain's layers, and where its output goes."""
+    """Layers of a chain for each number of devices, and the chain that its output feeds."""
 
     name: str
     shared: tuple[SharedLayers, ...]
-    """In the order of their devices."""
+    """Costs of the layers for each number of devices, in ascending order of devices."""
     feeds: str | None = None
-    """The later chain that reads its output; None for the chain that ends in the loss."""
+    """Name of the later chain that reads this chain's output; None for the chain that ends in the loss."""
     entry: int = 0
-    """First layer of that chain that reads it; above 0 if the output enters in the middle."""
+    """Index of the layer of that later chain that reads the output; above 0 if the output enters in the middle."""
 
     @property
     def num_layers(self) -> int:
-        """Layers of the chain."""
+        """Number of layers of the chain."""
         return len(self.shared[0].forward_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTable:
-    """Chains in topological order; every chain feeds a later one, the last ends in the loss.
+    """Costs of the layers of all chains, in topological order; every chain feeds a later one, and the last ends in the loss.
 
     Raises:
         PlanError: chains, layers or device counts do not fit together; the message names them.
@@ -60,7 +60,7 @@ class LayerTable:
     chains: tuple[ChainLayers, ...]
     devices_per_node: int
     memory_bytes: int | None = None
-    """Memory of one device; None for no limit."""
+    """Bytes of memory of one device; None for no limit."""
 
     def __post_init__(self) -> None:
         if not self.chains:
@@ -74,12 +74,12 @@ class LayerTable:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Devices that one stage may have."""
+        """Possible numbers of devices of one stage."""
         return tuple(shared.devices for shared in self.chains[0].shared)
 
     @property
     def num_layers(self) -> int:
-        """Layers of all chains together."""
+        """Number of layers of all chains together."""
         return sum(chain.num_layers for chain in self.chains)
 
     def _check_layers(self, chain: ChainLayers) -> None:

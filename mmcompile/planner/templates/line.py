@@ -36,53 +36,56 @@ _NEVER = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineStage:
-    """A stage of the line: layers `first` to `last` (excluded) on the devices of one column of widths."""
+    """Stage in the numbering of `Line`: layers `first` to `last` (excluded), on `Line.widths[width]` devices."""
 
     first: int
     last: int
     width: int
-    """Index into `Line.widths`."""
+    """Index into `Line.widths`, the possible numbers of devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Time of a pipeline in picoseconds: `fill + b * slowest` with b microbatches."""
+    """Time of a pipeline in picoseconds: `fill + b * slowest` for b microbatches."""
 
     fill: int
     slowest: int
     longest: int
-    """Stages of the longest path."""
+    """Number of stages on the longest path."""
 
     @property
     def total(self) -> int:
-        """T, with `MICROBATCHES_A_STAGE` microbatches a stage."""
+        """Time T in picoseconds for `MICROBATCHES_A_STAGE` microbatches per stage of the longest path."""
         return self.fill + MICROBATCHES_A_STAGE * self.longest * self.slowest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Layers of all chains, numbered through. [widths, layers + 1, layers + 1] arrays are over (width, first, last)."""
+    """Layers of all chains, numbered through from the first chain to the last, with costs as integer arrays.
+
+    [widths, layers + 1, layers + 1] arrays are over (width, first, last).
+    """
 
     names: tuple[str, ...]
     starts: tuple[int, ...]
-    """First layer of each chain, and the number of layers."""
+    """Index of the first layer of each chain, and at the end the number of layers."""
     widths: tuple[int, ...]
-    """Devices a stage may have."""
+    """Possible numbers of devices of a stage."""
     devices_per_node: int
     times: NDArray[np.int64]
-    """Forward and backward; `INFINITE` for what is no stage or fits in no memory."""
+    """Picoseconds of forward and backward of every possible stage; `INFINITE` where a stage is empty or exceeds the memory."""
     deepest: NDArray[np.int64]
-    """Most stages between the stage and the loss at which its memory suffices."""
+    """Largest number of stages between a stage and the loss for which the stage's memory suffices."""
     least: NDArray[np.int64]
-    """[layers]: forward and backward of a layer on the devices where it is fastest, nothing sent."""
+    """Picoseconds of forward and backward of each layer on its fastest number of devices, without sends, [layers]."""
     chain_of: NDArray[np.int64]
-    """[layers]"""
+    """Index of the chain that each layer belongs to, [layers]."""
     begins: NDArray[np.int64]
-    """[paths, chains]: layer of the line at which the path of a chain enters a chain; beyond the line if it never does."""
+    """Layer at which the path of one chain enters another, [paths, chains]; beyond all layers if it never does."""
 
     @classmethod
     def of(cls, table: LayerTable) -> Line:
-        """Lay the chains of a table end to end."""
+        """Return the layers of all chains of a table, one chain after the other."""
         starts = np.cumsum([0, *(chain.num_layers for chain in table.chains)]).tolist()
         total = starts[-1]
         shape = (len(table.devices), total + 1, total + 1)
@@ -106,35 +109,35 @@ class Line:
 
     @property
     def num_layers(self) -> int:
-        """Layers of all chains."""
+        """Number of layers of all chains."""
         return self.starts[-1]
 
     @property
     def is_chain(self) -> bool:
-        """Every chain feeds the next at its first layer, so that all stages are on the longest path."""
+        """True if every chain feeds the next at its first layer, so that all stages are on one path."""
         return bool((self.begins[0] == self.starts[:-1]).all())
 
     @cached_property
     def least_path(self) -> int:
-        """The longest path, every layer on the devices where it is fastest, nothing sent."""
+        """Picoseconds of the longest path with every layer on its fastest number of devices, without sends."""
         on = np.arange(self.num_layers) >= self.begins[:, self.chain_of]
         return int((on * self.least).sum(axis=1).max())
 
     def most_stages(self, num_nodes: int) -> int:
-        """Stages that a pipeline can have if each holds a microbatch for every later one, and one."""
+        """Return the largest number of stages such that each can hold one microbatch more than stages follow it."""
         by_memory = int(self.deepest.max()) + 1
         return min(self.num_layers, num_nodes * self.devices_per_node, by_memory)
 
     def time(self, piece: LineStage) -> int:
-        """Forward and backward of one microbatch, in picoseconds."""
+        """Return the picoseconds of a stage's forward and backward of one microbatch."""
         return int(self.times[piece.width, piece.first, piece.last])
 
     def on_path(self, path: int, piece: LineStage) -> bool:
-        """Return whether a stage is on the path of a chain."""
+        """Return whether a stage is on the path from a chain to the loss."""
         return piece.last > int(self.begins[path, self.chain_of[piece.first]])
 
     def timing(self, pieces: Sequence[LineStage]) -> Timing:
-        """Return the time of a pipeline, its stages in the order of the line."""
+        """Return the time of a pipeline, given its stages from the first chain's to the last chain's."""
         times = [self.time(piece) for piece in pieces]
         paths = [[self.on_path(path, piece) for piece in pieces] for path in range(len(self.names))]
         filled = max(sum(time for time, on in zip(times, path, strict=True) if on) for path in paths)
@@ -147,7 +150,7 @@ class Line:
         return Timing(fill=fill, slowest=slowest, longest=longest)
 
     def fits(self, pieces: Sequence[LineStage]) -> bool:
-        """Return whether every stage has the memory for the microbatches in flight: its distance to the loss, and one."""
+        """Return whether every stage's memory holds its microbatches in flight: its distance to the loss, plus one."""
         for index, piece in enumerate(pieces):
             path = int(self.chain_of[piece.first])
             depth = sum(self.on_path(path, later) for later in pieces[index + 1 :])
@@ -180,7 +183,7 @@ class Line:
 
 
 def _ranges(shared: SharedLayers, memory_bytes: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[layers + 1, layers + 1] picoseconds and greatest depth of stages of one chain."""
+    """Return picoseconds and largest possible depth of every stage of one chain, [layers + 1, layers + 1] each."""
     count = len(shared.forward_s)
     zeros = (0.0,) * count
     busy = _prefix(_picoseconds(shared.forward_s) + _picoseconds(shared.backward_s))

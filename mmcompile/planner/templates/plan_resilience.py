@@ -1,4 +1,4 @@
-"""`plan_resilience`: templates for the layout that a search has chosen, and what its layers weigh when they are copied.
+"""`plan_resilience`: templates for the layout that a search has chosen, and the bytes to copy for each layer.
 
 `layer_table` prices the layers of the layout for each number of devices.
 """
@@ -24,23 +24,23 @@ from mmcompile.planner.templates.generate import generate
 from mmcompile.planner.templates.layer_table import ChainLayers, LayerTable, SharedLayers
 
 _STEP_BYTES = 4
-"""AdamW's count of steps, one float32 for each parameter tensor (torch.optim.AdamW)."""
+"""Bytes of AdamW's step count, one float32 for each parameter tensor (torch.optim.AdamW)."""
 
 
 def plan_resilience(problem: Problem, candidate: Candidate, fault_tolerance: int) -> Resilience:
-    """Plan pipelines for every number of nodes that failures may leave.
+    """Return templates for every number of nodes that failures may leave.
 
     A pipeline is one replica of the model: the chains of the candidate, its samples of a microbatch and its recomputation, on the
     devices of its nodes.
 
     Args:
-        problem: prices, cluster, memory.
-        candidate: the layout of the whole cluster.
-        fault_tolerance: nodes that may fail at once, 0 or more.
+        problem: problem with the prices, the cluster and its memory.
+        candidate: layout of the whole cluster.
+        fault_tolerance: number of nodes that may fail at once, 0 or more.
 
     Raises:
-        PlanError: no f + 1 replicas fit the cluster, or a step does not feed them; the layout has layers in several stages at
-            once, shares tokens that are priced shared, or has a chain that feeds several others.
+        PlanError: f + 1 replicas do not fit the cluster, or a step has too few microbatches for them; the layout copies layers to
+            several stages, shares tokens between ranks, or has a chain that feeds several others.
     """
     setting, chains = candidate.setting, candidate.chains
     num_microbatches = setting.num_microbatches * candidate.degrees[-1].dp
@@ -61,10 +61,10 @@ def plan_resilience(problem: Problem, candidate: Candidate, fault_tolerance: int
 
 
 def _layer_bytes(graph: ModelGraph, chain: ChainSpec) -> tuple[int, ...]:
-    """Return the bytes that a node must get to run each layer of a chain: parameters that train, and AdamW's state of them.
+    """Return the bytes to copy to a node for each layer of a chain: trainable parameters and their AdamW state.
 
-    Gradients are made anew, and what is frozen every node has. A parameter that several layers use (tied embeddings) counts with
-    each of them: a node that runs one of these layers holds it, with optimizer state of its own.
+    Gradients are computed anew, and every node has the frozen parameters. A parameter that several layers use (tied embeddings)
+    counts for each: a node that runs one of these layers holds its own copy with optimizer state.
     """
     specs = {name: spec for spec in graph.parameters for name in (spec.name, *spec.aliases)}
     found = []
@@ -79,9 +79,9 @@ def notes_of(resilience: Resilience, candidate: Candidate, *, constrained: bool)
     """Yield notes on the templates for the reader of a plan.
 
     Args:
-        resilience: the templates.
-        candidate: the layout of the whole cluster.
-        constrained: whether stages or constraints were requested.
+        resilience: templates of the plan.
+        candidate: layout of the whole cluster.
+        constrained: True if stage counts or constraints were requested.
     """
     yield from (f"templates: {problem}" for problem in resilience.problems)
     other = [
@@ -99,11 +99,12 @@ def notes_of(resilience: Resilience, candidate: Candidate, *, constrained: bool)
 
 
 def layer_table(problem: Problem, chains: ChainSet, setting: Setting) -> LayerTable:
-    """Price the layers of chains, with tensor parallelism inside a node, in the degrees that the search may choose.
+    """Return the costs of the layers of chains on each number of devices of a node, by tensor parallelism within the node.
 
     Args:
-        chains: each feeds one other chain, or none if it ends in the loss.
-        setting: samples of a microbatch, and what the backward computes again; 1F1B is taken for the schedule.
+        problem: problem with prices and possible degrees.
+        chains: chains, each of which feeds one other chain, except the last.
+        setting: samples of a microbatch and recomputation; the schedule is taken to be 1F1B.
 
     Raises:
         PlanError: a chain feeds several others, or no degree of tensor parallelism fits a node.
@@ -191,7 +192,7 @@ def _check(problem: Problem, candidate: Candidate, fault_tolerance: int, num_mic
 
 
 def _other_placement(problem: Problem, chains: ChainSet, setting: Setting, fault_tolerance: int) -> str:
-    """Advice to place projectors otherwise, where that gives templates; else ""."""
+    """Return advice on another placement of projectors that would give templates; "" if no placement does."""
     for other in problem.sets:
         if other.placement is None or other is chains or other.colocated:
             continue

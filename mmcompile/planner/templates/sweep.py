@@ -30,41 +30,44 @@ from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Lin
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Amounts that stages add to T, times `scale`, if the slowest stage is in one of the chains `first` to `last` (included)."""
+    """Cost rule: what a stage adds to T, times `scale`, if the slowest stage is in chains `first` to `last` (included)."""
 
     line: Line
     path: int
-    """The chain whose path runs from the slowest stage to the loss."""
+    """Index of the chain whose path to the loss runs through the slowest stage."""
     first: int
     last: int
     weights: tuple[int, ...]
-    """Weight of each path; they sum up to `scale`."""
+    """Weight of each path, an integer; the weights sum to `scale`."""
 
     @property
     def scale(self) -> int:
-        """Sum of the weights."""
+        """Sum of the weights, by which all costs are multiplied."""
         return sum(self.weights)
 
     @cached_property
     def _weight(self) -> NDArray[np.int64]:
-        """[chains, layers + 1]: of a stage of a chain, by its last layer."""
+        """Weight of a stage: the sum of its paths' weights, by chain and last layer, [chains, layers + 1]."""
         ends = np.arange(self.line.num_layers + 1)
         on = ends[None, None, :] > self.line.begins[:, :, None]
         return (on * np.array(self.weights)[:, None, None]).sum(axis=0)
 
     @cached_property
     def _behind(self) -> NDArray[np.int64]:
-        """[chains, layers + 1]: `scale` if the stage is on the path, else 0."""
+        """`scale` if a stage is on the slowest stage's path, else 0, by chain and last layer, [chains, layers + 1]."""
         ends = np.arange(self.line.num_layers + 1)
         return (ends[None, :] > self.line.begins[self.path][:, None]) * self.scale
 
     def of(
         self, first: int, times: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """[n, guesses] each: as a stage before the slowest, as the slowest, as one behind it.
+        """Return the costs of n stages placed before the slowest stage, as the slowest, and behind it, [n, guesses] each.
 
         Args:
-            times: [n] of the stages from `first` to the next n layers.
+            first: first layer of all n stages.
+            times: picoseconds of the stages that end after each of the next n layers, [n].
+            low: lowest time in each interval of guesses, [guesses].
+            high: highest time in each interval of guesses, [guesses].
         """
         chain = int(self.line.chain_of[first])
         ends = slice(first + 1, first + 1 + len(times))
@@ -83,7 +86,10 @@ class Costs:
 
 
 def steps(line: Line, first: int, limit: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """(width, times [n] of the stages from `first` to the next n layers) for widths with a stage of at most `limit`."""
+    """Yield (width index, picoseconds [n] of the stages from `first` to each of the next n layers).
+
+    All stages take at most `limit`.
+    """
     for width in range(len(line.widths)):
         times = line.times[width, first, first + 1 :]
         fast = np.flatnonzero(times <= limit)
@@ -93,27 +99,30 @@ def steps(line: Line, first: int, limit: int) -> Iterator[tuple[int, NDArray[np.
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Axes of the tables: [layers + 1, guesses, stages left, nodes + 1, devices of a node]; devices left are the last two."""
+    """Shape of the cost tables: [layers + 1, guesses, stages left, nodes + 1, devices of a node].
+
+    The last two are devices left.
+    """
 
     line: Line
     num_nodes: int
     num_stages: int | None = None
-    """Most stages, where they are counted; None where they are not."""
+    """Largest number of stages if they are counted; None if they are not."""
 
     def table(self, guesses: int) -> NDArray[np.int64]:
-        """Return an empty table for so many guesses."""
+        """Return a cost table filled with `INFINITE`."""
         stages = 1 if self.num_stages is None else self.num_stages + 1
         shape = (self.line.num_layers + 1, guesses, stages, self.num_nodes + 1, self.line.devices_per_node)
         return np.full(shape, INFINITE)
 
     def rest(self, table: NDArray[np.int64], first: int, count: int, width: int) -> NDArray[np.int64]:
-        """View [count, guesses, stages, nodes, ways in a node] of what is left after a stage of one of `count` lengths."""
+        """Return a view of what is left after a stage of 1..`count` layers, [count, guesses, stages, nodes, devices]."""
         stages = slice(None) if self.num_stages is None else slice(0, -1)
         free = self.line.devices_per_node - self.line.widths[width] + 1
         return table[first + 1 : first + 1 + count, :, stages, :-1, :free]
 
     def put(self, row: NDArray[np.int64], found: NDArray[np.int64], width: int) -> None:
-        """Keep the smaller of a row [guesses, stages, nodes + 1, devices] and what `rest` became."""
+        """Lower a table's row [guesses, stages, nodes + 1, devices] to the minimum of it and `found`, in the axes of `rest`."""
         target = row if self.num_stages is None else row[:, 1:]
         devices = self.line.widths[width]
         if devices < self.line.devices_per_node:
@@ -123,7 +132,7 @@ class Shape:
         np.minimum(full, found[..., -1], out=full)
 
     def depths(self, first: int, count: int, width: int) -> NDArray[np.int64]:
-        """[count, 1, stages]: 0 where a stage has the memory for so many stages left after it, else `INFINITE`."""
+        """Return 0 where a stage's memory allows the number of stages left after it, else `INFINITE`, [count, 1, stages]."""
         if self.num_stages is None:
             return np.zeros((count, 1, 1), dtype=np.int64)
         deepest = self.line.deepest[width, first, first + 1 : first + 1 + count]
@@ -132,19 +141,19 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Tables of the least cost: of layers from one on that hold the slowest stage (`whole`), or are all behind it (`behind`)."""
+    """Tables of least costs of the layers from each one on: with the slowest stage among them (`whole`), or before (`behind`)."""
 
     shape: Shape
     costs: Costs
     low: NDArray[np.int64]
-    """[guesses] picoseconds."""
+    """Lowest time in picoseconds of each interval of guesses, [guesses]."""
     high: NDArray[np.int64]
     whole: NDArray[np.int64]
     behind: NDArray[np.int64]
 
     @classmethod
     def of(cls, shape: Shape, costs: Costs, low: NDArray[np.int64], high: NDArray[np.int64]) -> Sweep:
-        """Fill the tables for these intervals [low, high] of guesses."""
+        """Return the filled tables for intervals [low, high] of guesses."""
         line = shape.line
         whole, behind = shape.table(len(low)), shape.table(len(low))
         behind[line.num_layers, :, 0, 0, 0] = 0
@@ -167,12 +176,12 @@ class Sweep:
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """[guesses, nodes + 1]: least T, rounded up to a picosecond; `INFINITE` where no pipeline is in the interval."""
+        """Lower bounds of T in picoseconds, [guesses, nodes + 1]; `INFINITE` where an interval has no pipeline."""
         least = self.whole[0, :, :, :, 0].min(axis=1)
         return np.where(least < INFINITE, -(-least // self.costs.scale), INFINITE)
 
     def pieces(self, guess: int, num_nodes: int) -> list[LineStage]:
-        """The pipeline behind a bound."""
+        """Return the stages of the pipeline, feasible or not, whose time is the bound of an interval and node count."""
         node, device, first, found = num_nodes, 0, 0, False
         left = int(self.whole[0, guess, :, num_nodes, 0].argmin())
         pieces: list[LineStage] = []
@@ -187,7 +196,7 @@ class Sweep:
     def _step(
         self, guess: int, first: int, left: int, node: int, device: int, found: bool
     ) -> tuple[LineStage, bool, int]:
-        """The next stage, whether the slowest is among those up to it, and the stages left."""
+        """Return a pipeline's next stage, whether the slowest stage is then placed, and the number of stages left."""
         line, one = self.shape.line, slice(guess, guess + 1)
         table = self.behind if found else self.whole
         wanted = table[first, guess, left, node, device]
@@ -210,7 +219,7 @@ class Sweep:
 
 
 def _best(rest: NDArray[np.int64], cost: NDArray[np.int64], depths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[n, guesses, ...] and costs [n, guesses] -> least sum over n, at most `INFINITE`."""
+    """Return the least sum of rest [n, guesses, ...] and costs [n, guesses] over the n stages, at most `INFINITE`."""
     added = cost[:, :, None] + depths
     return np.minimum((rest + added[..., None, None]).min(axis=0), INFINITE)
 
