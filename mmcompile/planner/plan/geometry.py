@@ -29,10 +29,7 @@ class MediaInput:
     item_dims: int
     """Number of trailing dims of one image or audio clip; the dims before them count the items."""
     patch: tuple[int, int] = (0, 0)
-    """Height and width of a patch in pixels; an image's length is its number of patches.
-
-    (0, 0): `length` and `elements` apply.
-    """
+    """Height and width in pixels of a patch, in which an image's length is counted; (0, 0): `length` and `elements` apply."""
     length: float = 0.0
     """Number of rows that an image or audio clip of `elements` elements makes; with a mask, that `elements` marked steps make."""
     elements: int = 0
@@ -51,10 +48,7 @@ class Geometry:
     component: str
     modality: Modality
     rows_per_unit: float
-    """Rows per unit: patch, frame, token of the sequence, or sample.
-
-    For example, a class token and 576 patches give 577 / 576.
-    """
+    """Rows per patch, frame, token of the sequence, or sample: a class token beside 576 patches makes 577 / 576."""
     pairs_per_unit: float
     """Squared length of the component's rows per squared length in units (patches, frames, tokens or samples)."""
     window: float = 0.0

@@ -17,19 +17,15 @@ class PlacedStage:
     """Stage of one replica, or one shard of it, on one rank (`Placed` of the schedule)."""
 
     name: str
-    """Name of the stage.
+    """`language_model.0`.
 
-    `language_model.0`, with several replicas `language_model.0#1` for replica 1, and `language_model.0#1@0` for the first shard
-    of that replica.
+    With several replicas `language_model.0#1` for replica 1, `language_model.0#1@0` for its first shard.
     """
     ranks: tuple[int, ...]
     """Tuple with the one rank that runs the stage."""
     depth: int
     group: tuple[int, ...] = ()
-    """Ranks of all shards of the stage in this replica, tensor-parallel ranks next to each other.
-
-    () if the stage is not sharded.
-    """
+    """Ranks of all shards of the stage in this replica, tensor-parallel ranks side by side; () if the stage is not sharded."""
     tp: int = 1
     """Number of ranks that share the tensors of every layer. With more shards, the others share the tokens of every sequence."""
     program: str = ""
@@ -58,10 +54,7 @@ class PlacedStage:
 
     @property
     def token_group(self) -> tuple[int, ...]:
-        """Ranks that compute other tokens of the same sequences with the same tensors, in order.
-
-        () if sequences are not split.
-        """
+        """Ranks that compute other tokens of the same sequences with the same tensors, in order; () for whole sequences."""
         return self.group[self.shard % self.tp :: self.tp] if len(self.group) > self.tp else ()
 
     @property

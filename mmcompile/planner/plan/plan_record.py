@@ -234,10 +234,7 @@ class PlanRecord:
     predicted: Prediction
     rejected: tuple[Rejected, ...] = ()
     attention: Attention = "model"
-    """Attention of the language model.
-
-    The model's own implementation, or mask words, one int64 a token (`bitfield-attention`).
-    """
+    """Attention of the language model: its own, or that over mask words, one int64 a token (`bitfield-attention`)."""
     autocast: tuple[str, ...] = ()
     """Components that compute matrix products in bfloat16 from float32 parameters, as `torch.autocast` does."""
     head_stride: int = 0

@@ -67,10 +67,7 @@ def _frozen_share(stages: Iterable[Stage]) -> float | None:
 
 
 def recompute_text(stages: Iterable[Stage]) -> str:
-    """Return text for recomputation.
-
-    `"full"`, or `"selective 2, full 3 of 8 layers"`, counting only layers where it saves memory.
-    """
+    """Return text for recomputation: `"full"`, or `"selective 2, full 3 of 8 layers"` of the layers where it saves memory."""
     stages = tuple(stages)
     mode = uniform_mode(stages)
     if mode != "mixed":

@@ -348,9 +348,9 @@ class Pricing:
         return found
 
     def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], LayerSharding] | None:
-        """Return measured seconds as coefficients, [fixed/token/square, forward/input/weight gradient], and their sharding.
+        """Return measured seconds as coefficients (fixed, token, square) x (forward, I, W), and their sharding.
 
-        Or None.
+        None if unmeasured.
         """
         if component not in self.table.growing:
             return None

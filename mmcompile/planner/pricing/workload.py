@@ -53,10 +53,7 @@ _Ranking = tuple[SampleRows, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Distribution of loads that a dataset brings to a model's components.
-
-    Without a dataset, all microbatches equal the captured one.
-    """
+    """Distribution of loads in a model's components over a dataset; without one, all microbatches equal the captured one."""
 
     geometries: Mapping[str, Geometry]
     captured: Mapping[str, Load]

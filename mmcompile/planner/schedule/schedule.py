@@ -20,10 +20,7 @@ from mmcompile.planner.schedule.order import Key, MessageOrder, OrderKeys, Side,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlowEdge:
-    """Tensors of one microbatch sent from a stage to a later one.
-
-    `gradient` is True if any of them has its gradient sent back.
-    """
+    """Tensors of one microbatch sent from a stage to a later one; `gradient` is True if a gradient is sent back."""
 
     source: str
     target: str

@@ -118,9 +118,9 @@ def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: i
 
 
 def _listed(search: Search, count: int) -> FoundPipeline | None:
-    """Return the best pipeline after listing all that may be better; if the listing ends early, with a lower bound of the rest.
+    """Return the best pipeline after listing all that may be better.
 
-    If the listing ends early, its bound is below the optimum.
+    If the listing ends early, with a lower bound of the rest.
     """
     visits, bound = [_VISITS], INFINITE
     for interval in sorted(search.settled, key=lambda each: int(each.lower[count])):

@@ -179,7 +179,7 @@ class Search:
     def _simple(self, guess: int) -> NDArray[np.int64]:
         """Return a lower bound of T, [nodes + 1] ps.
 
-        The layers of a path, and 3 times the slowest for each stage of the longest.
+        A path's layers, and 3 times the slowest for each stage of the longest path.
         """
         chains = 1 if self.line.is_chain else len(self.line.names)
         stages = np.maximum(1, -(-np.arange(len(self.upper)) // chains))

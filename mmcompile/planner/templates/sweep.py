@@ -86,10 +86,7 @@ class Costs:
 
 
 def steps(line: Line, first: int, limit: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield (width index, picoseconds [n] of the stages from `first` to each of the next n layers).
-
-    All stages take at most `limit`.
-    """
+    """Yield (width index, picoseconds [n] of the stages from `first` to each of the next n layers), up to `limit` ps."""
     for width in range(len(line.widths)):
         times = line.times[width, first, first + 1 :]
         fast = np.flatnonzero(times <= limit)
@@ -99,10 +96,7 @@ def steps(line: Line, first: int, limit: int) -> Iterator[tuple[int, NDArray[np.
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Shape of the cost tables: [layers + 1, guesses, stages left, nodes + 1, devices of a node].
-
-    The last two are devices left.
-    """
+    """Shape of cost tables: [layers + 1, guesses, stages left, nodes + 1, devices of a node]; the last two are devices left."""
 
     line: Line
     num_nodes: int
