@@ -32,7 +32,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plan = str(Path(folder) / "plan.json")
         subprocess.run([SCRIPT, "plan", CONFIG, "-o", plan], check=True, stdout=subprocess.DEVNULL)
-        for arguments in (["--help"], ["--version"], ["show", plan], ["show", plan, "--json"]):
+        for arguments in (["--help"], ["--version"], ["show", plan], ["show", plan, "--json"], ["passes"]):
             seconds = min(processor_s(arguments) for _ in range(ROUNDS))
             slow |= seconds > LIMIT_S
             print(f"mmcompile {' '.join(Path(one).name for one in arguments):<24}{seconds:6.2f} s")
