@@ -21,17 +21,17 @@ from mmcompile.errors import BatchError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccumulatedStep:
-    """Totals of the parts of a step so far."""
+    """Totals of the parts of a step computed so far, before the parameters are updated."""
 
     num_parts: int = 0
     num_samples: int = 0
     unit: float = 0.0
-    """u above; 0 before the first part."""
+    """The unit u of the module's formula, a power of two; 0.0 before the first part."""
     per_token: bool = True
-    """The loss is a mean over tokens, not over samples."""
+    """True if the step's loss is a mean over tokens; False if it is a mean over samples."""
 
     def with_part(self, plan: StepPlan) -> AccumulatedStep:
-        """After one more part; nothing if it updates the parameters."""
+        """Return the totals with one more part added; empty totals (`NOTHING`) if `plan` updates the parameters."""
         if plan.update:
             return NOTHING
         return AccumulatedStep(
@@ -42,7 +42,7 @@ class AccumulatedStep:
         )
 
     def check(self, per_token: Collection[bool]) -> None:
-        """Refuse a part whose loss is a mean over something else than that of the parts before.
+        """Refuse a part whose loss is a mean over tokens if earlier parts are means over samples, and the reverse.
 
         Args:
             per_token: for each kind of microbatch, whether its loss is a mean over tokens.
@@ -62,7 +62,7 @@ NOTHING = AccumulatedStep()
 
 
 def unit_of(count: int) -> float:
-    """The largest power of two that is not above a count of 1 or more."""
+    """Return the largest power of two that is at most `count` (1 or more)."""
     return 2.0 ** math.floor(math.log2(count))
 
 

@@ -23,12 +23,13 @@ _ISOLATED = "masks made from position_ids are block-diagonal, and nothing else m
 def check_packing(model: nn.Module, samples: Sequence[Sample], pad: Mapping[str, int | float] | None = None) -> Packing:
     """Check whether packing isolates documents, at the cost of one capture.
 
-    Encoders take media as they do in a padded batch: what mixes them there (batch normalization in training) mixes them here.
+    Encoders compute media as in a padded batch, so layers that mix samples there (batch normalization in training) mix them in a
+    packed row too.
 
     Args:
-        model: real, or only a configuration (a skeleton).
-        samples: conversations as `Packer.pack` takes them; the first two are packed, best of different lengths and with media.
-        pad: as of `Packer.of`.
+        model: model with weights, or a skeleton made from its configuration.
+        samples: conversations as `Packer.pack` takes them; the first two are packed; they should differ in length and have media.
+        pad: padding value of media by input name, as in `Packer.of`.
 
     Raises:
         ConfigError: fewer than two samples.
@@ -59,7 +60,10 @@ def check_packing(model: nn.Module, samples: Sequence[Sample], pad: Mapping[str,
 
 
 def _with_other_tokens(batch: Mapping[str, Value], lengths: Sequence[int], number: int) -> dict[str, Value]:
-    """The tokens of one document moved round, positions and labels left where they are: as many placeholders, but elsewhere."""
+    """Return the batch with one document's tokens rolled within it.
+
+    The same number of placeholders, positions and labels unchanged.
+    """
     first, last = sum(lengths[:number]), sum(lengths[: number + 1])
     found = dict(batch)
     for name, dim in token_dims(batch):
@@ -77,7 +81,7 @@ def _num_tokens(batch: Mapping[str, Value]) -> int:
 
 
 def _loss_reason(captured: Capture, batch: Mapping[str, Value]) -> str | None:
-    """Why the loss of documents in one row is not the sum of their losses alone."""
+    """Return the reason why the loss of packed documents is not the sum of their separate losses; None if it is."""
     name, labels = captured.graph.name, batch.get("labels")
     if not captured.graph.loss.per_token or not isinstance(labels, Tensor):
         return f"the loss of {name} is no sum over tokens: {captured.graph.loss.reason or 'the batch has no labels'}"

@@ -22,13 +22,13 @@ _INSTEAD = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StageWork:
-    """Work of a stage of a replica in a microbatch that the other replicas must do too."""
+    """Work of a stage's replica in a microbatch that the stage's other replicas must do too."""
 
     gathered: tuple[str, ...]
-    """Parameters, in order."""
+    """Names of the parameters gathered, in order."""
     backward: bool
     learns: bool
-    """The loss stage has a token to learn from, and runs its backward; True in other stages."""
+    """True unless the stage is the loss stage and its microbatch has no token to learn from: then it runs no backward."""
 
 
 def check_lockstep(
@@ -37,11 +37,12 @@ def check_lockstep(
     """Check that all replicas of a stage that share its parameters gather the same ones at the same time.
 
     Args:
-        microbatches: of a step, with what each was `prepared` from.
+        microbatches: microbatches of a step.
+        prepared: programs and values of each microbatch, in the same order.
         stages: all placed stages.
 
     Raises:
-        BatchError: which microbatch of which replica lacks what, and what to do.
+        BatchError: a replica lacks work of another one; the message names replica, microbatch and remedy.
     """
     for name, stage in _sharing(stages).items():
         numbers: dict[tuple[str, int], dict[int, tuple[MicrobatchPlan, _StageWork]]] = {}
@@ -54,7 +55,7 @@ def check_lockstep(
 
 
 def _sharing(stages: Iterable[PlacedStage]) -> dict[str, PlacedStage]:
-    """One replica of each stage whose replicas share parameters, by the name of its program."""
+    """Return program name -> one replica of the stage, for stages whose replicas share parameters."""
     return {stage.program_name: stage for stage in stages if stage.sharing}
 
 

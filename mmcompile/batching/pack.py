@@ -24,15 +24,15 @@ from mmcompile.ir.inputs import document_positions, is_media
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packer:
-    """Packs samples for one model. Made by `Packer.of`."""
+    """Packer of a model's samples: joins them into one row of tokens. Made by `Packer.of`."""
 
     model: nn.Module = field(repr=False)
     pad: Mapping[str, int | float] = field(default_factory=dict)
-    """Padding value of media whose dims differ, by input name; 0 by default."""
+    """Padding value, by input name, of media that differ in size; 0 by default."""
 
     @classmethod
     def of(cls, model: nn.Module, pad: Mapping[str, int | float] | None = None) -> Packer:
-        """A packer for `model`.
+        """Return the packer of `model`.
 
         Raises:
             PlanError: the model takes no `input_ids` or no `position_ids`.
@@ -48,14 +48,15 @@ class Packer:
     def pack(self, samples: Sequence[Sample], names: Sequence[int] | None = None) -> dict[str, Value]:
         """Join per-conversation samples into one batch of one row.
 
-        Media are joined as `collate` joins them. Where padding is on the right, the valid tokens are those of the padded batch.
+        Media are joined as in `collate`. If padding is on the right, the valid tokens equal those of the padded batch.
 
         Args:
-            samples: each as `collate` takes it. `position_ids`, where a sample has them, are used as they are.
-            names: what errors call the samples; 0, 1, ... by default.
+            samples: samples as for `collate`. `position_ids` of a sample are used unchanged.
+            names: numbers of the samples in error messages; 0, 1, ... by default.
 
         Raises:
-            BatchError: no samples; one without tokens, with several rows, or with labels on its padding; and as `collate`.
+            BatchError: there are no samples; or one has no tokens, several rows, or labels on its padding; or `collate` raises
+                it.
         """
         if not samples:
             raise BatchError("no samples to pack: got an empty list, wanted at least one sample")
@@ -75,7 +76,7 @@ class Packer:
         return batch
 
     def _document(self, sample: Sample, number: int) -> dict[str, Value]:
-        """One sample without padding, with its positions."""
+        """Return a sample without its padding, with `position_ids`."""
         row = with_batch_dim(sample)
         ids = row.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1 or ids.numel() == 0:
@@ -107,7 +108,7 @@ class Packer:
 
 
 def _kept(mask: Value, ids: Tensor, number: int) -> Tensor:
-    """Positions of the tokens that are no padding."""
+    """Return the positions of a sample's tokens that are not padding, int64 [tokens]."""
     if mask is None:
         return torch.arange(ids.shape[1])
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
@@ -122,7 +123,7 @@ def _kept(mask: Value, ids: Tensor, number: int) -> Tensor:
 
 
 def token_dims(row: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
-    """Inputs with a value for every token, and the dim of tokens."""
+    """Yield (input name, dim of tokens) for each input that has one value per token."""
     ids = row["input_ids"]
     assert isinstance(ids, Tensor)
     for key, value in row.items():
@@ -135,7 +136,7 @@ def token_dims(row: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
 
 
 def _joined(key: str, items: Sequence[tuple[int, Value]], dim: int) -> Value:
-    """Values of tokens, one document after the other."""
+    """Return per-token values of all documents, joined along the dim of tokens."""
     moved = [(number, value.movedim(dim, 0) if isinstance(value, Tensor) else value) for number, value in items]
     found = join(key, moved, 0)
     assert isinstance(found, Tensor)

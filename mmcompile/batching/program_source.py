@@ -12,19 +12,18 @@ from mmcompile.data.collate import Value
 
 
 class ProgramSource(Protocol):
-    """Programs of the model by pattern; rank 0 alone has it."""
+    """Source of the model's stage programs by pattern; only rank 0 has one."""
 
     def prepare(self, batch: Mapping[str, Value]) -> PreparedMicrobatch:
         """Match a collated microbatch with the programs that run it, capturing a new pattern where none fits.
 
-        `programs` with a `pattern` seen before must be the programs seen before. With `per_token` programs,
-        `num_tokens` must be set.
+        A pattern name must always come with the same programs. If the programs are `per_token`, `num_tokens` must be set.
 
         Raises:
-            BatchError: the batch does not fit the model. Nothing was sent yet, so the engine stays usable.
+            BatchError: the batch does not fit the model. No message was sent yet, so the engine stays usable.
         """
         ...
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """All parameters and buffers of the model by original name, tied aliases too; not copies."""
+        """Return all parameters and buffers of the model by original name, tied aliases included; they are not copies."""
         ...

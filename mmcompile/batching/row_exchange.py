@@ -16,20 +16,22 @@ from mmcompile.errors import BatchError, PlanError
 _WITHOUT = "plan this model with replicas=1 and train it with balance='arrival'"
 
 Block = tuple[int, ...]
-"""Samples whose rows travel together: one, or all of a microbatch."""
+"""Sample indices whose rows move together: one sample, or all samples of a microbatch."""
 Place = tuple[str, str, int]
-"""A value by the stage that makes it, the stage that reads it, and its number between the two: the same in all patterns, which
-need not agree on names."""
+"""A value between stages: (stage that makes it, stage that reads it, its number between these stages).
+
+It is the same in all patterns, whose names for the value may differ.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExchangeSide:
-    """A microbatch of one tower, as far as its rows matter."""
+    """A microbatch of one balance group, as source or target of row exchanges."""
 
     index: int
-    """In the step plan."""
+    """Index of the microbatch in `StepPlan.microbatches`."""
     samples: tuple[int, ...]
-    """Positions of its samples in the step, in the order in which they were collated."""
+    """Positions of the microbatch's samples in the step, in the order in which they were collated."""
     prepared: PreparedMicrobatch
 
 
@@ -42,20 +44,19 @@ def row_exchanges(
     samples: Sequence[Sample],
     alone: Callable[[int], PreparedMicrobatch],
 ) -> list[RowExchange]:
-    """Return all exchanges, by source, producer, target, consumer, and the producer's order of values.
+    """Return all row exchanges between two balance groups, sorted by source, producer, target, consumer and number of the value.
 
     Args:
-        sources: microbatches of a balance group.
-        targets: microbatches of the group that reads; each sample of a source is in one of them.
-        makers: stages of the first group, as programs name them, in plan order.
-        readers: stages of the second group.
+        sources: microbatches of the balance group that makes values.
+        targets: microbatches of the balance group that reads them; each sample of a source is in one of them.
+        makers, readers: program names of the stages of the first and the second group, in plan order.
         samples: all samples of the step.
-        alone: matches one sample with a pattern of its own; called only where the rows of a sample do not follow from the sizes
+        alone: function that prepares one sample (by index) as a microbatch; called only if its rows do not follow from the sizes
             of its inputs.
 
     Raises:
         BatchError: a value is not made of one sample's rows after the other's.
-        PlanError: patterns do not agree on what crosses.
+        PlanError: the values that one group makes are not those that the other reads.
     """
     made = {source.index: _made(source.prepared.programs, makers, readers) for source in sources}
     whole = _whole(sources, targets)
@@ -80,7 +81,7 @@ def _count(
     samples: Sequence[Sample],
     alone: Callable[[int], PreparedMicrobatch],
 ) -> int:
-    """Rows of some samples of a microbatch in one value it makes. Raises BatchError if they cannot be derived."""
+    """Return the rows that a block of samples has in one value of its microbatch. Raises BatchError if they cannot be derived."""
     if len(block) == len(source.samples):
         return source.prepared.link_shapes[port.name][0]
     (sample,) = block
@@ -99,7 +100,7 @@ def _count(
 
 
 def _whole(sources: Sequence[ExchangeSide], targets: Sequence[ExchangeSide]) -> frozenset[int]:
-    """Sources whose samples stay together and in order: their rows travel as one block."""
+    """Return the indices of sources whose samples stay together and in order in one target: their rows move as one block."""
     of = {source.samples[0]: source for source in sources}
     members = {sample for source in sources for sample in source.samples}
     found: set[int] = set()
@@ -124,7 +125,7 @@ def _into(
     rows: Mapping[tuple[Place, Block], int],
     stages: tuple[Sequence[str], Sequence[str]],
 ) -> Iterator[RowExchange]:
-    """Exchanges that bring one microbatch its rows."""
+    """Yield the row exchanges into one target microbatch."""
     sources = {source_of[s].index: source_of[s] for s in target.samples if s in source_of}
     wanted = {sample: block for source in sources.values() for block in _blocks(source, whole) for sample in block[:1]}
     blocks = [wanted[sample] for sample in target.samples if sample in wanted]
@@ -161,7 +162,7 @@ def _rows(value: object) -> int:
 
 
 def _made(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[str]) -> dict[Place, Port]:
-    """Values that stages of one tower make for stages of another."""
+    """Return place -> output port, for values that `makers` send to `readers`."""
     return {
         (maker, reader, number): port
         for maker in makers
@@ -172,7 +173,7 @@ def _made(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[st
 
 
 def _read(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[str]) -> dict[Place, Port]:
-    """Values that stages of one tower read from stages of another."""
+    """Return place -> input port, for values that `readers` receive from `makers`."""
     return {
         (maker, reader, number): port
         for maker in makers
@@ -183,7 +184,7 @@ def _read(programs: PatternPrograms, makers: Sequence[str], readers: Sequence[st
 
 
 def _ranges(blocks: Sequence[Block], counts: Sequence[int], side: ExchangeSide, name: str) -> dict[Block, Range]:
-    """Rows of each block in a value of a microbatch, one's after the other's."""
+    """Return block -> its rows in a value of a microbatch, where blocks follow each other."""
     total = side.prepared.link_shapes[name][0]
     if sum(counts) != total:
         raise BatchError(

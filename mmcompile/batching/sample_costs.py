@@ -26,31 +26,32 @@ from mmcompile.planner.pricing.sample_sizes import SampleRows, SampleSizes
 _LEAST_ROW_S = 1e-15
 """Least cost of a row, in seconds.
 
-A sample has work in a tower exactly if its cost there is above 0, however cheap a component is.
+A sample has work in a balance group exactly if its cost there is above 0, so a cheap row may not cost 0.
 """
 
 
 def costs_of_shapes(plan: Plan, shapes: Sequence[SampleShape]) -> SampleCosts:
-    """Price samples of a dataset.
+    """Return the predicted costs of samples given by their shapes.
 
     Returns:
-        Components are the plan's towers, the language model's last. `lengths` are rows of a tower's first component; of the
-        last tower those of the language model, the whole interleaved sequence.
+        Costs whose components are the plan's balance groups, the language model's last. `lengths` are rows of a group's first
+        component; in the last group, rows of the language model: the whole interleaved sequence.
 
     Raises:
-        PlanError: the plan has no rates, or its towers no single number of replicas.
+        PlanError: the plan has no rates, or chains of one balance group differ in replicas.
     """
     return _costs(plan, SampleSizes.of_shapes(shapes))
 
 
 def costs_of_samples(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
-    """Price samples of a processor, by the rules that sized the batch which the plan was made from.
+    """Return the predicted costs of a processor's samples, by the rules that sized the batch which the plan was made from.
 
-    Texts are as long as their `attention_mask` has ones, else as their `input_ids`; images and sounds by their grids, else by the
-    shapes of their inputs. A microbatch pads to its longest text; a sample's cost is that of its own length.
+    The length of a text is the number of ones in `attention_mask`, else that of `input_ids`; images and audio clips are sized by
+    their grids, else by the shapes of their inputs. A microbatch pads to its longest text; a sample's cost is that of its own
+    length.
 
     Returns, Raises:
-        As `costs_of_shapes`.
+        Like `costs_of_shapes`.
     """
     return _costs(plan, SampleSizes.of_samples(samples, (rate.geometry for rate in plan.sample_rates)))
 
@@ -82,7 +83,7 @@ def _costs(plan: Plan, sizes: SampleSizes) -> SampleCosts:
 
 
 def _rates(plan: Plan, chains: Sequence[Chain]) -> list[SampleRate]:
-    """Return the rates of all components of a tower, chain by chain."""
+    """Return the rates of all components of a balance group, chain by chain."""
     names = [chain.name for chain in chains]
     found = [rate for name in names for rate in plan.sample_rates if rate.chain == name]
     for name in names:
@@ -98,5 +99,5 @@ def _seconds(rate: SampleRate, brought: SampleRows) -> NDArray[np.float64]:
 
 
 def _at(polynomial: Polynomial, brought: SampleRows) -> NDArray[np.float64]:
-    """Without the fixed part."""
+    """Return a polynomial at the rows of each sample, without its constant term: float64 [samples]."""
     return polynomial.per_token * brought.rows + polynomial.per_square * brought.squares

@@ -12,14 +12,14 @@ from mmcompile.planner.plan.placement import PlacedStage, lockstep_of
 from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit, schedule_units
 
 _Replica = tuple[str, int]
-"""Tower and replica."""
+"""(balance group, replica)."""
 
 
 def flow_of(programs: PatternPrograms, stages: Sequence[str]) -> Flow:
-    """Return the stages that a microbatch of a pattern runs, the edges between them, and the stages with a backward.
+    """Return the stages that a microbatch of the pattern runs, the edges between them, and the stages with a backward.
 
     Args:
-        stages: of one tower, as programs name them, in plan order. Edges to and from other stages are left out.
+        stages: program names of the stages of one balance group, in plan order. Edges to and from other stages are left out.
     """
     present = {name: programs.programs[name] for name in stages if name in programs.programs}
     gradient: dict[tuple[str, str], bool] = {}
@@ -36,13 +36,13 @@ def flow_of(programs: PatternPrograms, stages: Sequence[str]) -> Flow:
 
 
 def units_of(plan: StepPlan, stages: Sequence[PlacedStage]) -> tuple[tuple[Unit, ...], tuple[CrossEdge, ...]]:
-    """One unit a microbatch, in order; one edge for all values that go from a stage of one to a stage of another.
+    """Return a step plan's microbatches as units, in order, and one edge for all values between a stage of one and a stage of another.
 
     Args:
-        stages: of all replicas.
+        stages: placed stages of all replicas.
 
     Raises:
-        PlanError: a microbatch or an exchange names a stage that its tower and replica do not have.
+        PlanError: a microbatch or an exchange names a stage that its balance group and replica do not have.
     """
     names: dict[_Replica, dict[str, str]] = {}
     for stage in stages:
@@ -64,7 +64,7 @@ def units_of(plan: StepPlan, stages: Sequence[PlacedStage]) -> tuple[tuple[Unit,
 
 
 def num_slots(plan: StepPlan) -> int:
-    """Slots of a step: those up to the last backward."""
+    """Return the number of slots of a step, up to the last backward."""
     return 1 + max((microbatch.slot + microbatch.lag for microbatch in plan.microbatches), default=-1)
 
 
@@ -75,12 +75,12 @@ def action_lines(
     edges: Sequence[CrossEdge],
     slots: int,
 ) -> tuple[str, ...]:
-    """Return `StepPlan.actions`: the actions of each rank in a step, as text. Raises PlanError as `schedule_units` does.
+    """Return `StepPlan.actions`: the actions of each rank in a step, as text. Raises PlanError if they cannot be scheduled.
 
     Args:
-        stages: of all replicas.
-        units, edges: from `units_of`.
-        slots: from `num_slots`.
+        stages: placed stages of all replicas.
+        units, edges: result of `units_of`.
+        slots: result of `num_slots`.
     """
     return schedule_units(stages, units, edges, kind, num_slots=slots, together=lockstep_of(stages)).lines
 

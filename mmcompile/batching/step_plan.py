@@ -30,82 +30,89 @@ class ValueShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchPlan:
-    """One microbatch of one replica of a tower: its samples, its pattern, and the static shape of every tensor that moves for it.
+    """One microbatch of one replica of a balance group: samples, pattern, and shape and dtype of every tensor that moves for it.
 
-    Samples that the language model computes in a later slot are a microbatch of their own, with a backward of its own.
+    Samples that the language model computes in a later slot form a separate microbatch with a separate backward.
     """
 
     index: int
-    """In `StepPlan.microbatches`."""
+    """Index of the microbatch in `StepPlan.microbatches`."""
     samples: tuple[int, ...]
-    """Positions in the step's list of samples."""
+    """Positions of its samples in the step's list of samples."""
     pattern: str
     sizes: dict[str, int]
     """Port name -> value, for ports of kind "size"."""
     flow: Flow
-    """Stages of the tower with work for this microbatch, as programs name them; the others exchange nothing for it."""
+    """Stages of the balance group that work on this microbatch, by program name; the other stages exchange no tensors for it."""
     inputs: tuple[ValueShape, ...]
-    """Batch inputs that the tower's stages read, given or computed on the host; rank 0 sends them to `readers`."""
+    """Batch inputs that the group's stages read, given or computed on the host; rank 0 sends them to `readers`."""
     links: tuple[ValueShape, ...]
-    """Link values that the tower's stages make or read, by name."""
+    """Values on links that the group's stages make or read, by name."""
     loss_weight: float = 1.0
-    """Factor of what the loss stage returns: 1 / the step's valid tokens, or samples / the step's samples for a mean; both times
-    `StepPlan.total_weight`.
-    0 if the microbatch has no token to learn from; nothing is differentiated then and gradients are zero."""
+    """Factor on the loss that the loss stage returns, times `StepPlan.total_weight`.
+
+    It is 1 / the step's valid tokens, or for a mean over samples, samples / the step's samples. It is 0 if the microbatch has no
+    token to learn from; then no backward runs and gradients are zero.
+    """
     tower: str = ""
     replica: int = 0
     slot: int = 0
-    """Place of its forward among the microbatches of its replica."""
+    """Position of the forward among the microbatches of its replica."""
     lag: int = 0
-    """Slots until its backward: the language model computes its samples in slot + lag."""
+    """Number of slots from forward to backward: the language model computes the samples in slot + lag."""
     number: int = 0
-    """Number of the microbatch in actions: unique in its replica of its tower, and equal to `slot` where nothing lags."""
+    """Number of the microbatch in actions.
+
+    Unique in its replica of its balance group, and equal to `slot` if no microbatch lags.
+    """
     readers: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the batch inputs that each rank reads, by rank; ranks that read none are absent."""
+    """Rank -> names of the batch inputs that it reads; ranks that read no inputs are absent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowExchange:
-    """Rows of one value that one microbatch makes and a microbatch of another tower reads; gradients take the same way back."""
+    """Rows of one value that move from a microbatch to a microbatch of another balance group; gradients take the reverse way."""
 
     source: int
-    """Index of the microbatch that makes them."""
+    """Index of the microbatch that makes the rows."""
     target: int
-    """Index of the microbatch that reads them."""
+    """Index of the microbatch that reads the rows."""
     producer: str
-    """Stage that makes the value, as programs name it."""
+    """Program name of the stage that makes the value."""
     consumer: str
     name: str
     """Name of the value in the producer's program."""
     target_name: str
     """Name of the value in the consumer's program."""
     rows: tuple[Range, ...]
-    """Rows of the value made, in the order in which they travel."""
+    """Ranges of rows in the value made, in the order in which they are sent."""
     into: tuple[Range, ...]
-    """Rows of the value read, in the same order; the same number of rows in all."""
+    """Ranges of rows in the value read, in the same order and with the same total."""
     samples: tuple[int, ...]
-    """Sample of each range; its first sample where the rows of a whole microbatch travel as one."""
+    """Sample of each range; the first sample if the rows of a whole microbatch are one range."""
     gradient: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One optimizer step."""
+    """Plan of one optimizer step, or of one part of it under gradient accumulation."""
 
     step: int
     num_samples: int
     microbatches: tuple[MicrobatchPlan, ...]
     exchanges: tuple[RowExchange, ...] = ()
-    """In the order of (source, producer, target, consumer); values of one such edge in the order of the producer's results."""
+    """Row exchanges in the order of (source, producer, target, consumer), then of the producer's results."""
     num_tokens: int = 0
-    """Valid tokens of all microbatches; the loss stages must count as many (0: not counted)."""
+    """Number of valid tokens of all microbatches, which the loss stages check; 0 if tokens are not counted."""
     update: bool = True
-    """Parameters are updated after it. If not, gradients are added to those of the plans that follow, up to one that does."""
+    """True if parameters are updated after this plan. If False, gradients accumulate up to a later plan that updates."""
     total_weight: float = 1.0
-    """Loss weights of all valid tokens (or of all samples) together; 1 where a step has one plan. Gradients are divided by the
-    sum over the plans of a step."""
+    """Sum of the loss weights of all valid tokens (or of all samples); 1 if a step has one plan.
+
+    Gradients are divided by the sum over the plans of a step.
+    """
     actions: tuple[str, ...] = ()
-    """Actions of each rank in order, as `Schedule` prints them; ranks after the last one with a stage have no entry."""
+    """Actions of each rank in order, as `Schedule` prints them; ranks above the last rank with a stage have no entry."""
     first_sample: int = 0
-    """Samples of the step in plans before it. Random numbers in a forward are as if it were one plan."""
+    """Number of samples in earlier plans of the same step. Random numbers in a forward are those of an undivided step."""
     version: int = PROTOCOL_VERSION

@@ -32,18 +32,18 @@ from mmcompile.planner.plan.placement import PlacedStage, Placement
 from mmcompile.planner.schedule.schedule import Flow
 
 Costs = Callable[[Sequence[Sample]], SampleCosts]
-"""Costs of each sample of a step in each tower, the language model last."""
+"""Function that returns the costs of a step's samples in each balance group, the language model last."""
 Collate = Callable[[Sequence[Sample], Sequence[int]], dict[str, Value]]
-"""Samples, and what errors call them, into one batch."""
+"""Function (samples, their numbers in error messages) -> one batch, by input name."""
 _SCHEDULES = 4
-"""Schedules kept: those of the steps planned ahead, and one to use again where steps are alike."""
+"""Number of cached schedules: those of the steps planned ahead, and one to reuse for steps alike."""
 _Known: TypeAlias = dict[tuple[int, ...], PreparedMicrobatch]
-"""Groups of samples that were matched with their patterns already."""
+"""Sample indices of a group -> the group matched with its pattern."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlannedStep:
-    """A step ready to run."""
+    """A step ready to run: its plan, programs, values, and the reason for its assignment."""
 
     plan: StepPlan
     prepared: tuple[PreparedMicrobatch, ...]
@@ -52,18 +52,18 @@ class PlannedStep:
     costs: SampleCosts
     """Predicted costs of the samples, without correction."""
     balance: str
-    """The balancer chosen, and why."""
+    """Name of the chosen balancer, and the reason for the choice."""
     seconds: float
-    """Time that planning took."""
+    """Seconds that planning took."""
     after: AccumulatedStep
-    """Totals of the parts of the step after this one; nothing if it updates."""
+    """Totals of the parts of the step including this one; empty totals (`NOTHING`) if it updates the parameters."""
     repeated: frozenset[int] = frozenset()
-    """Microbatches that another replica computes too, by index: what they make goes nowhere."""
+    """Indices of microbatches that another replica computes too, whose results are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SampleGroup:
-    """Samples that one replica of a tower computes together."""
+    """Samples that one replica of a balance group computes together."""
 
     tower: int
     replica: int
@@ -71,19 +71,19 @@ class _SampleGroup:
     lag: int
     samples: tuple[int, ...]
     repeats: bool = False
-    """Another replica computes these samples; this one drops its result, and runs only to gather parameters with the others."""
+    """True if another replica computes these samples: this replica runs only to gather parameters, and its result is dropped."""
 
 
 class StepPlanner:
-    """Plans steps one after the other. A plan depends on the step's samples only, unless costs are corrected by measurements.
+    """Planner of steps, one after the other. A plan depends only on the step's samples unless measurements correct the costs.
 
     Args:
-        placement: towers, replicas and microbatches.
+        placement: balance groups, replicas and microbatches.
         source: matches batches with patterns.
         collate: joins samples into a batch; None for `mmcompile.data.collate.collate`.
-        balancer: decides who computes what.
+        balancer: assigns samples to replicas and microbatches.
         pad: padding value by key, as for `mmcompile.data.collate.collate`.
-        costs: of samples; None where there is one tower: all samples cost the same then.
+        costs: costs of samples; None if there is one balance group: then all samples cost the same.
         corrector: learns from measured times; None to take costs as predicted.
     """
 
@@ -105,12 +105,12 @@ class StepPlanner:
         self._towers = placement.towers
         self._placed = placement.stages
         self._of_replica: dict[tuple[str, int], list[PlacedStage]] = {}
-        """Stages of a replica of a tower."""
+        """(balance group, replica) -> its stages."""
         for stage in placement.stages:
             self._of_replica.setdefault((stage.tower, stage.replica), []).append(stage)
         shared = {stage.tower for stage in placement.stages if stage.sharing}
         self._sharing = {number for number, tower in enumerate(self._towers[:-1]) if tower in shared}
-        """Encoders whose replicas share parameters, by number of the tower."""
+        """Numbers of the encoders' balance groups whose replicas share parameters."""
         self._grid = Grid(num_replicas=placement.num_replicas, num_microbatches=placement.num_microbatches)
         self._source = source
         self._collate = collate or (lambda samples, names: collate_padded(samples, pad, names))
@@ -132,11 +132,11 @@ class StepPlanner:
     def plan(
         self, step: int, samples: Sequence[Sample], *, update: bool = True, before: AccumulatedStep = NOTHING
     ) -> PlannedStep:
-        """Plan one step, or a part of it.
+        """Plan one step, or one part of a step under gradient accumulation.
 
         Args:
-            update: parameters are updated after it.
-            before: parts of the step before this one.
+            update: True if parameters are updated after this part.
+            before: totals of the earlier parts of the step.
 
         Raises:
             BatchError: samples do not fit the model, or none has a label to learn from.
@@ -180,9 +180,10 @@ class StepPlanner:
         )
 
     def observe(self, planned: PlannedStep, seconds: np.ndarray) -> None:
-        """Note the seconds of each microbatch of a step on all stages of its tower together; used when planning next.
+        """Note the measured seconds of each microbatch, summed over all stages of its balance group; used to plan later steps.
 
         Args:
+            planned: step that ran.
             seconds: float64 [microbatches of the plan].
         """
         if self._corrector is not None:
@@ -209,7 +210,7 @@ class StepPlanner:
     def _others(
         self, costs: SampleCosts, samples: Sequence[Sample], assignment: Assignment, known: _Known
     ) -> Iterator[tuple[Assignment, Sequence[Sample], _Known, str]]:
-        """Alternatives to an assignment that the model refuses, each with its name, best first."""
+        """Yield alternatives to an assignment that the model refuses, best first: (assignment, samples, matched groups, name)."""
         arrival = Arrival().assign(costs, self._grid)
         if arrival != assignment:
             yield arrival, samples, known, Arrival.name
@@ -235,10 +236,10 @@ class StepPlanner:
         update: bool,
         before: AccumulatedStep,
     ) -> tuple[StepPlan, tuple[PreparedMicrobatch, ...], frozenset[int]]:
-        """The plan of an assignment, what its microbatches were prepared from, and which of them are repeated.
+        """Return the plan of an assignment, the prepared microbatches, and the indices of repeated microbatches.
 
         Args:
-            known: gains what is matched here.
+            known: cache of matched groups, to which new matches are added.
         """
 
         def prepare(group: tuple[int, ...]) -> PreparedMicrobatch:
@@ -274,7 +275,7 @@ class StepPlanner:
         return plan, prepared, frozenset(index for index, part in enumerate(parts) if part.repeats)
 
     def _parts(self, assignment: Assignment) -> list[_SampleGroup]:
-        """In the order in which they run: by slot, then by lag, tower and replica."""
+        """Return the sample groups in run order: by slot, lag, balance group and replica."""
         found: dict[tuple[int, int, int, int], list[int]] = {}
         last = assignment.microbatch[-1]
         for tower in range(len(self._towers)):
@@ -327,7 +328,7 @@ class StepPlanner:
         )
 
     def _readers(self, part: _SampleGroup, prepared: PreparedMicrobatch) -> dict[int, tuple[str, ...]]:
-        """Names of the batch inputs that each rank's stages of a replica of a tower read, by rank."""
+        """Return rank -> names of the batch inputs that its stages read, for one replica of a balance group."""
         found: dict[int, frozenset[str]] = {}
         for stage in self._of_replica[self._towers[part.tower], part.replica]:
             if (program := prepared.programs.programs.get(stage.program_name)) is not None:
@@ -370,7 +371,7 @@ def _sizes(sample: Sample) -> dict[str, torch.Size]:
 def _num_tokens(
     prepared: Sequence[PreparedMicrobatch], parts: Sequence[_SampleGroup], last: int, num_samples: int
 ) -> int:
-    """Valid tokens of the step; 0 for losses that are means over samples."""
+    """Return the step's number of valid tokens; 0 for losses that are means over samples."""
     learning = [microbatch for microbatch, part in zip(prepared, parts, strict=True) if part.tower == last]
     counted = [microbatch for microbatch in learning if microbatch.programs.per_token]
     for microbatch in counted:
@@ -385,10 +386,10 @@ def _num_tokens(
 
 
 def _weight(microbatch: PreparedMicrobatch, num_samples: int, divisors: tuple[float, float]) -> float:
-    """Weight of a token, or of all samples where the loss is a mean over samples; 0 where nothing can be learned.
+    """Return the weight of a token, or of all samples if the loss is a mean over samples; 0 without a token to learn from.
 
     Args:
-        divisors: of tokens and of samples.
+        divisors: divisor for tokens, divisor for samples.
     """
     if microbatch.num_tokens == 0:
         return 0.0

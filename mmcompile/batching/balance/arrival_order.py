@@ -15,7 +15,10 @@ from mmcompile.batching.balance.lpt import lpt
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival(Balancer):
-    """Samples as they come: equal runs for replicas, and equal runs of those for microbatches."""
+    """Balancer that keeps arrival order.
+
+    Each replica gets an equal run of samples, split into equal runs for its microbatches.
+    """
 
     name: ClassVar[str] = "arrival"
 
@@ -30,7 +33,7 @@ class Arrival(Balancer):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SortedRoundRobin(Balancer):
-    """Longest first, dealt out in turn. The first bucket always gets the longest of a round, so it ends heaviest."""
+    """Balancer that sorts samples by descending length and deals them out to buckets in turn. Bucket 0 ends heaviest."""
 
     name: ClassVar[str] = "sorted-round-robin"
 
@@ -47,7 +50,7 @@ class SortedRoundRobin(Balancer):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistTrain(Balancer):
-    """Replicas by LPT on all work, microbatches as samples come, then microbatches reordered to hide encoders.
+    """Balancer of DistTrain: replicas by LPT on total work, microbatches in arrival order, then reordered to hide encoder time.
 
     The smallest microbatch is first, so that the language model starts early; the next smallest are kept for the end, where the
     pipeline drains; in between, the one is next whose encoder time is closest to the language-model time it can hide behind.
@@ -58,10 +61,10 @@ class DistTrain(Balancer):
     name: ClassVar[str] = "disttrain"
 
     num_last: int = 1
-    """Small microbatches kept for the end: stages of the language model less one."""
+    """Number of small microbatches kept for the end: number of language-model stages minus 1."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Assign by total work, then order the microbatches of each replica."""
+        """Assign samples to replicas by total work, then order the microbatches of each replica."""
         check_grid(costs, grid)
         encoder = costs.costs[:-1].sum(axis=0)
         replica = lpt(encoder + costs.costs[-1], grid.num_replicas[-1])
@@ -77,7 +80,7 @@ class DistTrain(Balancer):
 
 
 def hiding_order(encoder_s: np.ndarray, language_s: np.ndarray, num_last: int) -> np.ndarray:
-    """Order of microbatches [microbatches] in which each hides its encoder behind the language model of the one before."""
+    """Return an order, int64 [microbatches], in which each encoder runs behind the language model of the microbatch before."""
     by_size = np.argsort(encoder_s + language_s, kind="stable").tolist()
     order, last, left = by_size[:1], by_size[1 : 1 + num_last], by_size[1 + num_last :]
     while left:

@@ -25,17 +25,19 @@ class SampleCosts:
     """Cost of each sample of a step in each component. Arrays are read-only."""
 
     components: tuple[str, ...]
-    """Encoders first; the last one (the language model) consumes what the others make."""
+    """Component names: encoders first; the last one (the language model) consumes the encoders' results."""
     costs: np.ndarray
     """float64 [components, samples]: seconds on one replica, or any unit common to all components.
 
     A sample has work in a component if its cost there is above 0.
     """
     lengths: np.ndarray | None = None
-    """int64 [components, samples]: tokens, for algorithms that balance tokens; of the last component those of the whole
-    interleaved sequence (OrchMLLM §6)."""
+    """Tokens, int64 [components, samples], for algorithms that balance tokens.
+
+    The last component counts the whole interleaved sequence (OrchMLLM §6).
+    """
     memory_bytes: np.ndarray | None = None
-    """int64 [components, samples]: activations of a sample while its microbatch runs."""
+    """Activation bytes of a sample while its microbatch runs, int64 [components, samples]."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "costs", _frozen(self.costs, np.float64))
@@ -59,11 +61,11 @@ class SampleCosts:
 
     @property
     def takes_part(self) -> np.ndarray:
-        """Return where a sample costs a component anything: bool [components, samples]."""
+        """Mask of samples that have work in a component (cost above 0): bool [components, samples]."""
         return self.costs > 0
 
     def tokens(self, algorithm: str) -> np.ndarray:
-        """`lengths`, for an algorithm that cannot do without. Raises ConfigError if there are none."""
+        """Return `lengths`. Raises ConfigError, which names `algorithm`, if they are None."""
         if self.lengths is None:
             raise ConfigError(
                 f"{algorithm} balances tokens and these costs have no lengths; give lengths, or balance seconds"
@@ -73,10 +75,10 @@ class SampleCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Replicas of every component, and microbatches of each replica, to which samples are assigned."""
+    """Number of replicas of each component, and of microbatches of a replica: the places samples are assigned to."""
 
     num_replicas: tuple[int, ...]
-    """Number of replicas by component, in the order of the costs."""
+    """Number of replicas of each component, in the order of `SampleCosts.components`."""
     num_microbatches: int = 1
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class Grid:
 
     @property
     def num_buckets(self) -> int:
-        """(replica, microbatch) pairs of the last component."""
+        """Number of (replica, microbatch) pairs of the last component."""
         return self.num_replicas[-1] * self.num_microbatches
 
 
@@ -95,15 +97,15 @@ class Grid:
 class Assignment:
     """Replica and microbatch of every sample of a step.
 
-    Equal if all places are; `str` prints it, `parse` and JSON read it back.
+    Assignments are equal if components, grid and all places are. `str` and `to_json` write one; `parse` and `from_json` read it.
     """
 
     components: tuple[str, ...]
     grid: Grid
     replica: np.ndarray
-    """int32 [components, samples]; -1 where a sample takes no part."""
+    """Replica of each sample, int32 [components, samples]; -1 where a sample has no work in a component."""
     microbatch: np.ndarray
-    """int32 [components, samples], in the order in which microbatches run; -1 where a sample takes no part."""
+    """Microbatch of each sample, int32 [components, samples], numbered in run order; -1 where a sample has no work."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "replica", _frozen(self.replica, np.int32))
@@ -123,7 +125,7 @@ class Assignment:
         return hash(self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Everything that makes two assignments differ."""
+        """Return components, grid and places as bytes: equal bytes mean equal assignments."""
         header = repr((self.components, self.grid, self.replica.shape)).encode()
         return header + self.replica.tobytes() + self.microbatch.tobytes()
 
@@ -133,20 +135,20 @@ class Assignment:
         return self.replica.shape[1]
 
     def buckets(self, component: int) -> np.ndarray:
-        """int64 [samples]: replica * microbatches + microbatch; -1 where a sample takes no part."""
+        """Return the bucket of each sample: int64 [samples], replica * num_microbatches + microbatch; -1 if it has no work."""
         flat = self.replica[component].astype(np.int64) * self.grid.num_microbatches + self.microbatch[component]
         return np.where(self.replica[component] == ABSENT, ABSENT, flat)
 
     def samples(self, component: int, replica: int, microbatch: int) -> np.ndarray:
-        """Samples of one microbatch, ascending."""
+        """Return the sample indices of one microbatch, ascending: int64 [samples of the microbatch]."""
         return np.flatnonzero((self.replica[component] == replica) & (self.microbatch[component] == microbatch))
 
     def loads(self, costs: SampleCosts) -> dict[str, np.ndarray]:
-        """Component -> cost of every microbatch, float64 [replicas, microbatches]."""
+        """Return component name -> cost of every microbatch, float64 [replicas, microbatches]."""
         return {name: self.sums(row, costs.costs[row]) for row, name in enumerate(self.components)}
 
     def sums(self, component: int, values: np.ndarray) -> np.ndarray:
-        """Values [samples] added up by microbatch: float64 [replicas, microbatches]."""
+        """Return `values` [samples] summed by microbatch of a component: float64 [replicas, microbatches]."""
         shape = (self.grid.num_replicas[component], self.grid.num_microbatches)
         buckets = self.buckets(component)
         here = buckets != ABSENT
@@ -158,7 +160,7 @@ class Assignment:
         return takes_part & (self.microbatch[-1] > self.microbatch[component])
 
     def parts(self, component: int, replica: int, microbatch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The two sub-microbatches of a microbatch, each with a backward of its own: samples kept and samples deferred."""
+        """Return a microbatch's kept and its deferred samples, ascending indices each; each part has a backward of its own."""
         samples = self.samples(component, replica, microbatch)
         late = self.deferred(component)[samples]
         return samples[~late], samples[late]
@@ -187,14 +189,15 @@ class Assignment:
                 )
 
     def reordered(self, order: np.ndarray) -> Assignment:
-        """The same microbatches in another order, in all components.
+        """Return an assignment with the microbatches of all components run in another order.
 
         Args:
-            order: int [replicas, microbatches]: `order[r, k]` is the microbatch of replica r that shall run as the k-th. One
-                row serves all replicas.
+            order: int [replicas, microbatches]: `order[r, k]` is the microbatch of replica r that runs as the k-th. A single row
+                applies to all replicas.
 
         Raises:
-            VerifyError: a row is not a permutation, or replicas are to differ in order and components in replicas.
+            VerifyError: a row is not a permutation, or `order` has several rows and their number is not every component's number
+                of replicas.
         """
         count = self.grid.num_microbatches
         orders = np.atleast_2d(order)
@@ -210,7 +213,7 @@ class Assignment:
         return Assignment(components=self.components, grid=self.grid, replica=self.replica, microbatch=moved)
 
     def __str__(self) -> str:
-        """One line for every microbatch that has samples: `replica.microbatch: samples`, ranges as `3-7`."""
+        """Return text with one line for every microbatch that has samples: `replica.microbatch: samples`, ranges as `3-7`."""
         lines = [f"assignment samples={self.num_samples} microbatches={self.grid.num_microbatches}"]
         for row, name in enumerate(self.components):
             lines.append(f"{name} replicas={self.grid.num_replicas[row]}")
@@ -221,11 +224,11 @@ class Assignment:
 
     @classmethod
     def parse(cls, text: str) -> Assignment:
-        """Inverse of `str`. Raises ConfigError with the line it cannot read."""
+        """Return the assignment that `str` wrote as `text`. Raises ConfigError with the first unreadable line."""
         return _parse(text.splitlines())
 
     def to_json(self) -> str:
-        """One object; places as lists [components][samples]."""
+        """Return the assignment as a JSON object; replicas and microbatches are lists [components][samples]."""
         return msgspec.json.encode(
             _Wire(
                 components=self.components,
@@ -238,7 +241,7 @@ class Assignment:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Assignment:
-        """Inverse of `to_json`. Raises ConfigError if the text is something else."""
+        """Return the assignment that `to_json` wrote as `text`. Raises ConfigError for any other text."""
         try:
             wire = msgspec.json.decode(text, type=_Wire)
             return cls(
@@ -266,10 +269,10 @@ def assignment_of(
     replica: ArrayLike | Sequence[np.ndarray],
     microbatch: ArrayLike | Sequence[np.ndarray],
 ) -> Assignment:
-    """An assignment from places [components, samples] of which those of absent samples may be anything.
+    """Return an assignment from replicas and microbatches; entries of samples without work in a component are ignored.
 
     Args:
-        replica: of every sample in every component, or one row for all components; so too `microbatch`.
+        replica, microbatch: int [components, samples], or [samples] for all components.
     """
     shape = costs.costs.shape
     return Assignment(
@@ -281,7 +284,7 @@ def assignment_of(
 
 
 def groups(keys: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Indices of equal keys, ascending by key and by index; negative keys are left out."""
+    """Return (key, indices with that key) pairs, ascending by key and by index; negative keys are left out."""
     order = np.argsort(keys, kind="stable")
     order = order[np.searchsorted(keys[order], 0) :]
     if not len(order):

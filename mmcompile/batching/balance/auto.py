@@ -15,15 +15,15 @@ from mmcompile.batching.balance.hierarchical import Defer, Hierarchical
 from mmcompile.batching.balance.post_balance import PostBalance
 
 StepTime = Callable[[Assignment, SampleCosts], float]
-"""Time of a step, in the unit of the costs: `pipelined`, `bottleneck`, or a simulator."""
+"""Function that returns the time of a step in the unit of the costs: `pipelined`, `bottleneck`, or a simulator."""
 
 _KEEP_BELOW = 0.05
-"""Default of `Auto.keep_below`."""
+"""Default of `Auto.keep_below`: an imbalance of 5%."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One balancer's step."""
+    """Name of a balancer that `auto` tried, and the time of its step."""
 
     name: str
     step_s: float
@@ -31,14 +31,14 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Chosen assignment, with the reason and the trials."""
+    """Assignment chosen by `auto`, with its step time, the reason and all trials."""
 
     name: str
     assignment: Assignment
     step_s: float
     reason: str
     trials: tuple[Trial, ...]
-    """In the order tried; arrival order first."""
+    """Trials in the order tried; arrival order is the first."""
 
     @property
     def arrival_s(self) -> float:
@@ -47,17 +47,17 @@ class Choice:
 
 
 def _default_candidates() -> tuple[Balancer, ...]:
-    """Cheapest first: of equally fast steps the first is taken."""
+    """Return the balancers that `auto` tries, cheapest first: among equally fast steps the first is taken."""
     return (PostBalance(), Joint(), Hierarchical(defer=Defer.ALL), SortedRoundRobin(), DistTrain())
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Auto(Balancer):
-    """The fastest of several balancers, never slower than arrival order by the same clock.
+    """Balancer that takes the fastest result of several balancers, never slower than arrival order under `step_time`.
 
-    If the slowest microbatch and the slowest replica of arrival order are little above what no assignment can beat, order is
-    kept: to move samples costs something too. A step that one sample dominates is left alone by the same rule.
+    Arrival order is kept if its slowest microbatch and replica are close to the lower bound of every assignment, because moving
+    samples costs time too. A step that one sample dominates is kept for the same reason.
     """
 
     name: ClassVar[str] = "auto"
@@ -65,10 +65,12 @@ class Auto(Balancer):
     candidates: tuple[Balancer, ...] = field(default_factory=_default_candidates)
     step_time: StepTime = pipelined
     keep_below: float = _KEEP_BELOW
-    """`imbalance` below which arrival order is kept."""
+    """Imbalance, as a fraction, below which arrival order is kept."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Component -> the part of its cost that its slowest stage has; 1 for those not given. Balancers see that part, because a
-    pipeline is as fast as its slowest stage; `step_time` sees whole costs."""
+    """Component -> fraction of its cost that is in its slowest stage; 1 for components not given.
+
+    Balancers see this fraction, because a pipeline is as fast as its slowest stage; `step_time` sees whole costs.
+    """
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
         """Return the chosen assignment."""
@@ -80,10 +82,10 @@ class Auto(Balancer):
         return choice.assignment, f"{choice.name}: {choice.reason}"
 
     def choose(self, costs: SampleCosts, grid: Grid) -> Choice:
-        """Like `assign`, with all trials and the reason.
+        """Return the chosen assignment with the reason and all trials.
 
         Raises:
-            ConfigError: a share of a component that the costs have not; or as a candidate.
+            ConfigError: `shares` names a component that the costs lack, or a candidate raises it.
         """
         arrival = Arrival().assign(costs, grid)
         trials = [Trial(name=Arrival.name, step_s=self.step_time(arrival, costs))]

@@ -14,11 +14,11 @@ from mmcompile.batching.balance.lpt import lpt
 from mmcompile.errors import ConfigError
 
 Share = Callable[[np.ndarray, int], np.ndarray]
-"""Weights [samples] and a number of replicas -> replica of each sample."""
+"""Function (weights float64 [samples], number of replicas) -> replica of each sample, int64 [samples]."""
 
 
 class Balancer(ABC):
-    """One way to balance. Fields of subclasses are its options."""
+    """Base of balancers, which assign the samples of a step to replicas and microbatches. Fields of subclasses are options."""
 
     name: ClassVar[str]
 
@@ -27,32 +27,32 @@ class Balancer(ABC):
         """Assign every sample to a place in every component with work for it.
 
         Raises:
-            ConfigError: the costs lack what this balancer needs, or nothing keeps to its limits.
+            ConfigError: the costs lack lengths or memory that this balancer needs, or no assignment was found within its limits.
         """
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
-        """Return the result of `assign`, with an explanation for the user."""
+        """Return the result of `assign`, and an explanation for the user."""
         return self.assign(costs, grid), self.title
 
     @property
     def title(self) -> str:
-        """Name with these options; the registry's name where it has one."""
+        """Balancer name with its non-default options; the registry's name if it is registered."""
         return self.name
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BottleneckBalancer(Balancer):
-    """A balancer that is shown what samples cost the slowest stage of each component: a pipeline is as fast as that."""
+    """Balancer that runs `inner` on the costs of each component's slowest stage, because that stage limits a pipeline's speed."""
 
     name: ClassVar[str] = "in-slowest-stage"
 
     inner: Balancer
     shares: Mapping[str, float]
-    """Component -> the part of its cost that its slowest stage has; 1 for those not given."""
+    """Component -> fraction of its cost that is in its slowest stage; 1 for components not given."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Assign by the costs of the slowest stages."""
+        """Assign samples with `inner`, by the costs of the slowest stages."""
         return self.inner.assign(of_slowest_stages(costs, self.shares), grid)
 
     @property
@@ -62,10 +62,10 @@ class BottleneckBalancer(Balancer):
 
 
 def of_slowest_stages(costs: SampleCosts, shares: Mapping[str, float]) -> SampleCosts:
-    """Return the costs of samples to the slowest stage of each component.
+    """Return sample costs multiplied by the share of each component's slowest stage.
 
     Args:
-        shares: as of `BottleneckBalancer`.
+        shares: component -> fraction of its cost that is in its slowest stage; 1 for components not given.
 
     Raises:
         ConfigError: a share names a component without costs.
@@ -81,7 +81,7 @@ def of_slowest_stages(costs: SampleCosts, shares: Mapping[str, float]) -> Sample
 
 
 def check_grid(costs: SampleCosts, grid: Grid) -> None:
-    """Raises ConfigError if the grid is of other components than the costs."""
+    """Raise ConfigError if the grid has replica counts for another number of components than the costs."""
     if len(grid.num_replicas) != len(costs.components):
         raise ConfigError(
             f"replicas of {len(grid.num_replicas)} components for costs of {len(costs.components)}; give one number for each of "
@@ -92,14 +92,14 @@ def check_grid(costs: SampleCosts, grid: Grid) -> None:
 def together(
     costs: SampleCosts, grid: Grid, replica: np.ndarray, microbatch: np.ndarray, share: Share = lpt
 ) -> Assignment:
-    """All components compute a sample in the same microbatch.
+    """Return an assignment in which all components compute a sample in the same microbatch.
 
-    A component with as many replicas as the last one computes it in the same replica. Another one shares the samples of all
-    replicas' microbatches of that number among its own.
+    A component with as many replicas as the last one computes it in the same replica. Any other component divides the samples
+    that all replicas have in microbatch k among its own replicas, for each k.
 
     Args:
-        replica: int [samples], of the last component; so too `microbatch`.
-        share: how; by default the heaviest sample goes to the lightest replica.
+        replica, microbatch: int [samples], places in the last component.
+        share: function that divides samples among replicas; by default LPT (the heaviest sample to the lightest replica).
     """
     replicas = [
         replica if count == grid.num_replicas[-1] else shared(costs, row, microbatch, count, share)
@@ -109,10 +109,10 @@ def together(
 
 
 def shared(costs: SampleCosts, row: int, microbatch: np.ndarray, num_replicas: int, share: Share = lpt) -> np.ndarray:
-    """Share the samples of every microbatch among replicas: int64 [samples], 0 for those that take no part.
+    """Return replicas that divide each microbatch's samples: int64 [samples], 0 for samples without work in the component.
 
     Args:
-        row: of the component.
+        row: index of the component.
         microbatch: int [samples].
     """
     weights = costs.costs[row]
@@ -122,7 +122,7 @@ def shared(costs: SampleCosts, row: int, microbatch: np.ndarray, num_replicas: i
 def shared_by(
     microbatch: np.ndarray, takes_part: np.ndarray, num_replicas: int, share: Callable[[np.ndarray, int], np.ndarray]
 ) -> np.ndarray:
-    """Like `shared`, by a function of the members (indices of samples, ascending) and the number of replicas."""
+    """Like `shared`, with `share` called on the sample indices of a microbatch (ascending) and the number of replicas."""
     replica = np.zeros(len(microbatch), dtype=np.int64)
     for _, members in groups(np.where(takes_part, microbatch, ABSENT)):
         replica[members] = share(members, num_replicas)
@@ -130,6 +130,9 @@ def shared_by(
 
 
 def equal_runs(count: int, parts: int) -> np.ndarray:
-    """Part of each of `count` things cut into runs whose sizes differ by at most one, the first ones larger: int64 [count]."""
+    """Cut `count` items into `parts` runs whose sizes differ by at most 1, larger ones first.
+
+    Return each item's run, int64 [count].
+    """
     size, larger = divmod(count, parts)
     return np.repeat(np.arange(parts), size + (np.arange(parts) < larger))

@@ -7,14 +7,15 @@ import numpy as np
 from mmcompile.batching.balance.assignment import Assignment, Grid, SampleCosts
 
 _UNIT_DIVISORS = 8
-"""Costs may be multiples of the smallest one's eighth."""
+"""Largest integer n such that costs are tested for being multiples of 1/n of the smallest cost."""
 
 
 def lower_bound(weights: np.ndarray, num_bins: int) -> float:
-    """No partition into bins has a smaller largest bin.
+    """Return a lower bound of the largest bin in any partition of samples into `num_bins` bins.
 
-    The largest of: the mean bin, the heaviest sample, the two lightest of the bins + 1 heaviest samples (two of which share a
-    bin). If all weights are multiples of one unit (images of one size), the mean is rounded up to a multiple.
+    It is the largest of three bounds: the mean bin; the heaviest sample; the sum of the two lightest among the num_bins + 1
+    heaviest samples, since two of these must share a bin. If all weights are multiples of one unit (images of one size), the mean
+    is rounded up to a multiple.
 
     Args:
         weights: float64 [samples], none negative.
@@ -29,22 +30,22 @@ def lower_bound(weights: np.ndarray, num_bins: int) -> float:
 
 
 def step_bound(costs: SampleCosts, grid: Grid) -> float:
-    """No assignment has a smaller largest load of any component in any microbatch."""
+    """Return a lower bound, over all assignments, of the largest load of any component in any microbatch."""
     counts = [count * grid.num_microbatches for count in grid.num_replicas]
     return max(lower_bound(row, count) for row, count in zip(costs.costs, counts, strict=True))
 
 
 def scaled(costs: SampleCosts, grid: Grid) -> np.ndarray:
-    """Costs as seconds of a bucket, float64 [components, samples].
+    """Return costs per bucket of the last component, float64 [components, samples].
 
-    A bucket is one microbatch of one replica of the last component. Replicas of a component that has other numbers of them share
-    the samples of all those microbatches of one number, so a bucket is charged its share.
+    A bucket is one microbatch of one replica of the last component. A component with another number of replicas divides the
+    samples of microbatch k of all replicas among its own, so costs are multiplied by the ratio of replica counts.
     """
     return costs.costs * (grid.num_replicas[-1] / np.array(grid.num_replicas))[:, None]
 
 
 def bottleneck(assignment: Assignment, costs: SampleCosts) -> float:
-    """The largest load of any component in any microbatch of any replica."""
+    """Return the largest load of any component in any microbatch of any replica, in the unit of the costs."""
     return max((float(loads.max()) for loads in assignment.loads(costs).values()), default=0.0)
 
 
@@ -52,7 +53,8 @@ def imbalance(assignment: Assignment, costs: SampleCosts) -> float:
     """Return the relative excess of the slowest microbatch, or of the slowest replica in all microbatches, over the lower bound.
 
     Returns:
-        0.25 for a quarter; of the two the larger. 0 is not always possible: no bound is always reached.
+        The larger of the two excesses as a fraction: 0.25 is 25%. The lower bound cannot always be reached, so 0 is not always
+        possible.
     """
     grid = assignment.grid
     microbatch = bottleneck(assignment, costs) / (step_bound(costs, grid) or 1.0)
@@ -62,7 +64,7 @@ def imbalance(assignment: Assignment, costs: SampleCosts) -> float:
 
 
 def pipelined(assignment: Assignment, costs: SampleCosts) -> float:
-    """Time of a pipeline of the components in which every microbatch is as slow as the slowest: Entrain Eq. 4.2.
+    """Return the time of a pipeline of components in which every microbatch is as slow as the slowest one: Entrain Eq. 4.2.
 
     sum over components of their slowest microbatch + (microbatches - 1) * the slowest of all
     """

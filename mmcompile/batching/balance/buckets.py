@@ -22,11 +22,11 @@ from mmcompile.units import format_bytes
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joint(Balancer):
-    """DFLOP's online scheduler: all components compute a sample in the same bucket, and all are balanced at once.
+    """Balancer of DFLOP's online scheduler: all components compute a sample in the same bucket, all balanced at once.
 
-    LPT on the larger of a sample's relative costs, then exchanges between buckets; then, for small instances that are not yet
-    near their lower bound, HiGHS within limits. Buckets are dealt out so that replicas are alike, and each replica runs its own
-    in the order of `hiding_order`: what is left of their differences costs a pipeline less so.
+    LPT places samples by the largest of their relative costs; local search exchanges samples between buckets; then HiGHS improves
+    small instances that are not near their lower bound. Buckets are dealt out so that replicas have similar loads. Each replica
+    runs its buckets in the order of `hiding_order`, which hides remaining differences in the pipeline.
 
     Source: DFLOP §3.4, Eq. 6; exchanges, symmetry breaking, memory limits and order are ours.
     """
@@ -34,15 +34,16 @@ class Joint(Balancer):
     name: ClassVar[str] = "joint"
 
     memory_limits: Mapping[str, int] = field(default_factory=dict)
-    """Component -> most bytes of activations of one bucket."""
+    """Component -> upper limit of the activation bytes of one bucket."""
     effort: Effort = field(default_factory=Effort)
     limits: Limits = field(default_factory=Limits)
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Assign as `Balancer.assign`.
+        """Assign every sample to a bucket, the same in all components.
 
         Raises:
-            ConfigError: no partition was found in which every bucket keeps to its memory; the message names the buckets over it.
+            ConfigError: no partition was found in which every bucket is within its memory limit; the message names a bucket over
+                it.
         """
         check_grid(costs, grid)
         bucket = self.buckets(costs, grid)
@@ -50,7 +51,7 @@ class Joint(Balancer):
         return together(costs, grid, replica, microbatch)
 
     def buckets(self, costs: SampleCosts, grid: Grid) -> np.ndarray:
-        """Bucket of each sample, int64 [samples]; buckets are alike."""
+        """Return the bucket of each sample, int64 [samples]. Bucket numbers do not name replicas or microbatches yet."""
         times = scaled(costs, grid)
         bound = step_bound(costs, grid) or 1.0
         memories = self._memories(costs, grid)
@@ -67,7 +68,7 @@ class Joint(Balancer):
         return best.bucket
 
     def _memories(self, costs: SampleCosts, grid: Grid) -> list[np.ndarray]:
-        """Shares of the limit, float64 [1, samples] for each limited component."""
+        """Return memory of samples over the limit of a bucket: float64 [1, samples] for each component with a limit."""
         rows = []
         for name, limit in self.memory_limits.items():
             if name not in costs.components or costs.memory_bytes is None:
@@ -106,10 +107,10 @@ def _refined(shares: np.ndarray, num_times: int, weights: np.ndarray, num_bucket
 
 
 def _dealt(times: np.ndarray, bucket: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
-    """Buckets to replicas, to and fro by load, so that replicas are alike; those of each replica in an order that hides encoders.
+    """Deal buckets to replicas in a snake by load, and order those of each replica to hide encoder time.
 
     Returns:
-        Replica and microbatch of each sample.
+        Replica and microbatch of each sample, int64 [samples] each.
     """
     total = np.bincount(bucket, weights=times.max(axis=0), minlength=grid.num_buckets)
     by_total = np.argsort(-total, kind="stable").reshape(grid.num_microbatches, grid.num_replicas[-1])

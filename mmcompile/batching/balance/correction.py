@@ -33,34 +33,36 @@ from mmcompile.batching.balance.bucket_bounds import pipelined
 from mmcompile.errors import ConfigError
 
 _LEAST_NOISE = 0.01
-"""Relative scatter of measured seconds that is always assumed."""
+"""Least relative scatter assumed for measured seconds."""
 
 _OUTLIER = 3.0
-"""Deviations beyond which a measurement is clipped."""
+"""Number of standard deviations beyond which a measurement is clipped."""
 
 _LARGEST_FACTOR = 32.0
-"""Largest factor of a bucket over or under its component's common ratio."""
+"""Upper bound of a bucket's factor relative to its component's common ratio; the lower bound is its inverse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """Settings of learning and of switching it off."""
+    """Settings of learning cost ratios, and of switching the correction off."""
 
     buckets_per_octave: int = 2
-    """Shape buckets between a predicted cost and its double."""
+    """Number of shape buckets per doubling of the predicted cost."""
     memory: float = 0.95
-    """Weight of what was learned before, each step."""
+    """Factor that weights past measurements at each step: exponential forgetting."""
     spread: float = 0.3
-    """Common deviation of a bucket's ratio from its component's, relative to it."""
+    """Assumed standard deviation of a bucket's ratio around its component's common ratio, relative to that ratio."""
     clip: float = 1.5
-    """A microbatch counts as at most so many times faster or slower than expected, unless most of the step's microbatches are:
-    it may have been interrupted."""
+    """Factor to which a microbatch's time over or under the expected is clipped: it may have been interrupted.
+
+    The limit does not apply if most microbatches of the step deviate as much.
+    """
     window: int = 20
-    """Steps over which benefit is compared with cost."""
+    """Number of steps over which benefit is compared with cost."""
     retry_after: int = 500
-    """Steps for which it stays off."""
+    """Number of steps for which the correction stays off before it is tried again."""
     step_time: StepTime = pipelined
-    """Judges an assignment by learned costs."""
+    """Function that times an assignment by the learned costs, to compute the benefit."""
 
     def __post_init__(self) -> None:
         if min(self.buckets_per_octave, self.window, self.retry_after) < 1:
@@ -76,23 +78,23 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factor:
-    """Learned ratio of a shape bucket."""
+    """Learned ratio of one shape bucket, for reports."""
 
     above: float
-    """Smallest predicted cost in the bucket."""
+    """Smallest predicted cost in the bucket, s."""
     ratio: float
-    """Measured over predicted, relative to the component's common ratio."""
+    """Measured over predicted cost, relative to the component's common ratio."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentReport:
-    """Learned ratios of a component."""
+    """Learned ratios of one component, for reports."""
 
     name: str
     scale: float
     """Common ratio: measured over predicted seconds of the median microbatch."""
     factors: tuple[Factor, ...]
-    """Ratios of the buckets, ascending."""
+    """Ratios of the shape buckets, ascending by predicted cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,14 +104,17 @@ class CorrectionReport:
     on: bool
     reason: str
     benefit_s: float
-    """Seconds saved a step, over the last complete window, or the steps so far if none is complete; so too `cost_s`."""
+    """Seconds saved per step: the mean over the last complete window, or over the steps so far if none is complete.
+
+    `cost_s` is the mean of the seconds that measuring and correcting cost, over the same steps.
+    """
     cost_s: float
     components: tuple[ComponentReport, ...]
-    """Components that were measured."""
+    """Ratios of the components that were measured."""
 
     @property
     def summary(self) -> str:
-        """On or off, and why."""
+        """One line: correction on or off, and the reason."""
         return f"correction {'on' if self.on else 'off'}: {self.reason}"
 
     def __str__(self) -> str:
@@ -122,7 +127,7 @@ class CorrectionReport:
 
 @final
 class Corrector:
-    """Learns from measured steps and corrects the costs of later ones. The same calls give the same bytes.
+    """Learner of cost ratios from measured steps, which corrects the costs of later steps. It is deterministic.
 
     Args:
         balancer: balancer that plans the steps; also run without correction, to measure the savings.
@@ -142,29 +147,30 @@ class Corrector:
 
     @property
     def on(self) -> bool:
-        """False while nothing is corrected and nothing needs to be measured."""
+        """True while costs are corrected and steps need to be measured."""
         return self._left_off == 0
 
     def corrected(self, costs: SampleCosts) -> SampleCosts:
         """Return the costs in measured seconds, or unchanged while off or before anything was measured.
 
-        Samples have work in the same components as before. A component that was never measured is scaled as the others are.
+        Costs of 0 stay 0, other costs stay above 0. A component never measured is scaled by the geometric mean of the others'
+        ratios.
         """
         return _corrected(costs, self._learned) if self.on and self._learned else costs
 
     def observe(
         self, assignment: Assignment, costs: SampleCosts, measured: Mapping[str, np.ndarray], spent_s: float
     ) -> None:
-        """Learn from a step. While off it only counts steps; `measured` may be empty then.
+        """Learn from a measured step. While off, only count the step; `measured` may be empty then.
 
         Args:
-            assignment: as the step ran.
-            costs: as predicted, not corrected.
+            assignment: assignment that the step ran with.
+            costs: predicted costs, not corrected.
             measured: component -> seconds of each microbatch, float64 [replicas, microbatches]; nan or 0 where not measured.
-            spent_s: what to measure and to correct cost this step.
+            spent_s: seconds that measuring and correcting took in this step.
 
         Raises:
-            ConfigError: seconds of an unknown component, or of another grid.
+            ConfigError: `measured` has an unknown component, or a shape that is not the grid's.
         """
         _check(assignment, measured)
         self._num_steps += 1
@@ -202,7 +208,7 @@ class Corrector:
         )
 
     def _saved(self, costs: SampleCosts, grid: Grid) -> float:
-        """Seconds by which correction makes a step of these samples shorter, before anything is learned from it."""
+        """Return the seconds by which correction shortens a step of these samples, judged before learning from that step."""
         if not all(self._halves):
             return 0.0
         turn = self._num_steps % 2
@@ -215,7 +221,7 @@ class Corrector:
             learned.setdefault(name, _Learned(self._settings)).learn(evidence)
 
     def _judge(self) -> None:
-        """Continue learning at the end of a window, or stop for a while."""
+        """Compare benefit with cost at the end of a window, and switch the correction off if it does not pay."""
         benefit_s, cost_s = float(np.mean(self._saved_s)), float(np.mean(self._spent_s))
         self._verdict = (benefit_s, cost_s)
         self._reason = f"saved {benefit_s:.3g} s a step, cost {cost_s:.3g} s, over {len(self._saved_s)} steps"
@@ -226,19 +232,19 @@ class Corrector:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Evidence:
-    """Measurements of one component in one step."""
+    """Measured ratios of one component in one step, and the shape buckets that make up each microbatch."""
 
     keys: np.ndarray
-    """int64 [buckets]: shape buckets seen, ascending."""
+    """Shape buckets in the step, int64 [buckets], ascending."""
     shares: np.ndarray
-    """float64 [microbatches, buckets]: of predicted cost; rows add up to 1."""
+    """Fraction of each microbatch's predicted cost in each shape bucket, float64 [microbatches, buckets]; rows sum to 1."""
     ratios: np.ndarray
-    """float64 [microbatches]: measured over predicted seconds."""
+    """Measured over predicted seconds, float64 [microbatches]."""
 
 
 @final
 class _Learned:
-    """Ratios of the buckets of one component."""
+    """Learned ratios of the shape buckets of one component, with the normal equations they are solved from."""
 
     def __init__(self, settings: Correction) -> None:
         self._settings = settings
@@ -250,11 +256,11 @@ class _Learned:
         self._moment = np.zeros(0)
 
     def corrected(self, costs: np.ndarray) -> np.ndarray:
-        """Costs [samples] in measured seconds."""
+        """Return predicted costs [samples] multiplied by the learned ratios."""
         return costs * self.scale * self._factors_of(_keys(costs, self._settings))
 
     def learn(self, evidence: _Evidence) -> None:
-        """Update scale and factors by one step."""
+        """Update the common ratio and the bucket factors with the measurements of one step."""
         memory = self._settings.memory
         self.scale = _mixed(self.scale, float(np.median(evidence.ratios)), memory)
         self._grow(evidence.keys)
@@ -268,7 +274,7 @@ class _Learned:
         self._factors = self._solve()
 
     def _clipped(self, surprise: np.ndarray) -> np.ndarray:
-        """Logarithms of measured over expected ratios, less far from the median than they may be. Updates the noise."""
+        """Return log ratios of measured to expected seconds, clipped around their median. Updates the noise."""
         middle = float(np.median(surprise))
         deviation = 1.4826 * float(np.median(np.abs(surprise - middle)))  # of a normal distribution
         self._noise = _mixed(self._noise, deviation, self._settings.memory)
@@ -283,14 +289,14 @@ class _Learned:
         )
 
     def _factors_of(self, keys: np.ndarray) -> np.ndarray:
-        """Factor of each bucket; 1 for those never seen."""
+        """Return the factor of each bucket, float64 [buckets]; 1 for buckets never seen."""
         if not len(self._keys):
             return np.ones(len(keys))
         position = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         return np.where(self._keys[position] == keys, self._factors[position], 1.0)
 
     def _grow(self, keys: np.ndarray) -> None:
-        """Make room for buckets not seen before."""
+        """Add rows and columns for buckets not seen before to the normal equations."""
         together = np.union1d(self._keys, keys)
         kept = np.searchsorted(together, self._keys)
         gram, moment, factors = np.zeros((len(together),) * 2), np.zeros(len(together)), np.ones(len(together))
@@ -300,7 +306,7 @@ class _Learned:
     def _solve(self) -> np.ndarray:
         """Minimize, over f >= 0, |shares f - ratios / scale|^2 + prior |f - 1|^2, from the normal equations.
 
-        prior = (noise / spread)^2: the most likely f if both are normal.
+        With prior = (noise / spread)^2 this is the most likely f if noise and factors are normally distributed.
         """
         prior = (max(self._noise, _LEAST_NOISE) / self._settings.spread) ** 2
         lower = np.linalg.cholesky(self._gram + prior * np.eye(len(self._keys)))
@@ -310,23 +316,26 @@ class _Learned:
 
 
 def _mixed(old: float, new: float, memory: float) -> float:
-    """Exponential moving average that starts with the first value."""
+    """Return an exponential moving average; `new` if `old` is nan."""
     return new if math.isnan(old) else memory * old + (1 - memory) * new
 
 
 def _keys(costs: np.ndarray, settings: Correction) -> np.ndarray:
-    """Shape bucket of each cost, int64: costs from 2^(key / buckets an octave) up. That of a cost of 0 means nothing."""
+    """Return the shape bucket of each cost, int64: floor(log2(cost) * buckets_per_octave).
+
+    A cost of 0 gets an arbitrary bucket.
+    """
     present = np.where(costs > 0, costs, 1.0)
     return np.floor(np.log2(present) * settings.buckets_per_octave).astype(np.int64)
 
 
 def _evidence(buckets: np.ndarray, costs: np.ndarray, seconds: np.ndarray, settings: Correction) -> _Evidence:
-    """Microbatches of a component that were measured and have samples.
+    """Return ratios and bucket shares of the microbatches of a component that were measured and have samples.
 
     Args:
-        buckets: int [samples], microbatch of each sample over all replicas; -1 where it takes no part.
-        costs: predicted, [samples].
-        seconds: measured, [microbatches of all replicas].
+        buckets: int [samples], microbatch of each sample, counted over all replicas; -1 if the sample has no work.
+        costs: predicted costs, float64 [samples].
+        seconds: measured seconds, float64 [microbatches of all replicas].
     """
     known = np.where(np.isfinite(seconds), seconds, 0.0) > 0
     here = (buckets != ABSENT) & known[buckets]
@@ -339,7 +348,10 @@ def _evidence(buckets: np.ndarray, costs: np.ndarray, seconds: np.ndarray, setti
 
 
 def _corrected(costs: SampleCosts, learned: Mapping[str, _Learned]) -> SampleCosts:
-    """Costs by what was learned of some components, one at least; the others are scaled as these are on the whole."""
+    """Return costs corrected by the learned ratios.
+
+    Components not in `learned` are scaled by the geometric mean of those that are.
+    """
     common = math.exp(float(np.mean([math.log(component.scale) for component in learned.values()])))
     rows = [
         learned[name].corrected(row) if name in learned else row * common

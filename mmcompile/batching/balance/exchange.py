@@ -18,14 +18,14 @@ from mmcompile.errors import VerifyError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Exchange:
-    """Samples that move, in order of sample, and their places on both sides."""
+    """Samples that move between two components, ascending, with their places in each."""
 
     samples: np.ndarray
-    """int64 [moved], ascending."""
+    """Indices of the samples that move, int64 [moved], ascending."""
     source: np.ndarray
-    """int32 [moved, 2]: replica and microbatch."""
+    """Replica and microbatch where each sample is before, int32 [moved, 2]."""
     target: np.ndarray
-    """int32 [moved, 2]."""
+    """Replica and microbatch where each sample is after, int32 [moved, 2]."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Exchange) and all(
@@ -41,14 +41,14 @@ class Exchange:
 
     @property
     def transpose(self) -> Exchange:
-        """The way back."""
+        """The reverse exchange, for gradients: source and target swapped."""
         return Exchange(samples=self.samples, source=self.target, target=self.source)
 
     def then(self, other: Exchange) -> Exchange:
-        """Both in one: `other` o `self`, of the samples that both move.
+        """Return the composition of this exchange and then `other`, for the samples that are in both.
 
         Raises:
-            VerifyError: a sample does not start in `other` where it ends here.
+            VerifyError: a sample's source in `other` is not its target here.
         """
         samples, mine, theirs = np.intersect1d(self.samples, other.samples, assume_unique=True, return_indices=True)
         apart = (self.target[mine] != other.source[theirs]).any(axis=1)
@@ -58,7 +58,7 @@ class Exchange:
         return Exchange(samples=samples, source=self.source[mine], target=other.target[theirs])
 
     def volume(self, rows: np.ndarray, num_sources: int, num_targets: int) -> np.ndarray:
-        """Return the rows that each replica sends to each, int64 [sources, targets].
+        """Return the rows that each source replica sends to each target replica, int64 [sources, targets].
 
         Args:
             rows: int [all samples]: rows, bytes or tokens of a sample.
@@ -69,9 +69,9 @@ class Exchange:
 
 
 def exchange(assignment: Assignment, source: int, target: int) -> Exchange:
-    """Return the places of samples with work in both components.
+    """Return the exchange of all samples with work in both components.
 
-    Where `source` (an index) computes them, where `target` reads them.
+    It leads from the places of component `source` to those of component `target` (indices).
     """
     both = (assignment.replica[source] != ABSENT) & (assignment.replica[target] != ABSENT)
     samples = np.flatnonzero(both)
@@ -81,7 +81,7 @@ def exchange(assignment: Assignment, source: int, target: int) -> Exchange:
 
 
 def from_arrival(assignment: Assignment, arrival: Assignment, component: int) -> Exchange:
-    """A component's samples from where they arrived (there, where the last component has them) to where it computes them."""
+    """Return the exchange of a component's samples from their places in `arrival` (the last component's) to those in `assignment`."""
     samples = np.flatnonzero((assignment.replica[component] != ABSENT) & (arrival.replica[-1] != ABSENT))
     source = _places(arrival, len(arrival.components) - 1, samples)
     return Exchange(samples=samples, source=source, target=_places(assignment, component, samples))

@@ -18,36 +18,36 @@ from mmcompile.batching.balance.sample_deferral import RESOLUTION, pairwise_defe
 
 
 class Defer(StrEnum):
-    """Microbatches that defer language-model work to the next (§4.5.2)."""
+    """Choice of the microbatches that defer language-model work to the next microbatch (§4.5.2)."""
 
     NONE = "none"
-    """Every component computes a sample in the same microbatch."""
+    """No deferral: every component computes a sample in the same microbatch."""
     CRITICAL = "critical"
-    """Microbatches that would exceed the necessary longest one, as in the thesis."""
+    """Deferral only in microbatches that would exceed the longest one necessary, as in the thesis."""
     ALL = "all"
-    """Every overloaded one."""
+    """Deferral in every overloaded microbatch."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hierarchical(Balancer):
-    """Entrain's microbatch assignment. All encoders count as one, whose work is the sum of theirs.
+    """Balancer of Entrain's hierarchical microbatch assignment. All encoders count as one with the sum of their work.
 
-    Two cases that the thesis does not have. Samples without encoder work are placed last, by language-model work, for they would
-    otherwise all be in the microbatch whose encoder ends first. And "high" language-model work is more than the median of the
-    replica's samples.
+    Two cases are not in the thesis. Samples without encoder work are placed last, by language-model work; otherwise all would be
+    in the microbatch whose encoder ends first. "High" language-model work is defined as above the median of the replica's
+    samples.
     """
 
     name: ClassVar[str] = "hierarchical"
 
     defer: Defer = Defer.CRITICAL
     fewer_microbatches: bool = True
-    """Use only as many as the heaviest sample's encoder work allows: K_eff (§4.5.1)."""
+    """Use only as many microbatches as the heaviest sample's encoder work allows: K_eff (§4.5.1)."""
     resolution: int = RESOLUTION
 
     @property
     def title(self) -> str:
-        """Name with the deferral, if it is not the default."""
+        """Balancer name, with the deferral if it is not the default."""
         return self.name if self.defer is Defer.CRITICAL else f"{self.name}-{self.defer}"
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
@@ -69,7 +69,7 @@ class Hierarchical(Balancer):
         return assignment_of(costs, grid, replicas, [*[early] * last, late])
 
     def _replica(self, encoder: np.ndarray, language: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Encoder and language-model microbatch of each sample of one replica, in order of running."""
+        """Return encoder and language-model microbatch of each sample of one replica, int64 [samples] each, in run order."""
         count = effective_microbatches(encoder, most) if self.fewer_microbatches else most
         early = stratified(encoder, language, count)
         if self.defer is Defer.NONE:
@@ -85,21 +85,21 @@ class Hierarchical(Balancer):
 
 
 def replicas_of(encoder: np.ndarray, language: np.ndarray, num_replicas: int) -> np.ndarray:
-    """Replica of each sample, int64 [samples]: by encoder work descending, each to the replica with least language-model work."""
+    """Assign samples by descending encoder work, each to the replica with least language-model work; return int64 [samples]."""
     return place_in_order(language, np.lexsort((-language, -encoder)), num_replicas)
 
 
 def effective_microbatches(encoder: np.ndarray, most: int) -> int:
-    """K_eff = min(K, floor(sum w / max w)) over encoder work w; K if there is none."""
+    """Return K_eff = min(K, floor(sum w / max w)), with w the encoder work [samples] and K = `most`; K if all w are 0."""
     heaviest = float(encoder.max(initial=0.0))
     return most if heaviest == 0 else min(most, int(float(encoder.sum()) / heaviest * (1 + 1e-12)))
 
 
 def stratified(encoder: np.ndarray, language: np.ndarray, count: int) -> np.ndarray:
-    """Microbatch of each sample, int64 [samples], balanced by encoder work within 2 - 1/count of the optimum.
+    """Return the microbatch of each sample, int64 [samples], balanced by encoder work within 2 - 1/count of the optimum.
 
-    Samples of high language-model work first, then the others, so that every microbatch has small ones to defer; both by encoder
-    work descending, each to the microbatch with the least encoder work.
+    Samples of high language-model work are placed before the rest, so that every microbatch has small samples to defer. Each of
+    the two sets is taken by descending encoder work, each sample to the microbatch with the least encoder work.
     """
     coarse = language > np.median(language)
     order = np.lexsort((-encoder, ~coarse))

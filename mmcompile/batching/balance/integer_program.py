@@ -18,32 +18,32 @@ _LEAST_GAIN = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of the solver. An instance that reaches one is left to the heuristic.
+    """Limits of the solver. An instance that reaches one keeps the heuristic's result.
 
-    Nodes are the limit that is meant to be reached, for it is reached at the same point everywhere. Time is a net below it: raise
-    the others beyond what finishes in it, and a result may depend on the speed of the machine.
+    The node limit is reached at the same point on every machine. The time limit is a safeguard: if it is reached before the node
+    limit, the result depends on the speed of the machine.
     """
 
     variables: int = 96
-    """Samples times buckets of the largest instance that is tried; 0 to try none."""
+    """Largest number of variables (samples times buckets) of an instance that is solved; 0 to solve no instance."""
     nodes: int = 300
-    """Nodes of the search tree."""
+    """Largest number of nodes of the search tree."""
     time_s: float = 10.0
 
 
 def better_buckets(
     shares: np.ndarray, num_times: int, num_buckets: int, height: float, limits: Limits
 ) -> tuple[np.ndarray | None, bool]:
-    """A partition lower than one of a known height.
+    """Return a partition whose highest bucket is lower than `height`.
 
     Args:
         shares: float64 [samples, columns]: relative times, then shares of the memory limit.
-        num_times: columns that are times.
-        height: to beat, of the highest bucket.
+        num_times: number of leading columns that are times.
+        height: height of the highest bucket of a known partition.
 
     Returns:
-        The bucket of each sample, int64 [samples], or None if there is no lower one or the limits were reached; and whether it is
-        proved that none is lower than what is now known.
+        The bucket of each sample, int64 [samples], or None if no partition is lower or a limit was reached; and True if it is
+        proved that no partition is lower than the best known one.
     """
     count = len(shares)
     if count * num_buckets > limits.variables:

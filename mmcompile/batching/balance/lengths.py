@@ -22,7 +22,7 @@ from mmcompile.errors import ConfigError
 
 
 class BatchKind(StrEnum):
-    """Layout of the sequences of a batch."""
+    """Layout of the sequences of a batch: packed, padded or convolution."""
 
     PACKED = "packed"
     PADDED = "padded"
@@ -32,13 +32,13 @@ class BatchKind(StrEnum):
 def batch_costs(
     lengths: np.ndarray, bins: np.ndarray, num_bins: int, kind: BatchKind, *, alpha: float = 1.0, beta: float = 0.0
 ) -> np.ndarray:
-    """Cost of every batch, float64 [bins]: 0 for an empty one.
+    """Return the cost of every batch, float64 [bins]; 0 for an empty one.
 
     Args:
-        lengths: [samples] in tokens.
+        lengths: int [samples], tokens.
         bins: int [samples]; -1 for a sample in no batch.
-        alpha: of a computed token.
-        beta: of a pair of tokens.
+        alpha: cost of a computed token.
+        beta: cost of a pair of tokens in attention.
     """
     here = bins >= 0
     lengths, bins = lengths[here].astype(np.float64), bins[here]
@@ -52,20 +52,21 @@ def batch_costs(
 
 
 def packed(lengths: np.ndarray, num_bins: int) -> np.ndarray:
-    """Least largest sum of lengths, within 4/3. Source: OrchMLLM Algorithm 1.
+    """Minimize the largest sum of lengths of a bin, within 4/3 of the optimum. Source: OrchMLLM Algorithm 1.
 
     Returns:
-        Bin of each sample, int64 [samples]; so too below.
+        Bin of each sample, int64 [samples].
     """
     return lpt(lengths, num_bins)
 
 
 def padded(lengths: np.ndarray, num_bins: int) -> np.ndarray:
-    """Least largest padded batch; exact. Source: OrchMLLM Algorithm 2.
+    """Minimize the padded tokens of the largest bin, exactly; return the bin of each sample, int64 [samples].
 
-    By length ascending, a batch takes sequences for as long as their padded length keeps to a bound, which is the least that
-    needs no more batches than there are bins. Runs of sorted sequences hold an optimum, and the longest run from the left is
-    never worse. The print adds a sequence only when it opens a batch, and starts the search at the shortest sequence.
+    Source: OrchMLLM Algorithm 2. By ascending length, a batch takes sequences while its padded length is within a bound: the
+    smallest bound that needs no more batches than there are bins. Runs of sorted sequences hold an optimum, and the longest run
+    from the left is never worse. Algorithm 2 as printed adds a sequence only when it opens a batch, and starts the search at the
+    shortest sequence.
 
     Args:
         lengths: int [samples] in tokens, at least 1.
@@ -88,9 +89,11 @@ def padded(lengths: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _least_batches(ascending: list[int], bound: int, most: int) -> list[int] | None:
-    """Ends of the longest runs whose padded length keeps to a bound; None if there would be more than `most`.
+    """Return the ends of the longest runs whose padded length is within `bound` tokens.
 
-    A later run starts with a longer sequence, so it never holds more of them: one pointer that only falls finds all runs.
+    None if there would be more than `most` runs.
+
+    A later run starts with a longer sequence and so never holds more sequences: run sizes only fall.
     """
     count = len(ascending)
     size = bisect_right(range(1, count + 1), bound, key=lambda size: size * ascending[size - 1])
@@ -108,10 +111,11 @@ def _least_batches(ascending: list[int], bound: int, most: int) -> list[int] | N
 
 
 def quadratic(lengths: np.ndarray, num_bins: int, tolerance: float | None = None) -> np.ndarray:
-    """Balances sums of lengths, and of their squares where sums are alike. Source: OrchMLLM Algorithm 4.
+    """Balance sums of lengths, and sums of squares among similar sums; return the bin of each sample, int64 [samples].
 
-    The print calls two sums alike if they differ by less than the tolerance, which is no order (a ~ b ~ c with a < c), so what
-    it does would depend on the heap. Here they are alike if they fall into the same interval of that width.
+    Source: OrchMLLM Algorithm 4. As printed, two sums are similar if they differ by less than the tolerance; this is not
+    transitive, so its result depends on the heap. This function calls sums similar if they fall into the same interval of that
+    width.
 
     Args:
         lengths: [samples] in tokens.
@@ -135,10 +139,12 @@ def quadratic(lengths: np.ndarray, num_bins: int, tolerance: float | None = None
 
 
 def convolution(lengths: np.ndarray, num_bins: int) -> np.ndarray:
-    """Batches of like lengths as large as an even sum allows, then the rest to the lightest. Source: OrchMLLM Algorithm 5.
+    """Fill batches of similar lengths up to the largest even sum, the rest by LPT.
 
-    The bound is the largest sum of Algorithm 1. The print measures a batch by the sequence that is added, the shortest yet; the
-    padded length is that of the longest, the first.
+    Return the bin of each sample, int64 [samples].
+
+    Source: OrchMLLM Algorithm 5. The bound is the largest sum of Algorithm 1. As printed, a batch is measured by the sequence
+    added last, which is its shortest; this function uses the padded length, that of the first and longest.
 
     Args:
         lengths: int [samples] in tokens, at least 1.
@@ -159,7 +165,7 @@ def convolution(lengths: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _spread_runs(order: np.ndarray, ends: list[int]) -> np.ndarray:
-    """Run i of the samples in order goes to bin i; the samples after the last run to none."""
+    """Return bin i for the samples of run i of `order`, and -1 for the samples after the last run: int64 [samples]."""
     bins = np.full(len(order), -1, dtype=np.int64)
     for index, (start, end) in enumerate(pairwise(ends)):
         bins[order[start:end]] = index

@@ -12,11 +12,11 @@ import heapq
 import numpy as np
 
 _MIN_ROUND = 96
-"""Samples that must be placed at once for a vectorised round to be worth it."""
+"""Least number of samples placed at once for which a vectorized round is worth it."""
 
 
 def lpt(weights: np.ndarray, num_bins: int, start: np.ndarray | None = None) -> np.ndarray:
-    """Bin of each sample.
+    """Assign samples to bins by LPT; return the bin of each sample.
 
     Args:
         weights: [samples], none negative. Equal weights are taken in order of samples.
@@ -33,7 +33,9 @@ def lpt(weights: np.ndarray, num_bins: int, start: np.ndarray | None = None) -> 
 def place_in_order(
     weights: np.ndarray, order: np.ndarray, num_bins: int, start: np.ndarray | None = None
 ) -> np.ndarray:
-    """Assign samples in this order, each to the lightest bin (list scheduling). Within 2 - 1/bins of the optimum for any order.
+    """Assign samples in the given order, each to the lightest bin (list scheduling).
+
+    Within 2 - 1/bins of the optimum for any order.
 
     Args:
         weights: [samples].
@@ -57,7 +59,7 @@ def place_in_order(
 
 
 def _round(loads: np.ndarray, weights: np.ndarray, bins: np.ndarray, done: int) -> int:
-    """Place as many samples from `done` on as go to different bins in order of load; their number."""
+    """Place samples from position `done` on while each goes to a different bin in order of load; return their number."""
     lightest = np.argsort(loads, kind="stable")[: len(weights) - done]
     sums = loads[lightest]
     after = sums + weights[done : done + len(lightest)]

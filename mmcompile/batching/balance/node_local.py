@@ -17,10 +17,10 @@ from mmcompile.errors import ConfigError
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeLocal(Balancer):
-    """Nodes are made equally loaded by moving few samples, then the ranks of each node by LPT, component by component.
+    """Balancer that equalizes node loads by moving few samples, then balances the ranks of each node by LPT, per component.
 
-    A component that this leaves further from its bound than the tolerance, or whose replicas are not one a rank, is balanced by
-    LPT over all its replicas, as in `PostBalance`.
+    A component is balanced by LPT over all its replicas, as in `PostBalance`, if its largest load then exceeds the lower bound by
+    more than the tolerance, or if it has another number of replicas than the last component.
 
     Goes further than OrchMLLM's node-wise rearrangement (§5.2.2), which makes batches first and then chooses their ranks.
     """
@@ -28,15 +28,15 @@ class NodeLocal(Balancer):
     name: ClassVar[str] = "node-local"
 
     ranks_per_node: int = 8
-    """Consecutive replicas of the last component share a node, and samples arrive in equal runs at its replicas."""
+    """Number of consecutive replicas of the last component on one node. Samples arrive in equal runs at these replicas."""
     tolerance: float = 0.02
-    """Relative excess of the largest load over the lower bound."""
+    """Largest accepted relative excess of the largest load over its lower bound."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Assign as `Balancer.assign`, for steps of one microbatch.
+        """Assign the samples of a step with one microbatch.
 
         Raises:
-            ConfigError: the step has more microbatches.
+            ConfigError: the grid has more than one microbatch.
         """
         check_grid(costs, grid)
         if grid.num_microbatches > 1:
@@ -60,9 +60,9 @@ class NodeLocal(Balancer):
 
 
 def _even_nodes(weights: np.ndarray, home: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Node of each sample, int64 [samples]: its home, unless the home has more than its share.
+    """Return the node of each sample, int64 [samples]: its home node, unless that node's load exceeds the mean.
 
-    A node with too much gives away what fits its excess, heaviest first; those samples go to the lightest nodes, heaviest first.
+    An overloaded node gives away samples that fit into its excess, heaviest first; they go to the lightest nodes.
     """
     node = home.astype(np.int64)
     excess = np.bincount(home, weights=weights, minlength=num_nodes) - weights.sum() / num_nodes
@@ -80,7 +80,7 @@ def _even_nodes(weights: np.ndarray, home: np.ndarray, num_nodes: int) -> np.nda
 
 
 def _within_nodes(weights: np.ndarray, node: np.ndarray, ranks_per_node: int) -> np.ndarray:
-    """LPT inside every node at once: rank in the node of each sample, int64 [samples]."""
+    """Run LPT inside every node at once; return the rank in its node of each sample, int64 [samples]."""
     order = np.lexsort((-weights, node))
     counts = np.bincount(node)
     position = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -98,7 +98,7 @@ def _within_nodes(weights: np.ndarray, node: np.ndarray, ranks_per_node: int) ->
 
 
 def _fitting(weights: np.ndarray, members: np.ndarray, excess: float) -> np.ndarray:
-    """Samples, heaviest first, each of which still fits into what is left of the excess."""
+    """Return sample indices, heaviest first, each of which fits into the rest of the excess."""
     members = members[(weights[members] > 0) & (weights[members] <= excess)]
     members = members[np.argsort(-weights[members], kind="stable")]
     ascending = -weights[members]

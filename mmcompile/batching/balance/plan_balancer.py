@@ -12,14 +12,16 @@ from mmcompile.planner.plan.plan import Plan
 
 
 def plan_balancer(plan: Plan, name: str) -> Balancer:
-    """The balancer of a name, for steps that run through the stages of a plan: `auto` simulates them, all mind the slowest.
+    """Return the balancer `name` for the steps of a plan.
+
+    `auto` simulates the plan's stages; every balancer uses the slowest stages.
 
     Args:
-        name: of `mmcompile.batching.balance.registry`.
+        name: balancer name in `mmcompile.batching.balance.registry`.
 
     Raises:
         ConfigError: no such balancer.
-        PlanError: the plan has a tower that is predicted to take no time.
+        PlanError: the plan predicts 0 s for a balance group.
     """
     chosen, shape = balancer(name), StepShape.of(plan)
     if isinstance(chosen, Auto):
@@ -28,5 +30,5 @@ def plan_balancer(plan: Plan, name: str) -> Balancer:
 
 
 def balancer_of_json(plan: str, name: str) -> Balancer:
-    """`plan_balancer` of a plan as JSON, for other processes."""
+    """Return `plan_balancer` of a plan given as JSON text, for use in other processes."""
     return plan_balancer(Plan.from_json(plan), name)

@@ -18,7 +18,7 @@ from mmcompile.errors import ConfigError
 
 
 class Algorithm(StrEnum):
-    """Quantity that is balanced in one component."""
+    """OrchMLLM algorithm, named after the quantity that it balances in one component."""
 
     SECONDS = "seconds"
     """Algorithm 1 on costs: the cost of a packed batch is the sum of its samples' costs."""
@@ -31,7 +31,7 @@ class Algorithm(StrEnum):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PostBalance(Balancer):
-    """OrchMLLM's global orchestrator: encoders balanced one by one, the language model on whole interleaved sequences.
+    """Balancer of OrchMLLM's global orchestrator: each encoder by itself, the language model on whole interleaved sequences.
 
     With more than one microbatch, samples are first balanced over all (replica, microbatch) pairs of the language model; then
     each encoder shares the samples of a microbatch among its replicas. No sample is computed later than its encoders.
@@ -42,17 +42,17 @@ class PostBalance(Balancer):
     name: ClassVar[str] = "post-balance"
 
     algorithms: tuple[Algorithm, ...] = (Algorithm.SECONDS,)
-    """Algorithm of each component, or one for all."""
+    """Algorithms, one for each component, or a single one for all."""
     tolerance: float | None = None
-    """Tolerance of the quadratic algorithm, in tokens."""
+    """Interval width, in tokens, within which the quadratic algorithm calls sums similar; None for the mean length."""
 
     @property
     def title(self) -> str:
-        """Name with the algorithms that are not the default."""
+        """Balancer name, with the algorithms that are not the default."""
         return "-".join((self.name, *(a for a in self.algorithms if a is not Algorithm.SECONDS)))
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Assign the samples of each component by themselves."""
+        """Assign the samples of each component independently of the other components."""
         check_grid(costs, grid)
         algorithms = self._algorithms(costs)
         last = len(costs.components) - 1

@@ -9,36 +9,36 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 _SPARE = 3
-"""Free places of a bucket beside the largest: to exchange a sample for nothing is to move it."""
+"""Number of free places of a bucket beside its largest count: exchanging a sample with a free place moves the sample."""
 _LEAST_GAIN = 1e-12
 OVER = 100.0
-"""Height of a bucket over its memory is this times how much it needs of the limit: more than any time."""
+"""Factor on a bucket's memory share in its height if it exceeds its memory limit; more than any relative time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """Limits of the search. Counted in rounds, not in seconds, so that results are the same everywhere."""
+    """Limits of the local search, in rounds instead of seconds, so that results do not depend on the machine."""
 
     rounds: int = 80
     pairs: int = 16
-    """Pairs of buckets in one round."""
+    """Number of pairs of buckets in one round."""
     tolerance: float = 0.004
-    """Over the lower bound, at which it is good enough."""
+    """Relative excess over the lower bound at which the search ends."""
 
 
 class Buckets:
-    """Samples in buckets, with loads kept up to date.
+    """Partition of samples into buckets, with loads kept up to date.
 
-    Loads are relative: 1 is the lower bound of a time, or the limit of a memory.
+    Loads are relative: 1 is the lower bound of the largest time, or the memory limit.
     """
 
     def __init__(self, shares: np.ndarray, num_times: int, bucket: np.ndarray, num_buckets: int) -> None:
-        """Start from an assignment.
+        """Start from a partition.
 
         Args:
             shares: float64 [samples, columns]: times, then memories.
-            num_times: columns that are times.
-            bucket: assignment to start from, int [samples].
+            num_times: number of leading columns that are times.
+            bucket: bucket of each sample at the start, int [samples].
         """
         self._nothing = len(shares)
         # Columns come first: they are few, and reductions over a short last axis are slow.
@@ -53,18 +53,18 @@ class Buckets:
 
     @property
     def bucket(self) -> np.ndarray:
-        """int64 [samples]."""
+        """Bucket of each sample, int64 [samples]."""
         found = np.empty(self._nothing + 1, dtype=np.int64)
         found[self._samples] = np.arange(len(self._samples))[:, None]
         return found[:-1]
 
     @property
     def height(self) -> float:
-        """Height of the highest bucket: its largest relative time, or `OVER` and more if it is over its memory."""
+        """Height of the highest bucket: its largest relative time; at least `OVER` if it exceeds its memory limit."""
         return float(self._heights(self._loads).max(initial=0.0))
 
     def refine(self, effort: Effort) -> None:
-        """Lower the highest buckets until all keep to the tolerance, nothing helps, or the rounds are over."""
+        """Lower the highest buckets until all are within the tolerance, no exchange helps, or the rounds are used up."""
         num_buckets = len(self._samples)
         failed = np.zeros((num_buckets, num_buckets))
         for _ in range(effort.rounds):
@@ -89,13 +89,16 @@ class Buckets:
         return height
 
     def _partners(self, heavy: np.ndarray, others: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each heavy bucket the partner with which it would be lowest if both could be halved."""
+        """Return heavy buckets and a partner of each, matched so that half of both their loads is lowest."""
         halves = (self._loads[:, heavy, None] + self._loads[:, None, others]) / 2
         rows, columns = linear_sum_assignment(self._heights(halves) + failed[np.ix_(heavy, others)])
         return heavy[rows], others[columns]
 
     def _exchange(self, heavy: np.ndarray, light: np.ndarray, heights: np.ndarray) -> np.ndarray:
-        """Exchange one sample of each heavy bucket with one of its partner where that lowers the heavier; bool [pairs]."""
+        """Exchange one sample of each heavy bucket with one of its partner where that lowers the higher; return bool [pairs].
+
+        Exchanged.
+        """
         given, taken = self._shares[:, self._samples[heavy]], self._shares[:, self._samples[light]]
         change = given[..., None] - taken[:, :, None]
         after = np.maximum(
@@ -115,5 +118,5 @@ class Buckets:
 
 
 def _largest(columns: np.ndarray) -> np.ndarray:
-    """`columns.max(axis=0)`, several times as fast for the few columns there are."""
+    """Return `columns.max(axis=0)`, several times as fast where there are few columns."""
     return reduce(np.maximum, columns)

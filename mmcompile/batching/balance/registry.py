@@ -26,11 +26,11 @@ _ALL: tuple[Balancer, ...] = (
     Auto(),
 )
 BALANCERS: Mapping[str, Balancer] = {one.title: one for one in _ALL}
-"""Name -> balancer with default options."""
+"""Balancer name -> balancer with default options."""
 
 
 def balancer(name: str) -> Balancer:
-    """The balancer of a name, with default options. Raises ConfigError with the names there are."""
+    """Return the balancer `name` with default options. Raises ConfigError with the known names."""
     if name not in BALANCERS:
         raise ConfigError(f"no balancer {name!r}; there are {', '.join(BALANCERS)}")
     return BALANCERS[name]

@@ -14,45 +14,45 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 RESOLUTION = 4096
-"""Units into which the work of an overloaded microbatch is rounded, unless it is a whole number that is smaller."""
+"""Number of units into which the work of an overloaded microbatch is rounded, unless it is a smaller whole number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """An overloaded microbatch, the underloaded one that runs after it, and the samples it hands over."""
+    """An overloaded microbatch, the underloaded one that runs after it, and the samples deferred from one to the other."""
 
     overloaded: int
     underloaded: int
     deferred: tuple[int, ...]
-    """Positions in the overloaded microbatch's samples."""
+    """Positions of the deferred samples among the overloaded microbatch's samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deferral:
-    """Deferral of all microbatches of a replica."""
+    """Deferral of the microbatches of one replica."""
 
     pairs: tuple[Pair, ...]
     alone: tuple[int, ...]
-    """The middle microbatch of an odd number: it runs last, with its own samples."""
+    """The middle microbatch if their number is odd, else empty: it runs last and defers no samples."""
     threshold: float
-    """Smallest time within which every overloaded microbatch can end."""
+    """Smallest time within which every overloaded microbatch can end, in the unit of the work."""
 
     @property
     def order(self) -> list[int]:
-        """ol_0, ul_0, ol_1, ul_1, ..."""
+        """Microbatches in run order: overloaded 0, underloaded 0, overloaded 1, underloaded 1, ..."""
         return [index for pair in self.pairs for index in (pair.overloaded, pair.underloaded)] + list(self.alone)
 
 
 def pairwise_deferral(
     microbatches: Sequence[np.ndarray], resolution: int = RESOLUTION, *, everywhere: bool = False
 ) -> Deferral:
-    """Pair microbatches and choose what each pair defers, so that the longest of them is shortest.
+    """Pair microbatches and choose the samples that each pair defers, to minimize the longest microbatch.
 
     Args:
-        microbatches: of each, the language-model work of its samples, float64 [samples].
-        resolution: units of the discretised subset sums.
-        everywhere: pairs that end in time without deferral defer too, and of all pairings with the same longest microbatch the
-            one with the least squares is taken: evener, for more activations that wait.
+        microbatches: language-model work of the samples of each microbatch, float64 [samples].
+        resolution: number of units of the discretized subset sums.
+        everywhere: also defer in pairs that are within the threshold without it, and take the pairing with the least squares
+            among those with the same longest microbatch. Times are more even, but more activations wait.
     """
     work = np.array([samples.sum() for samples in microbatches])
     half = len(work) // 2
@@ -82,7 +82,7 @@ def pairwise_deferral(
 
 
 def _least_squares(over: np.ndarray, under: np.ndarray, handed: np.ndarray, threshold: float) -> np.ndarray:
-    """Column of each row, int64 [rows], so that all keep to the threshold and the squares of all times are least."""
+    """Return the column matched to each row, int64 [rows], within the threshold and with the least sum of squared times."""
     rows, columns = over[:, None] - handed, under + handed
     late = np.maximum(rows, columns) > threshold
     squares = rows**2 + columns**2
@@ -91,15 +91,15 @@ def _least_squares(over: np.ndarray, under: np.ndarray, handed: np.ndarray, thre
 
 
 def subsets_nearest(work: np.ndarray, targets: np.ndarray, resolution: int = RESOLUTION) -> list[tuple[int, ...]]:
-    """Return, for each target, the positions of the samples whose total is nearest to it.
+    """Return, for each target, the sample positions whose total work is nearest to it.
 
-    Totals are exact for whole numbers below the resolution. Sums that can be reached are bits of one integer, kept for each
-    sample to walk back.
+    Totals are exact for whole numbers below the resolution. The reachable sums are bits of one integer, kept for each sample to
+    recover its subset.
 
     Args:
         work: float64 [samples], none negative.
-        targets: float64 [targets], each at least 0. Of two totals as near, the smaller is taken.
-        resolution: whole numbers that the total of `work` is rounded to.
+        targets: float64 [targets], each at least 0. Of two equally near totals the smaller is taken.
+        resolution: number of units that the total of `work` is divided into.
     """
     total = float(work.sum())
     whole = total <= resolution and bool((work == np.rint(work)).all())
@@ -130,15 +130,15 @@ def _walk_back(units: Sequence[int], reached: Sequence[int], total: int) -> tupl
 
 
 def bottleneck_match(paired: np.ndarray, alone: np.ndarray) -> tuple[float, np.ndarray]:
-    """The smallest T for which every row over T alone can have a column of its own with which it is at most T.
+    """Return the smallest T such that all rows with `alone` > T can be matched to distinct columns with `paired` <= T.
 
     Args:
         paired: float64 [rows, rows]: time of a row with a column.
         alone: float64 [rows]: time of a row without one.
 
     Returns:
-        T, one of the numbers given (0 without rows), and the column of each row, int64 [rows]: critical rows as matched, the
-        others what is left, in order.
+        T, one of the given times (0 without rows), and the column of each row, int64 [rows]: matched columns for critical rows
+        (`alone` > T), the remaining columns in order for the rest.
     """
     candidates = np.unique(np.concatenate([paired.ravel(), alone]))
     if not len(candidates):
@@ -157,7 +157,10 @@ def bottleneck_match(paired: np.ndarray, alone: np.ndarray) -> tuple[float, np.n
 
 
 def _match(paired: np.ndarray, alone: np.ndarray, threshold: float) -> np.ndarray | None:
-    """Column of each critical row and -1 for the others; None if they cannot all have one (Hopcroft-Karp)."""
+    """Return the column of each critical row, -1 for other rows, int64 [rows].
+
+    None if no such matching exists (Hopcroft-Karp).
+    """
     critical = np.flatnonzero(alone > threshold)
     partner = np.full(len(alone), -1, dtype=np.int64)
     if len(critical):

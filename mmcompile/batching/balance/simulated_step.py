@@ -27,12 +27,12 @@ from mmcompile.planner.schedule.schedule import CrossEdge, Flow, FlowEdge, Unit,
 from mmcompile.planner.schedule.simulate import Timeline, simulate
 
 _TOLERANCE = 1e-6
-"""Largest deviation of the shares of a component from 1."""
+"""Largest accepted deviation from 1 of the sum of a component's stage shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageShare:
-    """One stage's part of what its component costs."""
+    """Fractions of a component's cost that one of its stages has."""
 
     name: str
     forward: float
@@ -41,16 +41,16 @@ class StageShare:
 
     @property
     def backward(self) -> float:
-        """Share of input and weight gradient."""
+        """Fraction of the component's cost in this stage's backward: input and weight gradients."""
         return self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """The pipeline that a step runs through. Every replica of every stage has a rank of its own."""
+    """Pipeline stages that a simulated step runs through. Every replica of every stage has a rank of its own."""
 
     stages: Mapping[str, tuple[StageShare, ...]]
-    """Component -> its stages in order; the language model last. All shares of a component add up to 1."""
+    """Component -> its stages in order; the language model last. The shares of a component add up to 1."""
     schedule: ScheduleKind = "1f1b"
     link_s: float = 0.0
     """Seconds of a message from one rank to another."""
@@ -70,7 +70,7 @@ class StepShape:
 
     @property
     def slowest(self) -> dict[str, float]:
-        """Component -> the part of its cost that its slowest stage has."""
+        """Component -> fraction of its cost that is in its slowest stage."""
         return {
             component: max(share.forward + share.backward for share in shares)
             for component, shares in self.stages.items()
@@ -78,10 +78,10 @@ class StepShape:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """From the predictions of a plan's stages: a component is a tower, a message takes the mean of all links.
+        """Return the shape of a plan's predictions: a component is a balance group, a message takes the mean time of all links.
 
         Raises:
-            PlanError: chains of one tower differ in replicas, or a tower is predicted to take no time.
+            PlanError: chains of one balance group differ in replicas, or a balance group is predicted to take 0 s.
         """
         between = [
             p2p_seconds(link.num_bytes, plan.cluster.between(source, target))
@@ -97,17 +97,17 @@ class StepShape:
 
 
 def simulate_step(assignment: Assignment, costs: SampleCosts, shape: StepShape, *, record: bool = True) -> Timeline:
-    """Play a step.
+    """Simulate a step event by event, and return its timeline.
 
     Args:
         costs: seconds of each sample, forward and backward, in all stages of a component, on one replica.
         record: False leaves `Timeline.events` empty, which is faster.
 
     Returns:
-        Ranks in the order of `step_units`' stages; microbatches by the number of their unit.
+        Timeline with ranks in the order of the stages of `step_units`, and microbatches by unit number.
 
     Raises:
-        ConfigError: the shape is of other components.
+        ConfigError: the shape has other components than the assignment.
         VerifyError: the assignment does not fit the costs (`Assignment.check`).
     """
     assignment.check(costs)
@@ -118,7 +118,7 @@ def simulate_step(assignment: Assignment, costs: SampleCosts, shape: StepShape, 
 
 
 def step_time(shape: StepShape) -> StepTime:
-    """Seconds of a step by `simulate_step`, as `Auto` takes it."""
+    """Return a function for `Auto` that gives the seconds of a step by `simulate_step`."""
 
     def makespan_s(assignment: Assignment, costs: SampleCosts) -> float:
         return simulate_step(assignment, costs, shape, record=False).makespan_s
@@ -128,13 +128,13 @@ def step_time(shape: StepShape) -> StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """The units of one component, as integers: replica * span + number."""
+    """Units of one component, each as the integer replica * (units per replica) + number."""
 
     span: int
     of_sample: np.ndarray
-    """int64 [samples]; -1 where a sample takes no part."""
+    """Unit of each sample, int64 [samples]; -1 if the sample has no work."""
     present: Sequence[int]
-    """Ascending."""
+    """Units that have samples, ascending."""
 
 
 def _parts(assignment: Assignment) -> list[_Parts]:
@@ -164,17 +164,17 @@ def step_units(
     """Return the inputs of `schedule_units` for a step.
 
     A microbatch without samples has no unit. Samples of an encoder's microbatch that the language model computes `lag` slots
-    later are a unit of their own: its number is slot + lag * microbatches, its backward waits for theirs.
+    later form a separate unit, numbered slot + lag * microbatches; its backward runs after the language model's.
 
     Args:
-        parts: the units of each component, where they are known.
+        parts: units of each component if already known; None to derive them.
 
     Returns:
-        Stages, component by component, replica by replica (`vision.0#1` is in the second replica of several); units; and an
-        edge from each unit of an encoder to each of the language model that has some of its samples.
+        Stages, component by component, replica by replica (`vision.0#1` is in the second replica of several); units; and edges,
+        one from each encoder unit to each language-model unit that shares a sample with it.
 
     Raises:
-        ConfigError: the shape is of other components.
+        ConfigError: the shape has other components than the assignment.
         VerifyError: the language model computes a sample before an encoder has.
     """
     parts = _parts(assignment) if parts is None else parts
@@ -202,7 +202,7 @@ def step_units(
 
 
 def _backwards(shape: StepShape) -> dict[str, list[bool]]:
-    """Component -> which of its stages run a backward: those with a share of it, and all that they feed."""
+    """Return component -> bool per stage: True if it runs a backward, because it or an earlier stage that feeds it has one."""
     found: dict[str, list[bool]] = {}
     for component, shares in shape.stages.items():
         is_last = len(found) + 1 == len(shape.stages)
@@ -218,10 +218,10 @@ def _backwards(shape: StepShape) -> dict[str, list[bool]]:
 def _placed(
     component: str, shape: StepShape, replica: int, num_replicas: int, after: int, first_rank: int
 ) -> Iterator[PlacedStage]:
-    """Yield the stages of a replica.
+    """Yield the placed stages of one replica of a component.
 
     Args:
-        after: stages from the component to the loss.
+        after: number of stages from the component to the loss.
     """
     shares = shape.stages[component]
     for index, share in enumerate(shares):
