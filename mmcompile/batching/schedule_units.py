@@ -36,7 +36,7 @@ def flow_of(programs: PatternPrograms, stages: Sequence[str]) -> Flow:
 
 
 def units_of(plan: StepPlan, stages: Sequence[PlacedStage]) -> tuple[tuple[Unit, ...], tuple[CrossEdge, ...]]:
-    """Return a step plan's microbatches as units, in order, and one edge for all values between a stage of one and a stage of another.
+    """Return a unit for each microbatch, in order, and an edge for each pair of stages that exchange values between units.
 
     Args:
         stages: placed stages of all replicas.

@@ -81,7 +81,7 @@ def exchange(assignment: Assignment, source: int, target: int) -> Exchange:
 
 
 def from_arrival(assignment: Assignment, arrival: Assignment, component: int) -> Exchange:
-    """Return the exchange of a component's samples from their places in `arrival` (the last component's) to those in `assignment`."""
+    """Return the exchange of a component's samples from their places in `arrival` (of the last component) to `assignment`."""
     samples = np.flatnonzero((assignment.replica[component] != ABSENT) & (arrival.replica[-1] != ABSENT))
     source = _places(arrival, len(arrival.components) - 1, samples)
     return Exchange(samples=samples, source=source, target=_places(assignment, component, samples))
