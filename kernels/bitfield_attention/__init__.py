@@ -6,6 +6,7 @@ them into models.
 """
 
 from mmcompile.kernels.bitfield_attention.api import bitfield_attention as bitfield_attention
+from mmcompile.kernels.bitfield_attention.impl.backends import resolve_impl as resolve_impl
 from mmcompile.kernels.bitfield_attention.impl.dense_reference import (
     bitfield_attention_reference as bitfield_attention_reference,
 )

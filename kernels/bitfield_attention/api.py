@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 
 from mmcompile.errors import ConfigError, MaskError
-from mmcompile.kernels.bitfield_attention.impl.backends import Impl, resolve
+from mmcompile.kernels.bitfield_attention.impl.backends import Impl, resolve_impl
 from mmcompile.kernels.bitfield_attention.masks.convert import check_words
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_op
 
@@ -78,6 +78,7 @@ def bitfield_attention(
         scale: factor on the scores; None is 1 / sqrt(D).
         window: reach of the causal term in tokens; None is no window.
         impl: implementation: "triton", "eager" (plain torch), or "auto": Triton on CUDA, eager elsewhere.
+            `resolve_impl` returns which one a call runs on.
         check: also read words and positions, which waits for the device, and raise unless positions increase inside
             documents. Not for tokens that were permuted.
         return_lse: also return the log-sum-exp L.
@@ -115,7 +116,7 @@ def bitfield_attention(
         for given, at in ((words, positions), (kv_words, kv_positions)):
             natural = torch.arange(given.shape[1], dtype=torch.int32, device=given.device).expand_as(given)
             check_words(given, natural if at is None else at.int())
-    resolve(impl, q, v)
+    resolve_impl(impl, q, v)
     out, lse = bitfield_attention_op(q, k, v, words, positions, kv_words, kv_positions, scale, window, impl)
     return (out, lse) if return_lse else out
 

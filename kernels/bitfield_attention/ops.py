@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mmcompile.kernels.bitfield_attention.impl import eager
 from mmcompile.kernels.bitfield_attention.impl import triton_launch as triton
-from mmcompile.kernels.bitfield_attention.impl.backends import resolve
+from mmcompile.kernels.bitfield_attention.impl.backends import resolve_impl
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BLOCK
 from mmcompile.kernels.bitfield_attention.masks.plan_cache import PlanCache
 from mmcompile.kernels.bitfield_attention.masks.visible_pairs import visible_pairs
@@ -52,7 +52,7 @@ def bitfield_attention_op(
         O, [B, H, Tq, Dv] in the dtype of `q`, and the log-sum-exp of each row, [B, H, Tq] in float32 or wider.
     """
     source = words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words)
-    if resolve(impl, q, v) == "eager":
+    if resolve_impl(impl, q, v) == "eager":
         return eager.forward(q, k, v, *source, scale, window, _PLANS.plan(source, window, BLOCK, BLOCK))
     plan = _PLANS.plan(source, window, BLOCK, BLOCK, "auto", prod(q.shape[:2]))
     return triton.forward(q, k, v, *source, scale, window, plan)
@@ -104,7 +104,7 @@ def bitfield_attention_backward_op(
         dQ, dK, dV, contiguous, in the shapes of `q`, `k`, `v`.
     """
     source = words, _or_natural(positions, words), kv_words, _or_natural(kv_positions, kv_words)
-    if resolve(impl, q, v) == "eager":
+    if resolve_impl(impl, q, v) == "eager":
         plan = _PLANS.plan(source, window, BLOCK, BLOCK)
         return eager.backward(dout, dlse, q, k, v, out, lse, *source, scale, window, plan, grad_dtype)
     plan = _PLANS.plan(source, window, BLOCK, BLOCK, "auto", prod(q.shape[:2]))

@@ -14,7 +14,7 @@ from mmcompile.kernels.bitfield_attention.impl.triton_configs import DTYPES, HEA
 Impl = Literal["auto", "eager", "triton"]
 
 
-def resolve(impl: str, q: torch.Tensor, v: torch.Tensor) -> Literal["eager", "triton"]:
+def resolve_impl(impl: str, q: torch.Tensor, v: torch.Tensor) -> Literal["eager", "triton"]:
     """Return the implementation that runs: "auto" is Triton on CUDA and eager torch elsewhere.
 
     Args:

@@ -17,7 +17,7 @@ from mmcompile.kernels.bitfield_attention import (
     build_mask,
     visible_pairs,
 )
-from mmcompile.kernels.bitfield_attention.impl.backends import resolve
+from mmcompile.kernels.bitfield_attention.impl.backends import resolve_impl
 from mmcompile.kernels.bitfield_attention.masks.builder import Document, Text
 from mmcompile.kernels.bitfield_attention.masks.plan_cache import PlanCache
 from mmcompile.kernels.bitfield_attention.ops import bitfield_attention_backward_op, bitfield_attention_op
@@ -232,12 +232,12 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     q = torch.empty(1, 4, 20, 64)
     with pytest.raises(ConfigError, match='Triton kernels here, but .*; use impl="eager"'):
-        resolve("triton", q, q)
+        resolve_impl("triton", q, q)
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert resolve("triton", q, q) == "triton"
-    assert resolve("auto", q, q) == "eager"
+    assert resolve_impl("triton", q, q) == "triton"
+    assert resolve_impl("auto", q, q) == "eager"
     with pytest.raises(ConfigError, match="head dims are 8 and 8.*64, 96, 128, 256"):
-        resolve("triton", q[..., :8], q[..., :8])
+        resolve_impl("triton", q[..., :8], q[..., :8])
     with pytest.raises(ConfigError, match="torch.float64, and they take float32, float16, bfloat16"):
-        resolve("triton", q.double(), q.double())
+        resolve_impl("triton", q.double(), q.double())
