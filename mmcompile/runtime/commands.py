@@ -1,4 +1,4 @@
-"""Commands of rank 0 to the other ranks. Each is one broadcast (`comm.wire`); tensors follow some, from rank to rank."""
+"""Commands of rank 0 to the other ranks. Each is one broadcast (`comm.wire`); some are followed by tensors, from rank to rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mmcompile.runtime.optim.optimizer import Hyper, OptimizerSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """First command: what stays the same for the life of an engine."""
+    """First command of an engine: placed stages, optimizer and options, which stay the same until it ends."""
 
     stages: tuple[PlacedStage, ...]
     optimizer: OptimizerSpec
     clip_norm: float | None
     compiled: bool
     check_rows: bool = False
-    """Check that rows between towers are those of the samples they were sent for."""
+    """Check that rows between balance groups belong to the samples they were sent for."""
     reduction: Reduction = "fast"
     shard_optimizer: bool = False
     """One of the ranks that hold a parameter updates it, and sends the others its new value."""
@@ -29,39 +29,39 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Install:
-    """The stages of one tower in a new pattern. Every rank then gets its programs and the tensors it lacks."""
+    """The stages of one balance group in a new pattern. Every rank then gets its programs and the tensors it lacks."""
 
     pattern: str
     tower: str
     holders: dict[str, tuple[int, ...]]
-    """Trainable parameter -> placed stages that hold it, over all installed so far."""
+    """Indices of the placed stages that hold each trainable parameter, by name, over all patterns installed so far."""
     updaters: dict[str, int] = field(default_factory=dict)
-    """Trainable parameter -> the rank that updates it, over all installed so far; none where all holders do."""
+    """Rank that updates each trainable parameter, by name, over all patterns so far. Empty unless the optimizer is sharded."""
     restored: str = ""
-    """Folder of a checkpoint with the optimizer state of some of these parameters, that ranks read for themselves."""
+    """Folder of a checkpoint from which ranks read optimizer state of parameters they newly hold; "" if there is none."""
     waiting: tuple[str, ...] = ()
-    """Original names of these."""
+    """Original names of the parameters whose optimizer state is read from `restored`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One optimizer step, or a part of one (`StepPlan.update`)."""
+    """One optimizer step, or a part of one that accumulates gradients (`StepPlan.update`)."""
 
     plan: StepPlan
     hyper: Hyper
-    """The optimizer's settings for this step, learning rates included."""
+    """Settings of the optimizer's parameter groups for this step, learning rates included."""
     seed: int
-    """With step, stage, and first sample of the microbatch, it keys the random numbers of a forward."""
+    """Random seed of forwards, combined with step, stage, and first sample of the microbatch."""
     trace: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gather:
-    """Send tensors to rank 0."""
+    """Send named parameters, or their optimizer state, to rank 0."""
 
     what: Literal["weights", "optimizer"]
     names: dict[int, tuple[str, ...]]
-    """Rank -> parameters it sends."""
+    """Parameters that each rank sends, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,35 +71,35 @@ class SendEvents:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveCheckpoint:
-    """Write to a checkpoint, on a thread, and report to rank 0 through the store."""
+    """Write the rank's part of a checkpoint on a thread, and report to rank 0 through the store."""
 
     folder: str
-    """A fresh one, that all ranks see."""
+    """Empty folder to write to, visible to all ranks."""
     number: int
-    """Saves so far."""
+    """Number of saves so far."""
     step: int
-    """Updates so far."""
+    """Number of updates so far."""
     copies: bool
     """Write copies made now, since training continues meanwhile."""
     names: dict[int, tuple[str, ...]]
-    """Rank -> parameters that it writes, with their optimizer state."""
+    """Parameters that each rank writes, with their optimizer state, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadCheckpoint:
-    """Read the tensors held here from a checkpoint, and report to rank 0. Nothing changes before `ApplyCheckpoint`."""
+    """Read this rank's tensors from a checkpoint, and report to rank 0. They take effect with `ApplyCheckpoint`."""
 
     folder: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApplyCheckpoint:
-    """Take over the tensors read by `LoadCheckpoint`; every rank could read its own."""
+    """Replace weights and optimizer state by the tensors that `LoadCheckpoint` read; sent if every rank could read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refuse:
-    """Rank 0 refused the user's call, and nothing happened; ranks that wait in the same call raise the same error."""
+    """Rank 0 refused the user's call, which had no effect; ranks that wait in the same call raise the same error."""
 
     error: str
     message: str
@@ -107,7 +107,7 @@ class Refuse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """The user's call is complete."""
+    """The user's call of an engine method is complete."""
 
     call: str
     """Name of the engine's method."""
@@ -115,7 +115,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseEngine:
-    """The engine ends."""
+    """End the worker of every rank."""
 
 
 COMMANDS = (
@@ -131,7 +131,7 @@ COMMANDS = (
     Done,
     CloseEngine,
 )
-"""All kinds of commands; each is known on the wire by its place here."""
+"""All kinds of commands. A command is sent with its position in this tuple."""
 
 Command: TypeAlias = (
     Setup

@@ -1,4 +1,4 @@
-"""`Controller`: rank 0's side of every command, with the table of which rank holds what."""
+"""`Controller`: sends rank 0's commands to all ranks, and records which rank holds which parameters."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from mmcompile.runtime.worker import Worker
 
 
 class Controller:
-    """Installs patterns, runs steps, moves weights between rank 0 and the others, and leads saves and loads.
+    """Installs patterns, runs steps, moves weights between rank 0 and the other ranks, and leads saves and loads.
 
     Args:
-        check_saving: called while the user waits for a save; what it raises ends the wait.
+        check_saving: called while the user waits for a save; an exception it raises ends the wait.
     """
 
     def __init__(
@@ -57,30 +57,31 @@ class Controller:
         self._groups = groups
         self._stages = setup.stages
         self._holders: dict[str, set[int]] = {}
-        """Parameter or buffer -> placed stages that hold it, by index."""
+        """Indices of the placed stages that hold each parameter or buffer, by name."""
         self._trainable: set[str] = set()
         self._sharded = setup.shard_optimizer
         self._num_bytes: dict[str, int] = {}
-        """Bytes of each trainable parameter."""
+        """Size of each trainable parameter in bytes, by name."""
         self._updaters: dict[str, int] = {}
-        """Trainable parameter -> the one rank that updates it, if the optimizer is sharded."""
+        """Rank that updates each trainable parameter, by name, if the optimizer is sharded; else empty."""
         self._parts = TensorParts()
         self.aliases: dict[str, str] = {}
-        """Other name of a tied parameter -> the name it is held under."""
+        """Name under which a tied parameter is held, by each of its other names."""
         self._installed: set[tuple[str, str]] = set()
         self._waiting: dict[str, Tensor] = {}
-        """Optimizer state given for parameters that no rank holds yet, as `<key>/<name>`."""
+        """Optimizer state (`<key>/<name>`) given for parameters that no rank holds yet."""
         self._restored = Restored()
-        """The same in a checkpoint, which ranks read for themselves once they hold them."""
+        """Optimizer state in a checkpoint of parameters that no rank holds yet; ranks read it themselves once they do."""
 
     def step(
         self, planned: PlannedStep, parameters: Mapping[str, Tensor], *, hyper: Hyper, seed: int, trace: bool = False
     ) -> StepTotals:
-        """Install the step's new patterns, and run it on all ranks; returns what `Worker.step` returns.
+        """Install the step's new patterns, run the step on all ranks, and return its totals.
 
         Args:
+            planned: step plan, with programs and batch inputs of its microbatches.
             parameters: all parameters and buffers of the model.
-            hyper, seed, trace: as in `Step`.
+            hyper, seed, trace: optimizer settings, random seed and tracing of the step, as in `Step`.
         """
         plan = planned.plan
         for microbatch, prepared in zip(plan.microbatches, planned.prepared, strict=True):
@@ -91,11 +92,11 @@ class Controller:
         return self.worker.step(command, [prepared.values for prepared in planned.prepared])
 
     def install(self, programs: PatternPrograms, tower: str, values: Mapping[str, Tensor]) -> None:
-        """Send every rank its stages of a tower in a new pattern, with the tensors it lacks.
+        """Send every rank its stages of a balance group in a new pattern, with the tensors it lacks.
 
         Args:
-            values: all parameters and buffers of the model. A parameter that another rank already trains is taken from
-                there, optimizer state too.
+            values: all parameters and buffers of the model. For a parameter that another rank already trains, that rank's value
+                and optimizer state are used.
         """
         placed = self._placed(programs, tower)
         for program in placed.values():
@@ -125,15 +126,15 @@ class Controller:
                 wire.send_tensors(self._groups, rank, tensors)
 
     def await_holders(self, state: Mapping[str, Tensor]) -> None:
-        """Keep optimizer state (`<key>/<name>`) for the ranks that will update its parameters, before any is held."""
+        """Keep optimizer state (`<key>/<name>`) until ranks hold its parameters. To be called before any rank does."""
         self._waiting |= state
 
     def weights(self) -> dict[str, Tensor]:
-        """Current values of all trainable parameters held by any rank, as CPU copies. No other parameter changes."""
+        """Return CPU copies of the current values of all trainable parameters that ranks hold, by original name."""
         return self._parts.joined(self._gather("weights", self._trainable & self._holders.keys()))
 
     def save(self, order: SaveOrder, values: Mapping[str, Tensor]) -> Saving:
-        """Start a save on all ranks.
+        """Start a save on all ranks, and return it.
 
         Args:
             values: all parameters that train, each under its first name; used for those that no rank holds yet.
@@ -157,14 +158,18 @@ class Controller:
         )
 
     def read(self, stored: Stored) -> str:
-        """Have every rank read what it holds from a checkpoint; "" or why one of them could not. Nothing changes."""
+        """Make every rank read its tensors from a checkpoint into memory, without changing weights or optimizer state.
+
+        Returns:
+            "", or the first rank's error if reading failed.
+        """
         self._announce(LoadCheckpoint(folder=str(stored.folder)))
         failures = [self.worker.checkpoints.read(str(stored.folder))]
         failures += (wire.receive_bytes(self._groups, rank).decode() for rank in range(1, self._groups.world_size))
         return next((f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure), "")
 
     def apply(self, stored: Stored) -> None:
-        """Have every rank take over what it read. State of parameters that no rank holds yet stays in the checkpoint."""
+        """Make every rank apply the tensors it read. State of parameters that no rank holds yet stays in the checkpoint."""
         self._announce(ApplyCheckpoint())
         self.worker.load(self.worker.checkpoints.take())
         known = {stored.index.name_of(name) for name in self._held_names()}
@@ -173,7 +178,7 @@ class Controller:
         self._restored = Restored(folder=stored.folder, names=names, index=stored.index)
 
     def events(self) -> list[Event]:
-        """Measured actions of the last step of all ranks."""
+        """Return the measured actions of all ranks in the last step."""
         self._announce(SendEvents())
         events = list(self.worker.events)
         for rank in range(1, self._groups.world_size):
@@ -201,7 +206,7 @@ class Controller:
         wire.announce(self._groups, command, COMMANDS)
 
     def _placed(self, programs: PatternPrograms, tower: str) -> dict[int, StageProgram]:
-        """Placed stages of a tower, by index, that have a program."""
+        """Return the programs of a balance group's placed stages, by index, for the stages that have one in the pattern."""
         found: dict[int, StageProgram] = {}
         for index, stage in enumerate(self._stages):
             if stage.tower == tower and stage.program_name in programs.programs:
@@ -210,25 +215,26 @@ class Controller:
         return found
 
     def _by_rank(self, placed: Mapping[int, StageProgram]) -> dict[int, tuple[StageProgram, ...]]:
-        """Programs of each rank; once where it holds several replicas."""
+        """Return the stage programs of each rank; once where a rank holds several replicas of a stage."""
         by_rank: dict[int, dict[str, StageProgram]] = {}
         for index, program in placed.items():
             by_rank.setdefault(self._stages[index].ranks[0], {})[program.stage] = program
         return {rank: tuple(mine.values()) for rank, mine in by_rank.items()}
 
     def _ranks(self, name: str) -> set[int]:
-        """Ranks that hold a parameter or buffer."""
+        """Return the ranks that hold a parameter or buffer."""
         return {self._stages[index].ranks[0] for index in self._holders.get(name, ())}
 
     def _lacking(self, rank: int, programs: Sequence[StageProgram]) -> tuple[str, ...]:
-        """Parameters and buffers that a rank's programs read and it does not hold."""
+        """Return the parameters and buffers that a rank's programs read and the rank does not hold."""
         names = [name for program in programs for name in _read(program)]
         return tuple(name for name in dict.fromkeys(names) if rank not in self._ranks(name))
 
     def _trained(self, names: set[str]) -> dict[str, dict[str, Tensor]]:
-        """Tensors that a first or further holder of a parameter needs besides the model's value, by parameter, then by path.
+        """Return tensors that a new holder of a parameter needs besides the model's value, by parameter, then by path.
 
-        The current value and optimizer state if a rank trains it already, or loaded state that waited for a holder.
+        They are the current value and optimizer state if a rank trains it already, or loaded state of a parameter without a
+        holder.
         """
         found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         held = sorted(names & self._trainable & self._holders.keys())
@@ -247,7 +253,7 @@ class Controller:
         return found
 
     def _note(self, pattern: str, tower: str, placed: Mapping[int, StageProgram]) -> None:
-        """Remember what is held where, what trains, and tied names."""
+        """Record which stages hold which parameters and buffers, which parameters train, and tied names."""
         self._installed.add((pattern, tower))
         for index, program in placed.items():
             for name in _read(program):
@@ -263,7 +269,11 @@ class Controller:
             self._updaters = assign_updaters(owners, self._num_bytes, self._updaters)
 
     def _restored_for(self, lacking: Mapping[int, Sequence[str]]) -> tuple[str, tuple[str, ...]]:
-        """Folder and names of the optimizer state that ranks read for themselves, of parameters that they lack."""
+        """Return the checkpoint folder and the parameters whose optimizer state ranks read from it; ("", ()) if none.
+
+        Args:
+            lacking: by rank, the parameters that it is about to hold.
+        """
         names = {self._parts.whole_name(name) for names in lacking.values() for name in names}
         waiting = self._restored.take(names)
         if not waiting:
@@ -273,11 +283,11 @@ class Controller:
         return str(self._restored.folder), waiting
 
     def _held_names(self) -> set[str]:
-        """Original names of the trainable parameters that any rank holds, whole or in part."""
+        """Return the original names of the trainable parameters that any rank holds, whole or in part."""
         return {self._parts.whole_name(name) for name in self._trainable & self._holders.keys()}
 
     def _not_held(self, values: Mapping[str, Tensor]) -> list[CheckpointPiece]:
-        """Pieces of parameters that no rank holds yet."""
+        """Return the checkpoint pieces (weights and optimizer state) of parameters that no rank holds yet."""
         given = {path: tensor for path, tensor in self._waiting.items() if _parameter_of(path) in values}
         pieces = [whole_piece(weight_key(name), tensor.detach()) for name, tensor in values.items()]
         pieces += [whole_piece(state_key(_parameter_of(p), _key_of(p)), tensor) for p, tensor in given.items()]
@@ -287,7 +297,7 @@ class Controller:
         return self._updaters.get(name, rank) == rank
 
     def _kept(self, rank: int, trained: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
-        """Tensors of `_trained` that a rank is sent: optimizer state only of parameters that it updates."""
+        """Return the tensors of `_trained` to send to a rank: optimizer state only of parameters that it updates."""
         return {
             name: {p: t for p, t in tensors.items() if self._updates(rank, name) or not p.startswith("state/")}
             for name, tensors in trained.items()
@@ -300,7 +310,7 @@ class Controller:
 
 
 def _read(program: StageProgram) -> Iterable[str]:
-    """Parameters and buffers of a program."""
+    """Return the names of a program's parameters and buffers."""
     return (*(spec.name for spec in program.parameters), *program.buffers)
 
 
@@ -311,7 +321,7 @@ def _tensors(
     trained: Mapping[str, Mapping[str, Tensor]],
     parts: TensorParts,
 ) -> dict[str, Tensor]:
-    """The tensors of `Worker.install`, by path."""
+    """Return the tensors that `Worker.install` expects, by path."""
     tensors = {f"value/{name}": parts.part(name, values[parts.whole_name(name)]) for name in lacking}
     for name in lacking:
         tensors |= trained[name]
@@ -321,10 +331,10 @@ def _tensors(
 
 
 def _key_of(path: str) -> str:
-    """`exp_avg/model.norm.weight` -> `exp_avg`."""
+    """Return the state key in a path: `exp_avg/model.norm.weight` -> `exp_avg`."""
     return path.split("/", 1)[0]
 
 
 def _parameter_of(path: str) -> str:
-    """`exp_avg/model.norm.weight` -> `model.norm.weight`."""
+    """Return the parameter in a path: `exp_avg/model.norm.weight` -> `model.norm.weight`."""
     return path.split("/", 1)[1]

@@ -54,7 +54,7 @@ from mmcompile.runtime.user_model import UserModel
 from mmcompile.runtime.worker import Worker
 
 _Batch: TypeAlias = tuple[Sequence[Sample], object]
-"""Samples, and the state of the data once they are read."""
+"""A batch: its samples, and the state of the data after reading them (None if the data has no state)."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,9 +65,9 @@ DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
 def _led(
     followed: Callable[[Engine], T],
 ) -> Callable[[Callable[Concatenate[Engine, P], T]], Callable[Concatenate[Engine, P], T]]:
-    """Run a method of the engine on rank 0, while the other ranks follow its commands and return what `followed` finds.
+    """Decorate a method of the engine that runs on rank 0, while the other ranks execute its commands.
 
-    If rank 0 refuses the call, all ranks raise the same error.
+    The other ranks return `followed(engine)`. If rank 0 refuses the call, all ranks raise the same error.
     """
 
     def decorate(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
@@ -107,9 +107,9 @@ class Engine:
         collate: function that joins samples to a microbatch, instead of `pad`.
         balancer: assigns samples to replicas and microbatches; arrival order by default. A `BackgroundBalancer` does so in a
             process of its own during `train`.
-        costs: costs of samples for the balancer; required if encoders are towers of their own.
+        costs: costs of samples for the balancer; required if encoders form balance groups of their own.
         corrector: adjusts the costs to measured times. Steps then depend on the machine, not on their samples alone.
-        check_rows: send the sample's number with every row between towers, and check it: slower, for debugging.
+        check_rows: send the sample's number with every row between balance groups, and check it: slower, for debugging.
         optimizer: a class of torch.optim, or any importable subclass of torch.optim.Optimizer; or a functools.partial of one with
             keyword arguments. It updates each parameter as a whole; one that requires a closure, or reads all parameters, does
             not work.
@@ -134,7 +134,7 @@ class Engine:
             gradients of 2^23 or more, infinite ones and NaN are an EngineError. Precision: `mmcompile.runtime.optim.arithmetic`.
             Only "fast" goes with replicas that share parameters (fsdp): the sum over replicas of one microbatch's gradients is
             rounded to the parameter's dtype there before microbatches are added up.
-        compile: run stages through torch.compile(backend="inductor").
+        compile: compile stages by torch.compile(backend="inductor").
         device: "cpu" or "cuda"; None chooses cuda if there is one for every rank.
 
     Raises:
@@ -211,9 +211,9 @@ class Engine:
         self._num_steps = 0
         self._num_samples = 0
         self._data: object = None
-        """State of the data after the batch of the last step."""
+        """State of the data after the batch of the last step; None if it has none."""
         self._before = NOTHING
-        """Calls since the last update (rank 0)."""
+        """Calls since the last update, which accumulated gradients (rank 0)."""
         self._seed = torch.initial_seed()
         self._events: list[Event] = []
         self._session = open_session(placement.stages, device)
@@ -236,17 +236,17 @@ class Engine:
 
     @property
     def num_steps(self) -> int:
-        """Steps done, which is updates."""
+        """Number of steps done, that is of updates."""
         return self._num_steps
 
     @property
     def num_samples(self) -> int:
-        """Samples that were trained on, since the first step of all."""
+        """Number of samples trained on since the first step, including steps before a resumed checkpoint."""
         return self._num_samples
 
     @property
     def saving(self) -> Saving | None:
-        """The last save that was begun, if any."""
+        """The last save that was begun; None before the first."""
         return self._worker.checkpoints.saving
 
     @property
@@ -260,7 +260,7 @@ class Engine:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Learning rates of the next step (on ranks other than 0, of the last): of each of the `groups`, then of all others."""
+        """Learning rates of the next step (on ranks other than 0, of the last), by group of `groups`, then of other parameters."""
         return tuple(float(group["lr"]) for group in self._optimizer.hyper)
 
     @learning_rates.setter
@@ -280,8 +280,8 @@ class Engine:
             trace: measure every action, for `trace()`.
 
         Raises:
-            BatchError: the samples do not fit the model; nothing happened.
-            EngineError: a rank failed; the engine is over.
+            BatchError: the samples do not fit the model; the call had no effect.
+            EngineError: a rank failed; the engine cannot be used any more.
         """
         start = time.perf_counter()
         if self._controller is None:
@@ -294,9 +294,9 @@ class Engine:
         return self._run(planned, start, waited_s=planned.seconds, trace=trace)
 
     def train(self, batches: Iterable[Sequence[Sample]], *, trace: Container[int] = ()) -> Iterator[StepMetrics]:
-        """A call of `step` for each batch. While one runs, a thread reads the next batch and plans it.
+        """Yield the metrics of a `step` on each batch. While a step runs, a thread reads and plans the next batch.
 
-        With `accumulate`, the last batch updates, however many there were since the last update; to find that one, the thread
+        With `accumulate`, the last batch updates, however many there were since the last update; to find the last one, the thread
         reads one batch further.
 
         Args:
@@ -306,7 +306,7 @@ class Engine:
 
         Raises:
             BatchError: the samples of a step do not fit the model; the steps before it are done.
-            EngineError: a rank failed; the engine is over.
+            EngineError: a rank failed; the engine cannot be used any more.
         """
         if self._controller is None:
             yield from self._follow_train()
@@ -334,12 +334,12 @@ class Engine:
         self._tell(Done(call="train"))
 
     def trace(self) -> list[Event]:
-        """Measured actions of all ranks in the last step that was traced, on one clock (rank 0 only)."""
+        """Return the measured actions of all ranks in the last traced step, on one clock (rank 0 only)."""
         return self._events
 
     @_led(lambda engine: {})
     def state_dict(self) -> dict[str, Tensor]:
-        """All parameters and buffers by original name, tied names too, on the CPU (empty on ranks other than 0)."""
+        """Return all parameters and buffers by original name, tied names too, on the CPU (empty on ranks other than 0)."""
         return self._user.complete(self._session.call(self._rank_0.weights), self._rank_0.aliases)
 
     @_led(lambda engine: None)
@@ -352,13 +352,13 @@ class Engine:
         """Write a checkpoint with all that `load` needs. Every rank writes its part; all must see the folder.
 
         It is in the format of torch.distributed.checkpoint, so other tools can read it. `export` writes a model for
-        `from_pretrained`. A checkpoint that is there already stays whole until the new one is.
+        `from_pretrained`. An earlier checkpoint in the folder stays intact until the new one is complete.
 
         Args:
             data: state of the data: plain values and tensors, which `load` returns. By default the `state_dict()` of what
                 `train` was given, if it has one, as it was after the batch of the last step.
-            wait: until it is on the disk. Otherwise this returns once there is a copy in memory (of each rank's share), and
-                training may continue; the next save, load or close waits for it.
+            wait: block until the checkpoint is on the disk. Otherwise this returns once each rank has a copy of its part in
+                memory, and training may continue; the next save, load or close waits for the save.
 
         Raises:
             CheckpointError: the disk is full or the folder not writable; the checkpoint there before is untouched. With `wait`
@@ -398,7 +398,8 @@ class Engine:
             The position of training, from which the data can resume.
 
         Raises:
-            CheckpointError: none there, damaged, or of another model or optimizer. Nothing was changed.
+            CheckpointError: the folder has no checkpoint, or one that is damaged or of another model or optimizer. Model and
+                engine are unchanged.
         """
         self._finish_saving()
         stored = Stored.find(resolved(Path(folder)))
@@ -415,10 +416,10 @@ class Engine:
         return resumed
 
     def close(self) -> None:
-        """End all ranks, once a save that was begun is on the disk. Safe to call twice; also called at exit.
+        """End all ranks, once a save in progress is on the disk. Safe to call twice; also called at exit.
 
         Raises:
-            CheckpointError: that save failed. All ranks have ended.
+            CheckpointError: the save failed. All ranks have ended.
         """
         try:
             if not self._session.is_over:
@@ -443,10 +444,12 @@ class Engine:
     def _plan_next(
         self, batches: Iterator[tuple[_Batch, bool]], step: int, before: AccumulatedStep
     ) -> tuple[PlannedStep, object] | None:
-        """Read a batch and plan what is done with it, and the state of the data then; None after the last.
+        """Return the plan of the next batch's step, and the state of the data after it; None after the last batch.
 
         Args:
-            batches: what is read, and whether there is nothing after it.
+            batches: (batch, true if it is the last) in order.
+            step: number of the step.
+            before: calls since the last update.
         """
         found = next(batches, None)
         if found is None:
@@ -456,10 +459,10 @@ class Engine:
         return self._planner.plan(step, samples, update=update, before=before), state
 
     def _run(self, planned: PlannedStep, start: float, *, waited_s: float, trace: bool) -> StepMetrics:
-        """Run a step that is planned.
+        """Run a planned step, and return its metrics.
 
         Args:
-            start: when the user asked for it, by time.perf_counter.
+            start: time at which the user requested the step, in seconds of time.perf_counter.
         """
         plan = planned.plan
         totals = self._session.call(self._run_on_ranks, planned, trace)
@@ -474,7 +477,7 @@ class Engine:
         return replace(metrics, balance=planned.balance, planning_s=planned.seconds, waited_s=waited_s)
 
     def _run_on_ranks(self, planned: PlannedStep, trace: bool) -> StepTotals:
-        """Run a step, and collect its events."""
+        """Run a planned step on all ranks, collect its events if traced, and return its totals."""
         hyper = self._optimizer.hyper
         totals = self._rank_0.step(planned, self._source.parameters(), hyper=hyper, seed=self._seed, trace=trace)
         if trace:
@@ -483,7 +486,7 @@ class Engine:
         return totals
 
     def _follow_train(self) -> Iterator[StepMetrics]:
-        """Other ranks: follow rank 0's steps until it has no more batches."""
+        """Execute rank 0's steps on another rank until rank 0 has no more batches, and yield their metrics."""
         while True:
             start = time.perf_counter()
             if self._follow("step", "train") == "train":
@@ -510,7 +513,7 @@ class Engine:
         )
 
     def _updates(self, before: AccumulatedStep, update: bool | None) -> bool:
-        """True if a call updates parameters, after some calls that did not."""
+        """Return whether a call updates parameters, from its `update` argument and the calls since the last update."""
         return before.num_parts + 1 >= self._accumulate if update is None else update
 
     def _check_whole_step(self) -> None:
@@ -521,7 +524,7 @@ class Engine:
             )
 
     def _follow(self, *calls: str) -> str:
-        """Other ranks: follow rank 0 through one call of the user's, one of `calls`; return its name."""
+        """Execute rank 0's commands of one call of the user, which is one of `calls`, on another rank; return the call's name."""
         while True:
             command = self._session.call(self._worker.follow)
             match command:
@@ -543,7 +546,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _refusing(self) -> Generator[None]:
-        """Announce that rank 0 refuses a call to the ranks that wait in the same call, so that they raise the same error."""
+        """Return a context that announces rank 0's error in a call to the other ranks, so that they raise the same one."""
         try:
             yield
         except Exception as error:
@@ -588,12 +591,12 @@ class Engine:
         return Resumed(num_steps=self._num_steps, num_samples=self._num_samples, data=self._data)
 
     def _finish_saving(self) -> None:
-        """Wait for a save that was begun. Raises CheckpointError if it failed and was not raised yet."""
+        """Wait for a save in progress. Raises CheckpointError if it failed and its error was not raised yet."""
         if self.saving is not None:
             self.saving.wait()
 
     def _raise_failed_save(self) -> None:
-        """Raise what a save failed with meanwhile."""
+        """Raise the error of a save that has failed; return at once while it is in progress."""
         if self.saving is not None and self.saving.done:
             self.saving.wait()
 
@@ -620,13 +623,13 @@ class _Stateful(Protocol):
 
 
 def _with_states(batches: Iterable[Sequence[Sample]]) -> Iterator[_Batch]:
-    """Batches, each with the state of the data after it, if the data has one."""
+    """Yield batches, each with the state of the data after it; None if the data has no state."""
     for samples in batches:
         yield samples, copy.deepcopy(batches.state_dict()) if isinstance(batches, _Stateful) else None
 
 
 def _with_last(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, bool]]:
-    """Batches, and whether there are none after them; so each is read one earlier."""
+    """Yield batches, each with true if it is the last; so each is read one batch early."""
     batch = next(batches, None)
     while batch is not None:
         following = next(batches, None)
@@ -635,7 +638,7 @@ def _with_last(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, bool]]:
 
 
 def _start(session: ProcessGroupSession, setup: Setup) -> tuple[Controller | None, Worker]:
-    """The controller, which rank 0 alone has, and this rank's worker."""
+    """Return the controller (None except on rank 0), and this rank's worker."""
     if session.rank:
         return None, Worker.join(session.groups, session.board, session.check)
     controller = Controller(session.groups, setup, session.board, session.check)
@@ -643,6 +646,6 @@ def _start(session: ProcessGroupSession, setup: Setup) -> tuple[Controller | Non
 
 
 def _close(engine: weakref.ref[Engine], process: int) -> None:
-    """At exit: end the workers. A forked child leaves them alone."""
+    """End the workers of an engine at exit. A forked child leaves them running."""
     if (alive := engine()) is not None and os.getpid() == process:
         alive.close()

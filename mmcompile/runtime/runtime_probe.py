@@ -1,4 +1,4 @@
-"""`probe_runtime`: what a step costs besides its layers, from pipelines of two local processes that compute next to nothing."""
+"""`probe_runtime`: cost of a step besides its layers, from pipelines of two local processes with next to no computation."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NUM_MICROBATCHES = 8
 _NUM_STEPS = 15
 _WARM_UP = 4
 _SMALL = 64
-"""Elements of a message that costs its latency alone."""
+"""Number of elements of a message whose time is its latency."""
 _LARGE = 2**18
-"""Elements of a message of 1 MiB, about what crosses between stages."""
+"""Number of elements of a message of 1 MiB, about the size of messages between stages."""
 _NUM_TENSORS = 8
 
 _SCALE = """
@@ -61,7 +61,7 @@ class _ProbeSource:
         self._programs = PatternPrograms(pattern=f"probe {num_elements}", programs=programs, per_token=False)
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Parameters by name."""
+        """Return the probe's parameters by name."""
         return self._parameters
 
     def prepare(self, batch: Mapping[str, Value]) -> PreparedMicrobatch:
@@ -96,8 +96,8 @@ def probe_runtime(*, num_steps: int = _NUM_STEPS, device: str | None = "cpu") ->
     """Measure the runtime with two processes of this machine.
 
     Args:
-        num_steps: of each measurement.
-        device: as for the engine; None takes CUDA where there is one for each process.
+        num_steps: number of steps of each measurement.
+        device: as for the engine; None chooses CUDA if there is a GPU for each process.
 
     Raises:
         EngineError: the second process could not start.
@@ -127,17 +127,17 @@ def probe_runtime(*, num_steps: int = _NUM_STEPS, device: str | None = "cpu") ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probe:
-    """Medians over the steps of one probe [s]."""
+    """Median seconds of the actions in the steps of one probe."""
 
     step_s: float
     forward_s: float
-    """Seconds of a rank for a forward of next to nothing."""
+    """Seconds of a rank for a forward with next to no computation."""
     backward_s: float
     send_s: float
     message_s: float
-    """From the start of a send to the end of a receive that waited for it."""
+    """Seconds from the start of a send to the end of a receive that waited for it."""
     handling_s: float
-    """Processor time of rank 0 outside its forwards and backwards, per message sent or received."""
+    """Processor seconds of rank 0 outside its forwards and backwards, per message sent or received."""
 
 
 def _measure(num_elements: int, num_steps: int, device: str | None) -> _Probe:
@@ -178,7 +178,10 @@ def _median_s(events: Sequence[Event], *kinds: ActionKind) -> float:
 
 
 def _travels(events: Sequence[Event]) -> list[float]:
-    """Seconds of messages whose receiver waited for them. In each step, sends and receives of a microbatch follow in turn."""
+    """Return the seconds of messages whose receiver waited for them.
+
+    In each step, sends and receives of a microbatch alternate.
+    """
     found: list[float] = []
     sent: dict[tuple[str, int], float] = {}
     for event in sorted(events, key=lambda event: event.start_s if event.kind.is_send else event.end_s):
@@ -191,14 +194,14 @@ def _travels(events: Sequence[Event]) -> list[float]:
 
 
 def _optimizer_costs(device: torch.device) -> tuple[float, float]:
-    """Seconds of the default optimizer by byte and by tensor of parameters."""
+    """Return the default optimizer's seconds per byte, and per tensor, of parameters."""
     small, large = (_optimizer_s(size, device) for size in (_SMALL, _LARGE))
     per_byte = (large - small) / ((_LARGE - _SMALL) * torch.float32.itemsize)
     return max(0.0, per_byte), max(0.0, small - _SMALL * torch.float32.itemsize * per_byte)
 
 
 def _optimizer_s(num_elements: int, device: torch.device) -> float:
-    """Return the seconds of an optimizer step for one tensor."""
+    """Return the median seconds of the default optimizer's step per tensor of `num_elements` elements."""
     parameters = [nn.Parameter(torch.ones(num_elements, device=device)) for _ in range(_NUM_TENSORS)]
     optimizer, timer, seconds = DEFAULT_OPTIMIZER(parameters), Timer(device), []
     for _ in range(_WARM_UP + _NUM_STEPS):
@@ -209,7 +212,7 @@ def _optimizer_s(num_elements: int, device: torch.device) -> float:
 
 
 def _empty_step_s(costs: RuntimeCosts) -> float:
-    """Return the predicted seconds of the small probe without `step_s`."""
+    """Return the predicted seconds of a step of the small probe, without the fixed cost `step_s`."""
     stages = [PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(_STAGES)]
     message = LinkMessages(source=_STAGES[0], target=_STAGES[1], sizes=(4 * _SMALL,), gradient_sizes=(4 * _SMALL,))
     nothing = LayerTimes(forward_s=0.0, input_grad_s=1e-9, weight_grad_s=0.0)

@@ -1,4 +1,4 @@
-"""`UserModel`: the module a user gave, or what stands for it: its names, and its weights before and after training."""
+"""`UserModel`: parameter names of the user's module, or of its program source, and weights before and after training."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from mmcompile.runtime.optim.param_groups import check_matches
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserModel:
-    """Weights under the names that the model has for them (rank 0)."""
+    """Weights under the names of the user's model (rank 0)."""
 
     module: nn.Module | None
     source: ProgramSource
-    """Holds the parameters, of the module or without one."""
+    """Source of stage programs, which holds the parameters, also without a module."""
 
     def complete(self, weights: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
-        """All names of the model: trained weights, and what never changes from the model itself, on the CPU.
+        """Return the tensors of all names of the model, on the CPU: trained weights, and unchanged tensors from the model itself.
 
         Args:
-            weights: trained, by the name they are held under.
-            aliases: other name of a tied parameter -> that name.
+            weights: trained weights, by the name they are held under.
+            aliases: name under which a tied parameter is held, by each of its other names.
         """
         kept = self.source.parameters() if self.module is None else self.module.state_dict()
         return {name: weights.get(aliases.get(name, name), tensor).detach().cpu() for name, tensor in kept.items()}
 
     def trainable(self, complete: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters that train, each under one name; also those no step has reached yet."""
+        """Return the parameters that train, each under one name, also those that no step has reached yet."""
         tied = self.tied()
         parameters = self.source.parameters()
         return {name: complete[name] for name, t in parameters.items() if t.requires_grad and name not in tied}
 
     def frozen(self) -> dict[str, str]:
-        """Fingerprints of parameters that do not train, each under one name."""
+        """Return the fingerprints of parameters that do not train, each under one name."""
         tied = self.tied()
         return {
             name: fingerprint(parameter)
@@ -53,7 +53,7 @@ class UserModel:
         }
 
     def tied(self) -> dict[str, str]:
-        """Further name of a parameter -> its first one, under which `trainable` has it."""
+        """Return the first name of each tied parameter, used by `trainable`, by its further names."""
         first: dict[int, str] = {}
         parameters = self.source.parameters()
         for name, tensor in parameters.items():
@@ -61,10 +61,10 @@ class UserModel:
         return {name: first[id(tensor)] for name, tensor in parameters.items() if first[id(tensor)] != name}
 
     def masters_for(self, optimizer: OptimizerSpec, given: bool | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Float32 masters to start from, by name, out of what the user gave for `master_weights`.
+        """Return the initial float32 masters by name, from the user's `master_weights`.
 
         Raises:
-            ConfigError: parameter groups or masters are of parameters that there are not.
+            ConfigError: parameter groups or masters refer to parameters that do not exist.
         """
         known, tied = self.source.parameters(), self.tied()
         once = {name: t for name, t in known.items() if isinstance(t, nn.Parameter) and name not in tied}
@@ -74,13 +74,13 @@ class UserModel:
 
     @torch.no_grad()
     def put(self, weights: Mapping[str, Tensor]) -> None:
-        """Write trained weights into the model; tied names share storage."""
+        """Write trained weights into the model, in place; tied names share storage."""
         parameters = self.source.parameters()
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)
 
     def check_weights(self, stored: Stored) -> None:
-        """See that the weights of a checkpoint are as they were written. Raises CheckpointError."""
+        """Check that the weights in a checkpoint have the digests in its index. Raises CheckpointError."""
         # It takes most of a second to import.
         from mmcompile.runtime.checkpoint import dcp
 
@@ -106,10 +106,13 @@ class UserModel:
         """Refuse a checkpoint of another model or optimizer.
 
         Args:
-            weights: dtype and shape of what it has.
+            trainer: training state of the checkpoint.
+            weights: dtype and shape of each weight in the checkpoint.
+            optimizer: optimizer of this engine.
+            folder: the checkpoint's folder, for errors.
 
         Raises:
-            CheckpointError: naming what the checkpoint has and what the model or engine has.
+            CheckpointError: names the difference between the checkpoint and the model or engine.
         """
         parameters = self.source.parameters()
         saved = trainer.optimizer

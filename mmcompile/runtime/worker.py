@@ -1,4 +1,4 @@
-"""`Worker`: one rank of an engine: the stages, tensors and optimizer that it holds, and what it does for each command."""
+"""`Worker`: one rank of an engine: the stages, tensors and optimizer that it holds, and its execution of each command."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ from mmcompile.runtime.optim.optimizer import RankOptimizer, RankState
 from mmcompile.runtime.optim.rank_gradients import RankGradients
 
 _parsed = functools.lru_cache(maxsize=4)(parse_actions)
-"""Action lists of the last steps: where steps are alike, one is used again."""
+"""Parses a rank's action list; the last four results are cached, since successive steps are often alike."""
 
 
 class Worker:
-    """One rank. Rank 0 has one too, beside its `Controller`.
+    """Stages, tensors and optimizer of one rank. Rank 0 has a worker too, beside its `Controller`.
 
     Args:
-        state: what the rank holds of the model already; None to start with nothing.
-        check: called before every action of a step; what it raises ends the step.
-        check_saving: called while the user waits for a save; what it raises ends the wait.
+        state: parameters, buffers and optimizer that the rank already holds; None to start without any.
+        check: called before every action of a step; an exception it raises ends the step.
+        check_saving: called while the user waits for a save; an exception it raises ends the wait.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Worker:
         self.state = state or RankState(optimizer=RankOptimizer(setup.optimizer))
         self.checkpoints = RankCheckpoints(state=self.state, groups=groups, check=check_saving)
         self.last: tuple[StepPlan, StepTotals] | None = None
-        """The last step, and its totals."""
+        """Plan and totals of the last step; None before the first."""
         self.events: list[Event] = []
         """Measured actions of the last step, if it was traced."""
         self._groups = groups
@@ -88,9 +88,9 @@ class Worker:
         self._check = check
         self._gradients = RankGradients(groups, setup.stages, self.state, setup.reduction)
         self._stage_at = {(s.tower, s.replica, s.program_name): index for index, s in enumerate(setup.stages)}
-        """Index of a placed stage by balance group, replica and name of its program."""
+        """Index of a placed stage, by (balance group, replica, name of its program)."""
         self._patterns: dict[tuple[str, str], dict[int, LoadedStage]] = {}
-        """This rank's stages by index, for each pattern and balance group."""
+        """This rank's stages by index, for each (pattern, balance group)."""
         self._op_groups = {
             name: groups.shards(ranks)
             for name, ranks in (
@@ -100,16 +100,16 @@ class Worker:
             )
             if ranks
         }
-        """Groups that ops of this rank's stages call, by name."""
+        """Process groups that ops of this rank's stages use, by name."""
         self._shard = max((stage.shard for stage in mine if stage.depth == 0), default=0)
-        """Shard of the loss stage that this rank has."""
+        """Number of this rank's shard of the loss stage."""
         self._num_shards = max(1, *(len(stage.group) for stage in setup.stages))
         # Of the loss of a stage that shares its tensors, all shards have the whole.
         self._counts_loss = not any(stage.repeats and stage.depth == 0 for stage in mine)
 
     @classmethod
     def join(cls, groups: Groups, board: StatusBoard, check_saving: Callable[[], None] = lambda: None) -> Self:
-        """Return the worker of a rank other than 0, as rank 0's first command sets it up."""
+        """Wait for rank 0's `Setup` command, and return the worker of this rank, which is not 0."""
         setup = wire.hear(groups, COMMANDS)
         assert isinstance(setup, Setup), f"the first command must be Setup, got {setup}"
         if setup.version != PROTOCOL_VERSION:
@@ -120,7 +120,7 @@ class Worker:
         return cls(groups, setup, board, check_saving=check_saving)
 
     def follow(self) -> Command:
-        """Ranks other than 0: wait for the next command, carry it out, and return it."""
+        """Wait for rank 0's next command, execute it, and return it (on ranks other than 0)."""
         command = wire.hear(self._groups, COMMANDS)
         match command:
             case Install():
@@ -145,16 +145,17 @@ class Worker:
         return command
 
     def serve(self) -> None:
-        """Follow until rank 0 closes the engine."""
+        """Execute rank 0's commands until it closes the engine."""
         while not isinstance(self.follow(), CloseEngine):
             pass
 
     def install(self, command: Install, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor]) -> None:
-        """Build this rank's stages of a balance group in a pattern, those of every replica it holds.
+        """Build this rank's stages of a balance group in a pattern, for every replica it holds.
 
         Args:
-            tensors: by path: `value/<name>` for parameters and buffers this rank lacks, `state/<key>/<name>` for the
-                optimizer state of such parameters, `constant/<stage>/<name>`.
+            programs: stage programs of this rank.
+            tensors: by path: `value/<name>` for parameters and buffers this rank lacks, `state/<key>/<name>` for their optimizer
+                state, `constant/<stage>/<name>` for constants.
         """
         restored = self.checkpoints.restored(command.restored, command.waiting, command.updaters, programs)
         self._gradients.hold(command.holders, command.updaters)
@@ -178,7 +179,7 @@ class Worker:
         self._patterns[command.pattern, command.tower] = loaded
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite weights (`value/<name>`) and optimizer state (`state/<key>/<name>`) held here. Gradients are dropped."""
+        """Overwrite weights (`value/<name>`) and optimizer state (`state/<key>/<name>`) of this rank, and drop gradients."""
         self._gradients.settle()
         self._gradients.drop()
         optimizer = self.state.optimizer
@@ -190,10 +191,10 @@ class Worker:
         optimizer.load_state(wire.under("state/", tensors))
 
     def part(self, command: SaveCheckpoint, more: Callable[[], Sequence[CheckpointPiece]] = tuple) -> PartJob:
-        """Return what this rank writes in a save.
+        """Return this rank's job in a save.
 
         Args:
-            more: makes further pieces. Raises CheckpointError.
+            more: function that returns further pieces. Raises CheckpointError.
         """
         self._gradients.settle()
         return self.checkpoints.part(
@@ -206,7 +207,7 @@ class Worker:
         )
 
     def gathered(self, command: Gather) -> dict[str, Tensor]:
-        """Return the parameters, or the optimizer state, that a command names for this rank; not copies."""
+        """Return the parameters, or the optimizer state, that a command names for this rank, without copying."""
         names = command.names.get(self._groups.rank, ())
         if command.what == "optimizer":
             return self.state.optimizer.state(names)
@@ -214,20 +215,22 @@ class Worker:
         return {name: self.state.parameters[name].detach() for name in names}
 
     def step(self, command: Step, values: Sequence[Mapping[str, Tensor]] = ()) -> StepTotals:
-        """Run this rank's part of a step: `compute`, then `apply`, if parameters are to be updated."""
+        """Run this rank's part of a step, `compute` and, if parameters are to be updated, `apply`; return the totals."""
         totals = self.compute(command, values)
         if command.plan.update:
             self.apply(totals)
         return totals
 
     def compute(self, command: Step, values: Sequence[Mapping[str, Tensor]] = ()) -> StepTotals:
-        """Run forwards, backwards, and the sums of gradients over ranks, where an update follows. Parameters are as before.
+        """Run forwards and backwards, sum gradients over ranks if an update follows, and return the totals.
+
+        Parameters are unchanged.
 
         Args:
-            values: on rank 0, per microbatch the batch inputs by name; () on others.
+            values: on rank 0, per microbatch the batch inputs by name; () on other ranks.
 
         Raises:
-            EngineError: there are gradients that the reduction cannot add; on all ranks.
+            EngineError: on all ranks, if there are gradients that the reduction cannot add.
         """
         plan, stages = command.plan, self._setup.stages
         self._gradients.settle()
@@ -251,10 +254,10 @@ class Worker:
         return totals
 
     def apply(self, totals: StepTotals) -> None:
-        """Clip gradients and update parameters. Nothing is sent to other ranks, unless they hold parameters updated here.
+        """Clip gradients and update parameters. Messages are sent only if other ranks hold parameters that this rank updates.
 
         Args:
-            totals: from `compute`.
+            totals: totals returned by `compute`.
         """
         if self._setup.clip_norm is not None:
             assert totals.squared_norm is not None, "a norm that is clipped was not asked for"
@@ -266,7 +269,7 @@ class Worker:
         self._gradients.drop()
 
     def _keep(self, programs: Sequence[StageProgram], values: Mapping[str, Tensor]) -> None:
-        """Hold the parameters and buffers of programs that this rank lacks."""
+        """Add the parameters and buffers of programs that this rank lacks to its state."""
         parameters, buffers = self.state.parameters, self.state.buffers
         for program in programs:
             for spec in program.parameters:
@@ -280,13 +283,13 @@ class Worker:
                     buffers[name] = values[name].to(self._groups.device, copy=True)
 
     def _placed(self, tower: str, stage: str) -> Iterable[int]:
-        """This rank's placed stages, one for each replica it holds, that run a program."""
+        """Yield the indices of this rank's placed stages that run a program, one for each replica it holds."""
         for index, placed in enumerate(self._setup.stages):
             if placed.ranks[0] == self._groups.rank and (placed.tower, placed.program_name) == (tower, stage):
                 yield index
 
     def _loaded(self, microbatch: MicrobatchPlan) -> Stages:
-        """This rank's stages of the replica that a microbatch belongs to."""
+        """Return this rank's stages, by index, of the replica that a microbatch belongs to."""
         stages = self._setup.stages
         loaded = self._patterns.get((microbatch.pattern, microbatch.tower), {})
         return {index: stage for index, stage in loaded.items() if stages[index].replica == microbatch.replica}
@@ -344,7 +347,7 @@ class Worker:
 
 
 def _only_group(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """The group of all stages of a rank that have one; () if none has."""
+    """Return the process group shared by all stages of a rank that have one; () if none has."""
     groups = {ranks for ranks in found if ranks}
     assert len(groups) <= 1, f"a rank shares stages in several groups: {sorted(groups)}"
     return groups.pop() if groups else ()

@@ -1,7 +1,8 @@
 """Worker processes of a plain script: `python -P -m mmcompile.runtime.worker_main ORDERS`, started by rank 0.
 
-That process loads torch once, forks a worker for each order, and reports to rank 0 how each one ended. So eight workers start in
-the time of one, and share the memory of what was loaded. When rank 0 ends, or closes its end of the socket, it stops them all.
+The process loads torch once, forks a worker for each order, and reports to rank 0 how each one ended. So eight workers start in
+the time of one, and share the memory of loaded modules. When rank 0 ends, or closes its end of the socket, all workers are
+killed.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -35,7 +36,7 @@ _TRACEBACK_LINES = 30
 
 
 def main(text: str) -> NoReturn:
-    """Start the workers, and stay until the last one has ended."""
+    """Start the workers, and exit once the last one has ended."""
     orders = msgspec.json.decode(text, type=WorkerOrders)
     rank_0 = os.getppid()
     ranks = {
@@ -49,7 +50,7 @@ def main(text: str) -> NoReturn:
 
 
 def _watch(ranks: dict[int, int], exits: socket.socket, rank_0: int) -> None:
-    """Write an `Exit` for every process of `ranks` that ends; kill those left once rank 0 closes the socket."""
+    """Write an `Exit` to the socket for every process of `ranks` that ends; kill the rest once rank 0 closes the socket."""
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -73,7 +74,7 @@ def _watch(ranks: dict[int, int], exits: socket.socket, rank_0: int) -> None:
 
 
 def _work(order: WorkerOrder) -> int:
-    """Serve rank 0 until it closes the engine; returns the exit code."""
+    """Execute rank 0's commands until it closes the engine; return the exit code."""
     try:
         store = dist.TCPStore("127.0.0.1", order.port, is_master=False)
         store.set(f"ready/{order.rank}", "1")
