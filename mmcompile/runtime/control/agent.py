@@ -1,7 +1,7 @@
 """`Agent`: starts, watches and ends the workers of one node, and connects them to the coordinator.
 
 One thread, one process. A worker that dies, hangs or fails takes the others of its node with it: they are killed before the
-coordinator is informed, so nothing of a lost node can act any more. The agent can then come back with new workers.
+coordinator is informed, so no process of a lost node can act any more. The agent can then join again with new workers.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ class _Worker:
     index: int
     pid: int
     end: int
-    """File that can be read once the process has ended."""
+    """File descriptor that becomes readable once the process has ended."""
     stream: Stream
     heard_s: float
     idle: bool = False
     asked: msg.Message | None = None
-    """Message whose answer it waits for; repeated to a coordinator that was restarted."""
+    """Message whose answer the worker waits for; repeated to a restarted coordinator. None while it waits for no answer."""
     error: str = ""
     status: int | None = None
 
 
 class Agent:
-    """Runs the workers of a node until they are released or given up.
+    """Runs the workers of a node until the coordinator releases them or too many were lost.
 
     Args:
-        node: its name, unique in the job.
-        endpoint: the coordinator.
+        node: name of the node, unique in the job.
+        endpoint: address and secret of the coordinator.
         work: main function of a worker; it runs in a process of its own, forked from this one.
-        max_restarts: times that new workers are started after the node's were lost.
+        num_workers: number of workers of the node.
+        max_restarts: number of times that new workers are started after the node's workers were lost.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Agent:
         self._seen_s = time.monotonic()
 
     def run(self) -> int:
-        """Serve until the end; returns 0 if training ended well or the node was asked to go."""
+        """Serve until the end; return 0 if training ended well or the node was drained, else 1."""
         wake, wakened = socket.socketpair()
         for end in (wake, wakened):
             end.setblocking(False)
@@ -140,7 +141,7 @@ class Agent:
             self._selector.register(worker.end, selectors.EVENT_READ, worker)
 
     def _hear(self, worker: _Worker) -> None:
-        """Take the messages of a worker."""
+        """Read a worker's messages: handle them here, or send them on to the coordinator."""
         worker.stream.flush()
         for message in worker.stream.read():
             worker.heard_s = time.monotonic()
@@ -173,14 +174,14 @@ class Agent:
             self._lose(f"worker {first.index} of {self._node} {how}")
 
     def _find_silent(self, now_s: float) -> None:
-        """Lose workers that send nothing: their process is stopped, or keeps the interpreter locked."""
+        """Count the workers as lost if one is silent for a lease: its process is stopped, or holds the interpreter lock."""
         for worker in self._workers:
             if worker.status is None and now_s - worker.heard_s > self._times.lease_s:
                 self._lose(f"worker {worker.index} of {self._node} was silent for {self._times.lease_s:.2f} s")
                 return
 
     def _lose(self, cause: str) -> None:
-        """Kill what is left of the workers, report it, and begin again."""
+        """Kill the remaining workers, report the loss to the coordinator, and start new workers if restarts are left."""
         print(f"mmcompile: {cause}", file=sys.stderr, flush=True)
         self._kill()
         self._link.send(msg.Lost(cause=cause, returns=self._may_restart))
@@ -211,7 +212,7 @@ class Agent:
         self._workers = []
 
     def _talk(self) -> None:
-        """Keep in touch with the coordinator."""
+        """Connect to the coordinator if all workers have started, and announce the node on each new connection."""
         if not all(worker.idle for worker in self._workers):
             return
         if self._link.connect():
@@ -257,7 +258,7 @@ class Agent:
                 self._pass_on(message)
 
     def _note(self, message: msg.Message) -> None:
-        """Remember where the workers are, for a coordinator that was restarted."""
+        """Record the workers' generation and last committed step, for a coordinator that is restarted."""
         match message:
             case msg.Advance(phase=msg.Phase.ACTIVE):
                 self._generation = message.generation
@@ -276,18 +277,18 @@ class Agent:
             worker.stream.send(sent)
 
     def _ask_to_drain(self) -> None:
-        """Handle the signal, which may have interrupted a message half sent."""
+        """Request a drain, from a signal handler: the signal may have interrupted a message half sent."""
         self._drain_asked = True
 
     def _drain(self) -> None:
-        """Notice that the node will be taken away."""
+        """Report to coordinator and workers, once, that the node will be taken away."""
         if not self._draining:
             self._draining = True
             self._link.send(msg.Drain())
             self._pass_on(msg.Drain())
 
     def _end(self, now_s: float) -> None:
-        """After the release: give workers a while to exit."""
+        """Set the exit code once all workers have exited after the release, or the time for that is over."""
         assert self._released is not None
         if now_s > self._end_s or all(worker.status is not None for worker in self._workers):
             self._code = 0 if self._released.success else 1

@@ -1,4 +1,4 @@
-"""`Coordinator`: sockets, files and a clock around `Generations`. One thread, one process."""
+"""`Coordinator`: runs the decisions of `Generations` with sockets, files and a clock. One thread, one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmcompile.runtime.control.stream import FRAME_BYTES, STRANGER_FRAME_BYTES, 
 from mmcompile.runtime.monitoring.fail_points import fail_point
 
 _MAX_STRANGERS = 64
-"""Connections that have not proved anything yet."""
+"""Maximum number of connections that have not proved the secret yet."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -32,18 +32,18 @@ class _Peer:
     node: str = ""
     incarnation: str = ""
     leaving: bool = False
-    """Everything was sent; only the other side's end of file is waited for."""
+    """True once all messages were sent, and only the peer's end of file is awaited."""
 
 
 class Coordinator:
     """Serves agents until training ends.
 
     Args:
-        listener: bound and listening. A supervisor keeps it open over restarts, so that agents can always connect.
+        listener: bound and listening socket. A supervisor keeps it open over restarts, so that agents can always connect.
         log: log with the history of the run.
         events: event log of the run.
-        planner: chooses what members do.
-        endpoint: the secret and the waits; the address is the listener's.
+        planner: plans the work of each generation's members.
+        endpoint: the secret and the timeouts; the address is the listener's.
         store: host:port of the store, for workers.
     """
 
@@ -70,12 +70,12 @@ class Coordinator:
         self._seen_s = time.monotonic()
         self._linger_s = 0.0
         self._excused_s = 0.0
-        """Until then, nodes that took us for dead may come back on a new connection."""
+        """Monotonic time until which nodes that lost this coordinator may reconnect without counting as lost."""
         self._away: dict[str, tuple[str, str]] = {}
-        """Node -> incarnation and cause, of those that are waited for."""
+        """Incarnation and cause of each node that lost its connection and may still reconnect, by node."""
 
     def run(self) -> bool:
-        """Serve until all nodes were released; returns whether training ended well."""
+        """Serve until all nodes were released; return whether training ended well."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._events.complete(self._generations.history)
@@ -91,7 +91,7 @@ class Coordinator:
         return ended.success
 
     def _linger(self) -> None:
-        """Stay a while after the end of training, so that nodes that come back learn of it."""
+        """Keep serving for a while after the end of training, so that nodes that reconnect learn of it."""
         self._linger_s = time.monotonic() + self._times.resume_s
 
     def _turn(self) -> None:
@@ -115,7 +115,10 @@ class Coordinator:
             self._away.clear()
 
     def _excuse(self, now_s: float) -> None:
-        """We did not look for a while (a slow disk, a process that was stopped), so silence and hasty leave are our fault."""
+        """Excuse all peers for their silence, after this process did not run for a while (a slow disk, a stopped process).
+
+        Nodes that left meanwhile may reconnect for some seconds.
+        """
         self._excused_s = now_s + self._times.resume_s
         for peer in self._peers:
             peer.heard_s = now_s
@@ -183,7 +186,7 @@ class Coordinator:
                 raise msg.ProtocolError(f"{type(message).__name__} from an agent at this point")
 
     def _examine(self, peer: _Peer, message: msg.Message) -> None:
-        """Accept an agent that proves the secret, refuse any other."""
+        """Accept an agent that proves the secret, and refuse any other peer."""
         if not isinstance(message, msg.Proof):
             raise msg.ProtocolError(f"{type(message).__name__} before the proof of the secret")
         if message.version != msg.PROTOCOL_VERSION:
@@ -276,19 +279,19 @@ class Coordinator:
         self._watch(peer)
 
     def _part(self, peer: _Peer) -> None:
-        """End a connection once the peer has read what was sent to it: closing now could throw that away."""
+        """End a connection once the peer has read all messages sent to it: closing at once could discard them."""
         if self._nodes.get(peer.node) is peer:
             del self._nodes[peer.node]
         peer.node, peer.leaving, peer.heard_s = "", True, time.monotonic()
         self._flush(peer)
 
     def _watch(self, peer: _Peer) -> None:
-        """Watch for room in the socket while something is unsent. A broken socket is found by the next read."""
+        """Watch for room in the socket while messages are unsent. A broken socket is found by the next read."""
         write = selectors.EVENT_WRITE if peer.stream.has_unsent else 0
         self._selector.modify(peer.stream, selectors.EVENT_READ | write, peer)
 
     def _drop(self, peer: _Peer, cause: str) -> None:
-        """End a connection and count its node as lost."""
+        """End a connection and count its node as lost, unless the node may still reconnect."""
         node, ended = peer.node, peer.stream.closed
         self._forget(peer)
         if node and ended and time.monotonic() < self._excused_s:

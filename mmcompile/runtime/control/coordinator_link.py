@@ -1,4 +1,4 @@
-"""`CoordinatorLink`: an agent's connection to the coordinator, made again when it breaks."""
+"""`CoordinatorLink`: an agent's connection to the coordinator, reopened when it breaks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _RETRY_S = 0.05
 
 
 class CoordinatorLink:
-    """Connects, proves the secret, keeps the lease. Nothing here waits longer than a heartbeat.
+    """Connects to the coordinator, proves the secret, and sends heartbeats. No method blocks longer than a heartbeat.
 
     Args:
-        endpoint: the coordinator.
+        endpoint: address and secret of the coordinator.
         selector: selector that the socket is registered with; `data` of its key is None.
     """
 
@@ -51,7 +51,7 @@ class CoordinatorLink:
 
     @property
     def lost(self) -> str | None:
-        """Why the coordinator is given up; None while it is not."""
+        """Reason why the coordinator counts as lost, after too long a silence; None while it does not."""
         silent_s = time.monotonic() - self._alive_s
         if silent_s < self._times.reconnect_s:
             return None
@@ -59,7 +59,10 @@ class CoordinatorLink:
         return f"no coordinator at {host}:{port} for {silent_s:.1f} s ({self._why}); start it there, or correct the address"
 
     def connect(self) -> bool:
-        """Bring the connection forward. True once for each connection that may be used: it begins with a Hello."""
+        """Continue to open the connection.
+
+        Return True once for each new usable connection, on which a Hello must be sent first.
+        """
         now_s = time.monotonic()
         if now_s - self._tried_s > self._times.lease_s:
             # We did not try for a while: the silence is ours.
@@ -75,17 +78,17 @@ class CoordinatorLink:
         return False
 
     def read(self) -> list[Message]:
-        """Return the messages that have arrived."""
+        """Return the messages that have arrived since the last call."""
         messages, self._inbox = self._inbox, []
         return messages
 
     def send(self, message: Message) -> None:
-        """Send if connected; what must not be lost is sent again after the next connect."""
+        """Send a message if connected, else drop it; the caller repeats important messages after the next connect."""
         if self._stream is not None and self._announced:
             self._stream.send(message)
 
     def close(self, *, retry_s: float = _RETRY_S) -> None:
-        """End the connection; the next `connect` makes a new one."""
+        """End the connection; `connect` opens a new one after `retry_s` seconds."""
         if self._stream is not None:
             self._selector.unregister(self._stream)
             self._stream.flush()
@@ -160,5 +163,5 @@ class CoordinatorLink:
         self._stream.send(Proof(nonce=self._nonce, mac=mac))
 
     def _refuse(self, reason: str) -> None:
-        """Give up: the process at this address is not our coordinator."""
+        """Give up with a Refused message: the process at this address is not this run's coordinator."""
         self._inbox.append(Refused(reason=reason, advice=Advice.GIVE_UP))

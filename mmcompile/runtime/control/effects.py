@@ -1,4 +1,4 @@
-"""Effects: what `Generations` returns for the coordinator to do, in order. A `RunEvent` is added to the event log."""
+"""Effects that `Generations` returns for the coordinator to carry out in order. A `RunEvent` is added to the event log."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mmcompile.runtime.control.messages import Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """Append a record to the log, on disk before anything after it is done."""
+    """Append a record to the log, and wait until it is on the disk before the next effect."""
 
     record: Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Send:
-    """Send a message to the agent of a node; nothing happens if the agent is gone."""
+    """Send a message to the agent of a node; dropped if the agent is not connected."""
 
     node: str
     message: Message
@@ -28,25 +28,25 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseLink:
-    """End the connection of a node after what was sent to it."""
+    """End the connection of a node once all messages sent to it are read."""
 
     node: str
 
 
 class TimerKind(StrEnum):
-    """Waits of a generation that the coordinator's clock ends."""
+    """Waiting periods of a generation that end by the coordinator's clock."""
 
     ATTEMPT = "attempt"
-    """Members that hold up a generation in preparation."""
+    """Wait for members that have not completed a phase of a generation in preparation."""
     FAULT = "fault"
-    """A broken link that no lost member explains."""
+    """Wait for the loss of a member that explains a broken link."""
     RESUME = "resume"
-    """Members that a restarted coordinator remembers."""
+    """Wait of a restarted coordinator for the members in its log to reconnect."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """Call `expired(timer, generation)` after a while."""
+    """Start a timer that calls `Generations.expired(timer, generation)`."""
 
     timer: TimerKind
     generation: int

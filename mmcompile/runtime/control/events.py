@@ -1,4 +1,4 @@
-"""The event log of a run: its lines, one writer, readers that follow it, and the recoveries found in it."""
+"""The event log of a run: its events, its writer, a reader that follows it, and the recoveries found in it."""
 
 from __future__ import annotations
 
@@ -18,67 +18,67 @@ _POLL_S = 0.02
 
 
 class EventKind(StrEnum):
-    """Kind of a line in the event log."""
+    """Kinds of events in the event log."""
 
     JOINED = "joined"
     """A node asked to become a member."""
     WAITING = "waiting"
-    """More nodes are needed."""
+    """Training waits for more nodes."""
     RESTARTED = "restarted"
     """The coordinator was started again."""
     RESUMED = "resumed"
-    """All members of the active generation are back; it continues."""
+    """All members of the active generation have reconnected; it continues."""
     DETECTED = "detected"
-    """A failure, a node that joins or a node that must go: the start of a reconfiguration."""
+    """A reconfiguration starts, after a failure, or for a node that joins or is drained."""
     FAULT = "fault"
-    """A worker saw a broken link."""
+    """A worker reported a broken link."""
     DRAINING = "draining"
-    """A node will be taken away."""
+    """A node will be taken away, and is to leave after the current step."""
     PREPARE = "prepare"
-    """A plan is made and sent."""
+    """A generation was planned, and the plan sent to its members."""
     PREPARED = "prepared"
-    """All workers left the generation before."""
+    """All workers have left the previous generation."""
     RENDEZVOUS = "rendezvous"
-    """All groups are connected."""
+    """All process groups of the generation are connected."""
     READY = "ready"
-    """All state is in place."""
+    """All workers have the parameters and optimizer state they need."""
     ACTIVE = "active"
-    """Steps run."""
+    """The generation is active: steps run."""
     REPLAYED = "replayed"
     """The step that was interrupted starts again."""
     COMMITTED = "committed"
-    """A step is done."""
+    """A step was committed."""
     ROLLED_BACK = "rolled_back"
     """State was lost; training continues from a checkpoint."""
     RELEASED = "released"
-    """A node was let go."""
+    """A node was released: its workers end."""
     REFUSED = "refused"
-    """A connection was turned away."""
+    """A connection was refused."""
     ENDED = "ended"
-    """Training is over."""
+    """Training has ended."""
 
 
 _STEPS = (EventKind.COMMITTED, EventKind.ROLLED_BACK)
 _PHASES = (EventKind.ACTIVE, EventKind.RENDEZVOUS, EventKind.PREPARED, EventKind.PREPARE)
-"""Last one first."""
+"""Kinds that end the phases of a recovery, last one first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEvent:
-    """One line of the event log. `EventLog` fills in the two times."""
+    """One event of the event log. `EventLog` fills in both times."""
 
     kind: EventKind
     generation: int
     monotonic_s: float = 0.0
-    """Monotonic clock of the coordinator's machine; differences are exact, also over restarts of the coordinator."""
+    """Seconds on the monotonic clock of the coordinator's machine; differences are exact, also over its restarts."""
     wall_s: float = 0.0
-    """Seconds since 1970."""
+    """Seconds since 1970 (Unix time)."""
     node: str | None = None
     step: int | None = None
     cause: str | None = None
     microbatches: tuple[int, ...] | None = None
     cursor: str | None = None
-    """Cursor of a committed step."""
+    """Data cursor of a committed step, as JSON text."""
 
 
 class EventLog:
@@ -93,7 +93,7 @@ class EventLog:
         self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def complete(self, history: History) -> None:
-        """Add what a coordinator logged and died before it wrote here: a step, that steps were lost, or the end."""
+        """Add events that a killed coordinator logged but did not write here: a committed step, a rollback, or the end."""
         events, last = EventReader(self._path).read(), history.last
         done = next((event.step for event in reversed(events) if event.kind in _STEPS), 0)
         if last is not None and last.step != done:
@@ -112,14 +112,14 @@ class EventLog:
             self.add(RunEvent(kind=EventKind.ENDED, generation=history.generation, cause=history.ended.reason))
 
     def add(self, event: RunEvent) -> None:
-        """Write an event with the time now."""
+        """Write an event with the current times."""
         cause = event.cause[:_CAUSE_LENGTH] if event.cause is not None else None
         event = replace(event, monotonic_s=time.monotonic(), wall_s=time.time(), cause=cause)
         present = {name: value for name in RunEvent.__slots__ if (value := getattr(event, name)) is not None}
         self._file.write(msgspec.json.encode(present) + b"\n")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the event log's file."""
         self._file.close()
 
 
@@ -131,7 +131,7 @@ class EventReader:
         self._offset = 0
 
     def read(self) -> list[RunEvent]:
-        """Return the whole lines since the last call; none while there is no file."""
+        """Return the events of complete lines since the last call; an empty list while there is no file."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -146,10 +146,10 @@ class EventReader:
         """Yield events up to the one that ends the run.
 
         Args:
-            gone: returns whether the coordinator has ended for good.
+            gone: returns whether the coordinator has ended and will not be restarted.
 
         Raises:
-            EngineError: the coordinator ended and its log has no end.
+            EngineError: the coordinator ended, and the log has no end.
         """
         while True:
             ended = gone()
@@ -164,28 +164,28 @@ class EventReader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """Seconds from a failure, or another change of members, to the next committed step, by phase."""
+    """Seconds from a failure, or another membership change, to the next committed step, by phase."""
 
     generation: int
     """Number of the generation that became active."""
     cause: str
-    """The first cause, if more failures came on the way."""
+    """Cause of the reconfiguration; the first one if more failures followed."""
     num_attempts: int
-    """Generations that were begun."""
+    """Number of generations that were begun."""
     plan_s: float
-    """Detected to the last plan sent."""
+    """Seconds from the detection to the last plan sent."""
     leave_s: float
-    """Until all workers had left the generation before."""
+    """Seconds from the plan until all workers had left the previous generation."""
     connect_s: float
-    """Until all groups were connected."""
+    """Seconds from then until all process groups were connected."""
     copy_s: float
-    """Until all state was in place."""
+    """Seconds from the connection until all workers had their state."""
     replay_s: float
-    """Until the next step was committed."""
+    """Seconds from the active generation to the commit of the next step."""
 
     @property
     def total_s(self) -> float:
-        """Seconds of all phases."""
+        """Seconds of all phases together."""
         return self.plan_s + self.leave_s + self.connect_s + self.copy_s + self.replay_s
 
 
@@ -203,9 +203,9 @@ def recoveries(events: Iterable[RunEvent]) -> tuple[Recovery, ...]:
 
 
 def _recovery(events: list[RunEvent]) -> Recovery:
-    """Measure the phases between DETECTED and COMMITTED; of phases that were begun again, the last counts.
+    """Measure the phases between DETECTED and COMMITTED; if a phase was begun several times, the last time counts.
 
-    A coordinator that was killed may have left out the end of a phase: then it took no time, and the next one longer.
+    A killed coordinator may have left out the end of a phase: that phase then counts as 0 s, and the next one is longer.
     """
     begun = max(index for index, event in enumerate(events) if event.kind is EventKind.PREPARE)
     last = {event.kind: event.monotonic_s for event in events[begun:]}

@@ -1,10 +1,10 @@
 """`Generations`: the coordinator's decisions, without sockets, files or clock.
 
-Every input returns what must be done, in order. What must survive a crash is a `Write` ahead of the messages that depend on
-it, so a coordinator that is killed between two effects and starts again from its log only repeats messages.
+Every input returns the effects to carry out, in order. State that must survive a crash is a `Write` ahead of the messages that
+depend on it, so a coordinator that is killed between two effects and starts again from its log only repeats messages.
 
 Rules:
-    - A generation number is used once. Members of generation g do nothing more in it once g + 1 reaches them.
+    - A generation number is used once. Members of generation g do no further work in it once g + 1 reaches them.
     - A step is committed when every worker of the active generation has reported it, and only in order.
     - A lost member ends the generation in any phase; a node that joins or must go waits for the end of a step.
 """
@@ -37,13 +37,13 @@ _ALIVE = "all members are alive"
 
 
 class Generations:
-    """Membership, generations and commits.
+    """State machine of membership, generations and commits.
 
     Args:
-        planner: asked what to do with a membership.
-        history: of the log, empty at the first start.
-        store: host:port, passed on to workers.
-        max_attempts: generations in a row without a commit before training stops.
+        planner: plans the work of each membership.
+        history: history in the log, empty at the first start.
+        store: host:port of the store, sent to workers.
+        max_attempts: number of generations in a row without a commit before training stops.
     """
 
     def __init__(self, planner: Planner, history: History, *, store: str, max_attempts: int) -> None:
@@ -57,7 +57,7 @@ class Generations:
         self._connected: dict[str, Member] = {}
         self._draining: set[str] = set()
         self._dead: set[str] = set()
-        """Incarnations that were given up; they must not come back."""
+        """Incarnations that counted as lost or were released; their workers must not join again."""
         self._reached: set[tuple[str, int]] = set()
         self._reduced: dict[tuple[str, int], msg.Reduced] = {}
         self._finished: set[tuple[str, int]] = set()
@@ -68,11 +68,11 @@ class Generations:
 
     @property
     def generation(self) -> int:
-        """Last number given out."""
+        """Number of the last generation, active or in preparation."""
         return self.history.generation
 
     def start(self) -> list[Effect]:
-        """Continue from the history; the first of all inputs."""
+        """Return the effects of starting from the history; the first input."""
         active = self.history.active
         if self.history.ended is not None:
             self.phase = Phase.ENDED
@@ -83,11 +83,11 @@ class Generations:
         return self._take()
 
     def refusal(self, hello: msg.Hello) -> msg.Refused | None:
-        """Why a node may not join as it is."""
+        """Return the refusal of a node that may not join as it is; None if it may."""
         return refusal_of(hello, self._connected, self._dead, (*self.members, *holders(self.history)), self.history)
 
     def join(self, hello: msg.Hello) -> list[Effect]:
-        """A node that `refusal` lets in connected: a new one, or a member that lost its connection."""
+        """Handle the connection of a node that `refusal` admits: a new node, or a member that lost its connection."""
         member = Member(node=hello.node, incarnation=hello.incarnation, num_workers=hello.num_workers)
         back = member in self.members
         self._connected[hello.node] = member
@@ -104,14 +104,14 @@ class Generations:
         return self._take()
 
     def leave(self, node: str, incarnation: str, cause: str) -> list[Effect]:
-        """Lose a node: its connection ended, its lease lapsed, or its agent reports that its workers are dead."""
+        """Count a node as lost: its connection ended, its lease expired, or its agent reported that its workers are dead."""
         member = self._connected.get(node)
         if member is not None and member.incarnation == incarnation:
             self._lose(member, cause)
         return self._take()
 
     def drain(self, node: str) -> list[Effect]:
-        """Continue without a node after this step, since it will be taken away."""
+        """Mark a node to leave after this step, since it will be taken away."""
         if node in self._connected and node not in self._draining and self.phase is not Phase.ENDED:
             self._emit(EventKind.DRAINING, node=node)
             self._draining.add(node)
@@ -120,7 +120,7 @@ class Generations:
         return self._take()
 
     def reached(self, node: str, message: msg.Reached) -> list[Effect]:
-        """A worker completed a phase."""
+        """Handle a worker's report that it completed a phase."""
         if message.generation == self.generation and message.phase is self.phase and self.phase in _NEXT:
             self._reached.add((node, message.worker))
             if self._complete(self._reached):
@@ -128,7 +128,7 @@ class Generations:
         return self._take()
 
     def reduced(self, node: str, message: msg.Reduced) -> list[Effect]:
-        """A worker has the final gradients of a step."""
+        """Handle a worker's report that its gradients of a step are final."""
         if message.step <= self.history.committed:
             self._send(node, msg.Commit(step=message.step))
         elif self._counts(message) and message.step == self.history.committed + 1:
@@ -137,28 +137,28 @@ class Generations:
         return self._take()
 
     def finished(self, node: str, message: msg.Finished) -> list[Effect]:
-        """A worker has done its last step."""
+        """Handle a worker's report that it has done its last step."""
         if self._counts(message) and message.step == self.history.committed:
             self._finished.add((node, message.worker))
             self._finish_if_complete()
         return self._take()
 
     def abort(self, node: str, message: msg.Abort) -> list[Effect]:
-        """End training: a worker found what would stop any membership, bad data for example."""
+        """End training, since a worker found an error that would stop any membership, for example bad data."""
         if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
             self._emit(EventKind.FAULT, node=node, cause=message.reason)
             self._end(message.reason, success=False)
         return self._take()
 
     def fault(self, node: str, message: msg.Fault) -> list[Effect]:
-        """A worker lost a link to another worker. The loss of a member usually explains it soon."""
+        """Handle a worker's report of a lost link to another worker, usually explained soon by the loss of a member."""
         if message.generation == self.generation and self.phase not in (Phase.WAITING, Phase.ENDED):
             self._emit(EventKind.FAULT, node=node, cause=message.error)
             self._out.append(Arm(timer=TimerKind.FAULT, generation=self.generation))
         return self._take()
 
     def expired(self, timer: TimerKind, generation: int) -> list[Effect]:
-        """A time is over."""
+        """Handle the end of a timer of a generation."""
         current = generation == self.generation
         if timer is TimerKind.RESUME and self.phase is Phase.RESUMING:
             self._resume(give_up=True)
@@ -170,7 +170,7 @@ class Generations:
         return self._take()
 
     def _counts(self, message: msg.Reduced | msg.Finished) -> bool:
-        """Return whether a message is of the active generation, also while members come back to a restarted coordinator."""
+        """Return whether a message belongs to the active generation, also while members reconnect to a restarted coordinator."""
         active = self.history.active
         known = active is not None and active.generation == self.generation == message.generation
         return known and self.phase in (Phase.ACTIVE, Phase.RESUMING)
@@ -192,7 +192,7 @@ class Generations:
             self._reconfigure(cause, member.node)
 
     def _give_up_silent(self) -> None:
-        """Lose the members that hold up a generation in preparation."""
+        """Count as lost the members that have not completed the current phase of a generation in preparation."""
         silent = [member for member in self.members if not self._answered(member, self._reached)]
         for member in silent:
             if self._connected.get(member.node) == member:
@@ -205,7 +205,11 @@ class Generations:
         self._reconfigure(f"{', '.join(member.node for member in silent)} held up phase {self.phase}", None)
 
     def _resume(self, *, give_up: bool) -> None:
-        """Continue after a restart: as before if all are back, without the missing if they are given up."""
+        """Continue after the coordinator's restart, if all members have reconnected.
+
+        Args:
+            give_up: count members that have not reconnected as lost, and continue without them.
+        """
         back = [member for member in self.members if self._connected.get(member.node) == member]
         # A node with new workers shows that the old ones are gone.
         missing = [
@@ -231,7 +235,7 @@ class Generations:
         self._reconfigure(f"the coordinator was restarted; {cause}", None)
 
     def _resend(self, member: Member) -> None:
-        """Repeat what a member may have missed."""
+        """Send again the messages that a reconnected member may have missed."""
         node, generation = member.node, self.generation
         if self.history.committed:
             self._send(node, msg.Commit(step=self.history.committed))
@@ -242,7 +246,7 @@ class Generations:
                 self._send(node, msg.Advance(generation=generation, phase=phase))
 
     def _reconfigure(self, cause: str, node: str | None) -> None:
-        """Make the next generation of all nodes that are connected and stay."""
+        """Begin the next generation, of all connected nodes that stay."""
         if self.phase is not Phase.WAITING:
             self._emit(EventKind.DETECTED, node=node, cause=cause)
         if self._attempts >= self._max_attempts:
@@ -267,7 +271,11 @@ class Generations:
                 self._begin(members, decision.payload, cause)
 
     def _candidates(self, *, draining: bool) -> tuple[Member, ...]:
-        """Nodes for the next generation; `draining`: those that must go as well."""
+        """Return the nodes for the next generation, those that hold state first.
+
+        Args:
+            draining: include nodes that are to leave.
+        """
         stay = [member for member in self._connected.values() if draining or member.node not in self._draining]
         return in_order(stay, self.history)
 
@@ -289,7 +297,7 @@ class Generations:
         self._begin(members, lost.payload, cause)
 
     def _begin(self, members: tuple[Member, ...], payload: str, cause: str) -> None:
-        """Send a new generation to its members, and those that are left out to wait."""
+        """Send a new generation to its members, and suspend former members that are not in it."""
         left = [
             member for member in self.members if self._connected.get(member.node) == member and member not in members
         ]
@@ -309,7 +317,7 @@ class Generations:
             self._out.append(Arm(timer=TimerKind.ATTEMPT, generation=self.generation))
 
     def _wait(self, reason: str) -> None:
-        """Nothing can run: let go of the generation and wait for nodes."""
+        """End the generation and wait for nodes, since no plan can run with the connected ones."""
         self._emit(EventKind.WAITING, cause=reason)
         if self.phase is not Phase.WAITING:
             for node in self._connected:
@@ -365,7 +373,7 @@ class Generations:
         self._change_between_steps()
 
     def _change_between_steps(self) -> None:
-        """Let nodes in that wait, and nodes out that must go."""
+        """Begin a new generation if nodes wait to join or are to leave."""
         joining = [node for node, member in self._connected.items() if member not in self.members]
         leaving = sorted(self._draining)
         if joining or leaving:
@@ -387,7 +395,7 @@ class Generations:
                 self._release(node)
 
     def _release(self, node: str) -> None:
-        """Let a node go for good."""
+        """Release a node, which ends its workers."""
         ended = self.history.ended
         reason, success = (ended.reason, ended.success) if ended is not None else ("the node was asked to go", True)
         self._emit(EventKind.RELEASED, node=node)
@@ -397,7 +405,7 @@ class Generations:
         self._draining.discard(node)
 
     def _take(self) -> list[Effect]:
-        """Return the effects since the last call."""
+        """Remove and return the effects since the last call."""
         effects, self._out = self._out, []
         return effects
 
@@ -410,7 +418,7 @@ class Generations:
         cause: str | None = None,
         committed: Committed | None = None,
     ) -> None:
-        """Add a line to the event log."""
+        """Append an event for the event log to the effects."""
         self._out.append(
             RunEvent(
                 kind=kind,

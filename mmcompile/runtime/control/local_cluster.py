@@ -23,13 +23,14 @@ _POLL_S = 0.01
 
 @dataclass(kw_only=True, slots=True)
 class LocalCluster:
-    """Nodes on one machine. All processes end with the one that made it; use it as a context manager to end them earlier.
+    """Simulated nodes on one machine. All processes end with the one that made them; a context manager ends them earlier.
 
     Args:
         folder: folder of the coordinator's log and event log.
-        planner: chooses what members do.
+        planner: plans the work of each generation's members.
         work: main function of each worker.
-        max_restarts: restarts of the workers of each node.
+        times: timeouts of the control plane.
+        max_restarts: number of restarts of each node's workers.
     """
 
     folder: Path
@@ -38,9 +39,9 @@ class LocalCluster:
     times: Times = field(default_factory=Times)
     max_restarts: int = 3
     agents: dict[str, ChildProcess] = field(default_factory=dict)
-    """Node -> its agent."""
+    """Agent process of each node, by node."""
     supervisor: ChildProcess = field(init=False)
-    """Process that keeps coordinator and store running."""
+    """Process that runs coordinator and store, and restarts them."""
     endpoint: Endpoint = field(init=False)
     """Address of the coordinator, once started."""
 
@@ -55,10 +56,10 @@ class LocalCluster:
         self.supervisor = ChildProcess(pid)
 
     def add(self, node: str, *, num_workers: int = 1) -> None:
-        """Start the agent of a node. A name may be used again once its agent has ended.
+        """Start the agent of a node. A name may be reused once its agent has ended.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: the agent of that name still runs.
         """
         if node in self.agents and self.agents[node].code is None:
             raise ConfigError(f"{node} runs already; give another name, or wait until its agent has ended")
@@ -69,12 +70,12 @@ class LocalCluster:
         self.agents[node] = ChildProcess(fork_process(run, keep=()))
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of training and of all agents; returns whether it ended well.
+        """Wait for the end of training and of all agents; return whether training ended well.
 
-        Agents that do not end in time, being stopped for example, are killed: the coordinator gave them up.
+        Agents that do not end in time (stopped ones, for example) are killed: the coordinator counts them as lost.
 
         Raises:
-            TimeoutError: training did not end in time.
+            TimeoutError: training did not end within `timeout_s`.
         """
         deadline_s = time.monotonic() + timeout_s
         processes = [self.supervisor, *self.agents.values()]
@@ -88,15 +89,15 @@ class LocalCluster:
 
     @property
     def ended(self) -> bool:
-        """True once the coordinator has ended for good."""
+        """True once the coordinator has ended and will not be restarted."""
         return self.supervisor.code is not None
 
     def drain(self, node: str) -> None:
-        """Give a node notice that it will be taken away."""
+        """Send a node the notice (SIGTERM) that it will be taken away."""
         self.agents[node].signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End everything at once."""
+        """Kill all processes of the cluster at once."""
         for process in (*self.agents.values(), self.supervisor):
             process.kill()
 

@@ -1,7 +1,7 @@
-"""`Log`: what the coordinator must not forget, written ahead of every message that depends on it.
+"""`Log`: the coordinator's durable records, each written ahead of every message that depends on it.
 
 A text file, one record a line: eight hexadecimal digits (CRC-32 of the rest), a blank, JSON. A crash can cut off the last
-line; it was then never acted upon, and is dropped. Damage anywhere else is an error.
+line; that record was never acted upon, and is dropped. Damage anywhere else is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMPACT_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A node with one set of workers."""
+    """A node with one incarnation of its workers."""
 
     node: str
     incarnation: str
@@ -32,14 +32,14 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A generation number was given out; it is never given out again."""
+    """Record: a generation number was assigned, and is never assigned again."""
 
     generation: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activated:
-    """All members of a generation are ready."""
+    """Record: all members of a generation are ready, and it became active."""
 
     generation: int
     members: tuple[Member, ...]
@@ -48,7 +48,7 @@ class Activated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """A step is done; nothing that follows undoes it but lost state."""
+    """Record: a step was committed. Only lost state (`RolledBack`) undoes it."""
 
     generation: int
     step: int
@@ -58,7 +58,7 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolledBack:
-    """State was lost, and training continues from a checkpoint."""
+    """Record: state was lost, and training continues from the checkpoint of this step."""
 
     step: int
     cursor: str | None
@@ -66,7 +66,7 @@ class RolledBack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """Training is over."""
+    """Record: training has ended."""
 
     reason: str
     success: bool
@@ -77,20 +77,20 @@ Record: TypeAlias = Prepared | Activated | Committed | RolledBack | Ended
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """The sum of all records."""
+    """State of a run that follows from all its records."""
 
     generation: int = 0
-    """Last number given out."""
+    """Last generation number that was assigned."""
     active: Activated | None = None
-    """Last generation that was active: its members hold the state of step `committed`."""
+    """Last generation that was active, whose members hold the state of step `committed`; None before the first."""
     committed: int = 0
     cursor: str | None = None
     last: Committed | None = None
-    """The last step that was committed."""
+    """Record of the last committed step; None before the first."""
     ended: Ended | None = None
 
     def after(self, record: Record) -> History:
-        """The history with one more record."""
+        """Return the history after one more record."""
         match record:
             case Prepared():
                 assert record.generation > self.generation, f"{record} after generation {self.generation}"
@@ -110,7 +110,7 @@ class History:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
-    """A record as it is written. `history` starts a compacted file."""
+    """A record as written to a line of the log; one field is set. `history` starts a compacted file."""
 
     prepared: Prepared | None = None
     activated: Activated | None = None
@@ -122,17 +122,14 @@ class _Line:
 
 @dataclass(kw_only=True, slots=True)
 class Log:
-    """An open log. `append` returns once the record is on disk.
-
-    Only one process can have it open.
-    """
+    """An open log. `append` returns once the record is on the disk. Only one process can have the log open."""
 
     history: History
     _file: int
 
     @classmethod
     def open(cls, path: Path, *, compact_bytes: int = _COMPACT_BYTES) -> Log:
-        """Read a log, or begin one.
+        """Open a log and read its history, or create it.
 
         Raises:
             ConfigError: another coordinator has it open, it cannot be written, or a line before the last is damaged.
@@ -153,16 +150,16 @@ class Log:
             raise
 
     def append(self, record: Record) -> None:
-        """Write a record and wait until it would survive a power failure.
+        """Write a record, and block until it would survive a power failure.
 
         Raises:
-            OSError: the disk is full or gone; nothing may be done that depends on the record.
+            OSError: the disk is full or missing; no effect that depends on the record may follow.
         """
         self.history = self.history.after(record)
         _write(self._file, _encode(_line_of(record)))
 
     def close(self) -> None:
-        """Close the file, and let others open the log."""
+        """Close the file, so that another process can open the log."""
         os.close(self._file)
 
 
@@ -187,7 +184,7 @@ def _encode(line: _Line) -> bytes:
 
 
 def _decode(text: bytes) -> _Line | None:
-    """A line's record; None if it is damaged."""
+    """Return the record of a line; None if the line is damaged."""
     head, blank, body = text[:8], text[8:9], text[9:]
     with contextlib.suppress(ValueError, msgspec.DecodeError):
         if blank == b" " and int(head, 16) == zlib.crc32(body):
@@ -196,7 +193,7 @@ def _decode(text: bytes) -> _Line | None:
 
 
 def _read(data: bytes, path: Path) -> tuple[History, int]:
-    """The history in a log and the bytes of it that are whole."""
+    """Return (history in the log's data, number of its bytes that are undamaged)."""
     history, good = History(), 0
     while good < len(data):
         end = data.find(b"\n", good)
@@ -256,7 +253,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new name in a folder survives a power failure only once the folder is written."""
+    """Write a folder to the disk: a new name in it survives a power failure only then."""
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)

@@ -1,4 +1,4 @@
-"""`MembershipClient`: the control plane as a worker sees it, for its main thread.
+"""`MembershipClient`: a worker's connection to the control plane, for its main thread.
 
     while True:
         generation = membership.wait_generation()      # leave the last one before calling this
@@ -13,7 +13,7 @@
         except Superseded:
             pass
 
-What fails between workers while the membership changes is reported by `fault`, which raises Superseded once it is explained.
+A failed message between workers is reported by `fault`, which raises Superseded once the coordinator has explained it.
 """
 
 from __future__ import annotations
@@ -38,32 +38,34 @@ _ORDER = list(Phase)
 
 
 class Superseded(Exception):
-    """The generation is over: drop its groups, keep the state, and call `wait_generation` again."""
+    """The generation has ended: close its groups, keep the state, and call `wait_generation` again."""
 
 
 class Released(Exception):
-    """Training ended, or the node was let go: the worker may exit."""
+    """Training has ended, or the node was released: the worker may exit."""
 
 
 class MembershipClient:
-    """Made by the agent in each of its workers. Methods are for the main thread; one daemon thread listens.
+    """A worker's membership of generations; made by the agent in each worker.
+
+    Its methods are for the main thread; one daemon thread listens.
 
     Attributes:
-        superseded: the generation is over. A plain attribute, to be looked at in every loop that waits.
-        draining: the node will be taken away soon.
-        on_superseded: called by the other thread at the moment `superseded` becomes true, and again whenever a newer generation
-            or the end comes; must be quick. What it raises goes to stderr and changes nothing.
-        times: of the control plane.
+        superseded: True once the generation has ended. A plain attribute, to be polled in every loop that blocks.
+        draining: True if the node will be taken away soon.
+        on_superseded: called by the listening thread when `superseded` becomes true, and again for each newer generation and at
+            the end; must be quick. An exception it raises goes to stderr and has no other effect.
+        times: timeouts of the control plane.
     """
 
     def __init__(self, end: socket.socket, index: int, times: Times, lost: Callable[[], None]) -> None:
-        """`lost`: called by the other thread when the agent is gone."""
+        """Start to listen on the socket `end`; `lost` is called by the listening thread when the agent is gone."""
         self.superseded = False
         self.draining = False
         self.on_superseded: Callable[[], None] | None = None
         self.times = times
         self.index = index
-        """Within the node."""
+        """Index of the worker within its node."""
         self._lost = lost
         self._stream = Stream(end, FRAME_BYTES)
         self._changed = threading.Condition()
@@ -82,18 +84,18 @@ class MembershipClient:
         return self._committed
 
     def check(self) -> None:
-        """Raise Superseded if the generation is over, Released if all is."""
+        """Raise Superseded if the generation has ended, Released if training has ended or the node was released."""
         if self.superseded:
             with self._changed:
                 self._raise()
 
     def wait_generation(self) -> msg.Generation:
-        """Wait for the next generation and until all its members have left theirs.
+        """Return the next generation once all its members have left their previous one.
 
-        The worker must have left its generation: nothing of it may be running or be used afterwards.
+        The worker must have left its own: no thread may still use its groups, now or later.
 
         Raises:
-            Released: training ended, or the node is let go.
+            Released: training ended, or the node is released.
         """
         if not self._idle:
             self._idle = True
@@ -113,28 +115,28 @@ class MembershipClient:
             return newest
 
     def connected(self) -> None:
-        """All groups of this worker are connected: wait until those of all are. Raises Superseded."""
+        """Report that all groups of this worker are connected, and wait until all workers have reported so. Raises Superseded."""
         self._reach(Phase.RENDEZVOUS)
 
     def ready(self) -> None:
-        """All state of this worker is in place: wait until the generation is active. Raises Superseded.
+        """Report that this worker has all its state, and wait until the generation is active. Raises Superseded.
 
-        Only now may state be dropped that this generation does not need.
+        Only then may the worker drop state that this generation does not need.
         """
         self._reach(Phase.READY)
 
     def reduced(self, step: int, microbatches: Collection[int], *, cursor: str | None = None) -> None:
-        """The gradients of a step are final here: wait until they are everywhere, and the step is committed.
+        """Report that this worker's gradients of a step are final, and wait until the step is committed.
 
-        After this returns, apply them, without messages to other workers: every worker applies the same ones.
+        After this returns, apply them, without messages to other workers: every worker applies the same gradients.
 
         Args:
             step: `committed + 1`.
             microbatches: ids that this worker reports; each id of the step is reported by exactly one worker.
-            cursor: JSON text from which a later run continues after this step; from one worker.
+            cursor: JSON text from which a later run continues after this step; given by one worker, None by the others.
 
         Raises:
-            Superseded: the step was not committed. Throw the gradients away.
+            Superseded: the step was not committed; its gradients must be dropped.
         """
         ids = tuple(microbatches)
         self._ask(
@@ -143,24 +145,27 @@ class MembershipClient:
         )
 
     def finish(self) -> None:
-        """All steps are done here: wait until they are everywhere. Raises Superseded."""
+        """Report that this worker has done all steps, and wait until all workers have reported so. Raises Superseded."""
         message = msg.Finished(generation=self._number, step=self._committed, worker=self.index)
         self._ask(message, lambda: self._released is not None and self._released.success)
 
     def fault(self, error: str) -> None:
-        """A message to or from another worker failed: wait until the coordinator explains it, and raise Superseded."""
+        """Report a failed message to or from another worker, and raise Superseded once the coordinator has explained it."""
         self._ask(msg.Fault(generation=self._number, worker=self.index, error=error), lambda: False)
 
     def abort(self, reason: str) -> None:
-        """End training for every membership. Raises Released once all have learned of it, Superseded if the generation ended."""
+        """End training for any membership.
+
+        Raises Released once the coordinator has ended it, Superseded if the generation ended.
+        """
         self._ask(msg.Abort(generation=self._number, worker=self.index, reason=reason), lambda: False)
 
     def fail(self, error: str) -> None:
-        """Report why this worker is about to exit."""
+        """Report the error because of which this worker is about to exit."""
         self._send(msg.Failed(error=error))
 
     def drain(self) -> None:
-        """Ask that the node be let go after this step. May be called by a signal handler."""
+        """Ask to drain the node after this step. May be called by a signal handler."""
         # Sent by the other thread: the signal may have interrupted a message half sent.
         self._drain_asked = True
 
@@ -175,9 +180,10 @@ class MembershipClient:
         )
 
     def _ask(self, message: msg.Message, answered: Callable[[], bool], said: Callable[[], None] = lambda: None) -> None:
-        """Send a message and wait for its answer. The answer counts even if the generation ended right after it.
+        """Send a message and wait for its answer, which counts even if the generation ended right after it.
 
         Args:
+            answered: returns whether the answer has arrived.
             said: called once the message is sent.
         """
         self.check()
@@ -255,7 +261,7 @@ class MembershipClient:
 
 
 def serve(file: int, index: int, times: Times, work: Callable[[MembershipClient], None]) -> int:
-    """Main function of a worker process; returns its exit code."""
+    """Run a worker process: connect to its agent by the socket `file`, call `work`, and return the exit code."""
     membership = MembershipClient(socket.socket(fileno=file), index, times, _end_at_once)
     signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
     try:
@@ -270,5 +276,5 @@ def serve(file: int, index: int, times: Times, work: Callable[[MembershipClient]
 
 
 def _end_at_once() -> None:
-    """Without its agent a worker cannot learn what to do, and its children must not stay behind."""
+    """Kill this worker and its children, since without its agent it cannot learn of the membership."""
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Questions about a membership to the planner, and messages about it to nodes."""
+"""Membership changes as the planner receives them, and messages about a membership to nodes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mmcompile.runtime.control.messages import Advice, Generation, Hello, Refuse
 
 
 class Planner(Protocol):
-    """Chooses what each member does, in milliseconds, since all members wait for it. The control plane is independent of models.
+    """Plans each member's work in a generation, within milliseconds, since all members wait for the plan.
 
-    The answer may depend on the question only, since a coordinator that was restarted asks again. An MMCompileError ends
-    training with its text.
+    The control plane is independent of models. A plan may depend on the change only, since a restarted coordinator asks again. An
+    MMCompileError ends training with its text.
     """
 
     def plan(self, change: MembershipChange) -> Decision:
-        """Answer a change of members."""
+        """Return the decision for a membership change: a plan, a wait, lost state, or the end."""
         ...
 
 
@@ -36,7 +36,7 @@ def in_order(members: Collection[Member], history: History) -> tuple[Member, ...
 def change_of(
     members: tuple[Member, ...], connected: Mapping[str, Member], draining: Collection[str], history: History
 ) -> MembershipChange:
-    """The question to the planner."""
+    """Return the membership change that the planner is to answer."""
     previous = holders(history)
     return MembershipChange(
         members=tuple(member.node for member in members),
@@ -53,7 +53,7 @@ def change_of(
 def generations_of(
     members: tuple[Member, ...], payload: str, *, history: History, store: str, cause: str
 ) -> dict[str, Generation]:
-    """Return the message to each node of a new generation."""
+    """Return the message that announces a new generation to each member, by node."""
     previous, messages, rank = holders(history), dict[str, Generation](), 0
     for member in members:
         messages[member.node] = Generation(
@@ -76,11 +76,14 @@ def generations_of(
 def refusal_of(
     hello: Hello, connected: Mapping[str, Member], dead: Collection[str], known: Collection[Member], history: History
 ) -> Refused | None:
-    """Return why a node may not join as it is; None if it may.
+    """Return the refusal of a node that may not join as it is; None if it may.
 
     Args:
-        dead: incarnations that were given up.
+        hello: the node's first message.
+        connected: connected members by node.
+        dead: incarnations that counted as lost or were released.
         known: members whose workers hold the state of the last committed step, or are about to.
+        history: history of the run.
     """
     other = connected.get(hello.node)
     if other is not None and other.incarnation != hello.incarnation:

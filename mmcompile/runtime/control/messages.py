@@ -1,6 +1,6 @@
-"""Messages between coordinator, agents and workers. Agents pass messages on between the other two.
+"""Messages between coordinator, agents and workers. Agents forward messages between coordinator and workers.
 
-Each is a frozen dataclass. On the wire it is a JSON object with the class in `kind` and the fields in `body`.
+Each message is a frozen dataclass. On the wire it is a JSON object with the class in `kind` and the fields in `body`.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ PROTOCOL_VERSION = 2
 
 
 class ProtocolError(Exception):
-    """The other side of a link sent something it must not send; the link is closed."""
+    """The other end of a link sent an invalid message; the link is closed."""
 
 
 class Phase(StrEnum):
-    """Phase of a generation."""
+    """Phase of a generation, from waiting for nodes to its end."""
 
     WAITING = "waiting"
-    """Not enough nodes, or none yet."""
+    """Too few nodes are connected for a generation, at the start or after losses."""
     RESUMING = "resuming"
-    """The coordinator was restarted and waits for the members it remembers."""
+    """The coordinator was restarted and waits for the members in its log."""
     PREPARE = "prepare"
-    """Workers leave what they wait for in the generation before."""
+    """Workers leave the previous generation."""
     RENDEZVOUS = "rendezvous"
-    """Workers connect their groups."""
+    """Workers connect their process groups."""
     READY = "ready"
-    """Workers copy the state they lack."""
+    """Workers receive the state they lack."""
     ACTIVE = "active"
-    """Steps run."""
+    """The generation is active: steps run."""
     ENDED = "ended"
 
 
 class Advice(StrEnum):
-    """Next action of an agent that is refused."""
+    """Next action of a refused agent."""
 
     RETRY = "retry"
-    """Come back with the same workers."""
+    """Connect again with the same workers."""
     RESTART = "restart"
-    """Kill the workers and come back with new ones."""
+    """Kill the workers, and connect again with new ones."""
     GIVE_UP = "give_up"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Challenge:
-    """Coordinator: first frame of a connection."""
+    """Coordinator to agent: first message of a connection, with a random number for the proof of the secret."""
 
     nonce: str
     version: int = PROTOCOL_VERSION
@@ -56,7 +56,7 @@ class Challenge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """Agent: proof that it has the secret."""
+    """Agent to coordinator: proof that the agent has the secret."""
 
     nonce: str
     mac: str
@@ -65,14 +65,14 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accepted:
-    """Coordinator: proof that it has the secret."""
+    """Coordinator to agent: proof that the coordinator has the secret."""
 
     mac: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """Coordinator: why the connection ends."""
+    """Coordinator to agent: reason why the connection ends, and what to do next."""
 
     reason: str
     advice: Advice
@@ -80,54 +80,54 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """Agent: all its workers have started and wait for a generation, or it was connected before."""
+    """Agent to coordinator: all workers have started and wait for a generation, or the agent reconnects."""
 
     node: str
     incarnation: str
-    """Unique to one set of workers of a node."""
+    """Random name of one set of a node's workers; new workers have a new one."""
     num_workers: int
     generation: int
-    """Last generation these workers were active in; 0 if none."""
+    """Last generation in which these workers were active; 0 if they never were."""
     committed: int
-    """Number of the last step whose commit reached them."""
+    """Number of the last step whose commit reached the workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """Both ways, on every link."""
+    """Sign of life, sent in both directions on every link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Idle:
-    """Worker to agent: it has started and waits for its first generation."""
+    """Worker to agent: the worker has started and waits for its first generation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """Worker: it completed a phase (PREPARE, RENDEZVOUS or READY) of a generation."""
+    """Worker to coordinator: the worker completed a phase (PREPARE, RENDEZVOUS or READY) of a generation."""
 
     generation: int
     phase: Phase
     worker: int
-    """Index within its node."""
+    """Index of the worker within its node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduced:
-    """Worker: all gradients of a step are final and it can apply them without further messages."""
+    """Worker to coordinator: its gradients of a step are final, and can be applied without further messages."""
 
     generation: int
     step: int
     worker: int
     microbatches: tuple[int, ...]
-    """Ids of microbatches this worker reports; over all workers each id of the step occurs once."""
+    """Ids of the microbatches that this worker reports; over all workers each id of the step occurs once."""
     cursor: str | None
-    """State from which a later run continues after this step (data, metrics); JSON text of one worker."""
+    """JSON text (data, metrics) from which a later run continues after this step; given by one worker, None by the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Worker: a message to another worker failed, for an unknown reason."""
+    """Worker to coordinator: a message to or from another worker failed, for an unknown reason."""
 
     generation: int
     worker: int
@@ -136,7 +136,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """Worker: it has done its last step."""
+    """Worker to coordinator: the worker has done its last step."""
 
     generation: int
     step: int
@@ -145,7 +145,7 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abort:
-    """Worker: end training, since no membership could continue."""
+    """Worker to coordinator: end training, since no membership could continue."""
 
     generation: int
     worker: int
@@ -154,60 +154,62 @@ class Abort:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """Worker to agent: why it is about to exit."""
+    """Worker to agent: error because of which the worker is about to exit."""
 
     error: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drain:
-    """Agent or worker: this node will be taken away soon."""
+    """Agent or worker, to each other and to the coordinator: the node will be taken away soon."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """Agent: its workers are dead; sent after they were killed, so nothing of them can act any more."""
+    """Agent to coordinator: the node's workers are dead. Sent after they were killed, so none of them can act any more."""
 
     cause: str
     returns: bool
-    """It starts new ones."""
+    """True if the agent starts new workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """Coordinator: leave the generation before and get ready for this one. A worker's work until further notice."""
+    """Coordinator to agents and workers: leave the previous generation and prepare for this one."""
 
     number: int
-    """Never used before; also not by a coordinator that was restarted."""
+    """Number that no other generation has, also not one of a restarted coordinator."""
     rank: int
-    """Rank of the worker; sent to an agent, the rank of the node's first worker, whose others follow."""
+    """Rank of the worker. In the message to an agent: rank of the node's first worker; its other workers have the next ranks."""
     world_size: int
     nodes: tuple[str, ...]
-    """Members in order of ranks."""
+    """Member nodes in order of ranks."""
     joined: tuple[str, ...]
-    """Members that hold no state, a worker's own node among them if it holds none that counts."""
+    """Member nodes that hold no state; they include a worker's own node if its state is outdated."""
     active: int
-    """Last generation that became active, 0 if none: what its members hold is the state of step `committed`. It can be one
-    that a worker left while it waited in `ready`: the state it had in place then counts, not the one before."""
+    """Last generation that became active, 0 if none did. Its members hold the state of step `committed`.
+
+    A worker may have left it while it waited in `ready`: then the state it had copied counts, not its earlier one.
+    """
     committed: int
     """Number of the last committed step; the next one is `committed + 1`."""
     cursor: str | None
-    """Cursor of the last committed step."""
+    """Data cursor of the last committed step; None before the first."""
     payload: str
-    """JSON text of the planner."""
+    """JSON text of the planner's plan for this generation."""
     store: str
-    """host:port of the store."""
+    """host:port of the store where workers connect."""
     cause: str
 
     @property
     def prefix(self) -> str:
-        """Prefix of this generation's keys in the store; no other generation ever uses it."""
+        """Prefix of this generation's keys in the store, which no other generation uses."""
         return f"generation/{self.number}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advance:
-    """Coordinator: all workers reached the phase before; this one begins."""
+    """Coordinator to workers: all workers have completed the previous phase; this phase begins."""
 
     generation: int
     phase: Phase
@@ -215,14 +217,14 @@ class Advance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """Coordinator: apply the gradients of a step."""
+    """Coordinator to workers: apply the gradients of this step."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspend:
-    """Coordinator: the generation is over and the next one needs more nodes, or does not need yours."""
+    """Coordinator to workers: the generation is over, and the next one needs more nodes, or does not include this node."""
 
     generation: int
     reason: str
@@ -230,7 +232,7 @@ class Suspend:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """Coordinator: end your workers."""
+    """Coordinator to agent and workers: end the workers."""
 
     reason: str
     success: bool
@@ -263,15 +265,15 @@ _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Mes
 
 
 def encode(message: Message) -> bytes:
-    """A message as JSON text."""
+    """Return a message as JSON text."""
     return msgspec.json.encode({"kind": type(message).__name__, "body": message})
 
 
 def decode(data: bytes) -> Message:
-    """The message in a JSON text.
+    """Return the message in a JSON text.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the text is no message.
     """
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])

@@ -1,4 +1,4 @@
-"""Child processes by fork: they start in milliseconds since all modules are loaded, and end with their parent.
+"""Child processes by fork: children start in milliseconds since all modules are loaded, and end with their parent.
 
 The parent must have no other threads that hold locks, and must not have used a GPU.
 """
@@ -18,13 +18,11 @@ _STANDARD = 3
 
 
 def fork_process(function: Callable[[], int], *, keep: Collection[int]) -> int:
-    """Start a process that runs `function` and exits with what it returns; 1 if it raises.
+    """Start a process that runs `function` and exits with its result, or with 1 if it raises; return the process id.
 
-    It leads a session of its own, is killed when the process that started it ends (on Linux), reads nothing from the terminal,
-    and has no open files of the parent but standard output and error and those in `keep`.
-
-    Returns:
-        its process id.
+    The process leads a session of its own, is killed when its parent ends (on Linux), reads no input from the terminal, and has
+    no
+    open files of the parent but standard output, standard error and those in `keep`.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -54,14 +52,14 @@ class ChildProcess:
 
     @property
     def code(self) -> int | None:
-        """Exit code; negative: the signal that killed the process; None while it runs."""
+        """Exit code of the process; -n if signal n killed it; None while it runs."""
         if self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
     def wait(self) -> int:
-        """Wait for the end of the process; returns its exit code."""
+        """Wait for the end of the process, and return its exit code."""
         if self._code is None:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._code
@@ -79,7 +77,7 @@ class ChildProcess:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process made by `fork_process` and its children; gone already is fine."""
+    """Kill a process made by `fork_process` and its children; safe if they have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
@@ -88,12 +86,12 @@ def kill_group(pid: int) -> None:
 
 
 def describe_exit(status: int) -> str:
-    """A status of `waitpid` in words."""
+    """Return a description of a status from `waitpid`."""
     return describe_code(os.waitstatus_to_exitcode(status))
 
 
 def describe_code(code: int) -> str:
-    """An exit code in words; negative: the signal that killed the process."""
+    """Return a description of an exit code, which is -n if signal n killed the process."""
     return f"died with signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
 
 

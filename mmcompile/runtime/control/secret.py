@@ -1,8 +1,8 @@
-"""`Endpoint` of a coordinator, and proofs of the secret that both ends of a link give without sending it.
+"""`Endpoint` of a coordinator, and proofs by which both ends of a link show that they have the secret, without sending it.
 
 A proof is HMAC-SHA256 over fresh random numbers.
 
-What follows on the link is neither encrypted nor signed: the secret keeps out strangers and other jobs, not an attacker who
+Later messages on the link are neither encrypted nor signed: the secret keeps out strangers and other jobs, not an attacker who
 can change packets on the wire. Use a private network, as for the tensors themselves.
 """
 
@@ -23,12 +23,12 @@ _NONCE_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Address of a coordinator, and what its nodes share with it."""
+    """Address of a coordinator, with the secret and timeouts that its nodes share."""
 
     host: str
     port: int
     key: bytes
-    """The secret of the run."""
+    """Secret of the run, shared by all its nodes."""
     times: Times = field(default_factory=Times)
 
     @classmethod
@@ -36,7 +36,7 @@ class Endpoint:
         """Return the endpoint at `host:port`.
 
         Raises:
-            ConfigError: another form, or an address that other machines cannot connect to.
+            ConfigError: `address` has another form, or other machines cannot connect to it.
         """
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
@@ -49,15 +49,15 @@ class Endpoint:
 
 
 def make_secret() -> bytes:
-    """A new secret for one job."""
+    """Return a new random secret for one job, as 64 hexadecimal digits."""
     return secrets.token_hex(32).encode()
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in a file, without white space around it.
+    """Return the secret in a file, without surrounding white space.
 
     Raises:
-        ConfigError: there is no such file, others may read it, or it is too short.
+        ConfigError: there is no such file, other users may read it, or the secret is too short.
     """
     try:
         mode, secret = path.stat().st_mode, path.read_bytes().strip()
@@ -71,15 +71,21 @@ def read_secret(path: Path) -> bytes:
 
 
 def make_nonce() -> str:
-    """A fresh random number as hexadecimal text."""
+    """Return a fresh random number as hexadecimal text."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 def prove(secret: bytes, side: str, challenge: str, answer: str) -> str:
-    """The proof of one side over the nonces of both."""
+    """Return the proof (HMAC-SHA256 in hex) of one end of a link over the nonces of both ends.
+
+    Args:
+        secret: secret of the run.
+        side: "agent" or "coordinator".
+        challenge, answer: nonces of the coordinator and of the agent.
+    """
     return hmac.new(secret, f"mmcompile/{side}/{challenge}/{answer}".encode(), "sha256").hexdigest()
 
 
 def proves(mac: str, secret: bytes, side: str, challenge: str, answer: str) -> bool:
-    """True if `mac` is the proof of that side. Takes as long for a wrong one."""
+    """Return whether `mac` is the proof of that side, in a time that does not depend on the result."""
     return hmac.compare_digest(mac.encode(), prove(secret, side, challenge, answer).encode())

@@ -1,4 +1,4 @@
-"""The store where workers of a generation meet: served by a process of its own, used under the generation's prefix."""
+"""The store where workers of a generation meet: served by a process of its own, with keys under the generation's prefix."""
 
 # pyright: reportPrivateImportUsage=false
 # torch.distributed re-exports its C++ classes without saying so.
@@ -14,14 +14,14 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _GENERATION = re.compile(r"\bgeneration/(\d+)/")
-"""`Generation.prefix` in a key."""
+"""Pattern of `Generation.prefix` in a key of the store."""
 
 
 def serve_store(listener: socket.socket) -> int:
-    """Main function of the store's process: serve until killed.
+    """Serve the store until the process is killed; main function of its process.
 
     Args:
-        listener: bound and listening. Left to itself, the store would listen at all addresses of the machine.
+        listener: bound and listening socket. A store without one would listen at all addresses of the machine.
     """
     host, port = listener.getsockname()[:2]
     # It becomes the store's own.
@@ -34,11 +34,11 @@ def serve_store(listener: socket.socket) -> int:
 
 
 def open_client(address: str, timeout_s: float) -> dist.TCPStore:
-    """A connection to the store. Takes milliseconds, but asks the name service about the address, which may be slow.
+    """Return a connection to the store. Takes milliseconds, but looks up the address in the name service, which may be slow.
 
     Args:
         address: host:port.
-        timeout_s: longest wait for a key, and for the store itself.
+        timeout_s: maximum wait in seconds for a key, and for the store itself.
 
     Raises:
         dist.DistError: the store cannot be reached.
@@ -48,7 +48,7 @@ def open_client(address: str, timeout_s: float) -> dist.TCPStore:
 
 
 def forget_before(store: dist.Store, number: int) -> None:
-    """Delete the keys of generations below `number`. One worker does this once a generation is active."""
+    """Delete the keys of generations below `number` from the store. One worker calls this once a generation is active."""
     assert isinstance(store, dist.PrefixStore), f"{store} is no store of a generation"
     client = store.underlying_store
     for key in client.list_keys():

@@ -9,20 +9,20 @@ from mmcompile.runtime.comm.framing import LENGTH_BYTES, frame, frame_length, ta
 from mmcompile.runtime.control.messages import Message, ProtocolError, decode, encode
 
 FRAME_BYTES = 16 * 2**20
-"""Longest message; a plan for a thousand stages is far below it."""
+"""Maximum bytes of a message; a plan for a thousand stages is far smaller."""
 STRANGER_FRAME_BYTES = 4096
-"""Longest message of a peer that has not proved the secret."""
+"""Maximum bytes of a message from a peer that has not proved the secret."""
 _READ_BYTES = 2**16
 _BACKLOG_BYTES = 4 * FRAME_BYTES
-"""Most unsent bytes for a peer that does not read."""
+"""Maximum unsent bytes for a peer that does not read; beyond them the link counts as broken."""
 
 
 class Stream:
-    """One end of a link. Neither `read` nor `send` waits; call `flush` when the socket can be written.
+    """One end of a link. `read` and `send` do not block; call `flush` when the socket is writable.
 
     Args:
-        end: a connected stream socket; it is made non-blocking and closed by `close`.
-        limit_bytes: longest message that is accepted.
+        end: connected stream socket, made non-blocking here, and closed by `close`.
+        limit_bytes: maximum bytes of a message that is accepted.
     """
 
     def __init__(self, end: socket.socket, limit_bytes: int) -> None:
@@ -34,22 +34,22 @@ class Stream:
         self._outgoing = bytearray()
         self.limit_bytes = limit_bytes
         self.closed = False
-        """The peer closed the link, or it broke."""
+        """True once the peer closed the link, or it broke."""
 
     def fileno(self) -> int:
-        """File descriptor of the socket, read by selectors."""
+        """Return the file descriptor of the socket, as selectors require."""
         return self._end.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """True while `flush` has something to send."""
+        """True while messages are unsent and the link is open."""
         return bool(self._outgoing) and not self.closed
 
     def read(self) -> list[Message]:
-        """Messages that have arrived in full.
+        """Return the messages that have arrived completely.
 
         Raises:
-            ProtocolError: one is too long or malformed; those before it are lost too, since the link must be closed.
+            ProtocolError: a message is too long or malformed. Messages before it are lost too, since the link must be closed.
         """
         self._fill()
         messages: list[Message] = []
@@ -64,7 +64,7 @@ class Stream:
         return messages
 
     def send(self, message: Message) -> None:
-        """Send now what the socket takes, the rest by `flush`."""
+        """Send a message as far as the socket accepts it now; `flush` sends the rest."""
         data = encode(message)
         assert len(data) <= FRAME_BYTES, f"{type(message).__name__} of {len(data)} bytes"
         self._outgoing += frame(data)
@@ -73,7 +73,7 @@ class Stream:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send unsent messages as far as the socket accepts them now."""
         while self.has_unsent:
             try:
                 sent = self._end.send(self._outgoing)
@@ -85,17 +85,17 @@ class Stream:
             del self._outgoing[:sent]
 
     def finish(self) -> None:
-        """End this direction of the link. The peer can still be read from."""
+        """Close the sending direction of the link; messages can still be received."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """CloseLink the socket. Safe to call twice."""
+        """Close the socket. Safe to call twice."""
         self.closed = True
         self._end.close()
 
     def _fill(self) -> None:
-        """Read what is there, but not so much that one peer can fill the memory."""
+        """Read available bytes, but no more than one message can have, so that a peer cannot fill the memory."""
         while not self.closed and len(self._incoming) <= LENGTH_BYTES + self.limit_bytes:
             try:
                 data = self._end.recv(_READ_BYTES)

@@ -1,6 +1,6 @@
 """`Supervisor`: keeps a coordinator and a store running on one machine.
 
-It holds the listening sockets of both and starts again the one that dies: who connects meanwhile waits in the socket's queue.
+It holds the listening sockets of both and restarts a process that dies: connections meanwhile wait in the socket's queue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FAST_S = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes one that is free.
+    """Return a listening socket; port 0 chooses a free port.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -47,7 +47,7 @@ class Supervisor:
         folder: folder of the log and the event log. With the log of an earlier run, that run continues.
         endpoint: the address to listen at, and the secret; its port is not used.
         listener: the listening socket for agents, from `listen`.
-        planner: chooses what members do.
+        planner: plans the work of each generation's members.
     """
 
     def __init__(self, folder: Path, endpoint: Endpoint, listener: socket.socket, planner: Planner) -> None:
@@ -60,7 +60,7 @@ class Supervisor:
         self._starts_s: dict[str, list[float]] = {"coordinator": [], "store": []}
 
     def run(self) -> int:
-        """Main function of the supervisor's process; returns 0 once training ended well."""
+        """Run coordinator and store until training has ended; return 0 if it ended well. Main function of the process."""
         store = self._start("store", self._serve_store, self._store_listener)
         coordinator = self._start("coordinator", self._coordinate, self._listener)
         try:
@@ -99,7 +99,7 @@ class Supervisor:
         return fork_process(function, keep=(listener.fileno(),))
 
     def _again(self, name: str, status: int, function: Callable[[], int], listener: socket.socket) -> int:
-        """Start a process again; 0 if it dies too often."""
+        """Restart a process that died, and return its process id; 0 if it dies too often."""
         print(f"mmcompile: the {name} {describe_exit(status)}; starting it again", file=sys.stderr, flush=True)
         starts_s = self._starts_s[name][-_FAST_RESTARTS:]
         if len(starts_s) == _FAST_RESTARTS and time.monotonic() - starts_s[0] < _FAST_S:
@@ -112,4 +112,4 @@ class Supervisor:
 
 
 _FAILED = 3
-"""Exit code of a coordinator that ended training for a reason; starting it again would not help."""
+"""Exit code of a coordinator that ended training because of an error; it is not restarted, since that would not help."""

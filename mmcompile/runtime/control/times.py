@@ -1,4 +1,4 @@
-"""`Times`: every wait of the control plane, derived from one deadline."""
+"""`Times`: every timeout of the control plane, derived from one deadline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEAST_DEADLINE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """One setting; the rest follows, so that no inner wait can be longer than the one around it.
+    """Timeouts derived from the recovery deadline, so that no inner timeout exceeds the outer one.
 
     A failure is noticed within `fault_grace_s` and an attempt to recover takes at most `attempt_s`; together they are the
     deadline. Most failures are noticed in milliseconds: the lease is for links that fall silent and processes that hang.
@@ -21,9 +21,9 @@ class Times:
     """
 
     recovery_deadline_s: float = 20.0
-    """Seconds from a failure to the next active generation, if no further failure comes between."""
+    """Maximum seconds from a failure to the next active generation, if no further failure happens meanwhile."""
     max_attempts: int = 8
-    """Generations in a row without a committed step before training stops."""
+    """Number of generations in a row without a committed step before training stops."""
 
     def __post_init__(self) -> None:
         if not self.recovery_deadline_s >= _LEAST_DEADLINE_S:
@@ -36,12 +36,12 @@ class Times:
 
     @property
     def lease_s(self) -> float:
-        """Seconds of silence after which a member is given up."""
+        """Seconds of silence after which a member counts as lost."""
         return self.recovery_deadline_s / 5
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between two signs of life."""
+        """Seconds between two heartbeats."""
         return self.lease_s / 5
 
     @property
@@ -51,7 +51,7 @@ class Times:
 
     @property
     def attempt_s(self) -> float:
-        """Seconds until members that hold up a generation in preparation are given up."""
+        """Seconds after which members that have not completed a generation's preparation count as lost."""
         return self.recovery_deadline_s - self.fault_grace_s
 
     @property
@@ -61,10 +61,10 @@ class Times:
 
     @property
     def reconnect_s(self) -> float:
-        """Seconds that agents look for a coordinator that is gone before they end their workers."""
+        """Seconds for which agents try to reach a lost coordinator before they end their workers."""
         return self.recovery_deadline_s
 
     @property
     def tick_s(self) -> float:
-        """Seconds between two looks at leases and timers."""
+        """Seconds between two checks of leases and timers."""
         return min(0.25, self.heartbeat_s / 2)
