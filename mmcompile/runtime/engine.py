@@ -260,7 +260,7 @@ class Engine:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Learning rates of the next step (on other ranks than 0: of the last), by group of `groups`, then of other parameters."""
+        """Learning rates of the next step (on ranks above 0: of the last), by group of `groups`, then of other parameters."""
         return tuple(float(group["lr"]) for group in self._optimizer.hyper)
 
     @learning_rates.setter

@@ -1,1 +1,1 @@
-"""Training that continues when nodes die: unlike pipelines at once, state copied between nodes, steps that count once."""
+"""Training that continues when nodes die: pipelines of different templates, layers copied between nodes, steps committed once."""

@@ -1,4 +1,4 @@
-"""`Connections`: the groups of one generation after the other, each left in milliseconds even while ranks wait for each other.
+"""`Connections`: process groups of successive generations, each left in milliseconds even while ranks wait for each other.
 
     connections = Connections(membership)
     while True:
@@ -6,8 +6,8 @@
         with contextlib.suppress(Superseded), connections.open(generation) as connection:
             connection.call(function that uses connection.groups)
 
-When the generation ends, waits of this rank for others are cut by the thread that receives the message, while the main
-thread may still be in `call`. After `open` nothing of the generation runs any more.
+When the generation ends, waits of this rank for others are cut by the thread that receives the message, while the main thread may
+still be in `call`. After `open` no function of the generation runs any more.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -36,32 +36,35 @@ from mmcompile.runtime.launch.session import Runner
 T = TypeVar("T")
 
 _LEAVE_S = 0.002
-"""Between two looks at a thread that is to end."""
+"""Seconds between two checks whether a thread that is to end has ended."""
 _STUCK_S = 0.5
-"""A thread that waits for a message so long after the cut is left behind: gloo lets go of all that wait, but for a send that it
-had begun to write when the connection ended (seen with torch 2.13)."""
+"""Seconds after a cut for which a thread may still wait for a message before it is left behind.
+
+gloo releases every wait, except for a send that it had begun to write when the connection ended (seen with torch 2.13).
+"""
 
 
 class Watch(Protocol):
-    """The state of a worker's generation, as `MembershipClient` has it."""
+    """Interface to a worker's generation that `Connections` uses; `MembershipClient` has it."""
 
     superseded: bool
     on_superseded: Callable[[], None] | None
     times: Times
 
     def check(self) -> None:
-        """Raise Superseded if the generation is over."""
+        """Raise Superseded if the generation has ended."""
 
     def fault(self, error: str) -> None:
-        """Report a broken message, wait until it is explained, and raise Superseded."""
+        """Report a failed message, wait until the coordinator explains it, and raise Superseded."""
 
 
 class Connections:
-    """One for all generations of a worker. Takes over `watch.on_superseded`.
+    """Opens and leaves the process groups of a worker's successive generations. Sets `watch.on_superseded`.
 
     Args:
-        fenced: whether waits are cut by a `Fence`; None: if that works on this system. Otherwise gloo ends its own waits a
-            little later, and a thread that still waits for ranks to come is left behind until `times.attempt_s` is over
+        watch: state of the worker's generation.
+        fenced: True cuts waits by a `Fence`; None does so if a fence works on this system. Otherwise gloo ends its own waits a
+            little later, and a thread that still waits for ranks to connect is left behind until `times.attempt_s` is over
             (for a rank that connected and then stopped, five times as long).
     """
 
@@ -74,10 +77,10 @@ class Connections:
 
     @contextlib.contextmanager
     def open(self, generation: Generation) -> Generator[Connection]:
-        """Connect to all members of a generation, and leave them in the end.
+        """Return a context with connections to all members of a generation, which are left at its end.
 
         Raises:
-            Superseded: the generation ended before all were connected. Also Released; as `MembershipClient.check`.
+            Superseded: the generation ended before all were connected. Also Released, as by `MembershipClient.check`.
         """
         connection = Connection(self._watch, self._store, generation, fenced=self._fenced)
         self._current = connection
@@ -100,10 +103,10 @@ class Connections:
 
 
 class Connection:
-    """The groups of one generation, and a thread of its own for what may block in them.
+    """Process groups of one generation, and a thread for functions that may block in them.
 
     Attributes:
-        groups: of all members.
+        groups: process groups of all members.
     """
 
     groups: Groups
@@ -122,15 +125,15 @@ class Connection:
         self._over = False
 
     def check(self) -> None:
-        """Raise Superseded if the generation is over. For functions in `call`, between two messages."""
+        """Raise Superseded if the generation has ended. For functions in `call`, between two messages."""
         if self._over or self._watch.superseded:
             raise Superseded(f"generation {self._generation.number} is over")
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function that uses the groups, on their thread.
+        """Run a function that uses the groups, on their thread, and return its result.
 
         Raises:
-            Superseded: the generation ended meanwhile; also if a message failed, once that is explained.
+            Superseded: the generation ended meanwhile; or a message failed, once the coordinator has explained the failure.
         """
         self._idle.clear()
         try:
@@ -146,7 +149,7 @@ class Connection:
         self.groups = self.call(self._connect)
 
     def cut(self) -> None:
-        """End all waits for other ranks. Any thread may call this, several times."""
+        """End all waits of this generation for other ranks. Any thread may call this, several times."""
         self._is_cut = True
         if self._fenced:
             self._fence.cut()
@@ -156,9 +159,9 @@ class Connection:
             self._made.interrupt()
 
     def leave(self) -> bool:
-        """Wait until nothing of the generation runs any more, and close its groups. False if a thread had to be left behind.
+        """Wait until no function of the generation runs, and close its groups; return False if a thread was left behind.
 
-        A thread that computes is waited for: its result belongs to the next generation too.
+        A thread that computes is awaited: its result belongs to the next generation too.
         """
         self._over = True
         if self._made is not None:
@@ -203,7 +206,7 @@ class Connection:
 
 
 class _StoreClient:
-    """A connection to the store that is kept from generation to generation. It is cut only while ranks meet."""
+    """A connection to the store, kept from generation to generation. It is cut only while ranks connect."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -212,7 +215,7 @@ class _StoreClient:
         self._fence: Fence | None = None
 
     def client(self, address: str, is_cut: Callable[[], bool]) -> dist.TCPStore:
-        """The store at host:port."""
+        """Return the store at `address` (host:port), on the kept connection or a new one."""
         if not self._is_usable(address):
             self._client, self._address = None, address
             self._fence = Fence(of_store(int(address.rsplit(":", 1)[1])))
@@ -239,7 +242,7 @@ class _StoreClient:
 
 
 def _is_local(store: str) -> bool:
-    """Return whether a store is at the loopback address: all workers are on its machine then."""
+    """Return whether a store is at the loopback address, and so all workers on its machine."""
     host = store.rsplit(":", 1)[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

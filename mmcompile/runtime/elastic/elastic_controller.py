@@ -1,4 +1,4 @@
-"""`ElasticController`: what rank 0 of a generation does beside its own stages: read data and plan steps, one ahead."""
+"""`ElasticController`: reads data and plans steps, one ahead, on rank 0 of a generation."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _POLL_S = 0.02
 
 
 class ElasticController:
-    """Steps of a generation in order. While one runs, a thread plans the next.
+    """Plans the steps of a generation in order. While one runs, a thread plans the next.
 
-    Every worker has one, since any may become rank 0. Samples are kept until their step is committed.
+    Every worker has a controller, since any may become rank 0. Samples are kept until their step is committed.
     """
 
     def __init__(self, job: ElasticJob) -> None:
         self._job = job
         self._next: int | None = None
-        """Step that the data stands before; None if it stands anywhere."""
+        """Step whose samples the data yields next; None if the position is unknown."""
         self._kept: dict[int, tuple[Sequence[Sample], str]] = {}
-        """Step -> its samples, and the cursor of the data after it."""
+        """(samples, data cursor after them) of each kept step, by step."""
         self._planning: tuple[StepPlanner, ThreadPoolExecutor] | None = None
         """Planner and thread of the generation; None between generations."""
         self._upcoming: tuple[int, Future[tuple[PlannedStep, str]]] | None = None
 
     def start(self, plan: GenerationPlan, placement: Placement, committed: int, cursor: str | None) -> None:
-        """Begin a generation: plan the first step after `committed`.
+        """Start a generation, and start to plan the first step after `committed`.
 
         Args:
             plan: plan of the generation.
-            placement: its placed stages.
+            placement: placed stages of the generation.
             committed: number of the last committed step.
-            cursor: cursor of the data after that step; None for the beginning.
+            cursor: data cursor after that step; None for the start of the data.
         """
         self._kept = {step: kept for step, kept in self._kept.items() if step > committed}
         if committed + 1 not in self._kept and self._next != committed + 1:
@@ -59,11 +59,11 @@ class ElasticController:
         self._plan_ahead(committed + 1)
 
     def step(self, number: int, check: Callable[[], None]) -> tuple[PlannedStep, str]:
-        """Return the plan of a step, and the cursor of the data after it.
+        """Return the plan of a step, and the data cursor after it.
 
         Args:
-            number: of the step.
-            check: called while the plan is waited for; what it raises ends the wait.
+            number: number of the step.
+            check: called while waiting for the plan; an exception it raises ends the wait.
 
         Raises:
             BatchError: samples do not fit the model, or the data cannot be read.
@@ -85,7 +85,7 @@ class ElasticController:
             self._planning = None
 
     def _plan_ahead(self, number: int) -> None:
-        """Start to plan a step, unless training ends before it."""
+        """Start to plan a step on the thread, unless training ends before the step."""
         assert self._planning is not None, "no generation was started"
         planner, thread = self._planning
         if number > self._job.num_steps:
@@ -98,7 +98,7 @@ class ElasticController:
         return planner.plan(number, samples), cursor
 
     def _read(self, step: int) -> tuple[Sequence[Sample], str]:
-        """Return the samples of a step, and the cursor after it."""
+        """Return the samples of a step, and the data cursor after them."""
         for old in [kept for kept in self._kept if kept < step - 1]:
             del self._kept[old]
         while step not in self._kept:
@@ -109,7 +109,10 @@ class ElasticController:
 
 
 def _collated(collate: Collate, samples: Sequence[Sample], names: Sequence[int]) -> dict[str, Value]:
-    """Collate, and raise DataError for any failure: the next rank 0 would fail in the same way, so no node counts as lost."""
+    """Return a collated microbatch; raise DataError for any failure of `collate`.
+
+    The next rank 0 would fail in the same way, so no node counts as lost.
+    """
     try:
         return collate(samples, names)
     except MMCompileError:

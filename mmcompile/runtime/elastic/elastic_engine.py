@@ -1,4 +1,4 @@
-"""`ElasticEngine`: starts and watches a training run that continues when nodes die. This process computes nothing."""
+"""`ElasticEngine`: starts and watches a training run that continues when nodes die. Its own process does not compute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _END_S = 10.0
 
 
 class ElasticEngine:
-    """A coordinator, a store and one agent a node, whose workers train by the templates of a plan.
+    """Coordinator, store, and one agent per node, whose workers train by the templates of a plan.
 
     Every step is committed once, on the same samples, for any failures of nodes; see `mmcompile.runtime.elastic`. All processes
     end with this one.
@@ -38,12 +38,12 @@ class ElasticEngine:
     Args:
         job: what is trained.
         nodes: names of the nodes to start with; each is simulated by processes of this machine.
-        times: how soon what counts as lost.
-        max_restarts: times that the workers of a node are started anew after they were lost.
+        times: timeouts after which workers and nodes count as lost.
+        max_restarts: number of restarts of a node's workers after they were lost.
         on_event: called with every line of the event log while `train` runs.
 
     Raises:
-        ConfigError: fewer nodes than the promise needs, or a folder of another run.
+        ConfigError: there are fewer nodes than the fault tolerance needs, or the folder belongs to another run.
     """
 
     def __init__(
@@ -87,28 +87,28 @@ class ElasticEngine:
 
     @property
     def events(self) -> Sequence[RunEvent]:
-        """Lines of the event log, as far as `train` has come."""
+        """Events of the event log that `train` has read so far."""
         return self._events
 
     @property
     def recoveries(self) -> tuple[Recovery, ...]:
-        """Changes of members that training got over, with what each phase took."""
+        """Membership changes that training recovered from, with the seconds of each phase."""
         return recoveries(self.events)
 
     @property
     def processes(self) -> dict[str, int]:
-        """Node -> process id of its agent."""
+        """Process id of each node's agent, by node."""
         return {node: agent.pid for node, agent in self._cluster.agents.items()}
 
     @property
     def coordinator(self) -> int:
-        """Process id of what keeps store and coordinator running."""
+        """Process id of the supervisor, which keeps store and coordinator running."""
         return self._cluster.supervisor.pid
 
     def train(self) -> Iterator[StepMetrics]:
         """Yield the metrics of each step once it is committed, until training ends.
 
-        After state was lost and read from a checkpoint, the steps since then come again.
+        After state was lost and read from a checkpoint, the steps since the checkpoint are yielded again.
 
         Raises:
             EngineError: training ended before its last step; the message has the reason, and what was saved.
@@ -122,25 +122,25 @@ class ElasticEngine:
                 raise EngineError(f"training ended: {event.cause}")
 
     def add(self, node: str) -> None:
-        """Start a node, which joins after the step that runs."""
+        """Start a node, which joins after the current step."""
         self._cluster.add(node, num_workers=self._job.resilience.devices_per_node)
 
     def drain(self, node: str) -> None:
-        """Give a node notice that it will be taken away; it leaves after the step that runs."""
+        """Send a node notice that it will be taken away; it leaves after the current step."""
         self._cluster.drain(node)
 
     def kill(self, node: str) -> None:
-        """Kill the workers of a node at once, to rehearse a failure. Its agent starts new ones, as often as it may."""
+        """Kill the workers of a node at once, to rehearse a failure. Its agent starts new ones, up to `max_restarts` times."""
         agent = self._cluster.agents[node].pid
         for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
 
     def trace(self) -> list[StepEvent]:
-        """Return the measured actions of all ranks in the last step, on one clock, once training ended well."""
+        """Return the measured actions of all ranks in the last step, on one clock, once training has ended successfully."""
         return read_trace(self._job.trace)
 
     def pull(self) -> None:
-        """Copy the trained weights into the model, once training ended well.
+        """Copy the trained weights into the model, once training has ended successfully.
 
         Raises:
             CheckpointError: no step was saved.
@@ -148,7 +148,7 @@ class ElasticEngine:
         self._job.user.put(checkpoint.read(self._job.checkpoints).weights)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the checkpoint of the end to another folder; `Engine.load` continues from it.
+        """Write the last checkpoint to another folder, from which `Engine.load` continues.
 
         Raises:
             CheckpointError: no step was saved, or the folder cannot be written.
@@ -156,7 +156,7 @@ class ElasticEngine:
         checkpoint.write(Path(folder), checkpoint.read(self._job.checkpoints), self._job.user.tied())
 
     def export(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model of the end, as `Engine.export` does.
+        """Write the model of the last checkpoint, as `Engine.export` does.
 
         Raises:
             CheckpointError: no step was saved, or the folder cannot be written.

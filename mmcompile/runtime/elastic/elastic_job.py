@@ -1,4 +1,4 @@
-"""`ElasticJob`: everything a worker needs to take any part in training. Workers have it by fork."""
+"""`ElasticJob`: everything that a worker needs to compute any part of the training. Workers inherit it by fork."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mmcompile.runtime.user_model import UserModel
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ElasticJob:
-    """Model, data and settings of a run."""
+    """Model, data, plan and settings of a training run."""
 
     resilience: Resilience
     layers: Plan
-    """The plan by layers: every layer is a stage."""
+    """Plan in which every layer is a stage."""
     patterns: Patterns
     model: nn.Module
     data: Batches
@@ -42,7 +42,7 @@ class ElasticJob:
     costs: Costs | None
     folder: Path
     save_every: int | None
-    """Steps between checkpoints; None for one at the end only."""
+    """Number of steps between checkpoints; None for one checkpoint at the end only."""
 
     @property
     def checkpoints(self) -> Path:
@@ -51,7 +51,7 @@ class ElasticJob:
 
     @property
     def digests(self) -> Path:
-        """File with a digest of each layer at the end."""
+        """File with a digest of each layer at the end of training."""
         return self.folder / "digests.json"
 
     @property
@@ -75,5 +75,5 @@ class ElasticJob:
 
 
 def checkpoints_in(folder: Path) -> Path:
-    """Folder of the last checkpoint of a run."""
+    """Return the folder of the last checkpoint of a run."""
     return folder / "checkpoint"

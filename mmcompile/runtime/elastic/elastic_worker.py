@@ -1,4 +1,4 @@
-"""`work`: main function of a worker, which trains in one generation after the other and commits every step before it counts."""
+"""`work`: main function of a worker, which trains in successive generations and applies a step only once it is committed."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from mmcompile.runtime.optim.optimizer import HyperSchedule
 
 
 def work(job: ElasticJob, membership: MembershipClient) -> None:
-    """Main function of a worker.
+    """Train until the worker is released; main function of a worker process.
 
     Raises:
-        Released: training ended, or the node is let go.
+        Released: training ended, or the node is released.
     """
     torch.set_num_threads(1)
     # What was there before the fork is not looked at again: it never goes, and collections of the rest stay fast.
@@ -47,13 +47,13 @@ def work(job: ElasticJob, membership: MembershipClient) -> None:
 
 
 class ElasticWorker:
-    """A worker process, and what it keeps from generation to generation: programs, layers, data.
+    """A worker process, and the programs, layers and data that it keeps from generation to generation.
 
     Attributes:
-        job: what is trained.
-        membership: the control plane as this worker sees it.
-        programs: layer programs known here.
-        store: layers held here.
+        job: model, data and settings of the run.
+        membership: connection to the control plane.
+        programs: layer programs that this worker has.
+        store: layers that this worker holds.
         rates: learning rates by step.
         controller: reads data and plans steps while this worker is rank 0.
         graphs_before: graphs compiled before this worker was started.
@@ -70,7 +70,7 @@ class ElasticWorker:
         self._connections = Connections(membership)
 
     def run(self) -> None:
-        """Train in one generation after the other until the worker is released."""
+        """Train in successive generations until the worker is released."""
         while True:
             generation = self.membership.wait_generation()
             try:
@@ -98,15 +98,15 @@ class ElasticWorker:
                 self.controller.close()
 
     def _end_training(self, error: MMCompileError | VerifyError) -> None:
-        """End training for all: bad data, a full disk or a bug of ours, at which the next worker would fail in the same way."""
+        """End training for all nodes, at an error that would recur on any worker: bad data, a full disk, a bug."""
         with contextlib.suppress(Superseded):
             self.membership.abort(str(error))
 
 
 class _GenerationRun:
-    """A worker's way through one generation: the state it lacks, then steps, each committed before it counts.
+    """A worker's run through one generation: it copies the state it lacks, then computes steps and applies each after its commit.
 
-    Made once the groups of the generation are connected. Rank 0 plans its first step from then on.
+    Made once the groups of the generation are connected. Rank 0 then starts to plan its first step.
     """
 
     def __init__(self, worker: ElasticWorker, connection: Connection, generation: Generation) -> None:
@@ -130,7 +130,7 @@ class _GenerationRun:
             worker.controller.start(self._plan, self._layout.placement(), generation.committed, data)
 
     def gather_state(self) -> None:
-        """Get what this worker lacks. Nothing is dropped: another generation may come before this one is active."""
+        """Copy the state this worker lacks. No state is dropped: another generation may come before this one is active."""
         store, committed = self._store, self._generation.committed
         if self._id.node in self._generation.joined or self._plan.checkpoint is not None:
             store.clear()
@@ -148,7 +148,7 @@ class _GenerationRun:
         store.hold(lacking)
 
     def train(self) -> None:
-        """Run steps until the last one. Raises Superseded when the generation ends before."""
+        """Run steps until the last one. Raises Superseded if the generation ends before."""
         if self._plan.farewell:
             self._save_and_stop()
             return
@@ -199,7 +199,7 @@ class _GenerationRun:
             self._connection.call(collect)
 
     def _lead_step(self, step: int, worker: GenerationWorker) -> tuple[StepTotals, str]:
-        """Rank 0: plan and compute a step; its totals and the cursor to commit."""
+        """Plan and compute a step on rank 0; return its totals and the cursor to commit."""
         start_s = time.perf_counter()
         planned, data = self._worker.controller.step(step, self._connection.check)
         waited_s = time.perf_counter() - start_s
@@ -216,7 +216,7 @@ class _GenerationRun:
             raise VerifyError(str(error)) from error
 
     def _settle(self) -> None:
-        """Drop, after the first commit of the generation, what moved to other workers and how members met before."""
+        """Drop layers that moved to other workers and store keys of earlier generations, after the first commit."""
         self._store.keep(self._layers)
         self._owners = saving.owners(self._layout, former=False)
         if self._generation.rank == 0:
@@ -246,7 +246,7 @@ class _GenerationRun:
             print(f"mmcompile: step {step} is not saved: {error}", file=sys.stderr, flush=True)
 
     def _save_and_stop(self) -> None:
-        """Save what the nodes that are left hold, and end training: they are too few."""
+        """Save the layers that the remaining nodes hold, and end training, since the nodes are too few to continue."""
         step = self._generation.committed
         if step:
             self._save(step)

@@ -1,4 +1,4 @@
-"""From the pipelines of a generation to placed stages: every layer of every replica on the rank of the node that runs it."""
+"""`GenerationLayout`: places every layer of every pipeline of a generation on the rank that runs it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class GenerationLayout:
     """Placement of the layers of a generation on workers.
 
     Args:
-        plan: the pipelines.
-        resilience: their templates.
-        layers: the plan by layers.
+        plan: plan of the generation, with its pipelines.
+        resilience: templates of the pipelines.
+        layers: plan in which every layer is a stage.
         nodes: nodes of the generation in order of ranks.
     """
 
@@ -40,7 +40,7 @@ class GenerationLayout:
 
     @property
     def ranks(self) -> dict[WorkerId, int]:
-        """Worker -> rank, for all workers, those of idle nodes too."""
+        """Rank of each worker, including workers of idle nodes."""
         count = self.resilience.devices_per_node
         return {
             WorkerId(node=node, index=index): position * count + index
@@ -61,7 +61,7 @@ class GenerationLayout:
         return self.resilience.job
 
     def placement(self) -> Placement:
-        """Return the placed stages of all replicas, as one balance group: a replica is a pipeline."""
+        """Return the placed stages of all replicas, as one balance group; each pipeline is a replica."""
         ranks = self.ranks
         depth = {stage.name: stage.depth for stage in self.layers.stages}
         order = {name: place for place, name in enumerate(depth)}
@@ -90,7 +90,7 @@ class GenerationLayout:
 
 
 def layers_by_worker(plan: GenerationPlan, job: Job) -> dict[WorkerId, frozenset[LayerId]]:
-    """Worker -> layers it runs; idle ones are missing."""
+    """Return the layers that each worker runs, by worker; idle workers are absent."""
     found: dict[WorkerId, set[LayerId]] = {}
     for pipeline in plan.pipelines:
         template = job.by_size[len(pipeline.nodes)]
@@ -118,7 +118,7 @@ def _placed_layers(
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineBalancer(Balancer):
-    """Microbatches as another balancer makes them of a step's samples, dealt to pipelines in runs.
+    """Deals the microbatches of another balancer to pipelines, each pipeline getting consecutive ones.
 
     The content of a microbatch does not depend on the pipelines, so a step computes the same for any membership.
     """
@@ -127,14 +127,14 @@ class PipelineBalancer(Balancer):
 
     inner: Balancer
     shares: tuple[int, ...]
-    """Microbatches of each pipeline."""
+    """Number of microbatches of each pipeline, in order."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Assign samples as the inner balancer does, and its microbatches to pipelines."""
+        """Return an assignment with the inner balancer's microbatches, dealt to pipelines."""
         return self._dealt(self.inner.assign(costs, self._whole(grid)), grid)
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:
-        """Assign samples, with the inner balancer's reason."""
+        """Return `assign`'s result, and the inner balancer's reason."""
         found, reason = self.inner.explained(costs, self._whole(grid))
         return self._dealt(found, grid), reason
 
@@ -158,12 +158,12 @@ class PipelineBalancer(Balancer):
 
 
 def shares_of(pipelines: Sequence[NodePipeline[str]]) -> tuple[int, ...]:
-    """Return the microbatches of each pipeline."""
+    """Return the number of microbatches of each pipeline, in order."""
     return tuple(pipeline.num_microbatches for pipeline in pipelines)
 
 
 def layers_in(runs: LayerRuns) -> frozenset[LayerId]:
-    """Return the layers of runs; inverse of `layer_runs`."""
+    """Return the layers in runs of consecutive layers by chain; inverse of `layer_runs`."""
     return frozenset(
         LayerId(chain=chain, index=index)
         for chain, parts in runs.items()

@@ -14,26 +14,29 @@ from mmcompile.runtime.monitoring.metrics import StepMetrics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationPlan:
-    """Work of every node in a generation: pipelines, spare nodes, and the copies that come first."""
+    """Work of every node in a generation: pipelines, spare nodes, and the layer copies before the first step."""
 
     pipelines: tuple[NodePipeline[str], ...]
     spares: tuple[Spare[str], ...] = ()
     copies: tuple[LayerCopy[WorkerId], ...] = ()
-    """Copies from worker to worker, by round."""
+    """Copies of layers from worker to worker, ordered by round."""
     rule: str
-    """A `mmcompile.planner.resilience.regroup.RegroupRule`, or "stop"."""
+    """Rule that made the plan: a `mmcompile.planner.resilience.regroup.RegroupRule`, or "stop"."""
     reason: str
-    """Why these pipelines and no others."""
+    """Reason for choosing these pipelines."""
     iteration_s: float
     """Predicted seconds of a step."""
     committed: int
     """Number of the last committed step when the generation starts."""
     former: Mapping[str, tuple[LayerRuns, ...]] = field(default_factory=dict)
-    """Node -> by device, layers it holds at step `committed` beside those it runs; it keeps them until the next commit."""
+    """By node, then by device: runs of layers that the device holds at step `committed` but does not run.
+
+    A worker keeps them until the next commit.
+    """
     checkpoint: int | None = None
-    """Step of the checkpoint that all state is read from."""
+    """Step of the checkpoint from which all state is read; None if it is not read from one."""
     farewell: str = ""
-    """Why training ends: the state is saved and nothing else is done."""
+    """Reason why training ends; then the state is saved and no step runs. "" if training continues."""
 
     def encode(self) -> str:
         """Return the plan as JSON text."""
@@ -47,10 +50,10 @@ class GenerationPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """Cursor of the commit protocol: data position and metrics, for the next rank 0 and for observers."""
+    """Data position and metrics of a step, committed as its cursor, for the next rank 0 and for observers."""
 
     data: str
-    """Cursor of the data after this step (`mmcompile.data.batches.Batches.cursor`)."""
+    """Data cursor after this step (`mmcompile.data.batches.Batches.cursor`)."""
     metrics: StepMetrics
 
     def encode(self) -> str:

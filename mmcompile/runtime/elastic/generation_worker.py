@@ -28,25 +28,28 @@ from mmcompile.runtime.worker import Worker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StepOrder:
-    """Rank 0's message at the start of a step."""
+    """Rank 0's broadcast at the start of a step: its plan and settings."""
 
     has_new: bool
-    """True if patterns follow that some ranks lack."""
+    """True if patterns that some ranks lack are sent next."""
     step: Step
 
 
 class GenerationWorker:
-    """One rank of a generation: computes steps with the others.
+    """One rank of a generation, which computes steps with the other ranks.
 
     Args:
+        job: model, data and settings of the run.
+        groups: process groups of the generation.
         plan: plan of the generation.
         placement: placed stages of its layers.
-        store: layers held here, all that this rank runs among them.
+        programs: layer programs that this worker has.
+        store: layers that this worker holds, including all in `layers`.
         layers: layers that this rank runs.
-        check: raises when the generation is over.
+        check: raises when the generation has ended.
 
     Attributes:
-        inner: the fixed engine's worker, which runs stages and the optimizer.
+        inner: worker of the engine without fault tolerance, which runs stages and the optimizer.
     """
 
     def __init__(
@@ -79,10 +82,10 @@ class GenerationWorker:
         self._rank_of = {(stage.replica, stage.program_name): stage.ranks[0] for stage in placement.stages}
 
     def lead(self, planned: PlannedStep, hyper: Hyper, *, trace: bool) -> StepTotals:
-        """Rank 0: announce a step to the other ranks, and compute it.
+        """Announce a step to the other ranks, compute it on rank 0, and return its totals.
 
         Args:
-            planned: plan of the step, with what its microbatches read.
+            planned: plan of the step, with programs and batch inputs of its microbatches.
             hyper: settings of the optimizer for this step.
             trace: measure every action.
         """
@@ -96,7 +99,7 @@ class GenerationWorker:
         return self.inner.compute(step, [prepared.values for prepared in planned.prepared])
 
     def follow(self) -> StepTotals:
-        """Other ranks: compute the step that rank 0 announces."""
+        """Compute the step that rank 0 announces on another rank, and return its totals."""
         order = wire.decode(wire.broadcast(self._groups, None), _StepOrder)
         if order.has_new:
             self._learn()
@@ -104,13 +107,13 @@ class GenerationWorker:
         return self.inner.compute(order.step)
 
     def metrics(self, totals: StepTotals, planned: PlannedStep, *, start_s: float, waited_s: float) -> StepMetrics:
-        """Rank 0: return the metrics of a step.
+        """Return the metrics of a step (on rank 0).
 
         Args:
             totals: totals over all ranks.
             planned: plan of the step.
-            start_s: start of the step, by time.perf_counter.
-            waited_s: seconds for which its plan was waited for.
+            start_s: start of the step, in seconds of time.perf_counter.
+            waited_s: seconds for which the step waited for its plan.
         """
         return StepMetrics(
             step=planned.plan.step,
@@ -128,7 +131,7 @@ class GenerationWorker:
     def answers_for(self) -> tuple[int, ...]:
         """Return the numbers of the last step's microbatches that this rank reports: those whose loss it computed.
 
-        Rank 0 reports those without samples, too. Numbers continue from step to step.
+        Rank 0 also reports microbatches without samples. Numbers continue from step to step.
         """
         assert self.inner.last is not None, "no step was computed"
         plan, _ = self.inner.last
@@ -144,13 +147,13 @@ class GenerationWorker:
         return tuple(sorted(mine))
 
     def _learn(self, patterns: Sequence[PatternPrograms] = ()) -> None:
-        """Share patterns. Parameters that occur in them for the first time are as the run started."""
+        """Receive new patterns from rank 0, which passes them. Parameters that are new in them have their initial values."""
         share(self._groups, self._programs, patterns)
         self._store.learn(self._programs.parameters())
         self._store.hold(self._layers)
 
     def _install(self, plan: StepPlan) -> None:
-        """Build this worker's layers of patterns that come for the first time."""
+        """Build this worker's layers in the patterns of a step that it has not built yet."""
         for pattern in dict.fromkeys(microbatch.pattern for microbatch in plan.microbatches):
             if pattern not in self._installed:
                 self._installed.add(pattern)

@@ -1,4 +1,4 @@
-"""Checkpoints and digests of a whole model whose layers are spread over workers."""
+"""Checkpoints and digests of a whole model whose layers are distributed over workers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mmcompile.runtime.monitoring.fail_points import fail_point
 
 
 def owners(layout: GenerationLayout, *, former: bool) -> dict[LayerId, int]:
-    """Layer -> the first rank that holds it.
+    """Return the first rank that holds each layer, by layer.
 
     Args:
         layout: layout of the generation.
-        former: count layers that a worker held before and keeps until the first commit of the generation.
+        former: also count layers that a worker held before and keeps until the first commit of the generation.
     """
     found: dict[LayerId, int] = {}
     for device, rank in layout.ranks.items():
@@ -50,18 +50,18 @@ def save(
     aliases: Mapping[str, str],
     trainer: TrainerState,
 ) -> None:
-    """Collect all state on rank 0 and write it; the checkpoint before stays whole until this one is.
+    """Collect all state on rank 0 and write it; the previous checkpoint stays intact until the new one is complete.
 
     Args:
         groups: groups of the generation.
-        job: what is trained.
-        owned: layer -> rank that sends it.
-        store: layers held here.
-        aliases: other name of a tied parameter -> the name it is held under.
+        job: model, data and settings of the run.
+        owned: rank that sends each layer, by layer.
+        store: layers that this worker holds.
+        aliases: name under which a tied parameter is held, by each of its other names.
         trainer: step, cursor, and the optimizer's settings for the next step; the frozen parameters are added here.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the checkpoint cannot be written.
     """
     fail_point("gathering", rank=groups.rank, step=trainer.step)
     mine: dict[str, Tensor] = {}
@@ -87,19 +87,19 @@ def save(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One worker's contribution to the check at the end of training."""
+    """One worker's layer digests and compilation count at the end of training, for the check of replicas."""
 
     digests: dict[str, str]
-    """Layer -> digest of its parameters and optimizer state."""
+    """Digest of each layer's parameters and optimizer state, by layer."""
     num_compiled: int
-    """Graphs compiled since the worker started."""
+    """Number of graphs compiled since the worker started."""
 
 
 def check_replicas(groups: Groups, job: ElasticJob, mine: Outcome) -> None:
-    """Compare all replicas of every layer, and write what they are, on rank 0.
+    """Compare the digests of all replicas of every layer on rank 0, and write them and the compilation counts to files.
 
     Raises:
-        VerifyError: on rank 0; two replicas differ.
+        VerifyError: on rank 0, if two replicas differ.
     """
     if groups.rank:
         wire.send_bytes(groups, 0, wire.encode(mine))

@@ -1,6 +1,6 @@
-"""`run_copies`: layers from worker to worker, in planned rounds, each checked before it counts.
+"""`run_copies`: copies layers from worker to worker, in planned rounds, each checked before it is stored.
 
-A layer travels as a header, which lists its tensors, and then as one run of bytes cut into chunks. Beside what its store holds, a
+A layer is sent as a header, which lists its tensors, and then as the bytes of all tensors, cut into chunks. Beside its store, a
 worker needs memory for the layer that it receives and for a few chunks.
 """
 
@@ -34,15 +34,15 @@ from mmcompile.runtime.monitoring.fail_points import fail_point
 
 CHUNK_BYTES = 16 * 2**20
 _WINDOW = 2
-"""Chunks on their way at once: one is sent while the next is filled."""
+"""Maximum number of chunks being sent at once: one is sent while the next is filled."""
 _TAG = 2**31 - 4
-"""Above the tags of links, below those of broadcasts, gradients and control messages."""
+"""Tag of layer copies: above the tags of links, below those of broadcasts, gradients and control messages."""
 _ADVICE = "it was not used; if this comes again, test the memory and the network of both nodes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyReport:
-    """Bytes that one worker moved: those of tensors, without headers."""
+    """Bytes of tensors (without headers) that one worker sent and received in all its copies, and the seconds it took."""
 
     bytes_sent: int
     bytes_received: int
@@ -51,7 +51,7 @@ class CopyReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Side:
-    """One worker's connections and settings for all its copies."""
+    """Groups, ranks and settings that one worker uses for all its copies."""
 
     groups: Groups
     ranks: Mapping[WorkerId, int]
@@ -68,20 +68,22 @@ def run_copies(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> CopyReport:
-    """Do this worker's part of all copies, round by round: in a round it sends and receives at the same time.
+    """Run this worker's part of all copies, round by round; within a round it sends and receives at the same time.
 
-    A layer is put into the store once all of it is here and its digest is right. Nothing is dropped from the store.
+    A layer is put into the store once it has arrived completely and its digest is right. No layer is dropped from the store.
 
     Args:
-        groups: of the generation. All its ranks call this with the same copies, and nothing else travels meanwhile.
-        ranks: of all devices that copies name.
-        check: called before every wait; what it raises ends the copies, and the groups are then of no more use.
-        chunk_bytes: the same on all ranks.
+        groups: groups of the generation. All its ranks call this with the same copies, and send no other messages meanwhile.
+        copies: source, destination, layer and round of each copy.
+        ranks: ranks of all workers that copies name.
+        store: layers that this worker holds.
+        check: called before every wait; an exception it raises ends the copies, after which the groups cannot be used.
+        chunk_bytes: bytes of a chunk, the same on all ranks.
 
     Raises:
-        EngineError: a layer did not arrive as it was sent. It is not in the store; layers of rounds before it are.
+        EngineError: a layer arrived damaged. It is not in the store; layers of earlier rounds are.
         VerifyError: a worker sends or receives twice in a round, or to itself; or a source does not hold the layer.
-        PeerLost: a worker is gone.
+        PeerLost: another worker is gone.
     """
     start = time.perf_counter()
     side = _Side(groups=groups, ranks=ranks, check=check, chunk_bytes=chunk_bytes)
@@ -96,7 +98,7 @@ def run_copies(
 def _rounds(
     copies: Sequence[LayerCopy[WorkerId]], ranks: Mapping[WorkerId, int], rank: int
 ) -> list[tuple[LayerCopy[WorkerId] | None, LayerCopy[WorkerId] | None]]:
-    """Return what this rank sends and receives in each round, in order, without rounds in which it does neither."""
+    """Return (copy this rank sends or None, copy it receives or None) for each round in which it has either, in order."""
     sends: dict[int, LayerCopy[WorkerId]] = {}
     receives: dict[int, LayerCopy[WorkerId]] = {}
     for copy in copies:
@@ -113,10 +115,11 @@ def _rounds(
 def _run(
     side: _Side, send: LayerCopy[WorkerId] | None, receive: LayerCopy[WorkerId] | None, store: LayerStore
 ) -> tuple[int, int]:
-    """Do one round; returns bytes sent and received.
+    """Run one round, and return the numbers of bytes sent and received.
 
-    No worker waits for bytes before its own header is on its way, nor for its own bytes to go before it is ready for those of
-    others. So workers may send to each other, in rings of any length.
+    No worker waits for bytes before its own header is sent, nor for its own bytes to be sent before it is ready to receive. So
+    workers
+    may send to each other, in rings of any length.
     """
     arrival = None if receive is None else _Arrival(side, receive)
     departure = None if send is None else _Departure(side, send, store)
@@ -134,7 +137,7 @@ def _run(
 
 
 class _Messages:
-    """Messages between this worker and another, in order."""
+    """Messages in transfer between this worker and another, oldest first."""
 
     def __init__(self, side: _Side, rank: int) -> None:
         self._side, self._rank = side, rank
@@ -150,7 +153,7 @@ class _Messages:
         self._works.append((self._side.groups.receive_control(data, self._rank, _TAG), data))
 
     def wait(self) -> Tensor:
-        """The oldest message, once it is through."""
+        """Wait for the oldest message, remove it, and return its buffer."""
         self._side.check()
         work, data = self._works.popleft()
         wait(work)
@@ -158,7 +161,7 @@ class _Messages:
 
 
 class _Departure:
-    """A layer on its way out. Once made, its header is on its way."""
+    """A layer that this worker sends. Constructing it starts to send the header."""
 
     def __init__(self, side: _Side, copy: LayerCopy[WorkerId], store: LayerStore) -> None:
         self._messages, self._chunk_bytes = _Messages(side, side.ranks[copy.destination]), side.chunk_bytes
@@ -169,7 +172,7 @@ class _Departure:
             self._messages.send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def finish(self) -> int:
-        """Send the bytes; how many."""
+        """Send the layer's bytes, wait until they are sent, and return their number."""
         total = 0
         for chunk in chunks(self._tensors, self._chunk_bytes):
             while len(self._messages) >= _WINDOW:
@@ -182,7 +185,7 @@ class _Departure:
 
 
 class _Arrival:
-    """A layer on its way in. Once made, it is ready for the frame of its header."""
+    """A layer that this worker receives. Constructing it starts to receive the frame of its header."""
 
     def __init__(self, side: _Side, copy: LayerCopy[WorkerId]) -> None:
         self.layer = copy.layer
@@ -193,7 +196,7 @@ class _Arrival:
         self._parts: list[tuple[Entry, Tensor]] = []
 
     def accept(self) -> None:
-        """Read the header, and be ready for all bytes. Raises EngineError."""
+        """Wait for the header, and start to receive all bytes of the layer. Raises EngineError if the header is damaged."""
         try:
             frame = _bytes(self._messages.wait())
             self._messages.receive(torch.empty(header_length(frame), dtype=torch.uint8))
@@ -210,7 +213,7 @@ class _Arrival:
             self._messages.receive(chunk)
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for the bytes; the layer's tensors by name. Raises EngineError."""
+        """Wait for the bytes, and return the layer's tensors by name. Raises EngineError if they are damaged."""
         while len(self._messages):
             self._messages.wait()
         tensors = {entry.name: entry.read(part) for entry, part in self._parts}

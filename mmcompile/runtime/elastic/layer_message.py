@@ -1,4 +1,4 @@
-"""Messages of a layer: a frame of known size, the header that it announces, then the bytes of all tensors."""
+"""Messages of a layer: a frame of fixed size, the header that it announces, then the bytes of all tensors."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ FRAME_BYTES = LENGTH_BYTES + 2 * _HASH_BYTES
 
 
 class DamagedLayer(Exception):
-    """Bytes changed on their way."""
+    """Bytes of a layer's message changed during transfer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """Name and layout of a tensor."""
+    """Name, shape, dtype and memory layout of a tensor in a layer's message."""
 
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Layout in memory, kept since kernels may round differently for another one."""
+    """Strides in elements. They are preserved, since kernels may round differently for another memory layout."""
     dtype: str
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Number of bytes of the tensor."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
     def read(self, data: Tensor) -> Tensor:
-        """The tensor, in the layout that the source has.
+        """Return the tensor in the source's memory layout.
 
         Args:
-            data: uint8 [num_bytes], as `bytes_of` gives it. The result may share its memory.
+            data: uint8 [num_bytes], as `bytes_of` returns it. The result may share its memory.
         """
         values = data.view(torch_dtype(self.dtype)).view(self.shape)
         if values.stride() == self.stride:
@@ -53,17 +53,17 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Content of the bytes that follow."""
+    """Layer, digest and tensors of the bytes that follow in a layer's message."""
 
     layer: LayerId
     digest: str
-    """`layer_store.digest_of` all tensors."""
+    """Digest of all tensors, by `layer_store.digest_of`."""
     entries: tuple[Entry, ...]
-    """In the order in which their bytes follow."""
+    """Entries of all tensors, in the order of their bytes."""
 
 
 def entries_of(tensors: Mapping[str, Tensor]) -> tuple[Entry, ...]:
-    """Entries by name, those with large elements first: each then starts where its dtype may, without a gap."""
+    """Return entries sorted by descending element size, then name, so that each tensor is aligned to its dtype without gaps."""
     return tuple(
         Entry(name=name, shape=tuple(tensor.shape), stride=tensor.stride(), dtype=dtype_name(tensor.dtype))
         for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -71,13 +71,13 @@ def entries_of(tensors: Mapping[str, Tensor]) -> tuple[Entry, ...]:
 
 
 def seal(header: Header) -> tuple[bytes, bytes]:
-    """Frame and header as they travel. A damaged header would have its reader wait for bytes that never come."""
+    """Return frame and header as they are sent. The frame's hashes detect a damaged length, for which a reader would block."""
     data = wire.encode(header)
     return _frame(data), data
 
 
 def header_length(frame: bytes) -> int:
-    """Bytes of the header that comes next. Raises DamagedLayer."""
+    """Return the number of bytes of the header that a frame announces. Raises DamagedLayer."""
     head, check = frame[:-_HASH_BYTES], frame[-_HASH_BYTES:]
     if _hash(head) != check:
         raise DamagedLayer("the length of its header changed on the way")
@@ -85,14 +85,14 @@ def header_length(frame: bytes) -> int:
 
 
 def open_header(frame: bytes, data: bytes) -> Header:
-    """Inverse of `seal`. Raises DamagedLayer."""
+    """Return the header that `seal` encoded as `data`, checked by the frame's hashes. Raises DamagedLayer."""
     if frame != _frame(data):
         raise DamagedLayer("its header changed on the way")
     return wire.decode(data, Header)
 
 
 def chunks(tensors: Sequence[Tensor], chunk_bytes: int) -> Iterator[Tensor]:
-    """All bytes of tensors one after the other, cut every `chunk_bytes`."""
+    """Yield the bytes of all tensors in order (uint8), in chunks of `chunk_bytes`; the last may be shorter."""
     pieces: list[Tensor] = []
     room = chunk_bytes
     for tensor in tensors:
@@ -107,7 +107,7 @@ def chunks(tensors: Sequence[Tensor], chunk_bytes: int) -> Iterator[Tensor]:
 
 
 def _cut(data: Tensor, first: int, size: int) -> list[Tensor]:
-    """Pieces of `size`, but the first of `first` at most; none are empty."""
+    """Return pieces of `data`: the first of at most `first` bytes, the others of at most `size`; none is empty."""
     pieces = [data[:first], *data[first:].split(size)]
     return [piece for piece in pieces if len(piece)]
 
@@ -117,7 +117,7 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _frame(header: bytes) -> bytes:
-    """Length and hash of a header, and a hash of these two."""
+    """Return a header's length and hash, followed by a hash of both."""
     head = length_prefix(header) + _hash(header)
     return head + _hash(head)
 

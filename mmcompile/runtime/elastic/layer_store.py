@@ -1,7 +1,7 @@
-"""`LayerStore`: what a worker holds of the model, by layer: trainable parameters with their optimizer state, frozen ones without.
+"""`LayerStore`: parameters that a worker holds, by layer; trainable ones with their optimizer state.
 
-What trains is copied between workers, as one bundle a layer. Frozen parameters never are: they are in the memory that all workers
-were forked from, and on the CPU they are used from there.
+Trainable parameters and their state are copied between workers, as one bundle per layer. Frozen parameters are never copied: they
+are in the memory from which all workers were forked, and on the CPU they are used from there.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CPU = torch.device("cpu")
 
 
 class LayerStore:
-    """The state of one worker, by layer.
+    """Parameters and optimizer state that one worker holds, by layer.
 
     Args:
-        state: what the worker holds; changed in place.
-        layers: parameters of each layer. A tied parameter is in several layers, under one name. Layers that are not named have
-            no parameters.
-        values: parameters as the run started, by name.
-        device: where parameters are kept.
+        state: parameters and optimizer of the worker; changed in place.
+        layers: parameters of each layer. A tied parameter is in several layers, under one name. Absent layers have no
+            parameters.
+        values: initial values of all parameters, by name.
+        device: device on which parameters are kept.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class LayerStore:
         optimizer: OptimizerSpec,
         device: torch.device = _CPU,
     ) -> LayerStore:
-        """A store that holds nothing yet."""
+        """Return a store that holds no parameters yet."""
         return cls(RankState(optimizer=RankOptimizer(optimizer)), layers, values, device)
 
     def learn(self, layers: Mapping[LayerId, Iterable[ParameterSpec]]) -> None:
-        """Add parameters to what layers are known to have: those of a pattern captured while training.
+        """Add the parameters of a pattern captured while training to the known layers.
 
-        Layers that are held stay so: as nothing ever trained those parameters, they are as the run started.
+        Held layers stay held: the new parameters were never trained, so they have their initial values.
         """
         held = [layer for layer in self.held if self._specs[layer]]
         for layer, specs in layers.items():
@@ -69,19 +69,19 @@ class LayerStore:
 
     @property
     def held(self) -> frozenset[LayerId]:
-        """Layers all of whose parameters are here, those without parameters among them."""
+        """Layers all of whose parameters are in the store, including layers without parameters."""
         here = self.state.parameters.keys()
         return frozenset(layer for layer, specs in self._specs.items() if specs.keys() <= here)
 
     def trains(self, layer: LayerId) -> bool:
-        """Return whether a layer has state that can be lost."""
+        """Return whether a layer has trainable parameters, whose state can be lost."""
         return bool(self._trainable(layer))
 
     def hold(self, layers: Iterable[LayerId]) -> None:
-        """Give layers the parameters they lack here, as the run started: trainable ones copied, frozen ones shared.
+        """Add the parameters that layers lack, with their initial values: trainable ones copied, frozen ones shared.
 
-        Parameters that are here already are left alone. So layers that train are held at the start of a run only; later they
-        arrive through `put`.
+        Parameters in the store are unchanged. So trainable layers are added by this at the start of a run only; later they arrive
+        through `put`.
         """
         for layer in layers:
             for name in self._trainable(layer):
@@ -90,13 +90,13 @@ class LayerStore:
             self._share_frozen(layer)
 
     def bundle(self, layer: LayerId) -> dict[str, Tensor]:
-        """Trainable parameters (`value/<name>`) and what the optimizer keeps of them (`state/<key>/<name>`); no copies.
+        """Return a layer's trainable parameters (`value/<name>`) and optimizer state (`state/<key>/<name>`), without copying.
 
         Parameters that were never updated have no state.
 
         Raises:
             VerifyError: the layer is not held.
-            CheckpointError: the optimizer keeps something that is not a tensor.
+            CheckpointError: the optimizer keeps a state that is not a tensor.
         """
         names = self._trainable(layer)
         if missing := [name for name in names if name not in self.state.parameters]:
@@ -105,10 +105,10 @@ class LayerStore:
         return values | {f"{_STATE}{path}": tensor for path, tensor in self.state.optimizer.state(names).items()}
 
     def put(self, layer: LayerId, tensors: Mapping[str, Tensor]) -> None:
-        """Take a layer's bundle: parameters that are here are overwritten in place, others are made; state is replaced.
+        """Store a layer's bundle: known parameters are overwritten in place, new ones added, optimizer state replaced.
 
         Raises:
-            VerifyError: it is not a bundle of this layer. Nothing is changed then.
+            VerifyError: `tensors` is not a bundle of this layer. The store is unchanged then.
         """
         values, state = wire.under(_VALUE, tensors), wire.under(_STATE, tensors)
         self._check(layer, values, state)
@@ -123,11 +123,11 @@ class LayerStore:
         self.state.optimizer.load_state(state)
 
     def part_of(self, layer: LayerId, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A layer's bundle out of a checkpoint.
+        """Return a layer's bundle from the tensors of a checkpoint.
 
         Args:
-            weights: by name, of a tied parameter under any of its names.
-            state: `<key>/<name>`.
+            weights: weights by name; a tied parameter under any of its names.
+            state: optimizer state by `<key>/<name>`.
 
         Raises:
             CheckpointError: a parameter is missing.
@@ -142,7 +142,7 @@ class LayerStore:
         return found | {f"{_STATE}{path}": t for path, t in state.items() if _name(path) in names}
 
     def keep(self, layers: Iterable[LayerId]) -> None:
-        """Drop parameters that belong to other layers only, and their optimizer state. Nothing that is kept is touched.
+        """Drop parameters that belong only to layers not in `layers`, and their optimizer state. Other parameters are unchanged.
 
         Raises:
             VerifyError: a layer to keep is not held.
@@ -158,11 +158,11 @@ class LayerStore:
         self._drop(self.state.parameters.keys())
 
     def drop_gradients(self) -> None:
-        """Throw away gradients of a step that did not count."""
+        """Drop the gradients of a step that was not committed."""
         self.state.optimizer.zero_grad()
 
     def digest(self, layer: LayerId) -> str:
-        """Equal for replicas of a layer with equal bits, parameters and optimizer state. Raises as `bundle`."""
+        """Return a digest of a layer's parameters and optimizer state, equal for replicas with equal bits. Raises as `bundle`."""
         return digest_of(self.bundle(layer))
 
     def _trainable(self, layer: LayerId) -> dict[str, ParameterSpec]:
@@ -201,7 +201,7 @@ class LayerStore:
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return BLAKE2b of names, shapes, dtypes and bytes, independent of the mapping's order and the layout in memory."""
+    """Return a BLAKE2b digest of names, shapes, dtypes and bytes, independent of the mapping's order and of memory layouts."""
     table = [(name, tuple(tensors[name].shape), dtype_name(tensors[name].dtype)) for name in sorted(tensors)]
     digest = hashlib.blake2b(wire.encode(table), digest_size=32)
     for name in sorted(tensors):
@@ -210,10 +210,10 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """uint8 [bytes] on the CPU, elements in order of indices; shares memory with a CPU tensor that is laid out so."""
+    """Return the bytes of a tensor (uint8 [bytes], CPU), elements in index order; shares memory with a contiguous CPU tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _name(path: str) -> str:
-    """`<key>/<name>` -> name."""
+    """Return the parameter name in a path: `<key>/<name>` -> `<name>`."""
     return path.split("/", 1)[1]

@@ -1,4 +1,4 @@
-"""A coordinator, or one node, as processes of their own machine: for runs over several machines."""
+"""Processes of a coordinator, or of one node, on their own machine, for runs over several machines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mmcompile.runtime.elastic.template_planner import TemplatePlanner
 def coordinate(
     resilience: Resilience, folder: Path, at: Endpoint, *, start_nodes: int, on_event: Callable[[RunEvent], None]
 ) -> None:
-    """Serve a run until it ends: store and coordinator, in processes that are started again if they die.
+    """Serve a run until it ends, with a store and a coordinator in processes that are restarted if they die.
 
     Args:
-        resilience: templates and promise of the run.
-        folder: folder of the log, the events and the checkpoint; the same for all nodes. With the log of an earlier
-            coordinator of this run, it continues.
+        resilience: templates and fault tolerance of the run.
+        folder: folder of the log, the events and the checkpoint; the same for all nodes. If it has the log of an earlier
+            coordinator, that run continues.
         at: address to listen at, and the secret.
-        start_nodes: nodes that must be there before training starts.
+        start_nodes: number of nodes that must be connected before training starts.
         on_event: called with each line of the event log.
 
     Raises:
@@ -52,10 +52,10 @@ def coordinate(
 
 
 def run_node(job: ElasticJob, node: str, at: Endpoint, *, max_restarts: int) -> None:
-    """Run the workers of a node until the run ends or the node is let go. SIGTERM is notice that it will be taken away.
+    """Run the workers of a node until the run ends or the node is released. SIGTERM announces that it will be taken away.
 
     Raises:
-        EngineError: the node was given up, or training ended before its last step.
+        EngineError: the node counted as lost, or training ended before its last step.
     """
 
     def run() -> int:

@@ -1,4 +1,4 @@
-"""`Programs`: the layer programs a worker has, by pattern. All workers have those captured before they were started."""
+"""`Programs`: a worker's layer programs by pattern. All workers have the patterns captured before they were started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmcompile.runtime.comm.groups import Groups
 
 
 class Programs:
-    """Programs of layers, and their parameters.
+    """Layer programs of a worker by pattern, and the parameters they read.
 
     Args:
         known: programs that every worker has from the start.
@@ -35,16 +35,16 @@ class Programs:
         return pattern in self._patterns
 
     def of(self, pattern: str) -> Mapping[str, StageProgram]:
-        """Stage -> program."""
+        """Return the program of each stage in a pattern, by stage name."""
         return self._patterns[pattern].programs
 
     @property
     def late(self) -> tuple[PatternPrograms, ...]:
-        """Programs captured while training, which a worker started anew lacks."""
+        """Programs captured while training, which restarted workers lack."""
         return tuple(self._patterns[name] for name in self._late)
 
     def add(self, programs: PatternPrograms) -> None:
-        """Remember a pattern that was captured while training."""
+        """Add a pattern that was captured while training."""
         if programs.pattern not in self._patterns:
             self._patterns[programs.pattern] = programs
             self._late.append(programs.pattern)
@@ -57,11 +57,11 @@ class Programs:
         return {layer: tuple(specs.values()) for layer, specs in found.items()}
 
     def aliases(self) -> dict[str, str]:
-        """Other name of a tied parameter -> the name it is held under."""
+        """Return the name under which a tied parameter is held, by each of its other names."""
         return {alias: spec.name for _, program in self._all() for spec in program.parameters for alias in spec.aliases}
 
     def holders(self, stages: Sequence[PlacedStage]) -> dict[str, tuple[int, ...]]:
-        """Trainable parameter -> placed stages that hold it."""
+        """Return the indices of the placed stages that hold each trainable parameter, by name."""
         names: dict[str, set[str]] = {}
         for stage, program in self._all():
             names.setdefault(stage, set()).update(spec.name for spec in program.parameters if spec.trainable)
@@ -72,7 +72,7 @@ class Programs:
         return {name: tuple(held) for name, held in sorted(found.items())}
 
     def check(self, resilience: Resilience) -> None:
-        """Refuse templates that were made for other layers with state to copy. Raises PlanError."""
+        """Refuse templates whose set of layers with trainable parameters differs from the programs'. Raises PlanError."""
         for layer, specs in self.parameters().items():
             trains = any(spec.trainable for spec in specs)
             sizes = resilience.layer_bytes.get(layer.chain, ())
@@ -88,7 +88,7 @@ class Programs:
 
 
 def share(groups: Groups, programs: Programs, patterns: Sequence[PatternPrograms] = ()) -> None:
-    """Give all ranks these patterns of rank 0. Other ranks pass none."""
+    """Broadcast patterns from rank 0, and add them on all ranks. The other ranks pass none."""
     sent = None if groups.rank else wire.encode([_bare(pattern) for pattern in patterns])
     known = wire.decode(wire.broadcast(groups, sent), list[PatternPrograms])
     if not known:

@@ -1,4 +1,4 @@
-"""`TemplatePlanner`: the coordinator's planner, which answers every membership change with pipeline templates."""
+"""`TemplatePlanner`: the coordinator's planner, which answers every membership change with pipelines made from templates."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class TemplatePlanner:
     """Plans generations (`mmcompile.runtime.control.membership_view.Planner`).
 
     Args:
-        resilience: templates and promise.
-        start_nodes: nodes that must be there before training starts.
+        resilience: templates and fault tolerance of the run.
+        start_nodes: number of nodes that must be connected before training starts.
         checkpoints: folder of the last checkpoint, read when state is lost.
     """
 
@@ -51,7 +51,7 @@ class TemplatePlanner:
         return self.resilience.job
 
     def plan(self, change: MembershipChange) -> Decision:
-        """Decide what the members do next."""
+        """Return the decision for a membership change: a plan, a wait, lost state, or the end."""
         count = self.resilience.devices_per_node
         if wrong := [
             node for node, workers in zip(change.members, change.num_workers, strict=True) if workers != count
@@ -64,17 +64,17 @@ class TemplatePlanner:
         return self._next(change, GenerationPlan.decode(change.previous_payload))
 
     def _start(self, change: MembershipChange) -> Decision:
-        """Start from the model's own state, or from a checkpoint."""
+        """Return a plan that starts from the model's initial state or a checkpoint, or a wait for more nodes."""
         wanted = max(self.start_nodes, self._job.min_nodes)
         if len(change.members) < wanted:
             return Wait(reason=f"{len(change.members)} of {wanted} nodes are there")
         return self._fresh(change, step=change.committed or None)
 
     def _fresh(self, change: MembershipChange, *, step: int | None) -> Planned | Stop:
-        """Plan for nodes that hold nothing.
+        """Return a plan for nodes that hold no state.
 
         Args:
-            step: step of the checkpoint to read; None for the model's own state.
+            step: step of the checkpoint to read; None for the model's initial state.
         """
         found = instantiate(self._job, change.members)
         if isinstance(found, Stop):
@@ -120,7 +120,7 @@ class TemplatePlanner:
         return replace(lost, checkpoint_step=saved.step, cursor=saved.cursor, payload=fresh.payload)
 
     def _farewell(self, change: MembershipChange, reason: str, held: _Held) -> GenerationPlan:
-        """Plan for too few nodes: they save what they hold."""
+        """Return a plan for too few nodes, by which they save the layers they hold and training ends."""
         return GenerationPlan(
             pipelines=(),
             spares=tuple(Spare(node=node, reason="training ends") for node in change.members),
@@ -133,7 +133,7 @@ class TemplatePlanner:
         )
 
     def _held(self, change: MembershipChange, before: GenerationPlan) -> _Held:
-        """Return what the workers of members that stay hold at the last committed step."""
+        """Return the layers that the workers of staying members hold at the last committed step, by worker."""
         held = layers_by_worker(before, self._job)
         if change.committed == before.committed:
             # Nothing was committed since, so nothing that moved away was dropped or is old.
@@ -145,7 +145,7 @@ class TemplatePlanner:
         return {worker: layers for worker, layers in held.items() if worker.node in staying}
 
     def _with_copies(self, plan: GenerationPlan, change: MembershipChange, held: _Held) -> GenerationPlan:
-        """Add copies between workers: what a node needs can be on another device of its own."""
+        """Add copies of layers between workers to a plan; source and destination may be devices of one node."""
         needed = layers_by_worker(plan, self._job)
         copies = plan_copies(
             self._job,
@@ -155,7 +155,7 @@ class TemplatePlanner:
         return replace(plan, copies=copies, former=self._former(change.members, held, needed))
 
     def _former(self, members: Iterable[str], held: _Held, needed: _Held) -> dict[str, tuple[LayerRuns, ...]]:
-        """Return what the workers of each node hold beside what they need."""
+        """Return, by node then device, the runs of layers that workers hold but do not need in the new plan."""
         found: dict[str, tuple[LayerRuns, ...]] = {}
         for node in members:
             workers = [WorkerId(node=node, index=index) for index in range(self.resilience.devices_per_node)]
@@ -165,7 +165,7 @@ class TemplatePlanner:
         return found
 
     def _mask(self, layers: Iterable[frozenset[LayerId]]) -> np.ndarray:
-        """Return layers as bool [layers of the job]."""
+        """Return a mask of layers as bool [layers of the job]."""
         mask = np.zeros(len(self._job.layers), dtype=bool)
         for some in layers:
             mask[[self._index[layer] for layer in some]] = True
@@ -177,7 +177,7 @@ class TemplatePlanner:
 
 
 def _generation_plan(found: MembershipPlan[str], *, committed: int) -> GenerationPlan:
-    """Return the plan of workers for a plan of nodes, without the copies, which depend on devices."""
+    """Return the generation plan of a plan by nodes, without the layer copies, which depend on devices."""
     return GenerationPlan(
         pipelines=found.pipelines,
         spares=found.spares,

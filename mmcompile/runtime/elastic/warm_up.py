@@ -1,7 +1,7 @@
 """`warm_up`: compile every distinct layer before workers are forked, so that none of them compiles anything.
 
-Processes forked afterwards have the code. What would make them compile again is the same here as there: one thread, gradients
-where the executor has them, and inputs of the layout that `CompiledLayers` gives all of them.
+Processes forked afterwards have the code. Conditions that would cause a recompilation are the same as in the workers: one thread,
+gradients where the executor has them, and inputs of the layout that `CompiledLayers` gives all of them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mmcompile.ir.graph import torch_dtype
 from mmcompile.runtime.monitoring.timer import one_thread
 
 _RUNS = 2
-"""Runs of a layer whose sizes vary: one that compiles, and one of other sizes, which may need code of their own."""
+"""Number of runs of a layer whose sizes vary: one that compiles, and one of other sizes, which may need code of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmUp:
-    """Result of compiling."""
+    """Number of layers that `warm_up` compiled before workers start, and the seconds it took."""
 
     num_graphs: int
-    """Compiled; a forward and its backward are one."""
+    """Number of compiled graphs; a forward and its backward are one graph."""
     num_layers: int
-    """Programs that they serve."""
+    """Number of layer programs that the graphs serve."""
     seconds: float
 
 
@@ -44,16 +44,17 @@ def warm_up(
     *,
     backend: str = "inductor",
 ) -> WarmUp:
-    """Run each distinct layer of some microbatches forward and backward, one at a time.
+    """Compile the distinct layers of microbatches by running each forward and backward, one at a time.
 
-    A layer gets the microbatch's own inputs, and random values for what other layers send it; it takes the memory of one layer.
-    Parameters and random numbers stay as they are. No thread or process is left behind.
+    A layer gets the microbatch's own inputs, and random values for the results of other layers; the run takes the memory of one
+    layer. Parameters and the random number generator are unchanged. No thread or process is left behind.
 
     Args:
         microbatches: at least one of every pattern that workers are to find compiled.
         parameters: all parameters and buffers of the model, by original name.
-        device: where workers compute. A process that has used a GPU cannot fork workers that do: there, each worker warms up.
-        backend: of `torch.compile`.
+        device: device on which workers compute. A process that has used a GPU cannot fork workers that do: there, each worker
+            warms up.
+        backend: backend of `torch.compile`.
 
     Raises:
         VerifyError: a program is not as `stage_source` writes it, or a tensor is missing.
@@ -82,23 +83,23 @@ def num_graphs() -> int:
 
 
 class _Values:
-    """Values that the programs of a microbatch read."""
+    """Inputs, sizes and parameters that the programs of a microbatch read."""
 
     def __init__(self, microbatch: PreparedMicrobatch, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._microbatch = microbatch
         self._tensors = tensors
         self.device = device
         self._known: dict[str, Tensor] = {}
-        """Values sent between stages that are not random."""
+        """Values sent between stages that are not random (integers, masks), by name."""
 
     def sizes(self, program: StageProgram) -> tuple[object, ...]:
-        """Sizes of all inputs."""
+        """Return the sizes of all inputs of a program, in order: shapes of tensors, values of sizes."""
         return tuple(
             self._microbatch.sizes[port.name] if port.kind == "size" else self._shape(port) for port in program.inputs
         )
 
     def inputs(self, program: StageProgram, *, gradient: bool) -> list[Tensor | int]:
-        """The inputs of a program, in order; with `gradient`, those whose gradient flows back ask for it."""
+        """Return the inputs of a program, in order. With `gradient`, inputs whose gradient flows back require grad."""
         found: list[Tensor | int] = []
         for port in program.inputs:
             if port.kind == "size":
@@ -108,7 +109,7 @@ class _Values:
         return found
 
     def held(self, program: StageProgram) -> tuple[StageProgram, dict[str, Tensor]]:
-        """A program and its parameters and buffers on the device."""
+        """Return a program, and its parameters and buffers by name, on the device."""
         names = [spec.name for spec in program.parameters] + list(program.buffers)
         constants = {name: tensor.to(self.device) for name, tensor in program.constants.items()}
         held = {name: self._tensors[name].to(self.device) for name in names}
@@ -132,7 +133,7 @@ class _Values:
         return self._known[port.name].detach()
 
     def _make(self, program: StageProgram) -> None:
-        """Run a program for the values it sends that are no floats."""
+        """Run a program to compute the values it sends that are not floating-point."""
         with torch.no_grad():
             results = load_stage(*self.held(program), self.device)(*self.inputs(program, gradient=False))
         for port, value in zip(program.outputs, results, strict=True):
@@ -141,12 +142,12 @@ class _Values:
 
 
 def _layers(program: StageProgram) -> tuple[str, ...]:
-    """Return the texts of a program that are compiled."""
+    """Return the texts of a program's layers, each of which is compiled."""
     return tuple(layer.text for layer in canonical_layers(program.source, program.stage).values())
 
 
 def _run(program: StageProgram, values: _Values, backend: str) -> None:
-    """A forward, and a backward if the executor runs one."""
+    """Run the forward of a program, and the backward if the executor runs one."""
     stage = load_compiled_stage(*values.held(program), values.device, backend=backend)
     inputs = values.inputs(program, gradient=program.has_backward)
     with torch.set_grad_enabled(program.has_backward):
@@ -162,7 +163,7 @@ def _run(program: StageProgram, values: _Values, backend: str) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Generator[None]:
-    """Compile in this process and thread: others would be missing in forked processes, which might wait for them."""
+    """Return a context in which compilation uses no other process or thread, which forked processes would lack."""
     # torch's interpreters make progress bars, hidden ones too, and the first bar starts a thread that watches all.
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
     try:
