@@ -90,8 +90,8 @@ class Channel:
     """Starts collectives that overlap with the caller's next computations.
 
     On CUDA they run on a stream of their own. Each starts when all work queued so far on the caller's stream is done:
-    at that point the message is complete and the target is no longer read. `Transfer.wait`
-    makes the caller's stream wait for the end of the collective. Each direction of waiting uses one CUDA event.
+    at that point the message is complete and the target is no longer read. `Transfer.wait` makes the caller's stream
+    wait for the end of the collective. Each direction of waiting uses one CUDA event.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:

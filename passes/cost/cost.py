@@ -1,8 +1,8 @@
 """`Cost`: FLOPs, bytes and saved memory of every node and layer, under the model's real `requires_grad` flags.
 
 Backward work of a node (thesis section 3.3.1): a weight gradient for each operand that is made of trainable parameters
-only, an input gradient for each other operand that carries gradient. Amounts are those of the
-captured batch, kept apart by what they grow with (`op_load`), so that one capture prices every load.
+only, an input gradient for each other operand that carries gradient. Amounts are those of the captured batch, kept
+apart by what they grow with (`op_load`), so that one capture prices every load.
 """
 
 from __future__ import annotations
