@@ -22,15 +22,15 @@ class Fact(StrEnum):
     ANNOTATED = "annotated"
     """Every `call_function` node has a `NodeInfo`; capture ensures it."""
     VERIFIED = "verified"
-    """No rule of `Verify` is broken."""
+    """The graph keeps all rules of `Verify`."""
     GRADIENT_FLOW = "gradient-flow"
-    """`NodeInfo.carries_gradient` is set."""
+    """`NodeInfo.carries_gradient` is set on every node."""
     COST = "cost"
-    """`NodeInfo.*_flops` and `bytes_moved` are set."""
+    """`NodeInfo.*_flops` and `bytes_moved` are set on every node."""
 
 
 class Pass(ABC):
-    """Base class of `Analysis` and `Rewrite`."""
+    """Base class of `Analysis` and `Rewrite`: a name, and the facts about a graph that it requires and ensures."""
 
     name: ClassVar[str]
     """Name for users: the class name in kebab case."""

@@ -63,7 +63,7 @@ def run_on_capture(
             tokens that see each other; if None, costs count all pairs.
 
     Raises:
-        ConfigError: a pass requires what none before it ensures.
+        ConfigError: a pass requires a fact that no earlier pass ensures.
         VerifyError: a rewrite broke a rule of graphs.
         MaskError: words cannot express the mask of `batch`.
     """

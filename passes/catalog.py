@@ -1,6 +1,6 @@
-"""Every pass by name, and the order of the compiler: passes of planning, then passes of a stage.
+"""Table of every pass by name, and the orders in which planning and the compiler of stages run passes.
 
-Data only: this module does not import torch, so that `mmcompile passes` prints it at once.
+This module holds data only and does not import torch, so that `mmcompile passes` starts fast.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class PassEntry:
     """Name, module and facts of a pass, equal to those of its class but readable without importing it."""
 
     name: str
-    """Class name in kebab case."""
+    """Name of the pass for users: its class name in kebab case."""
     module: str
-    """Module below `mmcompile.passes`."""
+    """Module of the pass's class, relative to `mmcompile.passes`."""
     kind: Kind
     summary: str
     """One-line description of the pass."""
@@ -31,7 +31,7 @@ class PassEntry:
 
     @property
     def class_name(self) -> str:
-        """Name of the pass's class."""
+        """Name of the pass's class, in camel case."""
         return "".join(part.capitalize() for part in self.name.split("-"))
 
     def load(self) -> type[Pass]:

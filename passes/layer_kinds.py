@@ -105,7 +105,7 @@ def _attention(node: fx.Node) -> Iterable[str]:
 
 
 def _near(source: fx.Node) -> set[str]:
-    """Return the operations a few steps before a shared value; the number of earlier ones may grow with the images."""
+    """Return the operations up to a few steps before a shared value; more would depend on the number of images."""
     names: set[str] = set()
     level = {source}
     for _ in range(_NEAR):

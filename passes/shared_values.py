@@ -9,7 +9,7 @@ from torch import fx
 from mmcompile.ir.graph import info
 
 Place = tuple[str, int]
-"""(component, layer)."""
+"""Place of a node in the model: (component name, layer index)."""
 
 
 def needing_layers(graph: fx.Graph) -> Mapping[fx.Node, frozenset[Place]]:

@@ -10,7 +10,7 @@ ranks is the whole gradient.
 New inputs of the graph, for P ranks of L rows each (`mmcompile.codegen.token_shards.shard_values` computes them):
 
     cp_index         [L] int64: the rank's tokens in order, -1 for free rows
-    cp_positions     [B, L] int32: their positions before tokens were spread
+    cp_positions     [B, L] int32: positions of the rank's tokens in the whole sequence
     cp_kv_positions  [B, P*L] int32: positions of the gathered rows
     cp_words         [B, L] int64: mask words of the rank's tokens, 0 for free rows
     cp_kv_words      [B, P*L] int64: mask words of the gathered rows

@@ -49,7 +49,7 @@ class TokenAxis:
 
     @property
     def plain(self) -> bool:
-        """True if the dim is all tokens and nothing else, as in [batch, tokens, hidden]."""
+        """True if the dim consists of all tokens of a row, as in [batch, tokens, hidden]."""
         return self.outer == 1 and self.inner == 1 and not self.front and not self.back
 
     def local_size(self) -> Size:

@@ -110,7 +110,7 @@ class CostTable:
         }
 
     def total(self) -> LayerCost:
-        """Sum over all layers; `output_bytes` too: the bytes that links carry if every layer is a stage of its own."""
+        """Return the sum over all layers, also of `output_bytes`: the bytes that links carry if every layer is a stage."""
         return _sum(*(cost for costs in self.layers.values() for cost in costs))
 
     def __str__(self) -> str:

@@ -1,8 +1,9 @@
 """FLOPs of a node and of the gradient of each of its operands, from torch's own formulas.
 
-Composite ops (linear, matmul, conv2d, attention, einsum) are mapped onto the ops that `torch.utils.flop_counter.flop_registry`
-has formulas for, so that our totals equal what `FlopCounterMode` counts on a real forward and backward. As there, a multiply-add
-is two FLOPs, causal masks are not discounted, and everything but matrix products and convolutions counts zero.
+Composite ops (linear, matmul, conv2d, attention, einsum) are mapped onto the ops that
+`torch.utils.flop_counter.flop_registry` has formulas for, so that our totals equal what `FlopCounterMode` counts on a
+real forward and backward. As there, a multiply-add is two FLOPs, causal masks are not discounted, and everything but
+matrix products and convolutions counts zero.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpFlops:
-    """Work of one node."""
+    """FLOPs of one node, forward and backward."""
 
     forward: int = 0
     operands: tuple[tuple[fx.Node, int], ...] = ()
@@ -40,14 +41,14 @@ class OpFlops:
 
 
 FlopsRule = Callable[[fx.Node], OpFlops]
-"""Function from a node to its work; `passed` has the arguments of a node, `tensors` the shapes of a value."""
+"""Function from a node to its work; it reads the node's arguments by `passed`, and shapes of values by `tensors`."""
 _NOTHING = OpFlops()
 
 
 def op_flops(node: fx.Node) -> OpFlops:
-    """Return the FLOPs of a `call_function` node, by a rule of the user's (`OpCosts`) or by ours.
+    """Return the FLOPs of a `call_function` node, by a user's rule (`OpCosts`) or by the rule of this module.
 
-    Zeros for an op without either: one that is neither a matrix product nor a convolution.
+    An op without a rule counts zero: it is neither a matrix product nor a convolution.
     """
     rule = node.meta[META_KEY].flops_rule if META_KEY in node.meta else None
     rule = rule or _RULES.get(op_name(node))
@@ -87,14 +88,14 @@ def _bmm(batch: int, rows: int, inner: int, columns: int) -> int:
 
 @cache
 def _attend(query: Shape, key: Shape, value: Shape) -> tuple[int, int]:
-    """Return (forward, backward) FLOPs of attention over [batch, heads, tokens, dim]."""
+    """Return (forward, backward) FLOPs of attention, from the shapes [batch, heads, tokens, dim] of its inputs."""
     forward = flop_registry[aten._scaled_dot_product_flash_attention](query, key, value)
     out = (*query[:-1], value[-1])
     return forward, flop_registry[aten._scaled_dot_product_flash_attention_backward](out, query, key, value)
 
 
 def _product(first: str, second: str) -> FlopsRule:
-    """Count a (batched, broadcast) matrix product: both gradients cost as much as the forward."""
+    """Return the rule of a (batched, broadcast) matrix product: each of both gradients costs as much as the forward."""
 
     def rule(node: fx.Node) -> OpFlops:
         given = passed(node)
@@ -110,7 +111,10 @@ def _product(first: str, second: str) -> FlopsRule:
 
 
 def _convolution(dims: int, *, transposed: bool) -> FlopsRule:
-    """Count the products of a convolution. torch's weight gradient forgets that groups do not mix; corrected here."""
+    """Return the rule of a convolution with this number of spatial dims.
+
+    torch's formula of the weight gradient ignores that groups do not mix; the rule corrects this.
+    """
 
     def rule(node: fx.Node) -> OpFlops:
         given = passed(node)
@@ -132,7 +136,7 @@ def _convolution(dims: int, *, transposed: bool) -> FlopsRule:
 
 
 def _solve_triangular(node: fx.Node) -> OpFlops:
-    """Count a triangular solve as nothing, as torch does; the matrix gets a product of gradient and solution."""
+    """Count the forward of a triangular solve as 0, as torch does; the gradient of the matrix is one product."""
     given = passed(node)
     matrix, solution = _node(given["self"]), _shape_of(node)
     (*batch, rows, columns) = solution
@@ -155,7 +159,7 @@ def _attention(node: fx.Node) -> OpFlops:
 
 
 def _bitfield_attention(node: fx.Node) -> OpFlops:
-    """Count by the visible pairs of the words if their values are known; else by all pairs, as for a dense mask."""
+    """Count the visible pairs of the mask words if the words' values are available; else all pairs, as with a dense mask."""
     given = passed(node)
     operands = tuple(_node(given[name]) for name in ("q", "k", "v"))
     q, k, v = (tensors(operand)[0] for operand in operands)
@@ -169,13 +173,13 @@ def _bitfield_attention(node: fx.Node) -> OpFlops:
 
 
 def _mask(given: Mapping[str, object]) -> tuple[torch.Tensor | None, ...]:
-    """Return words and positions of queries, then of keys. Positions in natural order (0, 1, 2, ...) are None."""
+    """Return (words, positions) of the queries, then of the keys. Positions in natural order (0, 1, 2, ...) are None."""
     nodes = [_node(given[name]) for name in ("words", "positions", "kv_words", "kv_positions")]
     return tuple(None if node.target is token_positions else tensors(node)[0] for node in nodes)
 
 
 def _packed_attention(node: fx.Node) -> OpFlops:
-    """Count block-diagonal attention, [1, H, S, D]: each segment attends to itself."""
+    """Count block-diagonal attention over [1, heads, tokens, dim]: each segment attends to itself only."""
     given = passed(node)
     operands = tuple(_node(given[name]) for name in ("query", "key", "value"))
     query, key, value = (_shape_of(operand) for operand in operands)
@@ -188,7 +192,7 @@ def _packed_attention(node: fx.Node) -> OpFlops:
 
 
 def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
-    """Return segment lengths: real ones if `cu_seqlens` is made of constants of the graph, else as equal as can be.
+    """Return segment lengths: the real ones if `cu_seqlens` is computed from constants, else equal parts.
 
     [Approximation]
 
@@ -202,9 +206,9 @@ def _segments(cu_seqlens: fx.Node, num_tokens: int) -> Sequence[int]:
 
 
 def _constant(node: fx.Node) -> Any:
-    """Return the value of a constant of the graph, or of a value computed from constants alone; None for anything else.
+    """Return the value of a constant of the graph, or one computed from constants alone; None for any other node.
 
-    Tensors without values (fake, meta) are not known either.
+    The result is None for tensors without values (fake, meta) too.
     """
     if node.op == "get_attr":
         value = attrgetter(str(node.target))(node.graph.owning_module)
@@ -220,7 +224,9 @@ def _constant(node: fx.Node) -> Any:
 
 
 def _einsum(node: fx.Node) -> OpFlops:
-    """Count pairs from left to right, as torch contracts them; a pair without a contracted dim is an elementwise product.
+    """Count the FLOPs of an einsum, which torch contracts pair by pair from left to right.
+
+    A pair without a contracted dim is an elementwise product, which counts 0.
 
     With more than two operands the backward is counted for all of them together, as two products per pair.
     """
@@ -243,7 +249,7 @@ def _einsum(node: fx.Node) -> OpFlops:
 
 
 def _einsum_labels(equation: str, num_dims: Sequence[int]) -> tuple[list[str], str]:
-    """Return labels of each operand and of the output, with `...` and a missing output written out."""
+    """Return (labels of each operand, labels of the output), with `...` and an implicit output written out."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     hidden = max(dims - len(term) + 3 if "..." in term else 0 for term, dims in zip(terms, num_dims, strict=True))
@@ -258,7 +264,7 @@ def _einsum_labels(equation: str, num_dims: Sequence[int]) -> tuple[list[str], s
 
 
 def _region(node: fx.Node) -> OpFlops:
-    """Count the forward of the body of a `torch.no_grad()` region."""
+    """Count the forward FLOPs of the body of a `torch.no_grad()` region; it has no backward."""
     body = attrgetter(str(_node(node.args[1]).target))(node.graph.owning_module)
     return OpFlops(forward=sum(op_flops(child).forward for child in body.graph.nodes if child.op == "call_function"))
 
@@ -269,7 +275,7 @@ def _node(value: object) -> fx.Node:
 
 
 def attention_lengths(node: fx.Node) -> tuple[Shape, Shape] | None:
-    """Return the lengths of the sequences of queries, and of keys, of an attention op; None for other ops."""
+    """Return (sequence lengths of the queries, sequence lengths of the keys) of an attention op; None for other ops."""
     name = op_name(node)
     if name not in ATTENTION:
         return None
@@ -284,7 +290,7 @@ def attention_lengths(node: fx.Node) -> tuple[Shape, Shape] | None:
 
 
 def keys_and_values(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the keys and values of an attention op; nothing for other ops."""
+    """Return the key and value nodes of an attention op; () for other ops."""
     if op_name(node) not in ATTENTION:
         return ()
     given = passed(node)
@@ -297,7 +303,7 @@ ATTENTION = frozenset(
 PRODUCTS = frozenset(
     f"aten.{name}" for name in ("matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addbmm", "einsum")
 )
-"""Matrix products of two operands, both of which may be activations."""
+"""Names of ops that multiply two matrices, both of which may be activations."""
 
 _RULES: Mapping[str, FlopsRule] = {
     "aten.linear": _linear,

@@ -155,7 +155,7 @@ class Growths:
         return node.all_input_nodes if node.op == "call_function" and node not in self._fixed else ()
 
     def work(self, node: fx.Node) -> Growth:
-        """Return the growth of a node's FLOPs."""
+        """Return the growth of a node's FLOPs with the load of its component."""
         if node in self._fixed:
             return self.size(node)
         lengths = attention_lengths(node)

@@ -67,7 +67,7 @@ class BitfieldAttention(Rewrite):
             )
 
     def run(self, graph: ModelGraph) -> ModelGraph:
-        """Return the graph with bitfield attention."""
+        """Return a graph in which attention calls are bitfield attention where mask words can express the mask."""
         components = self._components(graph)
         made = copied(graph)
         calls = [node for node in made.module.graph.nodes if _called(node) == _ATTENTION]

@@ -40,7 +40,7 @@ def documents_meet(graph: ModelGraph, batch: PackedBatch, others: Sequence[Packe
 
     Args:
         graph: captured on `batch`, and annotated; it is not changed.
-        others: the same documents in another order, or with other tokens in some of them.
+        others: rows with the same documents in another order, or with other tokens in some of the documents.
     """
     work = _IsolationProof(made=copied(graph), batches=(batch, *others))
     try:

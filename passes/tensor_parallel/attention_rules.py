@@ -12,7 +12,7 @@ from mmcompile.passes.tensor_parallel.shard_flow import Refusal, ShardFlow
 
 
 def attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Shard scaled_dot_product_attention, [..., heads, tokens, width], by heads; a mask may have heads, too."""
+    """Shard scaled_dot_product_attention, [..., heads, tokens, head dim], by heads; its mask may have heads, too."""
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
     found = _by_heads(flow, node, query, (key, value), grouped=bool(argument(node, "enable_gqa")))
     mask = argument(node, "attn_mask")

@@ -68,7 +68,7 @@ class GraphFacts:
     readers: Mapping[str, Sequence[tuple[fx.Node, fx.Node]]] = field(init=False)
     """First name of a parameter -> pairs (node that reads it, the `get_attr` node through which it is read)."""
     losses: Sequence[fx.Node] = field(init=False)
-    """Token loss nodes of the graph."""
+    """Nodes of the graph that compute the token loss from logits."""
     _trainable: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class LayerFacts:
         return tuple(int(size) for size in tensors(node)[0].shape)
 
     def is_parameter(self, node: fx.Node) -> bool:
-        """Return whether a node reads a parameter."""
+        """Return whether a node is the `get_attr` node of a parameter."""
         return node.op == "get_attr" and node.target in self.whole.parameters
 
     def carries(self, node: fx.Node) -> bool:

@@ -135,7 +135,7 @@ class ShardFlow:
         self.weights[reader, parameter] = shard
 
     def shard_of(self, node: fx.Node) -> TensorShard:
-        """Return the sharding of a sharded value that is a single tensor."""
+        """Return the sharding of a sharded node whose value is a single tensor."""
         found = self.shards[node]
         assert isinstance(found, TensorShard)
         return found

@@ -43,7 +43,7 @@ class ShardedParameters(Rewrite):
     component with another number of replicas reads them too.
 
     Raises (in `run`):
-        ConfigError: no such component.
+        ConfigError: a component of `degrees` does not exist.
         PlanError: no parameter of any component can be shared.
     """
 

@@ -42,8 +42,8 @@ class TensorParallel(Rewrite):
     """Pass that shards the weights of components over ranks.
 
     Raises (in `run`):
-        ConfigError: no such component, or a graph that is sharded already.
-        PlanError: nothing of any component can be sharded at its degree, or one draws random numbers for a whole value.
+        ConfigError: a component of `degrees` does not exist, or the graph is sharded already.
+        PlanError: no part of any component can be sharded at its degree, or a whole value depends on random numbers.
     """
 
     name: ClassVar[str] = "tensor-parallel"

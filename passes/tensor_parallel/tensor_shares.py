@@ -1,4 +1,4 @@
-"""`tensor_shares`: bytes that tensor-parallel ranks exchange in each layer, and their shares of its cost, before a rewrite."""
+"""`tensor_shares`: bytes that tensor-parallel ranks exchange in each layer, and shares of its cost, before any rewrite."""
 
 from __future__ import annotations
 

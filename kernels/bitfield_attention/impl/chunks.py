@@ -48,7 +48,7 @@ class Chunk:
     """Queries that are computed together, with the key ranges that they visit."""
 
     rows: slice
-    """Batch rows of the chunk."""
+    """Batch rows whose queries are in the chunk."""
     queries: slice | torch.Tensor
     """Queries of the chunk: all queries of a block as a slice, or indices of some of them."""
     ranges: tuple[KeyRange, ...]

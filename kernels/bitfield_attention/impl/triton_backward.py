@@ -6,7 +6,7 @@ With L the natural log-sum-exp of a row, delta_i = O_i . dO_i - dL_i and P_ij = 
 
 Two kernels compute the scores again: `query_gradients` sums over the keys of a block of queries, `key_gradients` over
 the queries of a block of keys, looping over the query heads that share its key head. Nothing is added atomically, so
-results repeat bit by bit. Tile classes, words and their facts are those of `triton_forward`.
+results repeat bit by bit. Tile classes, and the form of words and facts, are those of `triton_forward`.
 
 `prepare` writes L in base 2, +inf for rows that see nothing: every weight of such a row is exp(-inf) = 0 without a test.
 """
@@ -40,7 +40,7 @@ def prepare(
     q_len, padded_len, sequences, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute delta, and the log-sum-exp L in base 2, of BLOCK_M rows of one head; padding rows get L of +inf.
+    """Compute delta, and the log-sum-exp L in base 2, of BLOCK_M rows of one head; padding rows get +inf.
 
     Grid: blocks x sequences (batch x heads), in one dimension.
     """
@@ -240,7 +240,7 @@ def key_gradients(
 
     A work item with a slot computes partial sums of both, in float32, into this slot.
 
-    `heads` counts key heads here. Grid: items x (BLOCK_KV / BLOCK_N) x heads, in one dimension, heads fastest.
+    `heads` is the number of key heads. Grid: items x (BLOCK_KV / BLOCK_N) x heads, in one dimension, heads fastest.
     """
     program = tl.program_id(0)
     kv_head = program % heads

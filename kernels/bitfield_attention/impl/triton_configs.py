@@ -24,9 +24,9 @@ class Config:
     """Compile options of one Triton kernel. The tile sizes divide the block sizes of the plan."""
 
     block_m: int
-    """Number of queries of a tile."""
+    """Number of queries in a tile."""
     block_n: int
-    """Number of keys of a tile."""
+    """Number of keys in a tile."""
     block_g: int
     """Size of the sub-tiles in which a GENERAL tile is computed; smaller than a tile, as its mask takes registers."""
     num_warps: int

@@ -4,8 +4,8 @@ Tiles are classed from per-block summaries of words, never from a [Tq, Tk] mask:
 
     EMPTY    no pair visible: never visited
     FULL     every pair visible: no mask
-    ROW one document, every key before every query: a query sees all keys or none, as it does the first
-    GENERAL  the predicate is evaluated
+    ROW      one document, every key before every query: a query sees all keys of the tile or none
+    GENERAL  the mask is evaluated for every pair
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BlockPlan:
     keys: TileLists
     """Blocks of queries that each block of keys visits, for dK and dV."""
     num_tiles: tuple[int, int, int]
-    """Numbers of FULL, ROW and GENERAL tiles."""
+    """Number of tiles of each class: (FULL, ROW, GENERAL)."""
 
 
 def plan_blocks(

@@ -3,7 +3,7 @@
     EP         Document((Image(1024), Text(96)))              encoder output before the text
     EE         Document((Text(20), Image(576), Text(30)))     encoder output inside the text
     EE-Gemma   Image(576, sees_earlier=True)                  the image also sees all tokens before it
-    MP         a row of several documents                     none sees another
+    MP         a row of several documents                     documents do not see each other
     prefix-LM  Document((Prefix(128), Text(64)))
     video      Video(frames=8, tokens_per_frame=256)          a frame sees itself and earlier ones
 

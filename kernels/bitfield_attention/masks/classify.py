@@ -2,10 +2,10 @@
 
 No [Tq, Tk] mask is made; a class takes a quarter of a byte.
 
-A class is safe, not exact: an EMPTY tile hides everything, a FULL tile shows everything and a ROW tile is uniform along
+Classes are conservative: an EMPTY tile hides all pairs, a FULL tile shows all pairs and a ROW tile is uniform along
 each row, but a GENERAL tile may turn out to be any of them. Pairs of superblocks of 8 blocks are classed first; only
-those neither EMPTY nor FULL are refined, by query block and then by key block. All of it runs in NumPy on the CPU,
-wherever the words live.
+those neither EMPTY nor FULL are refined, by query block and then by key block. All of this runs in NumPy on the CPU,
+also for words on other devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work items of an attention launch in order: long lists of tiles are split so that no program runs much longer than others.
+"""Work items of an attention launch, longest first; long lists of tiles are split so that all programs end together.
 
 The model of a launch, in tiles [Empirical]: an item of n tiles takes n + 1.5, and 2 more if it writes a partial result
 that has to be merged; programs take the next item of the list as they become free.
@@ -25,7 +25,7 @@ def work_items(bounds: np.ndarray, cap: int | None) -> tuple[np.ndarray, np.ndar
 
     Returns:
         items int32 [items, 8] and splits int32 [split rows, 3], as in `TileLists`. A row without tiles has an item too,
-        which writes the result of seeing nothing.
+        which writes the result of a query that sees no key.
     """
     tiles = bounds[:, 3] - bounds[:, 0]
     pieces = _pieces(tiles, cap)

@@ -1,6 +1,6 @@
 """Communication of context-parallel attention: gathers of key/value heads, and sums of their gradients.
 
-Both exchange a few heads of all ranks at a time.
+Each message has a few heads of all ranks.
 
 A message holds K and V of a token side by side, tokens outermost: [local tokens, B, heads, D + Dv]. Messages of all
 ranks one after the other are then, without a copy, keys [B, heads, P * local tokens, D] in the order of ranks.

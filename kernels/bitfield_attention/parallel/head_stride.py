@@ -34,11 +34,11 @@ class AttentionRates:
     """Measured rates of a device and its link, which are below the nominal ones."""
 
     flops_per_s: float
-    """FLOP/s of attention in full tiles."""
+    """FLOP/s of attention in tiles without a mask."""
     bytes_per_s: float
     """Bytes/s that one rank receives while all ranks gather."""
     latency_s: float
-    """Seconds of one collective, without its bytes."""
+    """Seconds that one collective takes without the transfer of its bytes."""
     programs: int = 264
     """Number of work items in flight: two per multiprocessor of an H100."""
 

@@ -7,7 +7,7 @@ block of consecutive tokens; the work of a block of queries is the number of key
     lpt         longest processing time first, every rank the same number of blocks (default)
     lpt_free    lpt without equal counts: best balance, but ranks hold up to `token_cap` times the mean of tokens
     ptrr        blocks by descending work, dealt in serpentine order
-    zigzag      each rank one piece from the front and its mirror image from the back
+    zigzag      each rank gets one piece from the front and the mirrored piece from the back
     stripe      blocks dealt in order
     contiguous  equal consecutive pieces
     random      equal counts, shuffled
@@ -120,7 +120,7 @@ def choose_block(tokens: int, ranks: int) -> int:
     """Return the largest power of two from 16 to 128 that leaves each rank at least 4 blocks; 16 if none does.
 
     A block shorter than a tile of the kernel mixes distant tokens in one tile, which then is rarely empty; fewer than 4
-    blocks a rank leave nothing to balance.
+    blocks per rank cannot be balanced.
     """
     block = BLOCK
     while block > _MIN_BLOCK and tokens < block * ranks * _MIN_BLOCKS_PER_RANK:

@@ -3,10 +3,10 @@
 One layer of every kind is cut out of both graphs and run forward and backward, all ranks in this process, with random
 weights, random values where other layers' floats come in, and random gradients where its values go out. Values that
 depend on integers alone (masks, positions, rotary tables) must be legal, so they are computed from the batch; integers
-from other layers are computed from the random floats there.
+from other layers are computed from the random floats of those layers.
 
 Layers run in float32; if results differ, again in float64, so that rounding alone does not fail the check (a router may
-pick another expert). Dropout is off. Nothing is drawn from torch's own random numbers.
+pick another expert). Dropout is off. torch's global random generators are not used.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ errors.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardCheck:
-    """Result of `check_shards`."""
+    """Result of `check_shards`: the kinds of layers that were checked, and those that were not."""
 
     validated: Set[str]
     """Kinds of layers whose ranks compute what the whole layer computes."""
     unchecked: tuple[str, ...]
-    """Layers that were not checked, with the reason, one line for each kind."""
+    """One line with the reason for each kind of layers that was not checked."""
 
 
 def check_shards(

@@ -16,7 +16,7 @@ from mmcompile.ir.graph import ModelGraph, info
 from mmcompile.passes.values import op_name
 
 Place = tuple[str, int]
-"""(component, layer)."""
+"""Place of a node in the model: (component name, layer index)."""
 _EXIT = "mmcompile.tp_exit"
 
 
