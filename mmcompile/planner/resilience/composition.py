@@ -1,4 +1,4 @@
-"""The number of pipelines of each template: the combination with the shortest step, found without listing all."""
+"""Number of pipelines of each template: the combination with the shortest step, found without listing all of them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from mmcompile.planner.resilience.job import Job
 from mmcompile.units import format_seconds
 
 SPARE_GAIN = 0.01
-"""Nodes that could be used are left idle only where that makes a step shorter by this share."""
+"""Smallest relative gain of a step for which usable nodes are left idle."""
 _MAX_TIED = 32
-"""Combinations that are looked at among those with the shortest step."""
+"""Most combinations that are listed among those with the shortest step."""
 _IMPOSSIBLE = -(1 << 40)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composition:
-    """Combinations with the shortest step."""
+    """Combinations of templates with the shortest step, and the number of nodes left over."""
 
     iteration_s: float
     sizes: tuple[tuple[int, ...], ...]
-    """Tied combinations: nodes of each pipeline, ascending. The one most like what runs comes first."""
+    """Tied combinations, each as node counts of its pipelines, ascending.
+
+    The first is the most similar to the running pipelines.
+    """
     spare_reason: str
-    """Why nodes are left over; "" where none is."""
+    """Reason why nodes are left over; "" if all nodes are used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shapes:
-    """Inputs of a search, hashable."""
+    """Inputs of a search for the fastest combination, hashable for caches."""
 
     templates: tuple[tuple[int, float, float], ...]
-    """Nodes, seconds to fill, and seconds a microbatch of each template."""
+    """(number of nodes, seconds to fill, seconds for each microbatch) of every template."""
     min_pipelines: int
     num_microbatches: int
 
@@ -51,18 +54,18 @@ def compositions(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, ..
 
 
 def fastest(job: Job, num_nodes: int, like: Mapping[int, int] | None = None) -> Composition:
-    """The combinations of templates with the shortest step of `job.num_microbatches`, among those that use every node.
+    """Return the combinations of templates with the shortest step of `job.num_microbatches`, among those that use every node.
 
-    A deadline lets a pipeline of a template run so many microbatches; whether some combination then runs all of the step is a
-    knapsack over nodes and pipelines. The least deadline is found by bisection over all the times at which a pipeline can end.
+    A deadline limits the microbatches that each template's pipeline can run. Whether a combination then runs the whole step is a
+    knapsack over nodes and pipelines. The least deadline is found by bisection over all possible end times.
 
     Args:
         job: templates, batch, and the least number of pipelines.
-        num_nodes: available.
-        like: pipelines that run now, by size; sorts the tied combinations.
+        num_nodes: number of available nodes.
+        like: node count -> number of running pipelines, by which tied combinations are sorted.
 
     Raises:
-        PlanError: fewer nodes than keep the promise.
+        PlanError: there are fewer nodes than fault tolerance needs.
     """
     if num_nodes < job.min_nodes:
         raise PlanError(
@@ -82,7 +85,7 @@ def fastest(job: Job, num_nodes: int, like: Mapping[int, int] | None = None) -> 
 
 @lru_cache(maxsize=4096)
 def _used(shapes: _Shapes, num_nodes: int) -> tuple[int, float, str]:
-    """Return the nodes to use, the seconds of a step, and why not more nodes."""
+    """Return the number of nodes to use, the seconds of a step, and the reason why no more nodes are used."""
     most = int(np.flatnonzero(_in_time(shapes, float("inf"), num_nodes))[-1])
     seconds = _least(shapes, (most,))
     reason = ""
@@ -103,7 +106,7 @@ def _used(shapes: _Shapes, num_nodes: int) -> tuple[int, float, str]:
 
 
 def _least(shapes: _Shapes, used: tuple[int, ...]) -> float:
-    """Return the least time in which some of these node counts run a step."""
+    """Return the least seconds in which a combination that uses one of the given node counts runs a step."""
     ends = np.unique(np.concatenate([_ends(shapes, index) for index in range(len(shapes.templates))]))
     low, high = 0, len(ends) - 1
     while low < high:
@@ -116,9 +119,9 @@ def _least(shapes: _Shapes, used: tuple[int, ...]) -> float:
 
 
 def _in_time(shapes: _Shapes, deadline_s: float, num_nodes: int) -> np.ndarray:
-    """Return the node counts that, all used, run a step in time: bool [nodes + 1].
+    """Return which node counts, all nodes used, can run a step by the deadline, bool [nodes + 1].
 
-    Pipeline by pipeline: the most microbatches of one pipeline more is the best over the template it has.
+    The most microbatches are computed for one more pipeline at a time, as the maximum over its template.
     """
     limits = _limits(shapes, deadline_s)
     usable = [(size, limit) for (size, _, _), limit in zip(shapes.templates, limits, strict=True) if limit]
@@ -144,22 +147,22 @@ def _max_pipelines(shapes: _Shapes, num_nodes: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _ends(shapes: _Shapes, index: int) -> np.ndarray:
-    """Return the times at which a pipeline of a template ends, float64 [microbatches], from one microbatch up."""
+    """Return the end times in s of a template's pipeline with 1, 2, ... microbatches, float64 [microbatches]."""
     _, fill_s, slowest_s = shapes.templates[index]
     return fill_s + np.arange(1, shapes.num_microbatches + 1) * slowest_s
 
 
 def _limits(shapes: _Shapes, deadline_s: float) -> tuple[int, ...]:
-    """Return the microbatches that a pipeline of each template runs in time; 0 for one that cannot be used."""
+    """Return the number of microbatches that a pipeline of each template can run by the deadline; 0 if it cannot run any."""
     return tuple(
         int(np.searchsorted(_ends(shapes, index), deadline_s, side="right")) for index in range(len(shapes.templates))
     )
 
 
 def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.ndarray:
-    """Return the most microbatches in time, int64 [templates + 1, pipelines + 1, nodes + 1].
+    """Return the most microbatches that pipelines can run in time, int64 [templates + 1, pipelines + 1, nodes + 1].
 
-    An entry is for exactly so many pipelines on exactly so many nodes, taken from the first so many templates.
+    Entry [t, p, n] is for p pipelines on n nodes, all used, with only the first t templates.
     """
     most = _max_pipelines(shapes, num_nodes)
     table = np.full((len(limits) + 1, most + 1, num_nodes + 1), _IMPOSSIBLE, dtype=np.int64)
@@ -177,7 +180,7 @@ def _capacities(shapes: _Shapes, limits: tuple[int, ...], num_nodes: int) -> np.
 def _combinations(
     shapes: _Shapes, limits: tuple[int, ...], table: np.ndarray, used: int, like: Mapping[int, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Combinations that run the step in time, at most `_MAX_TIED`."""
+    """Yield at most `_MAX_TIED` combinations that run the step in time, as node counts, the most similar to `like` first."""
     sizes = [size for size, _, _ in shapes.templates]
     wanted = shapes.num_microbatches
 

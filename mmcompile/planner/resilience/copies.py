@@ -1,4 +1,4 @@
-"""Copies of layers between nodes or workers: balanced over sources, in rounds in which each sends and receives once."""
+"""Copies of layers between nodes or workers: balanced over sources, in rounds in which each holder sends and receives once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mmcompile.planner.resilience.job import Holder, Job, LayerId
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCopy(Generic[Holder]):
-    """A copy of a layer, parameters and optimizer state together, from one holder to another."""
+    """Copy of a layer, parameters and optimizer state together, from one holder to another."""
 
     layer: LayerId
     source: Holder
     destination: Holder
     num_bytes: int
     round: int
-    """Copies of a round run at the same time."""
+    """Number of the round; all copies of a round run at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,16 +35,17 @@ class _Need(Generic[Holder]):
 def plan_copies(
     job: Job, needed: Mapping[Holder, np.ndarray], holdings: Mapping[Holder, np.ndarray]
 ) -> tuple[LayerCopy[Holder], ...]:
-    """Plan the copies after which every node, or worker, holds the layers it runs.
+    """Return the copies after which every node, or worker, holds the layers that it runs.
 
-    Largest first, each layer comes from the holder that has least to send; then layers are moved to other holders as long as
-    that lightens the busiest. With equal layers the busiest source is the lightest possible. The rounds are as few as the
-    busiest end of all needs (König's theorem on edge colourings of bipartite graphs).
+    Each layer, the largest first, is assigned to the holder with the fewest bytes to send. Then layers are moved to other holders
+    as long as the busiest holder gets fewer bytes. With equal layers the busiest source is the lightest possible. The number of
+    rounds is the largest number of copies that any holder sends or receives (König's theorem on edge colourings of bipartite
+    graphs).
 
     Args:
         job: sizes of layers.
         needed: node -> layers it runs, bool [layers].
-        holdings: node -> layers it holds, bool [layers], for all nodes that can send, those that leave too.
+        holdings: node -> layers it holds, bool [layers], for all nodes that can send, leaving nodes included.
 
     Returns:
         Copies by round.
@@ -69,7 +70,7 @@ def plan_copies(
 
 
 def busiest_bytes(copies: Sequence[LayerCopy[Holder]]) -> int:
-    """Return the most bytes that one holder sends or receives."""
+    """Return the most bytes that any holder sends or receives in all copies."""
     sent: dict[tuple[str, Holder], int] = defaultdict(int)
     for copy in copies:
         sent["from", copy.source] += copy.num_bytes
@@ -78,7 +79,7 @@ def busiest_bytes(copies: Sequence[LayerCopy[Holder]]) -> int:
 
 
 def _needs(job: Job, needed: Mapping[Holder, np.ndarray], holdings: Mapping[Holder, np.ndarray]) -> list[_Need[Holder]]:
-    """Missing layers, largest first."""
+    """Return the missing layers of all nodes, the largest first; raise KeyError for a layer without holder."""
     nothing = np.zeros(len(job.layers), dtype=bool)
     found: list[_Need[Holder]] = []
     holders: dict[int, tuple[Holder, ...]] = {}
@@ -111,9 +112,9 @@ def _sources(needs: Sequence[_Need[Holder]]) -> list[Holder]:
 def _lighten(
     needs: Sequence[_Need[Holder]], chosen: Sequence[Holder], loads: Mapping[Holder, int]
 ) -> list[tuple[int, Holder]] | None:
-    """Moves (need, new source) after which the busiest source is lighter and none is as busy as it was; None for none.
+    """Return moves (index of a need, new source) after which the busiest source sends less; None if no moves do that.
 
-    A breadth-first search over "could send this layer instead".
+    No other source becomes as busy as the busiest was. It is a breadth-first search over holders that could send a layer instead.
     """
     busiest = min(loads, key=lambda node: (-loads[node], node), default=None)
     if busiest is None:
@@ -150,7 +151,7 @@ def _path(reached: Mapping[Holder, tuple[int, Holder]], target: Holder, busiest:
 
 
 def _rounds(edges: Sequence[tuple[Holder, Holder]]) -> list[int]:
-    """A colour for each (source, destination), no two at one end alike; as many colours as the busiest end has edges."""
+    """Return a colour (round) for each (source, destination), different at each end, with as few colours as possible."""
     at: dict[tuple[str, Holder], dict[int, int]] = defaultdict(dict)  # end -> colour -> edge
     colour: list[int] = []
     for edge, (source, destination) in enumerate(edges):
@@ -176,7 +177,10 @@ def _swap(
     first: int,
     second: int,
 ) -> None:
-    """Exchange two colours along the path from an end, so that it has `first` free; the path never comes to the other end."""
+    """Exchange two colours along the path from an end, so that `first` is free there.
+
+    The path cannot reach the edge's other end.
+    """
     path: list[int] = []
     wanted = first
     while wanted in at[end]:

@@ -22,13 +22,13 @@ from mmcompile.units import format_seconds
 
 
 def instantiate(job: Job, nodes: Sequence[Node]) -> MembershipPlan[Node] | Stop:
-    """Start a run: pipelines on nodes that hold nothing yet (Oobleck, §2.4.2).
+    """Return the first pipelines of a run, on nodes that hold no state yet (Oobleck, §2.4.2).
 
-    All combinations of templates that use every node are considered, with at least as many pipelines as the promise needs; the
-    one with the shortest step wins.
+    All combinations of templates that use every node are considered, with at least as many pipelines as fault tolerance needs.
+    The one with the shortest step is chosen.
 
     Args:
-        job: templates, batch and promise.
+        job: templates, batch and fault tolerance.
         nodes: all nodes of the run.
     """
     if len(nodes) < job.min_nodes:
@@ -41,13 +41,13 @@ def instantiate(job: Job, nodes: Sequence[Node]) -> MembershipPlan[Node] | Stop:
 def recompose(
     job: Job, nodes: Sequence[Node], holdings: Mapping[Node, np.ndarray], running: Mapping[int, int] | None = None
 ) -> MembershipPlan[Node]:
-    """Bind any templates to any nodes: the shortest step, and among those the most bytes kept in place. Plans no copies.
+    """Return the plan with the shortest step on given nodes, and among equals the one with most bytes kept in place; no copies.
 
     Args:
-        job: templates, batch and promise.
+        job: templates, batch and fault tolerance.
         nodes: candidates, at least `job.min_nodes`.
         holdings: node -> layers that it holds, bool [layers].
-        running: node count -> pipelines that run now; tried first among combinations that are equally fast.
+        running: node count -> number of running pipelines; among equally fast combinations, similar ones are tried first.
     """
     found = fastest(job, len(nodes), running)
     best = max((bind(job, sizes, nodes, holdings) for sizes in found.sizes), key=lambda one: one.kept_bytes)
@@ -63,10 +63,10 @@ def recompose(
 def bind(
     job: Job, sizes: Sequence[int], nodes: Sequence[Node], holdings: Mapping[Node, np.ndarray]
 ) -> NodeGroups[Node]:
-    """Give every place of every pipeline a node, keeping most bytes where they are: an exact assignment.
+    """Return the node for every place of every pipeline, such that most bytes stay in place: an exact assignment.
 
     Args:
-        job: the templates and sizes of layers.
+        job: templates and bytes of layers.
         sizes: nodes of each pipeline; their sum is at most the number of nodes.
         nodes: candidates.
         holdings: node -> layers that it holds with their optimizer state, bool [layers]; an absent node holds none.
@@ -96,7 +96,7 @@ def planned(
     reason: str = "",
     kept_bytes: int = 0,
 ) -> MembershipPlan[Node]:
-    """Return a plan of these pipelines with the time of a step, and without copies."""
+    """Return a plan of given pipelines, with the seconds of its step and without copies."""
     return MembershipPlan(
         pipelines=pipelines,
         spares=spares,
@@ -108,7 +108,7 @@ def planned(
 
 
 def with_microbatches(job: Job, groups: Sequence[Sequence[Node]]) -> tuple[NodePipeline[Node], ...]:
-    """Return pipelines on these groups of nodes, with their shares of a step."""
+    """Return pipelines on given groups of nodes, with each pipeline's share of a step's microbatches."""
     counts = split([job.by_size[len(group)] for group in groups], job.num_microbatches)
     return tuple(
         NodePipeline(nodes=tuple(group), num_microbatches=count) for group, count in zip(groups, counts, strict=True)
@@ -116,20 +116,20 @@ def with_microbatches(job: Job, groups: Sequence[Sequence[Node]]) -> tuple[NodeP
 
 
 def split(templates: Sequence[Template], num_microbatches: int) -> tuple[int, ...]:
-    """Deal a step's microbatches to pipelines, at least one to each, so that the slowest pipeline ends as early as possible.
+    """Return each pipeline's number of microbatches, at least one, such that the slowest pipeline ends as early as possible.
 
     Minimises `max_i fill_i + b_i * w_i` exactly: the next microbatch goes to the pipeline that would finish first with it
     (ties to the first). Oobleck's Eq. 2.6 minimises the spread of the pipelines' times instead, which is no shorter.
 
     Args:
         templates: one for each pipeline.
-        num_microbatches: to deal.
+        num_microbatches: number of microbatches of the step.
 
     Returns:
         Microbatches of each pipeline; their sum is `num_microbatches`.
 
     Raises:
-        PlanError: fewer microbatches than pipelines.
+        PlanError: there are fewer microbatches than pipelines.
     """
     if not templates or num_microbatches < len(templates):
         raise PlanError(
@@ -147,7 +147,7 @@ def split(templates: Sequence[Template], num_microbatches: int) -> tuple[int, ..
 
 
 def held_by(job: Job, pipelines: Sequence[NodePipeline[Node]]) -> dict[Node, np.ndarray]:
-    """Node -> layers it runs, bool [layers]: what it holds if nothing else is known."""
+    """Return node -> layers that it runs, bool [layers]: the layers it holds unless more is known."""
     return {
         node: mask
         for pipeline in pipelines
@@ -156,12 +156,12 @@ def held_by(job: Job, pipelines: Sequence[NodePipeline[Node]]) -> dict[Node, np.
 
 
 def sizes_of(pipelines: Sequence[NodePipeline[Node]]) -> Counter[int]:
-    """Count pipelines by their number of nodes."""
+    """Return node count -> number of pipelines with so many nodes."""
     return Counter(len(pipeline.nodes) for pipeline in pipelines)
 
 
 def too_few(job: Job, num_nodes: int) -> Stop:
-    """Return the decision to stop since the promise cannot be kept."""
+    """Return the decision to stop because there are fewer nodes than fault tolerance needs."""
     return Stop(
         reason=(
             f"{num_nodes} nodes are left and {job.min_nodes} are needed: {job.min_pipelines} pipelines (fault tolerance "

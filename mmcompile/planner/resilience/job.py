@@ -1,4 +1,4 @@
-"""`Job`: the templates, batch and promise of a run, which stay the same while nodes come and go; layers and workers by name."""
+"""`Job`: templates, batch and fault tolerance of a run, constant while nodes come and go; and names of layers and workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmcompile.planner.resilience.template import Template
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class LayerId:
-    """A layer of the model: the smallest thing that is copied between nodes."""
+    """Layer of the model by chain and index: the smallest unit that is copied between nodes."""
 
     chain: str
     index: int
@@ -26,26 +26,26 @@ class LayerId:
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class WorkerId:
-    """A worker process by node and device, which stay the same while ranks change."""
+    """Worker process by node and index, which stay the same while its rank changes."""
 
     node: str
     index: int
-    """Number of the worker within its node."""
+    """Index of the worker within its node."""
 
     def __str__(self) -> str:
         return f"{self.node}/{self.index}"
 
 
 Node = TypeVar("Node", int, str)
-"""A node: its number in a simulation, its name in a run."""
+"""Node of a cluster: its number in a simulation, its name in a run."""
 Holder = TypeVar("Holder", int, str, WorkerId)
-"""A holder of layers: a node or a worker."""
+"""Holder of layers: a node or a worker."""
 LayerRuns = Mapping[str, tuple[tuple[int, int], ...]]
-"""Chain -> runs of layers, each `first` (included) to `last` (excluded)."""
+"""Chain -> ranges of layers, each `first` (included) to `last` (excluded)."""
 
 
 def layer_runs(layers: Iterable[LayerId]) -> LayerRuns:
-    """Join neighbouring layers to runs. Layers of a chain come in rising order."""
+    """Return layers joined to ranges of neighbours. The layers of a chain must come in ascending order."""
     found: dict[str, list[tuple[int, int]]] = {}
     for layer in layers:
         runs = found.setdefault(layer.chain, [])
@@ -58,17 +58,17 @@ def layer_runs(layers: Iterable[LayerId]) -> LayerRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Templates, batch and promise of a run."""
+    """Templates, batch and fault tolerance of a run, constant while nodes come and go."""
 
     templates: tuple[Template, ...]
-    """One a node count, fewest nodes first."""
+    """One template for each node count, fewest nodes first."""
     devices_per_node: int
     fault_tolerance: int
-    """Nodes that may be lost at once without losing a layer."""
+    """Number of nodes that may be lost at once without losing a layer."""
     num_microbatches: int
-    """Microbatches of a step, over all pipelines."""
+    """Number of microbatches of a step, over all pipelines."""
     layer_bytes: Mapping[str, tuple[int, ...]]
-    """Chain -> parameters and optimizer state of each of its layers; a layer of 0 bytes is never copied and cannot be lost."""
+    """Chain -> bytes of parameters and optimizer state of each layer; a layer of 0 bytes is never copied and cannot be lost."""
 
     def __post_init__(self) -> None:
         sizes = [template.num_nodes for template in self.templates]
@@ -89,17 +89,17 @@ class Job:
 
     @property
     def min_pipelines(self) -> int:
-        """With one more replica than nodes that may fail, every layer survives."""
+        """Fewest pipelines of a run: one more than nodes that may fail, so that every layer survives."""
         return self.fault_tolerance + 1
 
     @property
     def min_nodes(self) -> int:
-        """Fewest nodes that hold the promise; below, training stops."""
+        """Fewest nodes that hold `min_pipelines` pipelines; with fewer, training stops."""
         return self.min_pipelines * self.templates[0].num_nodes
 
     @cached_property
     def layers(self) -> tuple[LayerId, ...]:
-        """All layers; their order numbers them."""
+        """All layers of the model; arrays [layers] are in this order."""
         return tuple(
             LayerId(chain=chain, index=index)
             for chain, sizes in self.layer_bytes.items()
@@ -108,16 +108,16 @@ class Job:
 
     @cached_property
     def bytes_of(self) -> np.ndarray:
-        """int64 [layers], ordered as `layers`."""
+        """Bytes of each layer's parameters and optimizer state, int64 [layers], in the order of `layers`."""
         return np.array([size for sizes in self.layer_bytes.values() for size in sizes], dtype=np.int64)
 
     @cached_property
     def by_size(self) -> dict[int, Template]:
-        """Node count -> template."""
+        """Node count -> template for so many nodes."""
         return {template.num_nodes: template for template in self.templates}
 
     def needs(self, num_nodes: int) -> np.ndarray:
-        """Return which layers each node of a pipeline of so many nodes runs: bool [num_nodes, layers]."""
+        """Return which layers each node of a pipeline of `num_nodes` nodes runs, bool [num_nodes, layers]."""
         return self._needs[num_nodes]
 
     @cached_property

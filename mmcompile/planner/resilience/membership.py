@@ -17,12 +17,12 @@ from mmcompile.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePipeline(Generic[Node]):
-    """A pipeline template bound to nodes. The number of nodes names the template."""
+    """Pipeline template bound to nodes; the template is that for `len(nodes)` nodes."""
 
     nodes: tuple[Node, ...]
-    """Nodes in the order of the template's nodes."""
+    """Nodes of the pipeline, in the order of the template's nodes."""
     num_microbatches: int
-    """Microbatches of a step that this pipeline trains."""
+    """Number of microbatches of a step that the pipeline trains."""
 
     def __str__(self) -> str:
         return f"[{', '.join(map(str, self.nodes))}] x {self.num_microbatches}"
@@ -30,7 +30,7 @@ class NodePipeline(Generic[Node]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spare(Generic[Node]):
-    """A node that is alive and runs nothing."""
+    """Node that is alive but runs no pipeline, with the reason."""
 
     node: Node
     reason: str
@@ -38,28 +38,28 @@ class Spare(Generic[Node]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MembershipPlan(Generic[Node]):
-    """The pipelines that run next, the spare nodes, and the copies of layers that come first."""
+    """Plan for one membership: its pipelines, spare nodes, and the copies of layers to make before training continues."""
 
     pipelines: tuple[NodePipeline[Node], ...]
     spares: tuple[Spare[Node], ...]
     copies: tuple[LayerCopy[Node], ...] = ()
-    """Copies from node to node, by round."""
+    """Copies of layers from node to node, in order of rounds."""
     rule: RegroupRule
     reason: str
-    """Why these pipelines and no others."""
+    """Reason why these pipelines were chosen."""
     iteration_s: float
-    """Seconds of a step: those of the slowest pipeline."""
+    """Predicted seconds of a step, which are those of the slowest pipeline."""
     kept_bytes: int
-    """Bytes of layers that their node held before."""
+    """Bytes of layers that stay on a node that held them before."""
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of all copies."""
+        """Total bytes of all copies."""
         return sum(copy.num_bytes for copy in self.copies)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in pipelines."""
+        """Number of nodes that run a pipeline."""
         return sum(len(pipeline.nodes) for pipeline in self.pipelines)
 
     def __str__(self) -> str:
@@ -82,20 +82,20 @@ class MembershipPlan(Generic[Node]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MembershipChange:
-    """A change of the members of a run, which needs a plan."""
+    """Change of the members of a run, for which the next pipelines must be planned."""
 
     members: tuple[str, ...]
-    """Nodes in the order of their ranks: members that hold state, then those that joined. Empty if no node is left."""
+    """Names of nodes in the order of their ranks: first members that hold state, then new ones. Empty if no node is left."""
     num_workers: tuple[int, ...]
-    """Workers of each member."""
+    """Number of workers of each member, in the order of `members`."""
     lost: tuple[str, ...]
-    """Members of the last active generation whose state is gone."""
+    """Names of members of the last active generation whose state is gone."""
     joined: tuple[str, ...]
-    """Members that hold no state. A node whose workers were replaced is also in `lost`."""
+    """Names of members that hold no state. A node whose workers were replaced is in `joined` and in `lost`."""
     draining: tuple[str, ...]
-    """Nodes that will be taken away. One that is also in `members` only sends its state: it gets no work."""
+    """Names of nodes that are about to leave. One that is also in `members` sends its state but runs no pipeline."""
     previous: tuple[str, ...]
-    """Members of the last active generation in order of their ranks."""
+    """Names of members of the last active generation, in the order of their ranks."""
     previous_payload: str | None
     """JSON text of the last active generation's plan, which assigns layers to nodes."""
     committed: int
@@ -104,22 +104,22 @@ class MembershipChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """Decision to continue with a plan."""
+    """Decision to continue with the plan in `payload`."""
 
     payload: str
-    """JSON text of the plan, given to all workers."""
+    """JSON text of the plan, sent to all workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Decision to wait for more nodes."""
+    """Decision to wait for more nodes, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """Decision to end training. Every layer may still have a holder."""
+    """Decision to end training, with the reason. Every layer may still have a holder."""
 
     reason: str
 
@@ -129,20 +129,20 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateLost:
-    """Some layers have no holder any more: only a checkpoint restores them, into pipelines that `instantiate` returns."""
+    """Decision to go back to a checkpoint, as layers have no holder any more. `instantiate` makes the pipelines that load it."""
 
     layers: tuple[str, ...]
-    """Names of the layers, as `layer_ranges` writes them."""
+    """Names of the lost layers, as `layer_ranges` writes them."""
     checkpoint_step: int | None = None
     """Step of the last checkpoint; None if there is none."""
     cursor: str | None = None
-    """Cursor that was committed with the checkpoint's step."""
+    """Cursor of the data that was committed with the checkpoint's step; None if there is none."""
     payload: str = ""
-    """JSON text of the plan for nodes that have loaded the checkpoint."""
+    """JSON text of the plan for nodes that have loaded the checkpoint; "" if there is none."""
 
     @property
     def reason(self) -> str:
-        """The lost layers in one sentence."""
+        """Sentence that names the lost layers."""
         return f"no node holds {', '.join(self.layers)} any more; go back to the last checkpoint"
 
     def __str__(self) -> str:
@@ -150,11 +150,11 @@ class StateLost:
 
 
 Decision: TypeAlias = Planned | Wait | Stop | StateLost
-"""Answer of the planner to a membership change."""
+"""Decision of the planner after a membership change."""
 
 
 def layer_ranges(layers: Iterable[LayerId]) -> tuple[str, ...]:
-    """Name runs of layers: `llm[0], llm[1], llm[2], vision[4]` -> `("llm[0:3]", "vision[4]")`; layers of a chain in order."""
+    """Return names of ranges of layers: `llm[0], llm[1], llm[2], vision[4]` -> `("llm[0:3]", "vision[4]")`."""
     return tuple(
         f"{chain}[{first}]" if last == first + 1 else f"{chain}[{first}:{last}]"
         for chain, runs in layer_runs(layers).items()

@@ -17,11 +17,12 @@ from mmcompile.errors import ConfigError, PlanError
 
 
 def node_counts(num_nodes: int, least: int, fault_tolerance: int) -> range:
-    """Sizes of the templates for a cluster: `least` to `num_nodes - fault_tolerance * least`.
+    """Return the node counts for which a cluster needs templates: `least` to `num_nodes - fault_tolerance * least`.
 
     Args:
+        num_nodes: number of nodes of the cluster.
         least: n0, the fewest nodes that hold a replica.
-        fault_tolerance: f, nodes that may fail at once.
+        fault_tolerance: f, number of nodes that may fail at once.
 
     Raises:
         ConfigError: `fault_tolerance` is negative.
@@ -43,36 +44,39 @@ def node_counts(num_nodes: int, least: int, fault_tolerance: int) -> range:
 
 
 def enough(least: int) -> range:
-    """Sizes that suffice to use any number of nodes from `least` on in full."""
+    """Return the template sizes with which any number of nodes from `least` on can be used in full."""
     return range(least, 2 * least)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cover:
-    """Node counts that templates can use in full. `str(cover)` is a sentence, checked for every count it names."""
+    """Node counts of a cluster that templates can use in full.
+
+    `str(cover)` is a sentence that was checked for every count in it.
+    """
 
     num_nodes: int
-    """Nodes of the whole cluster."""
+    """Number of nodes of the whole cluster."""
     fault_tolerance: int
     sizes: tuple[int, ...]
-    """Node counts of the templates, rising."""
+    """Node counts of the templates, ascending."""
     uncovered: tuple[int, ...]
-    """Node counts from `least_nodes` to `num_nodes` that no f + 1 or more pipelines add up to."""
+    """Node counts from `least_nodes` to `num_nodes` that are not the sum of f + 1 or more pipelines' nodes."""
 
     @classmethod
     def of(
         cls, sizes: Iterable[int], num_nodes: int, fault_tolerance: int, *, max_pipelines: int | None = None
     ) -> Cover:
-        """Check every node count.
+        """Return the node counts up to `num_nodes` that templates cover, each count checked.
 
         Args:
             sizes: node counts of the templates.
-            num_nodes: nodes of the whole cluster.
-            fault_tolerance: f, nodes that may fail at once.
-            max_pipelines: most pipelines that a step has microbatches for; None for no limit.
+            num_nodes: number of nodes of the whole cluster.
+            fault_tolerance: f, number of nodes that may fail at once.
+            max_pipelines: largest number of pipelines that a step has microbatches for; None for no limit.
 
         Raises:
-            PlanError: there is no size, or f + 1 of the smallest do not fit the cluster.
+            PlanError: `sizes` is empty, or f + 1 pipelines of the smallest size do not fit the cluster.
         """
         rising = tuple(sorted(set(sizes)))
         if not rising or rising[0] < 1:
@@ -86,11 +90,11 @@ class Cover:
 
     @property
     def least_nodes(self) -> int:
-        """Fewer cannot hold f + 1 replicas: training stops."""
+        """Fewest nodes that hold f + 1 replicas; with fewer, training stops."""
         return (self.fault_tolerance + 1) * self.sizes[0]
 
     def check(self) -> None:
-        """Raise PlanError, naming the node counts, if some cannot be used in full."""
+        """Raise PlanError, which names the node counts, if any node count cannot be used in full."""
         if self.uncovered:
             wanted = enough(self.sizes[0])
             missing = [size for size in wanted if size not in self.sizes]
@@ -110,7 +114,7 @@ class Cover:
 
 
 def fewest_pipelines(sizes: Sequence[int], num_nodes: int, replicas: int) -> dict[int, int]:
-    """Node count -> the fewest pipelines of these sizes, at least `replicas`, that use all of it; only counts that some use."""
+    """Return node count -> fewest pipelines, at least `replicas`, that use all of its nodes; counts without any are absent."""
     fewest: dict[int, int] = {}
     for pipelines, counts in _sums(sizes, num_nodes):
         if pipelines >= replicas:
@@ -121,7 +125,7 @@ def fewest_pipelines(sizes: Sequence[int], num_nodes: int, replicas: int) -> dic
 
 
 def _sums(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, int]]:
-    """Number of pipelines, and as bits the node counts up to `num_nodes` that so many add up to."""
+    """Yield (number of pipelines, node counts up to `num_nodes` that so many pipelines add up to, as bits of an int)."""
     within, counts, pipelines = (1 << num_nodes + 1) - 1, 1, 0
     while counts:
         longer = 0
@@ -133,7 +137,7 @@ def _sums(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, int]]:
 
 
 def _listed(counts: Sequence[int]) -> str:
-    """`2, 3 and 5`; runs of three or more as `2..5`."""
+    """Return counts as text, `2, 3 and 5`; three or more in a row as `2..5`."""
     runs: list[list[int]] = []
     for count in counts:
         if runs and runs[-1][-1] == count - 1:

@@ -31,7 +31,7 @@ from mmcompile.planner.resilience.regroup import regroup
 from mmcompile.units import format_bytes, format_seconds
 
 _EQUAL = 1e-9
-"""Relative difference below which two times count as equal."""
+"""Relative difference below which two step times count as equal."""
 
 
 def reconfigure(
@@ -44,24 +44,25 @@ def reconfigure(
     spares: Sequence[Node] = (),
     holdings: Mapping[Node, np.ndarray] | None = None,
 ) -> MembershipPlan[Node] | Stop | StateLost:
-    """Decide what runs next.
+    """Return the next pipelines after nodes were lost, leave, or join; or the decision to stop, or that state is lost.
 
-    Two candidates: the published rules (`regroup`), which touch few pipelines, and a recomposition of all nodes. The shorter step
-    wins, then fewer idle nodes, then more state in place, then the rules. Nodes that join are placed by recomposition.
+    Two candidates: the published rules (`regroup`), which touch few pipelines, and a recomposition of all nodes. The one with the
+    shorter step is chosen, then fewer idle nodes, then more state in place, then the rules. Nodes that join are placed by
+    recomposition.
 
     Args:
-        job: templates, batch and promise.
-        pipelines: those that ran.
+        job: templates, batch and fault tolerance.
+        pipelines: pipelines that ran.
         lost: nodes whose state is gone.
         draining: nodes that leave and can still send what they hold.
-        joined: nodes that hold nothing: new ones, or lost ones that came back.
+        joined: nodes that hold no state: new ones, or lost ones that came back.
         spares: idle nodes.
-        holdings: node -> layers it holds at the agreed step, bool [layers], former owners included; by default what each
-            node's pipeline gave it.
+        holdings: node -> layers it holds at the agreed step, bool [layers], former owners included; None: each node holds the
+            layers that it ran.
 
     Returns:
-        The next pipelines with copies and spare nodes; `Stop` where fewer nodes are left than keep the promise; `StateLost`
-        where some layer has no holder.
+        The next pipelines with copies and spare nodes; `Stop` if fewer nodes are left than fault tolerance needs; `StateLost` if
+        a layer has no holder.
 
     Raises:
         PlanError: a node that joins is there already.
@@ -109,7 +110,7 @@ def _by_rules(
     spares: Sequence[Node],
     sources: Mapping[Node, np.ndarray],
 ) -> MembershipPlan[Node] | str:
-    """Return what the published rules give, each group keeping as much in place as it can; or why that is no answer."""
+    """Return the plan by the published rules, each group keeping most bytes in place; or text on why the rules give none."""
     found = regroup([pipeline.nodes for pipeline in pipelines], gone, tuple(job.by_size), spares)
     if found is None:
         return "no pipeline has enough nodes left"
@@ -128,7 +129,7 @@ def _by_rules(
 
 
 def _advantage(free: MembershipPlan[Node], by_rules: MembershipPlan[Node]) -> str:
-    """Return why to recompose; "" where the rules are as good."""
+    """Return the reason why a recomposition is better than the rules; "" if the rules are as good."""
     ours, theirs, rule = free.iteration_s, by_rules.iteration_s, by_rules.rule
     if abs(ours - theirs) > _EQUAL * theirs:
         return f"a step takes {format_seconds(ours)}, after {rule} {format_seconds(theirs)}" if ours < theirs else ""

@@ -23,28 +23,29 @@ class RegroupRule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeGroups(Generic[Node]):
-    """Nodes of each pipeline, and spare nodes."""
+    """Assignment of nodes to pipelines, and the spare nodes."""
 
     groups: tuple[tuple[Node, ...], ...]
-    """Nodes of each pipeline; from `bind`, in the order of its template's nodes."""
+    """Nodes of each pipeline; from `bind`, they are in the order of the template's nodes."""
     spares: tuple[Node, ...]
     rule: RegroupRule = RegroupRule.RECOMPOSE
-    """The furthest rule that was needed."""
+    """Last rule, in the order of `RegroupRule`, that was applied."""
     kept_bytes: int = 0
-    """Bytes of layers that their new node holds already, counted by `bind`."""
+    """Bytes of layers that already are on their node, counted by `bind`."""
 
 
 def regroup(
     groups: Sequence[Sequence[Node]], lost: Collection[Node], sizes: Sequence[int], spares: Sequence[Node] = ()
 ) -> NodeGroups[Node] | None:
-    """Group the survivors by the rules.
+    """Return the survivors in groups by the published rules; None if they are fewer than one pipeline needs.
 
     A pipeline that is too small takes spare nodes, then the last node of the largest pipeline that has more than enough (ties to
-    the last). What is still too small is joined until it is large enough; a rest goes to the first pipeline that is. A joined
-    group that holds several pipelines is divided again, and a group without a template gives up the nodes that are too many.
+    the last). Pipelines that are still too small are joined until they are large enough; what remains goes to the first that is.
+    A joined group large enough for several pipelines is divided again, and a group without a template of its size gives up
+    surplus nodes.
 
     Args:
-        groups: nodes of the pipelines that ran.
+        groups: nodes of each pipeline that ran.
         lost: nodes that are gone.
         sizes: node counts of the templates, ascending.
         spares: idle nodes that are alive.
@@ -86,7 +87,7 @@ def _giver(groups: Sequence[list[Node]], idle: list[Node], minimum: int) -> list
 
 
 def _merge(groups: Sequence[list[Node]], minimum: int) -> tuple[list[list[Node]], list[list[Node]]] | None:
-    """All groups, and those that were joined; None where all nodes together are too few."""
+    """Return all groups, and those of them that were joined; None if all nodes together are fewer than `minimum`."""
     whole = [group for group in groups if len(group) >= minimum]
     joined: list[list[Node]] = []
     open_group: list[Node] = []
@@ -105,7 +106,7 @@ def _merge(groups: Sequence[list[Node]], minimum: int) -> tuple[list[list[Node]]
 
 
 def _divide(group: list[Node], sizes: Sequence[int], *, whole: bool) -> tuple[list[list[Node]], list[Node]]:
-    """Pipelines of a group, and the nodes that are too many: one pipeline where `whole` and a template fits, else the most."""
+    """Return a group's pipelines and surplus nodes: one pipeline if `whole` and a template fits, else the most."""
     if whole and len(group) in sizes:
         return [group], []
     for used in range(len(group), sizes[0] - 1, -1):

@@ -1,4 +1,4 @@
-"""`Resilience`: the pipeline templates that a plan has ready for failures of nodes."""
+"""`Resilience`: the pipeline templates of a plan for failures of nodes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from mmcompile.units import format_seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resilience:
-    """Templates of a plan, and the promise they keep. `str` is all of it, `rows` what fits a plan's table."""
+    """Templates of a plan, and the fault tolerance that they give. `str` shows all of it, `rows` what fits a plan's table."""
 
     fault_tolerance: int
-    """Nodes that may be lost at once without losing a layer."""
+    """Number of nodes that may be lost at once without losing a layer."""
     templates: tuple[Template, ...]
-    """One a node count, fewest nodes first."""
+    """One template for each node count, fewest nodes first."""
     num_nodes: int
-    """Nodes of the cluster."""
+    """Number of nodes of the whole cluster."""
     devices_per_node: int
     num_microbatches: int
-    """Microbatches of a step, over all pipelines, for any number of pipelines."""
+    """Number of microbatches of a step, over all pipelines, for any number of pipelines."""
     layer_bytes: Mapping[str, tuple[int, ...]]
-    """Chain -> parameters that train and optimizer state of each of its layers; 0 for what is frozen and needs no copy."""
+    """Chain -> bytes of trainable parameters and optimizer state of each layer; 0 for a frozen layer, which needs no copy."""
     microbatch_samples: float = 1.0
-    """Samples of a microbatch, on average."""
+    """Mean number of samples of a microbatch."""
 
     @property
     def job(self) -> Job:
-        """The job that stays the same while nodes come and go."""
+        """Templates, batch and fault tolerance as a `Job`, which stays the same while nodes come and go."""
         return Job(
             templates=self.templates,
             devices_per_node=self.devices_per_node,
@@ -43,22 +43,25 @@ class Resilience:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Node counts of the templates, rising."""
+        """Node counts of the templates, ascending."""
         return tuple(template.num_nodes for template in self.templates)
 
     @property
     def cover(self) -> Cover:
-        """Node counts that can be used in full, by as many pipelines as a step has microbatches for."""
+        """Node counts that can be used in full with at most as many pipelines as a step has microbatches."""
         return Cover.of(self.sizes, self.num_nodes, self.fault_tolerance, max_pipelines=self.num_microbatches)
 
     @property
     def promise(self) -> str:
-        """One sentence, for example `fault tolerance 1: any 4..16 nodes can be used in full; below 4 training stops`."""
+        """Sentence on fault tolerance, for example `fault tolerance 1: any 4..16 nodes can be used in full.
+
+        Below 4 training stops`.
+        """
         return f"fault tolerance {self.fault_tolerance}: {self.cover}"
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why some node counts cannot be used in full, and what would help; () if all can."""
+        """Reasons why node counts cannot be used in full, with remedies; () if all can."""
         found: list[str] = []
         try:
             Cover.of(self.sizes, self.num_nodes, self.fault_tolerance).check()
@@ -74,7 +77,7 @@ class Resilience:
         return tuple(found)
 
     def rows(self, most: int) -> list[str]:
-        """Return at most so many lines about the templates: one each; or some, smallest and largest among them; or one of all."""
+        """Return at most `most` lines about the templates: one for each, or for a selection, or one line for all."""
         templates = self.templates
         if most >= len(templates):
             return [_row(template) for template in templates]
@@ -91,7 +94,7 @@ class Resilience:
 
 
 def figures(template: Template) -> str:
-    """Describe a template in numbers, for example `12 stages of 1..4 devices, slowest 1.20 ms, 8.40 ms to fill`."""
+    """Return text on a template in numbers, for example `12 stages of 1..4 devices, slowest 1.20 ms, 8.40 ms to fill`."""
     proof = f", within {template.gap:.1%} of the fastest" if template.gap else ""
     times = f"slowest {format_seconds(template.slowest_s)}, {format_seconds(template.fill_s)} to fill"
     return f"{_stages([template])}, {times}{proof}"
@@ -109,7 +112,7 @@ def _together(templates: Sequence[Template]) -> str:
 
 
 def _stages(templates: Sequence[Template]) -> str:
-    """`12 stages of 1..4 devices`."""
+    """Return text on the stages of templates, for example `12 stages of 1..4 devices`."""
     counts = _span([len(template.stages) for template in templates])
     widths = _span([len(stage.devices) for template in templates for stage in template.stages])
     return f"{counts} stage{'s' * (counts != '1')} of {widths} device{'s' * (widths != '1')}"

@@ -10,16 +10,16 @@ from mmcompile.units import format_seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateStage:
-    """One stage of one chain."""
+    """Stage of a template: contiguous layers of one chain on devices of one node."""
 
     chain: str
     first: int
     last: int
-    """Layers `first` (included) to `last` (excluded) of the chain."""
+    """End (excluded) of the stage's layers in the chain, which begin with `first` (included)."""
     devices: tuple[int, ...]
-    """Node-local numbering: node * devices per node + device, all of one node. Several share the stage's tensors."""
+    """Devices by number within the pipeline, node * devices per node + device. Several devices share the stage's tensors."""
     seconds: float
-    """Forward and backward of one microbatch, with what is sent over the cuts."""
+    """Seconds of one microbatch's forward and backward, with the sends over the stage's cuts."""
 
     def __str__(self) -> str:
         devices = f"{self.devices[0]}" if len(self.devices) == 1 else f"{self.devices[0]}-{self.devices[-1]}"
@@ -28,23 +28,23 @@ class TemplateStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """A pipeline: one replica of the model. An iteration of b microbatches takes `fill_s + b * slowest_s`."""
+    """Pipeline for a number of nodes: one replica of the model. A step of b microbatches takes `fill_s + b * slowest_s`."""
 
     num_nodes: int
     stages: tuple[TemplateStage, ...]
-    """In topological order: chains that feed others first, the loss stage last."""
+    """Stages in topological order: chains that feed others first, the loss stage last."""
     fill_s: float
     slowest_s: float
-    """Forward and backward of the slowest stage."""
+    """Seconds of forward and backward of the slowest stage for one microbatch."""
     gap: float = 0.0
-    """No pipeline of so many nodes is faster by more than this part of its time; 0 for an optimum."""
+    """Largest share of its time by which another pipeline of as many nodes could be faster; 0 for an optimum."""
 
     def iteration_s(self, num_microbatches: int) -> float:
-        """Seconds of an iteration under 1F1B."""
+        """Return the seconds of a step with a number of microbatches under 1F1B."""
         return self.fill_s + num_microbatches * self.slowest_s
 
     def __str__(self) -> str:
-        """One line, for example `2 nodes: encoder[0:6]@0 lm[0:4]@1 lm[4:12]@2-3, slowest 1.20 ms`."""
+        """Return one line, for example `2 nodes: encoder[0:6]@0 lm[0:4]@1 lm[4:12]@2-3, slowest 1.20 ms`."""
         nodes = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)}"
         stages = " ".join(str(stage) for stage in self.stages)
         proof = f", within {self.gap:.1%} of the fastest" if self.gap else ""
@@ -52,7 +52,7 @@ class Template:
 
 
 def format_templates(templates: Mapping[int, Template]) -> str:
-    """A table with one line a template: nodes, stages, devices of its stages, slowest stage, fill."""
+    """Return a table with one line for each template: nodes, stages, devices of its stages, slowest stage, fill time."""
     rows = [("nodes", "stages", "devices a stage", "slowest", "fill", "gap")]
     for count, template in sorted(templates.items()):
         widths = sorted({len(stage.devices) for stage in template.stages})

@@ -1,4 +1,4 @@
-"""A run played in virtual time over a trace of nodes that come and go: what the seconds were spent on."""
+"""Training run of one system, replayed in virtual time over a trace of nodes that come and go, with the use of every second."""
 
 from __future__ import annotations
 
@@ -14,43 +14,49 @@ from mmcompile.planner.resilience.replay.spot_trace import SpotTrace
 
 
 class TimeKind(StrEnum):
-    """Use of a stretch of time."""
+    """Use of a stretch of time in a replayed run."""
 
     USEFUL = "useful"
-    """Steps that counted."""
+    """Steps that counted: they were committed and never lost."""
     REPEATED = "repeated"
-    """Steps that were cut off, or whose result was lost: done again later."""
+    """Steps that were cut off or whose result was lost, so that they are computed again."""
     PAUSED = "paused"
-    """Finding out, regrouping, copying or loading state, restarting."""
+    """Pause to detect a failure, regroup, copy or load state, or restart."""
     SAVING = "saving"
-    """Writing checkpoints."""
+    """Time to write checkpoints."""
     STOPPED = "stopped"
-    """Too few nodes."""
+    """Time in which too few nodes are alive to train."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayConstants:
-    """Assumptions of the simulation. All systems get new nodes after `creation_s`, and none is warned of a loss."""
+    """Assumptions of the simulation in s and bytes/s. All systems get new nodes after `creation_s`, and no warning of a loss."""
 
     creation_s: float = 45.0
-    """From a trace's "add" to a node that can work (as Bamboo's simulator assumes)."""
+    """Seconds from a trace's "add" until the node can work (as in Bamboo's simulator)."""
     reconfigure_s: float = 2.0
-    """Templates: notice, rendezvous, new groups; copying comes on top (2 to 10 s with copies in Oobleck's simulator)."""
+    """Seconds of a reconfiguration of templates: detection, rendezvous, new process groups.
+
+    Copies of layers take further time (with copies 2 to 10 s in Oobleck's simulator).
+    """
     bytes_per_s: float = 1.25e9
-    """Bandwidth at which one node sends or receives."""
+    """Bytes per second that one node sends or receives."""
     restart_s: float = 75.0
-    """New processes from nothing; loading comes on top (76 s with a small model in Oobleck's simulator of Varuna)."""
+    """Seconds to start new processes.
+
+    Loading state takes further time (76 s with a small model in Oobleck's simulator of Varuna).
+    """
     store_bytes_per_s: float = 1e9
-    """Bandwidth of the store of checkpoints (near 0.9e9 in Oobleck's simulator, for 2.7B and 6.7B parameters)."""
+    """Bytes per second of the checkpoint store (near 0.9e9 in Oobleck's simulator, for 2.7B and 6.7B parameters)."""
     rendezvous_s: float = 30.0
-    """Redundant computation: every regrouping (as Bamboo's simulator assumes)."""
+    """Seconds of every regrouping under redundant computation (as in Bamboo's simulator)."""
     redundancy_slowdown: float = 1.5
-    """Redundant computation: a step takes this many times longer (as Bamboo's simulator assumes)."""
+    """Factor on a step's seconds under redundant computation (as in Bamboo's simulator)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A stretch of time spent on one thing."""
+    """Stretch of time with one use, and the samples trained in it."""
 
     start_s: float
     end_s: float
@@ -60,22 +66,22 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SystemReplay:
-    """Result of one system."""
+    """Result of replaying one system: the use of all seconds of a trace."""
 
     name: str
     spans: tuple[Span, ...]
-    """From 0 to the end of the trace without gaps."""
+    """Stretches of time from 0 to the end of the trace, without gaps."""
     useful_share: float
-    """Useful share of a step's seconds; the rest computes redundantly."""
+    """Share of a useful step's seconds that is not redundant computation, 0..1."""
     lost_samples: float
-    """Trained on, and their effect lost with the state: trained on again."""
+    """Number of samples that were trained on but lost with the state, and so trained on again."""
     save_interval_s: float
-    """Seconds of training between checkpoints."""
+    """Seconds of training between two checkpoints."""
     num_pauses: int
-    """Times that training had to regroup or restart."""
+    """Number of times that training had to regroup or restart."""
 
     def seconds(self, spent: TimeKind) -> float:
-        """Return the seconds of one use, redundant computation included where that is part of useful steps."""
+        """Return the total seconds of one use. Redundant computation counts to the steps that it is part of."""
         return sum(span.end_s - span.start_s for span in self.spans if span.spent is spent)
 
     @property
@@ -90,16 +96,16 @@ class SystemReplay:
 
     @property
     def samples(self) -> float:
-        """Samples of the steps that counted."""
+        """Number of samples in steps that counted."""
         return sum(span.samples for span in self.spans if span.spent is TimeKind.USEFUL)
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of the steps that counted, a second of the trace."""
+        """Samples in steps that counted, per second of the trace."""
         return self.samples / self.duration_s
 
     def curve(self, num_windows: int) -> list[tuple[float, float]]:
-        """Return the middle of each of so many equal windows [s], and samples a second in it."""
+        """Return points of throughput over time: for `num_windows` equal windows, (middle in s, samples per second)."""
         width = self.duration_s / num_windows
         totals = [0.0] * num_windows
         for span in self.spans:
@@ -113,20 +119,20 @@ class SystemReplay:
 
 
 Busy = tuple[tuple[TimeKind, float], ...]
-"""Work to do before the next step, in order, with its seconds."""
+"""Tasks before the next step, in order, as (use of the time, seconds)."""
 
 
 class ReplayRun(ABC):
-    """A training run of one system; `play` moves its clock from change to change.
+    """Base of a replayed training run of one system; `play` moves its clock from change to change of the trace.
 
-    Steps are whole: one that is cut off is done again. Nodes that come wait for the end of a step, or of a checkpoint.
+    A step that is cut off is done again as a whole. New nodes wait for the end of a step, or of a checkpoint.
     """
 
     name: str
     useful_share: float = 1.0
-    """Useful share of a step's time; the rest is redundant computation."""
+    """Share of a step's seconds that is not redundant computation, 0..1."""
     joins_after_save: bool = False
-    """New nodes wait for the next checkpoint rather than for the end of the step."""
+    """True if new nodes wait for the next checkpoint; False if they wait for the end of the step."""
 
     def __init__(self, job: Job, microbatch_samples: float, constants: ReplayConstants, save_interval_s: float) -> None:
         self.job = job
@@ -151,15 +157,15 @@ class ReplayRun(ABC):
 
     @abstractmethod
     def lose(self, nodes: Sequence[int]) -> Busy | None:
-        """Lose nodes: set `step_s`, and return the work to do then; None where nothing that runs is touched."""
+        """Lose nodes and set `step_s`; return the tasks to do then, or None if no node was in use."""
 
     @abstractmethod
     def join(self, nodes: Sequence[int]) -> Busy:
-        """Use new nodes, between steps or while stopped: set `step_s`, and return the work to do; () for none."""
+        """Use new nodes, between steps or while stopped, and set `step_s`; return the tasks to do then, () for none."""
 
     @final
     def play(self, trace: SpotTrace) -> SystemReplay:
-        """Run through a trace whose nodes can work when they are added; the start itself takes no time."""
+        """Replay a whole trace, whose nodes can work as soon as they are added; the initial start takes no time."""
         ends = [*(change.time_s for change in trace.changes[1:]), trace.duration_s]
         for change, end_s in zip(trace.changes, ends, strict=True):
             unused = {node for node in change.removed if node in self._waiting}
@@ -181,7 +187,7 @@ class ReplayRun(ABC):
 
     @final
     def roll_back(self) -> None:
-        """Count what was trained since the last checkpoint as lost."""
+        """Count the steps since the last checkpoint as lost."""
         for index in self._unsaved:
             span = self._spans[index]
             self._lost_samples += span.samples
@@ -226,7 +232,7 @@ class ReplayRun(ABC):
 
     @final
     def _work(self, end_s: float) -> None:
-        """The first thing that must be done, until it is done or `end_s`."""
+        """Work on the first pending task until it is done or until `end_s`."""
         spent, seconds = self._busy[0]
         if self._now_s + seconds > end_s:
             self._busy[0] = (spent, seconds - (end_s - self._now_s))
@@ -241,7 +247,7 @@ class ReplayRun(ABC):
 
     @final
     def _train(self, end_s: float) -> None:
-        """Whole steps until `end_s`, the next checkpoint, or the end of this step where nodes wait for it."""
+        """Train whole steps until `end_s` or the next checkpoint, or only one step if nodes wait for its end."""
         steps = int((end_s - self._mark_s) / self.step_s)
         until_save = max(1, ceil((self._saved_s + self._save_interval_s - self._mark_s) / self.step_s))
         limit = 1 if self._waiting and not self.joins_after_save else until_save

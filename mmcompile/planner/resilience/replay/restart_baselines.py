@@ -14,26 +14,26 @@ from mmcompile.planner.resilience.template import Template
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineGrid:
-    """Equal pipelines that share a step evenly: what a system without templates runs."""
+    """Equal pipelines that share a step evenly: the layout of a system without templates."""
 
     template: Template
     num_pipelines: int
     num_microbatches: int
-    """Microbatches of one pipeline."""
+    """Number of microbatches of each pipeline in a step."""
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a step of the pipelines."""
         return self.template.iteration_s(self.num_microbatches)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in pipelines."""
+        """Number of nodes in pipelines."""
         return self.template.num_nodes * self.num_pipelines
 
 
 def fastest_grid(job: Job, num_nodes: int) -> PipelineGrid | None:
-    """The grid with the shortest step, ties to fewer nodes; None where the nodes hold no pipeline."""
+    """Return the grid with the shortest step, ties to fewer nodes; None if the nodes are too few for a pipeline."""
     grids = [
         PipelineGrid(template=template, num_pipelines=count, num_microbatches=ceil(job.num_microbatches / count))
         for template in job.templates
@@ -44,9 +44,9 @@ def fastest_grid(job: Job, num_nodes: int) -> PipelineGrid | None:
 
 @final
 class RestartRun(ReplayRun):
-    """Checkpoints, and a restart on the best grid from the last one after every loss (as Varuna does).
+    """Replay of checkpoint and restart (as Varuna): after every loss, it restarts the best grid from the last checkpoint.
 
-    New nodes are taken at the next checkpoint, and only where the step gets shorter.
+    New nodes are used from the next checkpoint on, and only if the step gets shorter.
     """
 
     name = "checkpoint-restart"
@@ -58,7 +58,7 @@ class RestartRun(ReplayRun):
         self._idle: list[int] = []
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
-        """Restart without these nodes; return the work to do then."""
+        """Restart without the lost nodes; return the tasks to do then, or None if no node was in use."""
         self._idle = [node for node in self._idle if node not in nodes]
         if set(nodes).isdisjoint(self._running):
             return None
@@ -66,7 +66,7 @@ class RestartRun(ReplayRun):
         return self._place([node for node in (*self._running, *self._idle) if node not in nodes])
 
     def join(self, nodes: Sequence[int]) -> Busy:
-        """Restart with these nodes where the step gets shorter; return the work to do."""
+        """Restart with new nodes if the step gets shorter; return the tasks to do then."""
         alive = [*self._running, *self._idle, *nodes]
         grid = fastest_grid(self.job, len(alive))
         if self.step_s and grid is not None and grid.step_s >= self.step_s:
@@ -84,10 +84,10 @@ class RestartRun(ReplayRun):
 
 @final
 class RedundantRun(ReplayRun):
-    """Every node also computes for its neighbour in a ring, and stands in for it when it is lost (as Bamboo does).
+    """Replay of redundant computation (as Bamboo): every node also computes for its neighbour in a ring, and replaces it if lost.
 
-    A pipeline with stand-ins takes twice its time for a microbatch. One that loses two neighbours is given up. When new nodes
-    heal the holes or shorten the step, all regroup; without any pipeline left, the last checkpoint is loaded.
+    A pipeline with a replaced node takes twice its time for a microbatch. A pipeline that loses two neighbours is given up. When
+    new nodes shorten the step, all nodes regroup; without any pipeline left, the last checkpoint is loaded.
     """
 
     name = "redundant computation"
@@ -100,7 +100,7 @@ class RedundantRun(ReplayRun):
         self._standby: list[int] = []
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
-        """Let neighbours stand in for these nodes; return the work to do then."""
+        """Let neighbours replace the lost nodes; return the tasks to do then, or None if no node was in use."""
         gone = set(nodes)
         self._standby = [node for node in self._standby if node not in gone]
         if gone.isdisjoint(node for ring in self._rings for node in ring):
@@ -115,7 +115,7 @@ class RedundantRun(ReplayRun):
         return ((TimeKind.PAUSED, self.constants.rendezvous_s),)
 
     def join(self, nodes: Sequence[int]) -> Busy:
-        """Regroup with these nodes where that helps; return the work to do."""
+        """Regroup with new nodes if that shortens the step; return the tasks to do then."""
         self._standby += nodes
         alive = [node for ring in self._rings for node in ring if node is not None] + self._standby
         grid = fastest_grid(self.job, len(alive))
@@ -137,7 +137,7 @@ class RedundantRun(ReplayRun):
         return ((TimeKind.PAUSED, pause_s),)
 
     def _set_step(self) -> None:
-        """The slowest pipeline's step, the batch being shared evenly."""
+        """Set `step_s` to the seconds of the slowest pipeline's step; pipelines share the batch evenly."""
         assert self._grid is not None
         template, share = self._grid.template, ceil(self.job.num_microbatches / len(self._rings))
         holes = any(None in ring for ring in self._rings)
@@ -146,7 +146,7 @@ class RedundantRun(ReplayRun):
 
 
 def _stands(ring: Sequence[int | None]) -> bool:
-    """No node is missing beside another in the ring, and someone is left."""
+    """Return whether a ring of nodes can go on: no two neighbours are missing, and a node is left."""
     missing = [node is None for node in ring]
     pairs = zip(missing, [*missing[1:], missing[0]], strict=True)
     return not any(one and other for one, other in pairs)

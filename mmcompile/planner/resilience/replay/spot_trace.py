@@ -1,4 +1,4 @@
-"""Traces of spot instances: when nodes came and went. Three text formats are read."""
+"""Traces of spot instances: the times at which nodes were added and removed. Three text formats are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMS = "milliseconds,add|remove,node / YYYY-MM-DD, HH:MM:SS, count / time,coun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceChange:
-    """Nodes that come and go at one time; a node never comes back under its number."""
+    """Nodes added and removed at one time; a removed node's number is never used again."""
 
     time_s: float
     added: tuple[int, ...]
@@ -32,7 +32,7 @@ class TraceChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpotTrace:
-    """Changes in order of time, the first at 0."""
+    """Trace of a cluster's nodes: changes in order of time, the first at 0 s."""
 
     name: str
     changes: tuple[TraceChange, ...]
@@ -40,17 +40,17 @@ class SpotTrace:
 
     @property
     def num_added(self) -> int:
-        """Nodes added after the start."""
+        """Number of nodes added after the start."""
         return sum(len(change.added) for change in self.changes if change.time_s > 0)
 
     @property
     def num_removed(self) -> int:
-        """Nodes removed."""
+        """Number of nodes removed."""
         return sum(len(change.removed) for change in self.changes)
 
     @property
     def max_nodes(self) -> int:
-        """Most nodes alive at one time."""
+        """Largest number of nodes alive at one time."""
         live, most = 0, 0
         for change in self.changes:
             live += len(change.added) - len(change.removed)
@@ -58,7 +58,10 @@ class SpotTrace:
         return most
 
     def delayed(self, seconds: float) -> SpotTrace:
-        """Nodes that come after the start are there `seconds` later; those that go before that never are."""
+        """Return the trace with nodes added after the start delayed by `seconds`.
+
+        A node removed before it would be ready is left out.
+        """
         gone = {node: change.time_s for change in self.changes for node in change.removed}
         events: list[tuple[float, int, bool]] = []
         for change in self.changes:
@@ -73,20 +76,20 @@ class SpotTrace:
 
 
 def read_trace(path: str | os.PathLike[str], *, unit: TimeUnit | None = None, seed: int = 0) -> SpotTrace:
-    """Read a trace.
+    """Return the trace that a text file contains.
 
     Formats, recognised by their first line: `milliseconds,add|remove,node`; `YYYY-MM-DD, HH:MM:SS, count` (sorted first, as
-    readings may be out of order); `time,count`, the corners of a step plot. Of the last two only how many nodes live is known:
-    which ones go is drawn at random.
+    readings may be out of order); `time,count`, the corners of a step plot. The last two give only the number of nodes alive;
+    which nodes are removed is drawn at random.
 
     Args:
-        path: the file.
-        unit: unit of the times of `time,count`, which the file does not contain; None for the other formats.
-        seed: seed for the choice of nodes that go where the trace does not name them.
+        path: path of the file.
+        unit: unit of the times in the format `time,count`, which the file does not contain; None for the other formats.
+        seed: random seed of the choice of removed nodes where the trace does not name them.
 
     Raises:
-        ConfigError: unreadable, a line that does not fit (with its number), a node that goes without having come, no length in
-            time, or a unit that is missing or has no effect.
+        ConfigError: the file cannot be read, a line is invalid (with its number), a node is removed that was never added, the
+            trace has no length in time, or `unit` is missing or has no effect.
     """
     where = os.fspath(path)
     try:
@@ -174,7 +177,7 @@ def _counted(readings: Sequence[tuple[float, int]], seed: int) -> tuple[list[tup
 
 
 def _changes(events: Iterable[tuple[float, int, bool]]) -> tuple[TraceChange, ...]:
-    """Events of one time together; a node that comes and goes at once was never there."""
+    """Return events as changes, those of one time together; a node added and removed at the same time is left out."""
     by_time: dict[float, tuple[set[int], set[int]]] = {0.0: (set(), set())}
     for time_s, node, added in sorted(events, key=lambda event: event[0]):
         by_time.setdefault(time_s, (set(), set()))[0 if added else 1].add(node)

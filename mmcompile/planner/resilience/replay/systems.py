@@ -1,4 +1,4 @@
-"""Training with templates over a trace of nodes that come and go, beside its baselines."""
+"""Replay of training with templates over a trace of nodes that come and go, and of two baselines."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mmcompile.planner.resilience.replay.restart_baselines import RedundantRun, 
 from mmcompile.planner.resilience.replay.spot_trace import SpotTrace
 
 CURVE_WINDOWS = 120
-"""Points of a throughput curve."""
+"""Number of points of a throughput curve."""
 _INTERVALS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Each system saves at the best interval of these, as parts of what Young's rule gives for the trace."""
+"""Factors on the checkpoint interval of Young's rule; each system uses the one that is best for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceReplay:
-    """All systems over one trace."""
+    """Results of all systems over one trace."""
 
     trace: str
     duration_s: float
@@ -44,7 +44,7 @@ class TraceReplay:
     systems: tuple[SystemReplay, ...]
 
     def to_json(self) -> dict[str, object]:
-        """With the figures that follow from the spans, and without the spans."""
+        """Return the results as JSON data, with times and throughput computed from the spans in place of the spans."""
         return msgspec.to_builtins(self) | {
             "systems": [
                 {
@@ -66,15 +66,15 @@ class TraceReplay:
 def replay_trace(
     job: Job, trace: SpotTrace, *, microbatch_samples: float, constants: ReplayConstants | None = None
 ) -> TraceReplay:
-    """Play a job over a trace in virtual time, with templates and with two baselines that use the same templates' times.
+    """Return the replay of a job over a trace, with templates and with two baselines that use the templates' times.
 
-    Each saves checkpoints at the interval that serves it best.
+    Each system saves checkpoints at the interval with which it trains most samples.
 
     Args:
-        job: templates, batch and promise.
-        trace: as read.
-        microbatch_samples: samples of a microbatch.
-        constants: what is assumed.
+        job: templates, batch and fault tolerance.
+        trace: trace of nodes.
+        microbatch_samples: mean number of samples of a microbatch.
+        constants: assumptions of the simulation; None: the defaults.
     """
     known = constants or ReplayConstants()
     ready = trace.delayed(known.creation_s)
@@ -97,7 +97,10 @@ def replay_trace(
 
 @final
 class TemplateRun(ReplayRun):
-    """Ours: regroup, copy what is missing, do the step again. No committed sample is lost while each layer has a holder."""
+    """Replay of templates: regroup, copy missing layers, repeat the step.
+
+    No committed sample is lost while layers have holders.
+    """
 
     name = "templates"
 
@@ -107,7 +110,7 @@ class TemplateRun(ReplayRun):
         self._spares: list[int] = []
 
     def lose(self, nodes: Sequence[int]) -> Busy | None:
-        """Reconfigure without these nodes; return the work to do then."""
+        """Reconfigure without the lost nodes; return the tasks to do then, or None if no node was in use."""
         if not self._pipelines or not self._runs(nodes):
             self._spares = [node for node in self._spares if node not in nodes]
             return None
@@ -119,14 +122,14 @@ class TemplateRun(ReplayRun):
         return self._take(found, alive)
 
     def join(self, nodes: Sequence[int]) -> Busy:
-        """Reconfigure with these nodes; return the work to do."""
+        """Reconfigure with new nodes; return the tasks to do then."""
         if not self._pipelines:
             return self._begin([*self._spares, *nodes])
         alive = [*self._running(), *self._spares, *nodes]
         return self._take(reconfigure(self.job, self._pipelines, joined=nodes, spares=self._spares), alive)
 
     def _begin(self, nodes: Sequence[int]) -> Busy:
-        """From the last checkpoint."""
+        """Start new pipelines from the last checkpoint; return the tasks to do then."""
         found = instantiate(self.job, nodes)
         if isinstance(found, Stop):
             self._pipelines, self._spares = (), list(nodes)
