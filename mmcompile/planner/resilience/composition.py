@@ -25,10 +25,7 @@ class Composition:
 
     iteration_s: float
     sizes: tuple[tuple[int, ...], ...]
-    """Tied combinations, each as node counts of its pipelines, ascending.
-
-    The first is the most similar to the running pipelines.
-    """
+    """Node counts of the pipelines, ascending, in every tied combination. The first is the most similar to what runs."""
     spare_reason: str
     """Reason why nodes are left over; "" if all nodes are used."""
 

@@ -177,10 +177,7 @@ def _swap(
     first: int,
     second: int,
 ) -> None:
-    """Exchange two colours along the path from an end, so that `first` is free there.
-
-    The path cannot reach the edge's other end.
-    """
+    """Exchange two colours along the path from an end, which frees `first` there; it cannot reach the new edge's other end."""
     path: list[int] = []
     wanted = first
     while wanted in at[end]:

@@ -50,10 +50,7 @@ def enough(least: int) -> range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cover:
-    """Node counts of a cluster that templates can use in full.
-
-    `str(cover)` is a sentence that was checked for every count in it.
-    """
+    """Node counts of a cluster that templates can use in full; `str` is a sentence that was checked for each of them."""
 
     num_nodes: int
     """Number of nodes of the whole cluster."""

@@ -53,10 +53,7 @@ class Resilience:
 
     @property
     def promise(self) -> str:
-        """Sentence on fault tolerance, for example `fault tolerance 1: any 4..16 nodes can be used in full.
-
-        Below 4 training stops`.
-        """
+        """Sentence, for example `fault tolerance 1: any 4..16 nodes can be used in full; below 4 training stops`."""
         return f"fault tolerance {self.fault_tolerance}: {self.cover}"
 
     @property

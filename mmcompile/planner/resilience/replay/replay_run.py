@@ -35,17 +35,11 @@ class ReplayConstants:
     creation_s: float = 45.0
     """Seconds from a trace's "add" until the node can work (as in Bamboo's simulator)."""
     reconfigure_s: float = 2.0
-    """Seconds of a reconfiguration of templates: detection, rendezvous, new process groups.
-
-    Copies of layers take further time (with copies 2 to 10 s in Oobleck's simulator).
-    """
+    """Seconds of a reconfiguration of templates without copies (with copies 2 to 10 s in Oobleck's simulator)."""
     bytes_per_s: float = 1.25e9
     """Bytes per second that one node sends or receives."""
     restart_s: float = 75.0
-    """Seconds to start new processes.
-
-    Loading state takes further time (76 s with a small model in Oobleck's simulator of Varuna).
-    """
+    """Seconds to start new processes without loading (76 s with a small model in Oobleck's simulator of Varuna)."""
     store_bytes_per_s: float = 1e9
     """Bytes per second of the checkpoint store (near 0.9e9 in Oobleck's simulator, for 2.7B and 6.7B parameters)."""
     rendezvous_s: float = 30.0

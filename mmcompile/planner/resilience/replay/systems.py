@@ -97,10 +97,7 @@ def replay_trace(
 
 @final
 class TemplateRun(ReplayRun):
-    """Replay of templates: regroup, copy missing layers, repeat the step.
-
-    No committed sample is lost while layers have holders.
-    """
+    """Replay of templates: regroup, copy missing layers, repeat the step. No sample is lost while each layer has a holder."""
 
     name = "templates"
 
