@@ -110,7 +110,7 @@ class Done:
     """The user's call of an engine method is complete."""
 
     call: str
-    """Name of the engine's method."""
+    """Name of the engine method that the user called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,7 +65,7 @@ class _ProbeSource:
         return self._parameters
 
     def prepare(self, batch: Mapping[str, Value]) -> PreparedMicrobatch:
-        """Return the one program of the probe."""
+        """Return a microbatch with the probe's programs and the batch's tensors."""
         values = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         return PreparedMicrobatch(
             programs=self._programs, sizes={}, values={"x": values["x"]}, link_shapes={"y": (self._num_elements,)}

@@ -1,1 +1,1 @@
-"""Checkpoints: what each rank writes and reads, and the folder that is whole or not there."""
+"""Checkpoints: the tensors that each rank writes and reads, and the atomic replacement of the folder."""

@@ -6,8 +6,7 @@ Tensors are named as torch's own state dicts name them once they are flattened:
     optimizer.state.<parameter>.<key>       a tensor of its optimizer state (`exp_avg`, `step`, ...)
 
 A tensor is a list of *chunks*, boxes that do not overlap and fill it; a rank that holds a part of a parameter writes the chunks
-of that part.
-The index has the contents of torch's `.metadata` file as JSON: nothing is unpickled on reading.
+of that part. The index has the contents of torch's `.metadata` file as JSON: nothing is unpickled on reading.
 """
 
 from __future__ import annotations

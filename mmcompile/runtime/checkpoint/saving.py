@@ -163,7 +163,7 @@ class WholeJob:
     part: PartJob
     num_ranks: int
     saved: Callable[[], None]
-    """Called once the checkpoint is in place."""
+    """Called once the checkpoint is complete and in place of the old one."""
 
     def run(self, saving: Saving) -> None:
         """Write rank 0's part, then join the parts of all ranks and report the outcome. Raises CheckpointError."""

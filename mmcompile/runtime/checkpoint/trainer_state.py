@@ -51,7 +51,7 @@ class TrainerState:
     index: str = ""
     """Digest of the index file."""
     data: str | None = None
-    """Digest of the state of the user's data; None if none was saved."""
+    """Digest of the saved state of the user's data; None if it was not saved."""
     files: tuple[str, ...] = ()
     """Paths of all files that this checkpoint wrote; other files in the folder are the user's and are kept."""
     digest: str = ""
@@ -67,7 +67,7 @@ class Resumed:
     num_samples: int
     """Number of samples in those batches, over all replicas."""
     data: Any
-    """Saved state of the user's data; None if none was saved."""
+    """Saved state of the user's data; None if it was not saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class Stored:
         return cls(folder=folder, place=place, trainer=trainer, index=CheckpointIndex.read(place, trainer.index))
 
     def data(self) -> Any:
-        """Return the state of the user's data; None if none was saved. Raises CheckpointError."""
+        """Return the state of the user's data; None if it was not saved. Raises CheckpointError."""
         if self.trainer.data is None:
             return None
         try:
@@ -124,7 +124,7 @@ def write_state(fresh: Path, trainer: TrainerState, index: str, data: bytes | No
 
     Args:
         index: digest of the index, which is already written.
-        data: user's data from `encoded`; None to save none.
+        data: user's data from `encoded`; None to save no data.
     """
     if data is not None:
         (fresh / _DATA).write_bytes(data)
@@ -160,8 +160,7 @@ def fingerprint(tensor: Tensor) -> str:
     """Return a fingerprint of a tensor's dtype, shape and about a thousand elements spread over it.
 
     Takes microseconds for any size. Other weights (another model, another training of it) differ nearly everywhere, so a sample
-    of
-    elements distinguishes them.
+    of elements distinguishes them.
     """
     flat = tensor.detach().reshape(-1)
     drawn = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous().view(torch.uint8)

@@ -75,9 +75,8 @@ class Fence:
     Sockets opened before `around` are never touched, nor connections to servers that listened before.
 
     Args:
-        num_ranks: number of ranks in the gloo group; 0 for a store. A rank that waits for a peer to connect has no socket to shut
-            down yet; a cut connects
-            in the peer's place, which takes one connection a rank.
+        num_ranks: number of ranks in the gloo group; 0 for a store. A rank that waits for a peer to connect has no socket to
+            shut down yet; a cut connects in the peer's place, which takes one connection a rank.
     """
 
     def __init__(self, mine: Mine, *, num_ranks: int = 0) -> None:

@@ -34,7 +34,7 @@ def take_frame(buffer: bytearray) -> bytes | None:
 
 
 def send_frame(line: socket.socket, data: bytes) -> None:
-    """Send a message over a blocking socket."""
+    """Send a message, preceded by its length, over a blocking socket."""
     line.sendall(frame(data))
 
 

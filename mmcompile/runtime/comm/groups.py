@@ -4,7 +4,7 @@ The groups are made directly on a store and never become torch's default group, 
 torch.distributed is left alone, and two engines can live in one process one after the other.
 
 gloo on torch 2.13 offers no way to wait for a message for a while and then continue to wait: a `wait` that times out closes the
-pair, `is_completed` stays false, and an abort from another thread releases no wait. So waits block, and what ends them is the end
+pair, `is_completed` stays false, and an abort from another thread releases no wait. So waits block until the end
 of the process on the other side (`launch` sees to that), or a `Fence`.
 """
 
@@ -30,7 +30,7 @@ _NEVER = timedelta(days=7)
 """Timeout of waits without a limit: rank 0 may be idle for hours between two steps; dead peers are noticed by other means."""
 
 _INTERRUPT_TAG = 2**31 - 5
-"""Tag of messages that are never sent."""
+"""Tag of receives whose message is never sent, so that their timeout ends the connections of the group."""
 _MOMENT = timedelta(milliseconds=1)
 
 _BROADCASTS = 8
@@ -160,10 +160,8 @@ class Groups:
         """Release the connections and threads of gloo; takes about 10 ms a group, in which other threads run.
 
         Waits, sends and receives afterwards raise PeerLost. A thread that waits now keeps its group until its wait ends (cut a
-        `Fence`
-        first). A message that is not waited for keeps it as long as the message is referenced. The store is the caller's to
-        close. Safe
-        to call twice.
+        `Fence` first). A message that is not waited for keeps it as long as the message is referenced. The store is the caller's
+        to close. Safe to call twice.
         """
         self.closed = True
         self.control = _Closed()
@@ -175,8 +173,7 @@ class Groups:
         """Release every thread that waits for a message on gloo, with PeerLost, on any system; any thread may call this.
 
         When one wait times out, gloo ends all connections of the group one after the other: up to 10 ms a rank. A `Fence` is
-        faster where
-        it works.
+        faster where it works.
         """
         for rank in range(self.world_size):
             if rank != self.rank:
@@ -238,8 +235,7 @@ class Groups:
         On rank 0 it must not change afterwards.
 
         Rank 0 sends to each rank directly, also in `all_reduce`: for messages of the sizes used here, gloo's collectives cost
-        more in hops
-        between threads and in rounds around a ring than they save.
+        more in hops between threads and in rounds around a ring than they save.
         """
         if self.rank == 0:
             # Not waited for now: gloo forgets a message that it has begun to write to a rank that just left, and a thread

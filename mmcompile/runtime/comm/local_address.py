@@ -16,8 +16,7 @@ def listen_at(environment: Mapping[str, str]) -> tuple[str, str] | None:
     """Return a network interface, or an address of this machine that the other machines can reach.
 
     GLOO_SOCKET_IFNAME, if it is set, as for torch. Otherwise the local address of the route to MASTER_ADDR: the address of the
-    host's
-    own name, gloo's default, is a loopback address on many systems.
+    host's own name, gloo's default, is a loopback address on many systems.
 
     Returns:
         ("interface", name) or ("hostname", address); None if no launcher set an address.

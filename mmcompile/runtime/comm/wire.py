@@ -27,7 +27,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
-    """Return the dataclass `kind` decoded from msgpack."""
+    """Return a dataclass of type `kind`, decoded from msgpack."""
     return msgspec.msgpack.decode(data, type=kind)
 
 

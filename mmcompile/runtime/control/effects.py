@@ -46,7 +46,7 @@ class TimerKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """Start a timer that calls `Generations.expired(timer, generation)`."""
+    """Start a timer, at whose end the coordinator calls `Generations.expired(timer, generation)`."""
 
     timer: TimerKind
     generation: int

@@ -18,7 +18,7 @@ _POLL_S = 0.02
 
 
 class EventKind(StrEnum):
-    """Kinds of events in the event log."""
+    """Kinds of events in a run's event log: membership changes, phases of a generation, commits, and the end."""
 
     JOINED = "joined"
     """A node asked to become a member."""
@@ -45,7 +45,7 @@ class EventKind(StrEnum):
     ACTIVE = "active"
     """The generation is active: steps run."""
     REPLAYED = "replayed"
-    """The step that was interrupted starts again."""
+    """The step that a failure interrupted is computed again, from its start."""
     COMMITTED = "committed"
     """A step was committed."""
     ROLLED_BACK = "rolled_back"
@@ -53,7 +53,7 @@ class EventKind(StrEnum):
     RELEASED = "released"
     """A node was released: its workers end."""
     REFUSED = "refused"
-    """A connection was refused."""
+    """The coordinator refused a connection (wrong secret or version, outdated state)."""
     ENDED = "ended"
     """Training has ended."""
 
@@ -171,7 +171,7 @@ class Recovery:
     cause: str
     """Cause of the reconfiguration; the first one if more failures followed."""
     num_attempts: int
-    """Number of generations that were begun."""
+    """Number of generations that were prepared in this recovery."""
     plan_s: float
     """Seconds from the detection to the last plan sent."""
     leave_s: float

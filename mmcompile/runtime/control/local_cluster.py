@@ -43,7 +43,7 @@ class LocalCluster:
     supervisor: ChildProcess = field(init=False)
     """Process that runs coordinator and store, and restarts them."""
     endpoint: Endpoint = field(init=False)
-    """Address of the coordinator, once started."""
+    """Address and secret of the coordinator, once started."""
 
     def start(self) -> None:
         """Start coordinator and store."""

@@ -90,7 +90,7 @@ class History:
     ended: Ended | None = None
 
     def after(self, record: Record) -> History:
-        """Return the history after one more record."""
+        """Return the history with one more record, which must be a valid next one."""
         match record:
             case Prepared():
                 assert record.generation > self.generation, f"{record} after generation {self.generation}"

@@ -37,7 +37,7 @@ class Phase(StrEnum):
 
 
 class Advice(StrEnum):
-    """Next action of a refused agent."""
+    """Action that a refusal asks of the agent."""
 
     RETRY = "retry"
     """Connect again with the same workers."""
@@ -170,7 +170,7 @@ class Lost:
 
     cause: str
     returns: bool
-    """True if the agent starts new workers."""
+    """True if the agent will start new workers and join again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,8 +21,7 @@ def fork_process(function: Callable[[], int], *, keep: Collection[int]) -> int:
     """Start a process that runs `function` and exits with its result, or with 1 if it raises; return the process id.
 
     The process leads a session of its own, is killed when its parent ends (on Linux), reads no input from the terminal, and has
-    no
-    open files of the parent but standard output, standard error and those in `keep`.
+    no open files of the parent but standard output, standard error and those in `keep`.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -90,7 +90,7 @@ class Stream:
             self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the socket. Safe to call twice."""
+        """Close the socket, without sending unsent messages. Safe to call twice."""
         self.closed = True
         self._end.close()
 

@@ -36,7 +36,7 @@ class ElasticEngine:
     end with this one.
 
     Args:
-        job: what is trained.
+        job: model, data and settings of the run.
         nodes: names of the nodes to start with; each is simulated by processes of this machine.
         times: timeouts after which workers and nodes count as lost.
         max_restarts: number of restarts of a node's workers after they were lost.
@@ -165,7 +165,7 @@ class ElasticEngine:
         export(Path(folder), self._job.model, self._job.user.complete(content.weights, self._job.user.tied()))
 
     def close(self) -> None:
-        """End all processes. Safe to call twice."""
+        """Kill the coordinator, store, agents and workers. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self._cluster.kill()

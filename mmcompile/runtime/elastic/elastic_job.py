@@ -46,7 +46,7 @@ class ElasticJob:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the last checkpoint."""
+        """Folder of the run's last checkpoint."""
         return checkpoints_in(self.folder)
 
     @property

@@ -49,7 +49,7 @@ class GenerationLayout:
         }
 
     def layers_of(self, device: WorkerId) -> frozenset[LayerId]:
-        """Return the layers that a worker runs."""
+        """Return the layers that a worker runs in this generation; an empty set for an idle worker."""
         return self._layers.get(device, frozenset())
 
     @cached_property

@@ -23,13 +23,13 @@ class GenerationPlan:
     rule: str
     """Rule that made the plan: a `mmcompile.planner.resilience.regroup.RegroupRule`, or "stop"."""
     reason: str
-    """Reason for choosing these pipelines."""
+    """Reason for which the planner chose the pipelines."""
     iteration_s: float
     """Predicted seconds of a step."""
     committed: int
     """Number of the last committed step when the generation starts."""
     former: Mapping[str, tuple[LayerRuns, ...]] = field(default_factory=dict)
-    """By node, then by device: runs of layers that the device holds at step `committed` but does not run.
+    """Runs of layers that devices hold at step `committed` but do not run, by node, then by device.
 
     A worker keeps them until the next commit.
     """
@@ -44,7 +44,7 @@ class GenerationPlan:
 
     @classmethod
     def decode(cls, text: str) -> GenerationPlan:
-        """Return the plan in a JSON text."""
+        """Return the plan that `encode` wrote as JSON text."""
         return msgspec.json.decode(text, type=cls)
 
 
@@ -62,5 +62,5 @@ class StepRecord:
 
     @classmethod
     def decode(cls, text: str) -> StepRecord:
-        """Return the record in a JSON text."""
+        """Return the record that `encode` wrote as JSON text."""
         return msgspec.json.decode(text, type=cls)

@@ -118,8 +118,7 @@ def _run(
     """Run one round, and return the numbers of bytes sent and received.
 
     No worker waits for bytes before its own header is sent, nor for its own bytes to be sent before it is ready to receive. So
-    workers
-    may send to each other, in rings of any length.
+    workers may send to each other, in rings of any length.
     """
     arrival = None if receive is None else _Arrival(side, receive)
     departure = None if send is None else _Departure(side, send, store)

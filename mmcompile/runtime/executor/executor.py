@@ -44,9 +44,8 @@ class StepResult:
 class ReceivedValue:
     """A value of one microbatch received from another stage, whose gradient is returned to that stage.
 
-    A leaf of autograd would stay in memory until its backward, needed or not. So the value enters the stage through a node
-    that only
-    takes its gradient; its memory is freed once the last operation that reads it releases it.
+    A leaf of autograd would stay in memory until its backward, needed or not. So the value enters the stage through a node that
+    only takes its gradient; its memory is freed once the last operation that reads it releases it.
     """
 
     slot: InputSlot
@@ -61,7 +60,7 @@ class ReceivedValue:
         return cls(slot=slot, shape=value.shape, dtype=value.dtype, device=value.device)
 
     def enter(self, value: Tensor) -> Tensor:
-        """Return the value as the stage's input: the same memory, on a new autograd node that passes its gradient here."""
+        """Return the value as the stage's input: same memory, on a new autograd node that passes its gradient to this object."""
         return _Boundary.apply(value, torch.zeros((), requires_grad=True), self)
 
     def take_gradient(self) -> Tensor:
@@ -121,8 +120,7 @@ class Executor:
             board: status board on which every action is noted before it is run.
             sums: called after every backward; it takes the gradients that the backward left in `.grad`.
             seed: random seed of forwards, combined with step, stage, and the first sample of the microbatch, so that random
-                numbers
-                are the same on every rank and do not depend on the other microbatches.
+                numbers are the same on every rank and do not depend on the other microbatches.
             trace: keep the time of every action.
             check: called before every action; an exception it raises ends the step.
         """

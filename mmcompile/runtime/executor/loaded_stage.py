@@ -1,9 +1,8 @@
-"""`LoadedStage`: a stage program on this rank, its ports resolved to placed stages once and for all.
+"""`LoadedStage`: a stage program on this rank, its ports resolved to placed stages when it is loaded.
 
 Ports give stages the names of their programs. A peer in the same balance group is the placed stage with that name in the same
 replica. The replica and the microbatch of a peer in another balance group differ by step: the row exchanges of the step plan
-name
-them.
+name them.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ class OutputSlot:
 class LoadedStage:
     """A stage program with its parameters, ready to run.
 
-    `from_peer`, `to_peer`, `gradients_from` and `gradients_to` list the values that move within the balance group, by index
-    of the
-    peer stage, in the order of this program's ports, for the actions RECV_F, SEND_F, RECV_B and SEND_B.
+    `from_peer`, `to_peer`, `gradients_from` and `gradients_to` list the values that move within the balance group, by index of
+    the peer stage, in the order of this program's ports, for the actions RECV_F, SEND_F, RECV_B and SEND_B.
     """
 
     index: int

@@ -45,16 +45,13 @@ _Value = str | int
 class P2P:
     """Posts receives ahead of the action list, sends, and hands tensors between stages of one rank by reference.
 
-    **Why waiting for sends cannot deadlock.** What is sent is held until it has arrived, so a send first waits for those
-    before it that are received `window` or more slots earlier than its own slot. The receiver reaches that receive without
-    this rank: keys of
-    a schedule (`mmcompile.planner.schedule.order`) order the actions of all ranks consistently with all that they wait for,
-    and
-    two forwards, or two backwards, `window` slots apart have keys in the order of their slots for any stages, if
-    `window` is larger than the number of crossings on the longest path to the loss. The greatest depth bounds that number.
-    So of all ranks that wait, the one with the smallest key would wait for something of a smaller key, which is done. Lags
-    need no more room: what counts is the slot in which the other side receives, for a deferred sample that of the language
-    model.
+    **Why waiting for sends cannot deadlock.** A tensor is kept until it has arrived, so a send first waits for the sends before
+    it that are received `window` or more slots earlier than its own slot. The receiver reaches that receive without this rank:
+    keys of a schedule (`mmcompile.planner.schedule.order`) order the actions of all ranks consistently with all that they wait
+    for, and two forwards, or two backwards, `window` slots apart have keys in the order of their slots for any stages, if
+    `window` is larger than the number of crossings on the longest path to the loss. The greatest depth bounds that number. So of
+    all ranks that wait, the one with the smallest key would wait for something of a smaller key, which is done. Lags need no
+    more room: what counts is the slot in which the other side receives, for a deferred sample that of the language model.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 """Rows on their way from the microbatch of one balance group that computes them to the microbatches of another that read them.
 
-An exchange maps ranges of dim 0 of the computed value to ranges of dim 0 of the value read. In the forward, a reader
-assembles
-its value from all its exchanges. The gradient takes the transposed way: the producer adds up, from zeros and in the order of
-the
+An exchange maps ranges of dim 0 of the computed value to ranges of dim 0 of the value read. In the forward, a reader assembles
+its value from all its exchanges. The gradient takes the transposed way: the producer adds up, from zeros and in the order of the
 exchanges, the gradient rows that each returns. An exchange that is the whole value in order passes it on without a copy.
 """
 
@@ -56,13 +54,10 @@ class Edge:
 class RowRouting:
     """Row exchanges of a step that begin or end on one rank, by ascending position in `StepPlan.exchanges`; and tags of messages.
 
-    **Tags** are numbers that tell apart all messages of a step between two ranks; both ranks derive the same ones. The number
-    of the
-    source microbatch, with the producer and consumer stages, determines the microbatch that reads the value. So these
-    numbers, the
-    position of the value on its edge and the direction suffice. Stages are numbered within their rank. NCCL needs no tags:
-    both sides
-    of a schedule have the messages of two stages in the same order.
+    **Tags** are numbers that tell apart all messages of a step between two ranks; both ranks derive the same ones. The number of
+    the source microbatch, with the producer and consumer stages, determines the microbatch that reads the value. So these
+    numbers, the position of the value on its edge and the direction suffice. Stages are numbered within their rank. NCCL needs
+    no tags: both sides of a schedule have the messages of two stages in the same order.
     """
 
     def __init__(self, plan: StepPlan, stages: Sequence[PlacedStage], rank: int) -> None:
@@ -163,7 +158,7 @@ class RowRouting:
 
 
 def num_rows(ranges: Iterable[Range]) -> int:
-    """Return the number of rows in ranges."""
+    """Return the total number of rows in ranges of dim 0."""
     return sum(last - first for first, last in ranges)
 
 

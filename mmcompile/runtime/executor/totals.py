@@ -1,9 +1,7 @@
 """`add_up`: contributions of all ranks to the totals of a step; the sum's bits do not depend on which rank computed what.
 
-Every number has a position of its own in one vector, which one rank fills and all others leave at zero; so adding vectors
-moves
-numbers, and rounds nothing. Then each rank adds up losses in the order of the samples, and squared norms in the order of
-names.
+Every number has a position of its own in one vector, which one rank fills and all others leave at zero; so adding vectors moves
+numbers, and rounds nothing. Then each rank adds up losses in the order of the samples, and squared norms in the order of names.
 """
 
 from __future__ import annotations

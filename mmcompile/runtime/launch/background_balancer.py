@@ -110,7 +110,7 @@ class BackgroundBalancer(Balancer):
 
     @property
     def title(self) -> str:
-        """Title of the inner balancer."""
+        """Title of the inner balancer, for reports."""
         return self.inner.title
 
     @property
@@ -138,7 +138,7 @@ class BackgroundBalancer(Balancer):
         self._tell(self._recipe)
 
     def close(self) -> None:
-        """End the process. Safe to call twice."""
+        """End the balancer's process. Safe to call twice."""
         if self._line is not None:
             self._line.close()
         self._line, self._up = None, False

@@ -32,7 +32,7 @@ _STOP_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOrder:
-    """Arguments of a worker process."""
+    """Rank, device, store port and inherited files of a worker process that is to be started."""
 
     rank: int
     world_size: int
@@ -78,8 +78,7 @@ class Workers:
     """The worker processes of ranks 1 and up on this machine.
 
     A thread watches them. When one dies or reports an error, it stops all others and sets `failure`. This also releases rank 0:
-    every
-    message it waits for fails once the other rank is gone.
+    every message it waits for fails once the other rank is gone.
     """
 
     def __init__(self, num_ranks: int, port: int, board: int, devices: list[str]) -> None:

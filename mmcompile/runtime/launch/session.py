@@ -198,7 +198,7 @@ class ProcessGroupSession(ABC):
 
     @abstractmethod
     def _abort(self, message: str) -> None:
-        """Stop all ranks at once."""
+        """Stop all ranks at once, with the error message as the cause."""
 
     @abstractmethod
     def _end(self, timeout_s: float) -> None:

@@ -53,10 +53,10 @@ class StatusBoard:
             os.close(file)
 
     def write(self, rank: int, step: int, stage: int, kind: int, microbatch: int) -> None:
-        """Write the current action of a rank."""
+        """Write the current action of a rank to its slot."""
         _SLOT.pack_into(self._memory, rank * _SLOT_BYTES, step, stage, kind, microbatch)
 
     def read(self, rank: int) -> Status:
-        """Return the current action of a rank."""
+        """Return the last action that a rank wrote to its slot."""
         step, stage, kind, microbatch = _SLOT.unpack_from(self._memory, rank * _SLOT_BYTES)
         return Status(step=step, stage=stage, kind=kind, microbatch=microbatch)

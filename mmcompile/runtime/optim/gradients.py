@@ -100,19 +100,17 @@ class GradientSums:
     """The gradient sums of one step: every rank that updates a parameter gets the same bits in `.grad`.
 
     Parameters with the same owners and givers are summed in buckets (`Bucket`). A bucket starts as soon as the last backward
-    that touches its parameters has run here, and travels while other backwards run; blocking is left to `finish`.
-    Ranks need not start buckets in one order: each bucket has tags of its own, no rank blocks before `finish`, and each message
-    waited for there was started before by ranks that wait for none of it. NCCL has no tags; there, all buckets start in `finish`,
-    in
-    one order. A gradient of None counts as zero; None on all owners stays None. Parameters without a gradient on any rank cost
+    that touches its parameters has run here, and travels while other backwards run; blocking is left to `finish`. Ranks need not
+    start buckets in one order: each bucket has tags of its own, no rank blocks before `finish`, and each message waited for
+    there was started before by ranks that wait for none of it. NCCL has no tags; there, all buckets start in `finish`, in one
+    order. A gradient of None counts as zero; None on all owners stays None. Parameters without a gradient on any rank cost
     nothing.
 
     **Memory**, beside parameters and optimizer state. "fast": `.grad`, as torch; for parameters on several ranks a bucket takes
-    the place of `.grad` once it starts, and this rank's part of it is received from each other giver. "fp64" and "fixed" keep
-    8 and 16 bytes an element in place of `.grad` from a parameter's first backward on, and receive in the same numbers; the
-    rounded
-    sum is `.grad` again, at once for parameters on one rank. `.grad` then lives only inside one backward. The same holds for
-    half-precision parameters with masters, with 4 bytes an element in "fast". An updater receives whole buckets of the
+    the place of `.grad` once it starts, and this rank's part of it is received from each other giver. "fp64" and "fixed" keep 8
+    and 16 bytes an element in place of `.grad` from a parameter's first backward on, and receive in the same numbers; the
+    rounded sum is `.grad` again, at once for parameters on one rank. `.grad` then lives only inside one backward. The same holds
+    for half-precision parameters with masters, with 4 bytes an element in "fast". An updater receives whole buckets of the
     parameters that it updates, and keeps the sums of no others.
     """
 
@@ -189,8 +187,7 @@ class GradientSums:
 
         Returns:
             The largest gradient on this rank of each parameter that has one the reduction cannot add (infinite, NaN, or too
-            large).
-            The sums of these parameters are invalid, on any rank.
+            large). The sums of these parameters are invalid, on any rank.
         """
         assert not any(self._left.values()), f"backwards are missing: {self._left}"
         for bucket in self._open:

@@ -46,7 +46,7 @@ class MasterWeights(Mapping[str, nn.Parameter]):
         return self._masters[name]
 
     def remove(self, name: str) -> None:
-        """Remove a parameter and its master."""
+        """Remove a parameter and its master from this mapping."""
         del self._masters[name], self._parameters[name]
 
     @torch.no_grad()

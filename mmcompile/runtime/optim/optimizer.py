@@ -96,8 +96,7 @@ class RankOptimizer:
     """The optimizer over those trainable parameters of one rank that this rank updates.
 
     Ranks gain parameters while training (a pattern with images arrives late), and some ranks hold none. So the optimizer starts
-    without
-    parameters, which are added to its groups later. The updated tensor is the parameter, or its float32 master.
+    without parameters, which are added to its groups later. The updated tensor is the parameter, or its float32 master.
     """
 
     def __init__(self, spec: OptimizerSpec) -> None:
