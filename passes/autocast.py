@@ -61,7 +61,7 @@ class Autocast(Rewrite):
     components: tuple[str, ...]
 
     def run(self, graph: ModelGraph) -> ModelGraph:
-        """Return the graph with casts where autocast would insert them."""
+        """Return the graph with casts where torch.autocast would insert them in the given components."""
         names = [component.name for component in graph.components]
         for name in self.components:
             if name not in names:
@@ -96,13 +96,13 @@ class _Casts:
 
     def __post_init__(self) -> None:
         self._before: dict[fx.Node, torch.dtype] = {}
-        """Original types of the values whose type autocast changed."""
+        """Original dtypes of the values whose dtype casts have changed."""
         self._stale: set[fx.Node] = set()
-        """Nodes whose result type may differ from the recorded one: those that read a cast, or a changed result."""
+        """Nodes whose result dtype may differ from the recorded one, because they read a cast or a changed result."""
         self._made: dict[tuple[fx.Node, torch.dtype, str | None, int], fx.Node] = {}
 
     def follow_rule(self, node: fx.Node) -> bool:
-        """Cast a node's inputs as torch.autocast does. Return True for a product in the half type."""
+        """Cast a node's inputs as torch.autocast does. Return True if the node is a product in the half type."""
         inputs = [source for source in node.all_input_nodes if _dtype(source) in (torch.float32, HALF)]
         op = op_name(node)
         wanted: torch.dtype | None = None

@@ -17,7 +17,7 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
 class Fact(StrEnum):
-    """A fact that holds of a graph after a pass has run."""
+    """A fact about a graph that a pass can ensure and a later pass can require."""
 
     ANNOTATED = "annotated"
     """Every `call_function` node has a `NodeInfo`; capture ensures it."""

@@ -41,7 +41,7 @@ class CaptureResult:
     """Rewrites in the order in which they ran: (rewrite, the graph before it, the graph that it made)."""
 
     def of(self, analysis: Analysis[ResultT]) -> ResultT:
-        """Return the result of `analysis`; KeyError if it was not among the passes."""
+        """Return the result of `analysis`. Raises KeyError if it was not among the passes."""
         return self.result.of(analysis)
 
 

@@ -35,7 +35,7 @@ class PassEntry:
         return "".join(part.capitalize() for part in self.name.split("-"))
 
     def load(self) -> type[Pass]:
-        """Return the class of the pass, importing its module."""
+        """Import the module of the pass, and return the pass's class."""
         found = getattr(importlib.import_module(f"mmcompile.passes.{self.module}"), self.class_name)
         assert issubclass(found, Pass)
         return found
@@ -53,7 +53,7 @@ class OrderedPass:
 
 
 OWN = "(own passes)"
-"""Place of the passes that a user gives: `mmcompile.plan(..., passes=[...])`."""
+"""Name, in an order, of the passes that a user gives: `mmcompile.plan(..., passes=[...])`."""
 _WITH_GRADIENTS = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 
 PASSES: tuple[PassEntry, ...] = (
@@ -185,7 +185,7 @@ PLANNING: tuple[OrderedPass, ...] = (
         reason="last: it prices the graph that stages compute",
     ),
 )
-"""Passes of `mmcompile.plan`, in order.
+"""Passes that `mmcompile.plan` runs on a capture, in order.
 
 The search then tries context-parallel and tensor-parallel, each with gradient-flow and cost, on copies of the graph.
 """
@@ -218,7 +218,7 @@ STAGES: tuple[OrderedPass, ...] = (
         reason="on the final graph: it names the products of which stages are written",
     ),
 )
-"""Passes between a captured graph and the programs of its stages, in order."""
+"""Passes that turn a captured graph into the graph from which stage programs are made, in order."""
 
 
 def pass_entry(name: str) -> PassEntry:

@@ -147,7 +147,7 @@ def _differentiable(node: fx.Node) -> bool:
 
 
 def _reached(loss: fx.Node, requiring: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of `requiring` on which the loss depends."""
+    """Return the nodes in `requiring` that have a gradient path to the loss."""
     reached: set[fx.Node] = set()
     waiting = [loss] if loss in requiring else []
     while waiting:

@@ -31,7 +31,7 @@ class PipelineResult:
     """Run time of each pass, in order: (name of the pass, seconds)."""
 
     def of(self, analysis: Analysis[ResultT]) -> ResultT:
-        """Return the last result of `analysis`; KeyError if it was not in the pipeline."""
+        """Return the last result of `analysis`. Raises KeyError if it was not in the pipeline."""
         for pass_, result in reversed(self.results):
             if pass_ == analysis:
                 return cast(ResultT, result)
@@ -109,7 +109,7 @@ def analyse(analysis: Analysis[ResultT], graph: ModelGraph) -> ResultT:
 
 
 class _Hook:
-    """Work between passes: verification, and the output of `MMCOMPILE_DEBUG` on stderr."""
+    """Verifies the graph between passes, and prints the output of `MMCOMPILE_DEBUG` to stderr."""
 
     def __init__(self, *, debug: DebugLevel, verify: bool) -> None:
         self._debug = debug

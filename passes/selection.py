@@ -20,7 +20,7 @@ from mmcompile.passes.catalog import pass_entry
 _PASS = re.compile(r"([\w-]+)(?:\{([^{}]*)\})?\s*(?:,\s*|$)")
 _PAIRS = tuple[tuple[str, int], ...]
 _TYPES: dict[Any, str] = {int: "3", int | None: "3", str: "word", tuple[str, ...]: "a+b", _PAIRS: "a:2+b:4"}
-"""Type of a field -> an example of its text."""
+"""Type of a pass's field -> example of a value of this type as text."""
 
 
 def parse_passes(text: str) -> tuple[AnyPass, ...]:

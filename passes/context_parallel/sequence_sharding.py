@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(kw_only=True, slots=True)
 class SequenceSharder:
-    """Makes `shard_tokens` nodes, one per value, even if the model computes it several times."""
+    """Makes `shard_tokens` nodes, one for each distinct value, even if the model computes the value several times."""
 
     graph: ModelGraph
     component: str

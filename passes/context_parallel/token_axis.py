@@ -24,7 +24,7 @@ from mmcompile.passes.values import op_name, tensors
 Size = int | sympy.Expr
 
 LOCAL_TOKENS = sympy.Symbol("local_tokens", integer=True, positive=True)
-"""Size symbol of the tokens that one rank holds, free rows included; it replaces sizes over tokens."""
+"""Symbol for the number of tokens that one rank holds, free rows included; it replaces size symbols of all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class TokenFlow:
         return int(size.subs([(symbol, hints[str(symbol)]) for symbol in size.free_symbols if str(symbol) in hints]))
 
     def rows(self, axis: TokenAxis) -> int:
-        """Return the size of a token dim in the captured batch, before tokens are sharded."""
+        """Return the whole size of a token dim in the captured batch, before tokens are sharded."""
         return self.number(axis.outer) * self.kept(axis) * axis.inner
 
     def kept(self, axis: TokenAxis) -> int:

@@ -27,7 +27,7 @@ class OpCosts(Analysis[int]):
     requires: ClassVar[tuple[Fact, ...]] = (Fact.ANNOTATED,)
 
     rules: Mapping[str, FlopsRule] = field(hash=False)
-    """Name of an op, such as `"acme.fused_mlp"` -> its rule."""
+    """Name of an op, such as `"acme.fused_mlp"` -> the rule that counts the op's FLOPs."""
 
     def __post_init__(self) -> None:
         for op in self.rules:

@@ -34,9 +34,9 @@ class OpFlops:
 
     forward: int = 0
     operands: tuple[tuple[fx.Node, int], ...] = ()
-    """(operand, FLOPs of its gradient). An operand read twice appears twice."""
+    """(operand node, FLOPs of the operand's gradient). An operand that the node reads twice appears twice."""
     joint: int = 0
-    """FLOPs of one backward for all operands at once (attention); paid if any of them needs a gradient."""
+    """FLOPs of one backward for all operands at once (attention); counted if any operand needs a gradient."""
     joint_operands: tuple[fx.Node, ...] = ()
 
 
@@ -56,7 +56,7 @@ def op_flops(node: fx.Node) -> OpFlops:
 
 
 def passed(node: fx.Node) -> Mapping[str, object]:
-    """Return the arguments of an ATen or custom op by the names of its schema, defaults left out."""
+    """Return the arguments that a call of an ATen or custom op passes, by the names of the op's schema."""
     return {argument.name: value for argument, value in arguments(node)}
 
 

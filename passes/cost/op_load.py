@@ -126,7 +126,7 @@ class Growths:
     """Finds how the size and work of nodes of one component grow with its load."""
 
     def __init__(self, sequences: Sequences, fixed: set[fx.Node]) -> None:
-        """Prepare to find the growth of nodes.
+        """Prepare to find the growth of nodes of one component.
 
         Args:
             sequences: sequences of the component.

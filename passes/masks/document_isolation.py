@@ -147,12 +147,12 @@ class _IsolationProof:
         return alike and all(self._rows_stay(source, places) for source in node.all_input_nodes)
 
     def _equal(self, one: fx.Node, other: fx.Node) -> bool:
-        """Return whether two values computed from integers are the same in every batch."""
+        """Return whether two nodes have the same value, computed from integers, in every batch."""
         ours, theirs = self._values(one), self._values(other)
         return ours is not None and theirs is not None and all(map(torch.equal, ours, theirs))
 
     def _attention(self, flow: TokenFlow, node: fx.Node) -> TokenAxis:
-        """Check self-attention under a mask that shows no pair of two documents."""
+        """Check that the mask of self-attention shows no pair of two documents, and return the token dim of the result."""
         axis, mask = TokenAxis(dim=2), argument(node, "attn_mask")
         for name in ("query", "key", "value"):
             value = argument(node, name)

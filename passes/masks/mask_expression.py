@@ -84,7 +84,7 @@ def dtype_of(expression: Expression) -> torch.dtype:
 
 
 def number_dtype(value: int | float | bool) -> torch.dtype:
-    """Return the dtype of a Python number as a tensor."""
+    """Return the dtype that torch gives a tensor made from a Python number."""
     return torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
 
 

@@ -124,7 +124,7 @@ def _cast(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
 
 
 def _reshaped(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
-    """Read a view that only adds or removes dims of size 1."""
+    """Read an element through a view that only adds or removes dims of size 1; None for other views."""
     source = _source(node)
     places = [place for size, place in zip(shape(node), index, strict=True) if size != 1]
     if [size for size in shape(node) if size != 1] != [size for size in shape(source) if size != 1]:
@@ -172,7 +172,7 @@ def _permuted(reader: MaskReader, node: fx.Node, index: Places) -> Expression:
 
 
 def _looked_up(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
-    """Read `x[..., i, j, ...]` with integer index tensors side by side."""
+    """Read an element of `x[..., i, j, ...]`, whose integer index tensors are for adjacent dims."""
     source, indices = _source(node), list(given(node)["indices"])
     indices += [None] * (len(shape(source)) - len(indices))
     dims = [dim for dim, i in enumerate(indices) if i is not None]

@@ -75,7 +75,7 @@ def _local_sizes(flow: ShardFlow, node: fx.Node, wanted: Sequence[Any], dim: int
 
 
 def reshaped(flow: ShardFlow, node: fx.Node, value: fx.Node) -> TensorShard:
-    """Return the sharding of `node`, a view of `value`.
+    """Return the sharding of `node`, a view of the elements of `value` in the same order.
 
     Flatten the dims that the view splits or merges with the sharded one: elements of a block are then consecutive,
     blocks * inner, once for each index of the outer dims. The same runs must be blocks of a dim of the result.
@@ -157,7 +157,7 @@ def _piece(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int)
 
 
 def slice_(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Keep the sharded dim of a slice of other dims; refuse a partial slice of it."""
+    """Follow a slice of another dim; refuse a partial slice of the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
@@ -169,7 +169,7 @@ def slice_(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def narrow(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Keep the sharded dim of a narrowing of other dims; refuse a partial narrowing of it."""
+    """Follow narrow of another dim; refuse a partial narrowing of the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
@@ -194,7 +194,7 @@ def _narrowed(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: i
 
 
 def removed_dim(flow: ShardFlow, node: fx.Node) -> Shards:
-    """Keep the sharded dim of select, unbind of another dim."""
+    """Follow select and unbind, which remove another dim; refuse them on the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     (dim,) = dims(node, len(flow.facts.shape(value)))
@@ -208,7 +208,7 @@ def removed_dim(flow: ShardFlow, node: fx.Node) -> Shards:
 
 
 def glu(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Keep the sharded dim of glu, which multiplies the first half of a dim by the sigmoid of the other half."""
+    """Follow glu, which multiplies the first half of a dim by the sigmoid of the other half."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):

@@ -182,7 +182,7 @@ def _flat(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _heads(chunk: Chunk, num_heads: int) -> slice:
-    """Return the slice of a tensor made by `_flat` that holds the rows of a chunk."""
+    """Return the slice of the first dim [B H] of `_flat`'s result that holds a chunk's batch rows."""
     return slice(chunk.rows.start * num_heads, chunk.rows.stop * num_heads)
 
 

@@ -134,7 +134,7 @@ def check_arguments(
 
 
 def unpack_classes(packed: np.ndarray) -> np.ndarray:
-    """Return uint8 [..., 4 * bytes] classes from uint8 [..., bytes] of `class_map`."""
+    """Return tile classes, uint8 [..., 4 * bytes], from the packed bytes of `class_map`, uint8 [..., bytes]."""
     return _UNPACKED[packed].view(np.uint8)
 
 

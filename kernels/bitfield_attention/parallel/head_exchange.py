@@ -97,7 +97,7 @@ def _message_size(k: torch.Tensor, v: torch.Tensor, heads: int) -> int:
 
 
 def _packed(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, space: torch.Tensor | None = None) -> torch.Tensor:
-    """Pack [B, heads, T, D] and [B, heads, T, Dv] into [T, B, heads, D + Dv], in `space` if given."""
+    """Return keys [B, heads, T, D] and values [B, heads, T, Dv] as one message [T, B, heads, D + Dv], in `space` if given."""
     shape = k.shape[2], *k.shape[:2], k.shape[-1] + v.shape[-1]
     message = k.new_empty(shape, dtype=dtype) if space is None else _view(space, shape)
     message[..., : k.shape[-1]] = k.permute(2, 0, 1, 3)

@@ -40,7 +40,7 @@ class _Leaf:
 
 
 class Lockstep:
-    """Runs nodes of a graph on every rank.
+    """Runs nodes of a graph on every rank, with all ranks in this process.
 
     Args:
         graph: before or after the pass tensor-parallel.
@@ -266,7 +266,7 @@ ACROSS: Mapping[str, Callable[..., World]] = {
     "mmcompile.tp_embedding": _embedding,
     "mmcompile.tp_token_loss": _loss,
 }
-"""Op -> function from its arguments on every rank, without group and count, to its results on every rank."""
+"""Op name -> function from the op's arguments on every rank, without group and count, to its results on every rank."""
 
 
 def _own_tokens(q: Any, k: Any, v: Any, *given: Any) -> Any:
@@ -277,4 +277,4 @@ def _own_tokens(q: Any, k: Any, v: Any, *given: Any) -> Any:
 
 
 _STAND_INS: Mapping[str, Callable[..., Any]] = {"mmcompile.context_parallel_attention": _own_tokens}
-"""Op that needs other ranks' tokens -> function that replaces it."""
+"""Name of an op that needs other ranks' tokens -> function that computes it in this process instead."""
