@@ -23,19 +23,19 @@ _KNOWN = NAMES | {"float", "slice", "tapped", "handed"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerArgument:
-    """Annotation of an argument of a layer function.
+    """Annotation of a layer function's argument.
 
-    "device", "size s0", or "float32 [s0, 64]", which may be followed by ", trained" (a parameter with gradient), ",
+    Its text is "device", "size s0", or "float32 [s0, 64]", which may be followed by ", trained" (a parameter with gradient), ",
     gradient" (a value with gradient) or ", tap".
     """
 
     description: str
     sizes: tuple[str, ...]
-    """Sizes of a tensor by dim, or of a size itself; as text."""
+    """Sizes of a tensor by dim, as text; for an argument that is a size, that size alone."""
 
     @classmethod
     def parse(cls, text: str) -> LayerArgument | None:
-        """Parse an annotation; None for a text of another form."""
+        """Parse the text of an annotation; return None for any other text."""
         if text == "device":
             return cls(description=text, sizes=())
         if text.startswith("size "):
@@ -55,31 +55,32 @@ class LayerArgument:
 
     @property
     def varying(self) -> tuple[int, ...]:
-        """Dims of the tensor that are not one number; a size is a tensor of that many empty rows."""
+        """Dims whose size is not a literal number. An argument that is a size is passed as a tensor of that many empty rows."""
         return tuple(dim for dim, size in enumerate(self.sizes) if not size.isdecimal())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanonicalLayer:
-    """A layer function without its names."""
+    """A layer function with its names replaced by numbers, so that equal layers have equal text."""
 
     text: str
     """Source of `layer(a0, a1, ...)`. Arguments, values and size symbols are numbered by first use.
 
-    Annotations stay, so that equal texts compile to equal code. An argument that is a size is a tensor of that many
-    empty rows: a compiler takes a size for a variable in a shape only.
+    Annotations are kept, so that equal texts compile to equal code. An argument that is a size is passed as a tensor of that many
+    empty rows, because a compiler treats a size as variable only in a shape.
     """
     arguments: tuple[LayerArgument, ...]
 
 
 @functools.cache
 def canonical_layers(source: str, stage: str) -> Mapping[str, CanonicalLayer]:
-    """Return the layer functions of a stage source by name: all functions that are outside of its class.
+    """Return function name -> canonical layer for all layer functions of a stage source, those outside its class.
 
-    Made once a process: where stages move between ranks, it is asked for again and again.
+    Results are cached for the process, because stages that move between ranks need them repeatedly.
 
     Args:
-        stage: whose source it is, for errors.
+        source: source of the stage.
+        stage: name of the stage, for error messages.
 
     Raises:
         VerifyError: the source does not compile, or a function is not of the form that `stage_source` writes.
@@ -125,13 +126,13 @@ def _argument(argument: ast.arg, where: str) -> LayerArgument:
 
 @dataclass(kw_only=True)
 class _Renamed(ast.NodeTransformer):
-    """Renames arguments and values."""
+    """AST transformer that renames arguments and values of a function to a0, a1, ... and v0, v1, ..."""
 
     where: str
     names: dict[str, str]
-    """Old names -> new names, so far."""
+    """Old names -> new names, of all names met so far."""
     local: frozenset[str]
-    """All names that the function gives a value."""
+    """All names that the function assigns."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id in self.local and node.id not in self.names:
@@ -145,13 +146,13 @@ class _Renamed(ast.NodeTransformer):
 
 
 def _is_left_out(node: ast.stmt) -> bool:
-    """Return whether a statement is left out: text, and `del`, which frees nothing in compiled code."""
+    """Return True for statements to omit: strings, and `del`, which frees no memory in compiled code."""
     return isinstance(node, ast.Delete) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 @dataclass(kw_only=True)
 class _Symbols:
-    """Numbers size symbols by first use."""
+    """Numbering of size symbols by first use."""
 
     found: dict[str, str] = field(default_factory=dict)
 
@@ -167,7 +168,7 @@ class _Symbols:
 
 
 def _sizes(arguments: tuple[LayerArgument, ...]) -> Iterator[str]:
-    """Yield statements that read sizes, and that assert which are equal: a compiler would find out one by one, or never."""
+    """Yield statements that read sizes and assert equal ones, so that a compiler need not discover equality."""
     first: dict[str, str] = {}
     for at, argument in enumerate(arguments):
         if argument.is_size:

@@ -41,11 +41,13 @@ def load_compiled_stage(
     """Return a stage whose layer functions are compiled. Nothing is compiled before the first call.
 
     Args:
-        program, tensors, device: as for `load_stage`.
-        backend: of `torch.compile`.
+        program: program of the stage.
+        tensors: every parameter and buffer it reads, by original name.
+        device: device of the tensors.
+        backend: backend of `torch.compile`.
 
     Raises:
-        VerifyError: a tensor is missing, or the source is not as `stage_source` writes it.
+        VerifyError: a tensor is missing, or the source has another form than `stage_source` writes.
     """
     layers = canonical_layers(program.source, program.stage)
     runner = CompiledLayers(
@@ -59,16 +61,16 @@ def load_compiled_stage(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledLayers:
-    """`LayerRunner` of one stage."""
+    """`LayerRunner` that runs one stage's layer functions as compiled canonical layers."""
 
     stage: str
     layers: Mapping[str, CanonicalLayer]
-    """Name of the stage's function -> canonical layer."""
+    """Name of the stage's layer function -> canonical layer."""
     device: torch.device
     backend: Backend
 
     def __call__(self, layer: Layer, recompute: Recompute, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Run the compiled canonical layer; recompute only where gradients are enabled."""
+        """Run the compiled canonical layer of `layer`; activations are recomputed only if gradients are enabled."""
         found = self.layers[layer.__name__]
         given = [self._settled(value, argument) for value, argument in zip(arguments, found.arguments, strict=True)]
         try:
@@ -78,11 +80,11 @@ class CompiledLayers:
             raise
 
     def compiled(self, name: str, recompute: Recompute = "none") -> Layer:
-        """Return the function that runs in place of one of the stage's; the same for all equal ones."""
+        """Return the compiled function for the stage's layer function `name`; equal layers share it."""
         return compiled_layer(self.layers[name].text, recompute, self.backend)
 
     def _settled(self, value: Any, argument: LayerArgument) -> Any:
-        """Return an argument in the form that compiled code requires: of one layout, with sizes that vary marked."""
+        """Return an argument as compiled code requires it: contiguous, and with varying dims marked dynamic."""
         if argument.is_size:
             value = torch.empty((value, 0), device=self.device)
         elif isinstance(value, Tensor) and not argument.is_tap and not _is_plain(value):
@@ -105,10 +107,12 @@ _AROUND: Mapping[Recompute, str] = {
 
 @functools.cache
 def compiled_layer(text: str, recompute: Recompute, backend: Backend | None) -> Layer:
-    """Return the compiled function of a canonical text; the same for all callers.
+    """Return the compiled function of a canonical layer's text, cached by its arguments.
 
     Args:
-        backend: of `torch.compile`; None runs the text as it is.
+        text: source of `layer(a0, a1, ...)`.
+        recompute: mode of recomputation for the backward.
+        backend: backend of `torch.compile`; None runs the text uncompiled.
     """
     # Each function has code of its own: torch counts recompilations by it.
     around = _AROUND[recompute]

@@ -18,31 +18,31 @@ from mmcompile.planner.plan.plan_record import SharedValue
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCut:
-    """The part of a graph that one stage runs."""
+    """Nodes of a graph that one stage runs, and the values and tensors that it reads and sends."""
 
     stage: str
     nodes: tuple[fx.Node, ...] = field(repr=False)
-    """Call nodes in graph order: the stage's own, and shared ones computed here too."""
+    """Call nodes in graph order: those of the stage's layers, and shared ones that it also computes."""
     roots: tuple[fx.Node, ...]
-    """Placeholders read."""
+    """Placeholders that the stage reads."""
     received: tuple[fx.Node, ...]
-    """Values of other stages read here."""
+    """Values that the stage receives from other stages."""
     sent: tuple[tuple[fx.Node, tuple[str, ...]], ...]
-    """Values read by other stages, with those stages in plan order."""
+    """(value, reading stages in plan order) for each value that other stages read."""
     tensors: tuple[fx.Node, ...]
-    """Parameters, buffers and constants read."""
+    """Parameters, buffers and constants that the stage reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCut:
-    """All stages of one captured graph."""
+    """Cut of one captured graph into stages."""
 
     stages: Mapping[str, StageCut]
-    """Stages without work are absent."""
+    """Stage name -> its part of the graph; stages without work are absent."""
     owner: Mapping[fx.Node, str] = field(repr=False)
-    """Stage that computes a value (for shared values that are sent: the one sender)."""
+    """Value -> stage that computes it; for a shared value that is sent, the stage that sends it."""
     needs_gradient: frozenset[fx.Node] = field(repr=False)
-    """Values through which the loss reaches a trainable parameter."""
+    """Values whose gradient is needed: the loss reaches a trainable parameter through them."""
     shared_values: tuple[SharedValue, ...]
 
 
@@ -91,7 +91,7 @@ def cut(graph: ModelGraph, plan: Plan) -> GraphCut:
 
 
 def _reads(stage: str, owner: Mapping[fx.Node, str]) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
-    """Return nodes the stage computes, values it receives, placeholders and tensors it reads."""
+    """Return the nodes that a stage computes, the values it receives, and the placeholders and tensors it reads."""
     own = {node for node, name in owner.items() if name == stage}
     received: set[fx.Node] = set()
     leaves: set[fx.Node] = set()
@@ -115,7 +115,7 @@ def _shared_readers(
 ) -> dict[fx.Node, tuple[str, ...]]:
     """Return shared values at which the paths to several stages part, with all the stages that need them.
 
-    For example a mask that all read, or a rotary table that each reshapes for itself.
+    For example a mask that all stages read, or a rotary table that each stage reshapes.
     """
     calls = list(calls)
     needing: dict[fx.Node, frozenset[str]] = {}
@@ -135,10 +135,11 @@ def _shared_readers(
 def _decide(
     readers: Mapping[fx.Node, tuple[str, ...]], plan: Plan
 ) -> tuple[tuple[SharedValue, ...], dict[fx.Node, str]]:
-    """Decide for each shared value read by several stages: compute it in each, or once and send it, by the time.
+    """Decide by time for each shared value that several stages read: compute it in each stage, or compute it once and send it.
 
-    Computing costs the bytes that its whole computation moves, over memory bandwidth; sending costs its bytes over the
-    link. Stages of several chains always compute it: their microbatches need not hold the same samples.
+    Computing costs the bytes that its whole computation moves, over memory bandwidth; sending costs its bytes over the link. A
+    value read in several chains is always computed in each stage, because microbatches of different chains may hold different
+    samples.
     """
     decisions, sent = [], {}
     device, link = plan.cluster.device, plan.cluster.intra

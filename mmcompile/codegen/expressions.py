@@ -30,20 +30,20 @@ _OP_MODULES = {
     **dict.fromkeys(_VOCABULARY_OPS, "mmcompile.kernels.tensor_parallel.vocabulary"),
     "gather_parameter": "mmcompile.kernels.sharded_parameters.gather_ops",
 }
-"""Op of ours -> the module that registers it."""
+"""Name of an mmcompile op -> module that registers it."""
 NAMES = frozenset(("aten", "math", "mm", "operator", "torch"))
-"""Names that expressions read beside values, and `device`."""
+"""Names that expressions use besides values and `device`."""
 TAKEN = frozenset((*NAMES, "StageModule", "Stage", "device", "float", "mmcompile", "self", "slice", "tapped", "handed"))
-"""Names a source gives a meaning; `torch.mm` makes a node called "mm", and a model may call an input "aten"."""
+"""Names that are reserved in generated source; `torch.mm` makes a node called "mm", and a model may call an input "aten"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expressions:
-    """Writes calls and arguments.
+    """Writer of calls and arguments as Python expressions.
 
     Args:
-        name: how a value of the graph is called.
-        device: how the device is called on which tensors are made.
+        name: function that returns the Python name of a graph value.
+        device: expression of the device on which tensors are made.
     """
 
     name: Callable[[fx.Node], str]
@@ -85,7 +85,7 @@ def variable(node: fx.Node) -> str:
 
 
 def identifier(text: str) -> str:
-    """Return a Python name that resembles a dotted one."""
+    """Return a valid Python name that resembles a dotted name."""
     found = re.sub(r"\W", "_", text)
     return f"_{found}" if found[:1].isdigit() or keyword.iskeyword(found) else found
 
@@ -113,7 +113,7 @@ def comment_in_layer(node: fx.Node, layer: str) -> str:
 
 
 def registering_imports(nodes: Iterable[fx.Node]) -> str:
-    """Return import lines of the modules that register our ops among those called."""
+    """Return import lines for the modules that register the mmcompile ops among the called ones."""
     called = {str(node.target).removeprefix("mmcompile.").removesuffix(".default") for node in nodes}
     return "".join(
         f"import {module}  # registers torch.ops.mmcompile.{name}\n"

@@ -23,7 +23,7 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProgram:
-    """A layer as a stage program."""
+    """A single layer as a stage program, with its nodes and arguments, to measure it."""
 
     program: StageProgram
     arguments: tuple[fx.Node, ...] = field(repr=False)
@@ -31,9 +31,9 @@ class LayerProgram:
 
 
 def layer_programs(graph: ModelGraph, places: Iterable[Place]) -> dict[Place, LayerProgram]:
-    """Return programs of some layers of a graph annotated by gradient-flow. Layers without nodes are left out.
+    """Return the programs of the layers at `places`, for a graph annotated by gradient-flow. Layers without nodes are left out.
 
-    A shared value that one layer alone needs is computed in its program; one that several need is an argument, as a
+    A shared value that a single layer needs is computed in its program. One that several layers need is an argument, because a
     stage computes it once for all its layers.
     """
     needing = _needing(graph.module.graph)
@@ -47,7 +47,10 @@ def layer_programs(graph: ModelGraph, places: Iterable[Place]) -> dict[Place, La
 
 
 def _needing(graph: fx.Graph) -> dict[fx.Node, frozenset[Place]]:
-    """Return the layers that need each call node: its own layer, or for a shared value those that read it at the end."""
+    """Return call node -> layers that need it: its layer.
+
+    For a shared value, the layers that read it directly or through others.
+    """
     needing: dict[fx.Node, frozenset[Place]] = {}
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function":
@@ -120,8 +123,9 @@ def shared_values(
     """Return values of shared nodes, computed from batch inputs and host values on the CPU.
 
     Args:
-        wanted: shared nodes, annotated.
-        inputs: every placeholder of the graph by name.
+        graph: graph annotated by gradient-flow.
+        wanted: shared nodes.
+        inputs: value of every placeholder of the graph, by name.
     """
     known: dict[fx.Node, Any] = {}
     needed = _closure(wanted)
@@ -150,7 +154,7 @@ def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; for one without values (of a model built without weights), another of its shape."""
+    """Return the tensor; for a meta tensor (of a model built without weights), a real tensor of the same shape."""
     if not isinstance(tensor, FakeTensor):
         return tensor.detach()
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)

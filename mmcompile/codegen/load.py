@@ -24,12 +24,12 @@ def load_stage(
     """Execute a program's source and build its `Stage` on the given tensors.
 
     Args:
-        program: the stage.
+        program: program of the stage.
         tensors: every parameter and buffer it reads, by original name. An `nn.Parameter` is used as it is (so patterns
             of one stage share it); a plain tensor is wrapped, sharing storage, with `requires_grad` as in its
             `ParameterSpec`.
-        device: where they are, and where the source makes new tensors.
-        runner: of its layer functions.
+        device: device of the tensors, and of tensors that the source makes.
+        runner: function that runs the layer functions.
 
     Returns:
         A module whose `forward` takes `program.inputs` in order and returns a tuple in `program.outputs` order.
@@ -45,10 +45,10 @@ def load_stage(
 def _held_tensors(
     program: StageProgram, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """Return the parameters and buffers of a program, as `load_stage` takes them.
+    """Return the parameters and the buffers that a program reads, by original name.
 
     Raises:
-        VerifyError: one is missing.
+        VerifyError: a tensor is missing.
     """
     wanted = [spec.name for spec in program.parameters] + list(program.buffers)
     missing = [name for name in wanted if name not in tensors]
@@ -59,7 +59,7 @@ def _held_tensors(
 
 
 def execute(source: str, filename: str, **names: object) -> dict[str, object]:
-    """Execute a source, which sees torch, `StageModule` and the names given, and return its namespace.
+    """Execute a source with torch, `StageModule` and `names` as globals, and return its namespace.
 
     Tracebacks and `inspect` show the source under `filename`.
     """
@@ -85,7 +85,7 @@ def _stage_class(program: StageProgram) -> type[StageModule]:
 
 @functools.cache
 def _executed_class(source: str, stage: str, pattern: str) -> type[StageModule]:
-    """Execute a class once a process: a stage is loaded by every replica, and anew where stages move between ranks."""
+    """Return the stage class of a source, executed once per process: every replica loads it, and again after stages move."""
     found = execute(source, f"<stage {stage} of pattern {pattern}>").get("Stage")
     if not (isinstance(found, type) and issubclass(found, StageModule)):
         raise VerifyError(f"the source of stage {stage} defines no class Stage(StageModule)")

@@ -22,16 +22,16 @@ from mmcompile.passes.values import op_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRun:
-    """Nodes of one layer that run together in a stage."""
+    """Nodes of one layer that run together in a stage, with the values they read and return."""
 
     place: Place | None
     """Layer of the nodes; None for values shared by several layers."""
     nodes: tuple[fx.Node, ...]
-    """In graph order."""
+    """Call nodes in graph order."""
     tensors: tuple[fx.Node, ...]
     """Parameters, buffers and constants read, in the order of their use."""
     inputs: tuple[fx.Node, ...]
-    """Other values read, in the order of their use."""
+    """Other values read, in the order of first use."""
     outputs: tuple[fx.Node, ...]
     """Values read by other runs, or returned by the stage, in graph order."""
 
@@ -42,17 +42,17 @@ class NodeRun:
 
     @property
     def needs_device(self) -> bool:
-        """True if the run makes tensors from nothing, or moves some."""
+        """True if the run creates tensors (such as zeros), or moves tensors to a device."""
         arguments = ((node.args, node.kwargs) for node in self.nodes)
         return any(isinstance(value, torch.device) for value in pytree.tree_leaves(list(arguments)))
 
 
 def runs_of(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> tuple[NodeRun, ...]:
-    """Return the runs of a stage, each after those it reads from.
+    """Return the runs of a stage, each after the runs it reads from.
 
     Args:
         nodes: call nodes in graph order, annotated.
-        results: what the stage returns.
+        results: nodes that the stage returns.
     """
     nodes = list(nodes)
     groups = _groups(nodes)
@@ -77,7 +77,7 @@ def _run(place: Place | None, own: Sequence[fx.Node], wanted: set[fx.Node]) -> N
 
 
 def _groups(nodes: list[fx.Node]) -> list[tuple[Place | None, list[fx.Node]]]:
-    """Return places and nodes of the runs, shared values first."""
+    """Return (layer, nodes) of each run; the run of shared values is first and has layer None."""
     order = {node: index for index, node in enumerate(nodes)}
     places = needing_layers(nodes[0].graph)
     shared = [node for node in nodes if info(node).shared and len(places[node]) != 1]
@@ -104,12 +104,12 @@ def _groups(nodes: list[fx.Node]) -> list[tuple[Place | None, list[fx.Node]]]:
 def _whole_layers(
     nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, Place]
 ) -> list[tuple[Place | None, list[fx.Node]]]:
-    """Return one run a layer, each after those it reads from, else by its first node.
+    """Return (layer, nodes) with one run per layer, each after the runs it reads from, else ordered by first node.
 
-    [] if layers read from each other both ways.
+    The list is empty if two layers read from each other.
 
-    A layer that waits in the middle (an embedding, for the images that go in) or that reads what was made ready long
-    before (deep features) stays in one piece.
+    A layer stays one run even if it needs another layer's result midway (an embedding that inserts image features), or reads
+    values made much earlier (deep features).
     """
     members: dict[Place, list[fx.Node]] = {}
     waits_for: dict[Place, set[Place]] = {}
@@ -131,7 +131,7 @@ def _whole_layers(
 def _in_graph_order(
     nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, Place]
 ) -> list[tuple[Place | None, list[fx.Node]]]:
-    """Return a run for each sequence of consecutive nodes of one layer."""
+    """Return (layer, nodes) with one run per sequence of consecutive nodes of one layer."""
     groups: list[tuple[Place | None, list[fx.Node]]] = []
     group_of: dict[fx.Node, int] = {}
     for node in nodes:
@@ -147,12 +147,12 @@ def _in_graph_order(
 
 
 def last_uses(nodes: Iterable[fx.Node]) -> Mapping[fx.Node, fx.Node]:
-    """Return value -> the last of some nodes that reads it."""
+    """Return value -> the last one of `nodes` that reads it."""
     return {source: node for node in nodes for source in node.all_input_nodes}
 
 
 def module_paths(nodes: Iterable[fx.Node]) -> Iterator[tuple[str, list[fx.Node]]]:
-    """Return consecutive nodes of one module, with its path; "shared" for shared values."""
+    """Yield (module path, nodes) for each sequence of consecutive nodes of one module; the path of shared values is "shared"."""
     path: str | None = None
     own: list[fx.Node] = []
     for node in nodes:

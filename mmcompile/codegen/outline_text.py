@@ -16,22 +16,22 @@ from mmcompile.ir.graph import dtype_name, info
 from mmcompile.ir.sizes import shape_of
 
 _WIDTH = 108
-"""Characters of a line inside of a method."""
+"""Number of characters of a line inside a method."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTensors:
-    """The tensors of a stage, and the expressions that read them."""
+    """Tensors of a stage, and the Python expressions that read them."""
 
     names: Mapping[fx.Node, str]
     """Parameter or buffer node -> original name, read as `self.t[name]`."""
     constants: Mapping[fx.Node, str]
     """Constant node -> its name, read as `self.c[name]`."""
     trained: Container[str]
-    """Names of parameters that train."""
+    """Names of the trainable parameters."""
 
     def expression(self, node: fx.Node) -> str:
-        """Return the expression by which the stage reads a tensor."""
+        """Return the expression with which the stage reads a tensor, such as `self.t["name"]`."""
         return f'self.t["{self.names[node]}"]' if node in self.names else f'self.c["{self.constants[node]}"]'
 
     def name(self, node: fx.Node) -> str:
@@ -39,14 +39,14 @@ class StageTensors:
         return self.names[node] if node in self.names else self.constants[node]
 
     def described(self, node: fx.Node) -> str:
-        """Return the annotation of a tensor in a layer function."""
+        """Return the annotation of a tensor argument: dtype, shape, and ", trained" for a trainable parameter."""
         trains = node in self.names and self.names[node] in self.trained
         return f"{_described(node)}{', trained' if trains else ''}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerText:
-    """Writes one run as a function and as a call of an equal function."""
+    """Writer of one run of nodes as a layer function, and of calls of that function."""
 
     run: NodeRun
     tensors: StageTensors
@@ -55,7 +55,7 @@ class LayerText:
 
     @property
     def returned(self) -> tuple[fx.Node, ...]:
-        """Values returned by the function, with those that deferred weight gradients read."""
+        """Values that the function returns: the run's outputs, and values that deferred weight gradients need."""
         kept = (product.x for product in self.products if product.x_tap is None)
         return (
             *self.run.outputs,
@@ -66,9 +66,9 @@ class LayerText:
         """Return the definition of the function.
 
         Args:
-            name: of the function.
-            prefix: path of the layer it is written after.
-            serves: titles of the runs it computes, all of which have this structure.
+            name: name of the function.
+            prefix: path of the layer whose names the function uses.
+            serves: titles of the runs that the function computes; all have the same structure.
         """
         own, arguments = self._arguments(prefix)
         lines = [f"def {name}(", *(f"    {argument}," for argument in arguments), "):"]
@@ -78,10 +78,11 @@ class LayerText:
         return "\n".join(lines) + "\n"
 
     def call(self, function: str, recompute: Recompute) -> Iterator[str]:
-        """Return lines that call an equal function.
+        """Yield lines that call a function with the structure of this run.
 
         Args:
-            recompute: what it computes again in the backward.
+            function: name of the function.
+            recompute: mode of recomputation for the backward.
         """
         for tap in self._taps:
             yield f"{tap.name} = self.tap([{', '.join(tap.sizes)}], {tap.node.meta['val'].dtype})"
@@ -109,17 +110,17 @@ class LayerText:
 
     @property
     def _taps(self) -> tuple[Tap, ...]:
-        """Taps of all products, each once."""
+        """Taps of all products, each one once."""
         found = (tap for product in self.products for tap in (product.tap, product.x_tap))
         return tuple(dict.fromkeys(tap for tap in found if tap is not None))
 
     @property
     def _held(self) -> tuple[fx.Node, ...]:
-        """Tensors read, each once even if several nodes stand for it."""
+        """Tensors that the run reads, each one once even if several nodes refer to it."""
         return tuple({self.tensors.expression(node): node for node in reversed(self.run.tensors)}.values())[::-1]
 
     def _arguments(self, prefix: str) -> tuple[dict[str, str], list[str]]:
-        """Return names of tensors in the function by the stage's expression, and all annotated arguments."""
+        """Return stage expression -> name in the function for its tensors, and all annotated arguments."""
         taken = {*TAKEN, *map(variable, self.run.nodes), *map(variable, self.run.inputs)}
         arguments = ['device: "device"'] if self.run.needs_device else []
         own: dict[str, str] = {}

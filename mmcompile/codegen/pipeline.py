@@ -33,8 +33,8 @@ def passes_for(plan: Plan, graph: ModelGraph, own: Sequence[AnyPass] = ()) -> tu
     """Return the passes of `STAGES` that a plan needs, in order; gradient-flow has run at capture.
 
     Args:
-        plan: decides which passes run, and their options.
-        graph: as captured; on a batch without images it lacks the vision encoder.
+        plan: plan that decides which passes run, and their options.
+        graph: captured graph; it lacks the vision encoder if the batch has no images.
         own: passes of the user.
     """
     names = {component.name for component in graph.components}
@@ -62,8 +62,8 @@ def with_stage_passes(
     """Return the capture that the ranks of a plan run: all passes of `passes_for` applied, gradient flow annotated.
 
     Args:
-        capture: annotated by gradient-flow; left as it is.
-        plan: how to compute it.
+        capture: capture annotated by gradient-flow; not changed.
+        plan: plan that the ranks run.
         batch: the captured batch, for a graph that will train: then ranks that share tensors are checked against whole layers
             (`mmcompile.passes.tensor_parallel.validation.layer_check`), and a warning names the layers that were not.
         validated: kinds of layers that need no check; those that pass it are added, for later captures of the model.
@@ -85,7 +85,7 @@ def with_stage_passes(
 
 
 def layer_choices(graph: ModelGraph, plan: Plan) -> LayerChoices:
-    """Return how the layers of a rewritten graph are written: the last analyses of `STAGES`."""
+    """Return how generated code writes layers: names, recomputation and deferred gradients, from the graph's last analyses."""
     recomputed, deferred = Recomputed(modes=plan.modes), DeferredWeights()
     analyses = (recomputed, deferred) if plan.schedule == "zb-h1" else (recomputed,)
     found = Pipeline(passes=analyses, given=GRADIENTS, verify=False).run(graph)
@@ -104,7 +104,7 @@ def _check_shards(
     context_parallel: int,
     validated: set[str] | None,
 ) -> tuple[str, ...]:
-    """Check each kind of sharded layer against the whole one; return a line for each kind that was not checked."""
+    """Check each kind of sharded layer against the whole layer; return a line for each kind that was not checked."""
     validated = set() if validated is None else validated
     given = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     sizes = capture.sizes.size_inputs(capture.sizes.bind(given) or {})

@@ -31,12 +31,12 @@ class Port:
     """Sizes of the dims: ints, or text over the pattern's size symbols; () for a size."""
     dtype: str
     gradient: bool = False
-    """True for a link whose gradient flows back."""
+    """True for a link on which a gradient is sent back."""
     peers: tuple[str, ...] = ()
-    """Stages on the other side. Link input: the one producing stage.
+    """Stages that the link leads to or comes from. Link input: the one producing stage.
 
-    Link output: every consuming stage, in plan order; () where another shard sends the same value, and this one is made
-    for its gradient only.
+    Link output: every consuming stage, in plan order; () if another shard sends the same value and this output only serves its
+    gradient.
     """
     expression: str = ""
     """Value of a port of kind "size", as text over size symbols."""
@@ -50,19 +50,19 @@ class StageProgram:
     pattern: str
     source: str = field(repr=False)
     inputs: tuple[Port, ...]
-    """In the order of `forward`'s arguments."""
+    """Arguments of `forward`, in order."""
     outputs: tuple[Port, ...]
     """Results of `forward`, in order. The loss stage returns `loss_sum` last, or `loss_sum` and `num_tokens`, without peers."""
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[str, ...]
-    """Model buffers read, by original name."""
+    """Original names of the model buffers that the stage reads."""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     """Values known at capture, by attribute name."""
     is_loss: bool = False
     has_backward: bool = False
     """True if the stage holds a parameter that trains or receives a gradient in this pattern."""
     gathered: tuple[str, ...] = ()
-    """Parameters that the stage gathers from the replicas that share them, by original name, in this order."""
+    """Original names of the parameters that the stage gathers from replicas that share them, in gathering order."""
 
     @property
     def batch_inputs(self) -> frozenset[str]:
@@ -70,7 +70,7 @@ class StageProgram:
         return frozenset(port.name for port in self.inputs if port.kind in ("root", "host"))
 
     def of_replica(self, index: int) -> StageProgram:
-        """Return the program of a replica that shares its parameters with others: with the parts of that number."""
+        """Return the program of replica `index` of those that share parameters, which holds the parts with that number."""
         source, parameters = self.source, []
         for spec in self.parameters:
             part = spec.of_replica(index)
@@ -81,7 +81,7 @@ class StageProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatternPrograms:
-    """All stages of one pattern. Value names are unique within a pattern, so a link is (value, consumer)."""
+    """Programs of all stages of one pattern. Value names are unique in a pattern, so (value, consumer) identifies a link."""
 
     pattern: str
     programs: Mapping[str, StageProgram]
@@ -100,19 +100,19 @@ class RowCount:
 
     expression: sympy.Expr
     inputs: Mapping[sympy.Symbol, str]
-    """Symbol -> the input whose dim 0 it is."""
+    """Symbol -> name of the batch input whose dim 0 it is."""
     sizes: Mapping[sympy.Symbol, int]
-    """Other symbols: sizes that all samples of the microbatch share."""
+    """Symbol -> size, for sizes that all samples of the microbatch share."""
 
     def of(self, rows: Mapping[str, int]) -> int | None:
-        """Return rows of a sample whose inputs have so many rows; None if they do not decide it."""
+        """Return the rows of a sample, given input name -> rows of the sample; None if these do not determine it."""
         leading = {symbol: rows.get(name, 0) for symbol, name in self.inputs.items()}
         return evaluate(self.expression, {**self.sizes, **leading})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedMicrobatch:
-    """A batch matched with its pattern, in the form in which rank 0 sends it."""
+    """A batch matched with its pattern: programs and values that rank 0 sends to the stages."""
 
     programs: PatternPrograms
     sizes: Mapping[str, int]
@@ -122,6 +122,6 @@ class PreparedMicrobatch:
     link_shapes: Mapping[str, tuple[int, ...]]
     """Static shape of every "link" value, by port name."""
     num_tokens: int | None = None
-    """Valid tokens, as the loss stage will count them. Needed when `programs.per_token`."""
+    """Number of valid tokens, as the loss stage will count them. Required if `programs.per_token`."""
     row_counts: Mapping[str, RowCount] = field(default_factory=dict)
     """Port name -> rows of a "link" value whose number varies with the rows of inputs."""

@@ -37,11 +37,11 @@ class _Pattern:
     capture: Capture = field(repr=False)
     programs: PatternPrograms
     host_shapes: Mapping[str, tuple[int, ...]]
-    """Host value whose shape the pattern fixes -> shape."""
+    """Name of a host value -> shape, for values whose shape the pattern fixes."""
     link_shapes: Mapping[str, Shape]
     context_parallel: int
     words: Mapping[str, str]
-    """Input with the words of a shard's tokens -> the host value with those of all."""
+    """Input name of the mask words of a shard's tokens -> name of the host value with the mask words of all tokens."""
 
     def match(self, tensors: Mapping[str, torch.Tensor]) -> PreparedMicrobatch | None:
         """Return the batch prepared for this pattern, or None if the pattern does not hold for it."""
@@ -82,11 +82,11 @@ class _Pattern:
 
 @dataclass(slots=True)
 class _Family:
-    """Patterns of batches with the same inputs."""
+    """Patterns of batches that have the same inputs, dtypes and plain values."""
 
     patterns: list[_Pattern] = field(default_factory=list)
     example: Mapping[str, Any] | None = None
-    """The first batch."""
+    """The first batch, with which later ones are compared."""
     varying: dict[str, set[int]] = field(default_factory=dict)
     """Input name -> dims in which any later batch differed from it: candidates for symbolic sizes."""
 
@@ -99,7 +99,7 @@ class _Family:
 
 
 class Patterns:
-    """Stage programs of one model under one plan, by pattern.
+    """Stage programs of one model under one plan, by pattern; a new pattern is captured when a batch fits no earlier one.
 
     Args:
         model: model to capture; its parameters' values are not read.
@@ -107,7 +107,7 @@ class Patterns:
         first: the capture the plan was made from; its layer order holds for all later ones.
         batch: batch on which `first` was captured.
         on_capture: called before each capture with the number of captures so far, for progress output.
-        passes: of the user, run on each capture (`mmcompile.passes.catalog.STAGES`).
+        passes: passes of the user, run on each capture (`mmcompile.passes.catalog.STAGES`).
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Patterns:
         self._on_capture = on_capture
         self._passes = passes
         self._validated: set[str] = set()
-        """Kinds of sharded layers that a check found equal to the whole layer."""
+        """Kinds of sharded layers that a check found equal to the unsharded layer."""
         self.num_captures = 1
         batch = completed(model, batch)
         self._families[_key(batch)] = _Family(patterns=[self._lowered(first, batch)], example=batch)
@@ -137,11 +137,11 @@ class Patterns:
         return {**named, **dict(self._model.named_buffers(remove_duplicate=False))}
 
     def captured(self) -> tuple[PatternPrograms, ...]:
-        """Return programs of all patterns so far."""
+        """Programs of all patterns captured so far."""
         return tuple(pattern.programs for family in self._families.values() for pattern in family.patterns)
 
     def prepare(self, batch: Mapping[str, Any]) -> PreparedMicrobatch:
-        """Match a batch with a pattern, capturing one if none holds.
+        """Match a batch with a pattern, capturing a new one if no pattern holds.
 
         Raises:
             BatchError: the model refuses the batch.

@@ -35,11 +35,11 @@ _KEPT = frozenset(
     )
 )
 _OWN_KEPT = ("packed_attention", "bitfield_attention", "context_parallel_attention", *EXCHANGES)
-"""Beginnings of the names of our own ops whose results are kept."""
+"""Prefixes of the names of mmcompile's ops whose results are kept."""
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of `torch.utils.checkpoint.checkpoint`."""
+    """Return the two contexts of selective recomputation; the `context_fn` of `torch.utils.checkpoint.checkpoint`."""
     return create_selective_checkpoint_contexts(_policy)
 
 

@@ -41,14 +41,14 @@ _SHARED = "shared values, computed in every stage that reads them"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerChoices:
-    """Options of writing layers."""
+    """Options for writing layers: module paths, recomputation and deferred weight gradients."""
 
     names: Mapping[Place, str] = field(default_factory=dict)
     """Module path of each layer."""
     recompute: Mapping[Place, Recompute] = field(default_factory=dict)
-    """Layers that compute activations again; others keep them."""
+    """Layer -> recomputation mode, for layers that recompute activations; other layers keep them."""
     deferred: Mapping[fx.Node, DeferredWeight] = field(default_factory=dict)
-    """Products whose weight gradient is computed after the backward."""
+    """Product node -> its deferred weight gradient, for products whose weight gradient is computed after the backward."""
 
 
 def layer_names(graph: ModelGraph) -> dict[Place, str]:
@@ -70,14 +70,14 @@ def stage_source(
     """Return the source text of one stage.
 
     Args:
-        part: what the stage runs.
+        part: nodes that the stage runs.
         names: tensor node -> original parameter or buffer name, read as `self.t[name]`.
         constants: tensor node -> constant name, read as `self.c[name]`.
         results: nodes returned, in order.
         title: first line of the docstring.
-        notes: the rest of it.
-        trained: names of parameters that train.
-        choices: how layers are written.
+        notes: further lines of the docstring.
+        trained: names of trainable parameters.
+        choices: options for writing layers.
     """
     results = list(results)
     tensors = StageTensors(names=names, constants=constants, trained=trained)
@@ -102,7 +102,7 @@ def stage_source(
 
 @dataclass(kw_only=True, slots=True)
 class _Function:
-    """A layer function, and the titles of the runs it computes."""
+    """A generated layer function, and the titles of the runs that call it."""
 
     name: str
     first: LayerText
@@ -112,17 +112,17 @@ class _Function:
 
 @dataclass(kw_only=True, slots=True)
 class _Writer:
-    """Writes the runs of one stage, and gathers the functions they call."""
+    """Writer of the runs of one stage, which collects the layer functions that they call."""
 
     tensors: StageTensors
     choices: LayerChoices
     results: frozenset[fx.Node]
     variables: frozenset[str]
-    """Names of all values of the stage."""
+    """Python names of all values of the stage."""
     found: dict[str, _Function] = field(default_factory=dict)
-    """Canonical text -> function."""
+    """Canonical text -> layer function with that text."""
     deferring: set[str] = field(default_factory=set)
-    """Functions of `mmcompile.codegen.weight_grad_split` that are called."""
+    """Names of the functions of `mmcompile.codegen.weight_grad_split` that the stage calls."""
 
     def functions(self) -> Iterator[str]:
         """Return the text of all functions, in the order of their first call."""
@@ -130,7 +130,7 @@ class _Writer:
             yield function.first.function(function.name, function.prefix, function.serves)
 
     def forward(self, runs: Iterable[NodeRun]) -> Iterator[str]:
-        """Yield lines of `forward`, without its end."""
+        """Yield the lines of `forward`, without its return statement."""
         runs = tuple(runs)
         last_reader = {node: at for at, run in enumerate(runs) for node in run.inputs}
         alive: list[fx.Node] = []
@@ -170,7 +170,7 @@ class _Writer:
         return "none" if run.place is None else self.choices.recompute.get(run.place, "none")
 
     def _function(self, layer: LayerText) -> str:
-        """Return the function that computes a run: an earlier one, if it is equal."""
+        """Return the function that computes a run: an earlier one with equal text, or a new one."""
         prefix, title = self._path(layer.run), self._title(layer.run)
         (canonical,) = canonical_layers(layer.function("layer", prefix, [title]), title).values()
         known = self.found.get(canonical.text)

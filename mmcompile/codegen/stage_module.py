@@ -22,7 +22,7 @@ LayerRunner = Callable[[Layer, Recompute, tuple[Any, ...]], tuple[Tensor, ...]]
 
 
 def run_eagerly(layer: Layer, recompute: Recompute, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Call a layer function as it is.
+    """Call a layer function uncompiled, with recomputation in its backward if `recompute` asks for it.
 
     Recomputed values have the same random numbers, and the same bits: autograd sees the same graph as without recomputation.
     """
@@ -43,15 +43,15 @@ class StageModule(nn.Module):
         parameters: parameters by original name; `requires_grad` is left as it is.
         buffers: buffers by original name.
         constants: values known at capture, by attribute name.
-        device: where all of them are.
-        runner: of layer functions.
-        gathers: it gathers parameters that replicas share, and keeps none of them whole for its backward.
+        device: device of all tensors.
+        runner: function that runs the layer functions.
+        gathers: True if the stage gathers parameters that replicas share; its backward then gathers them again.
     """
 
     t: dict[str, Tensor]
     c: dict[str, Tensor]
     device: torch.device
-    """Device of its tensors; generated code makes new tensors there."""
+    """Device of the stage's tensors, on which generated code makes new tensors."""
     runner: LayerRunner
 
     def __init__(
@@ -82,7 +82,7 @@ class StageModule(nn.Module):
     def run_deferring(self, *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[DeferredGradient, ...]]:
         """Return the stage's results, and the weight gradients that their backward leaves out.
 
-        They are those that the source defers (`self.defer`); without gradient mode there are none.
+        These are the gradients that the source defers (`self.defer`); the tuple is empty if gradients are disabled.
         """
         self._deferred = []
         try:
@@ -91,22 +91,22 @@ class StageModule(nn.Module):
             self._deferred = None
 
     def run(self, layer: Layer, *arguments: Any) -> tuple[Tensor, ...]:
-        """Call a layer function."""
+        """Call a layer function on arguments without recomputation."""
         return self.runner(layer, "none", arguments)
 
     def recompute(self, recompute: Recompute, layer: Layer, *arguments: Any) -> tuple[Tensor, ...]:
-        """Call a layer function whose backward computes activations again."""
+        """Call a layer function on arguments; its backward recomputes activations."""
         return self.runner(layer, recompute, arguments)
 
     def tap(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tap: a tensor that receives the gradient of a product whose weight gradient is deferred, or its input."""
+        """Return a tap: a zero tensor that receives, in the backward, the gradient of a product or its recomputed input."""
         return new_tap(shape, dtype, self.device)
 
     def defer(self, tap: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, recomputed: bool = False) -> None:
-        """Defer the gradient of a product's weight (arguments as of `DeferredGradient`).
+        """Defer the weight gradient of a product; the arguments are the fields of `DeferredGradient`.
 
         Raises:
-            VerifyError: it would never be computed.
+            VerifyError: `run_deferring` is not running, so the gradient would never be computed.
         """
         if not torch.is_grad_enabled():
             return
@@ -118,7 +118,7 @@ class StageModule(nn.Module):
 
 
 def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a forward that keeps no gathered parameters for its backward."""
+    """Wrap a forward so that it does not keep gathered parameters for its backward."""
 
     @functools.wraps(forward)
     def run(*inputs: Any) -> Any:
@@ -129,11 +129,11 @@ def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Namespace(nn.Module):
-    """An inner node of a dotted name, without a forward."""
+    """Module without a forward, for an inner node of a dotted name."""
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the submodule that holds the last part of a dotted name, created if missing."""
+    """Return the submodule that holds the last part of a dotted name (created if missing), and that last part."""
     *path, leaf = name.split(".")
     for part in path:
         # Not add_module: a model may call a child "t" or "forward", which is an attribute here.

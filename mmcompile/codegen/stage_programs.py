@@ -71,7 +71,7 @@ def _program(
     """Return the program of a stage, with ports between whole stages.
 
     Args:
-        index: index of the rank among those that share tensors.
+        index: index of the rank among the tensor-parallel ranks of the stage.
     """
     shards = graph.shards
     specs = {s.name: _part(s, shards[s.name], index) if s.name in shards else s for s in graph.parameters}
@@ -118,28 +118,28 @@ def _program(
 
 
 def _part(spec: ParameterSpec, shard: TensorShard, index: int) -> ParameterSpec:
-    """Return the part that replica 0 of a rank holds."""
+    """Return the spec of the part of a parameter that replica 0 of tensor-parallel rank `index` holds."""
     return spec.part(shard, shard.index(index))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shards:
-    """Connections between the shards of stages.
+    """Connections between the shards of stages: which shard sends each value to which.
 
-    Ranks that share tensors follow each other, for each part of the tokens. Stages of a chain have equally many shards:
-    each shard communicates with the one of the same number. Values between chains are whole: the first shard of the
-    stage that makes it sends it to all shards that read it, and gets all their gradients. The other tensor-parallel
-    shards compute it too, unread, and run its backward with the first (`tp_exit`).
+    Shards are numbered with all tensor-parallel ranks of the first part of the tokens first. Stages of a chain have equally many
+    shards: each shard communicates with the one of the same number. Values between chains are whole: the first shard of the stage
+    that makes it sends it to all shards that read it, and gets all their gradients. The other tensor-parallel shards compute it
+    too, unread, and run its backward with the first (`tp_exit`).
     """
 
     names: Mapping[str, tuple[str, ...]]
-    """Stage -> names of its shards in programs."""
+    """Stage -> names of its shards in programs, in order."""
     chains: Mapping[str, str]
     """Stage -> its chain."""
     tp: Mapping[str, int]
-    """Stage -> ranks that share its tensors."""
+    """Stage -> number of its tensor-parallel ranks."""
     differing: frozenset[str]
-    """Inputs whose value differs by shard."""
+    """Inputs whose value differs between shards."""
 
     @classmethod
     def of(cls, graph: ModelGraph, plan: Plan, parts: GraphCut) -> _Shards:
@@ -153,7 +153,7 @@ class _Shards:
         )
 
     def program(self, program: StageProgram, index: int) -> StageProgram:
-        """Return the program of a shard, from that of the stage."""
+        """Return the program of shard `index`, from the program of its stage."""
         stage = program.stage
         return replace(
             program,

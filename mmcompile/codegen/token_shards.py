@@ -18,7 +18,7 @@ from mmcompile.planner.plan.placement import shard_name
 
 
 def local_tokens(tokens: int, num_ranks: int) -> int:
-    """Return the rows of every rank under equal counts, free ones included: the length of `shard_inputs`."""
+    """Return the rows of each rank if all have equally many, free rows included: the length of the `shard_inputs` values."""
     return padded_length(tokens, num_ranks) // num_ranks
 
 
@@ -26,8 +26,8 @@ def shard_inputs(words: Mapping[str, Tensor], inputs: Mapping[str, str], num_ran
     """Return values of the context-parallel inputs by port name: `cp_index@1` is that of the second shard.
 
     Args:
-        words, inputs: as in `shard_values`.
-        num_ranks: shards; tokens are given to them by attention work (under the first words), equally many to each.
+        words, inputs: arguments of `shard_values`.
+        num_ranks: number of shards. Each gets equally many tokens, chosen to balance attention work under the first mask words.
     """
     first = next(iter(words.values()))
     rows, tokens = first.shape
@@ -87,7 +87,7 @@ def _take(words: Tensor, index: Tensor) -> Tensor:
 
 
 def _positions(index: Tensor, rows: int) -> Tensor:
-    """Return positions of tokens; free rows have position 0, and their word 0 hides them."""
+    """Return positions of tokens, int64 [P, L]; free rows (-1 in `index`) get position 0, and their mask word 0 hides them."""
     return index.clamp(min=0).to(torch.int32).expand(rows, -1).contiguous()
 
 

@@ -19,18 +19,18 @@ from mmcompile.passes.cost.deferred_weights import DeferredWeight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tap:
-    """A tensor of the shape of a value, which receives the value's gradient in the backward."""
+    """A zero argument of a layer function, with the shape of a value whose gradient it receives in the backward."""
 
     name: str
     node: fx.Node
-    """The value."""
+    """Node of the value whose gradient the tap receives."""
     sizes: tuple[str, ...]
     """Sizes as expressions over the arguments of the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """A product of a run whose weight gradient is computed later."""
+    """A product of a run whose weight gradient is computed after the backward, with its taps."""
 
     tap: Tap
     """Tap that receives the gradient of the product's result."""
@@ -39,23 +39,23 @@ class Product:
     bias: fx.Node | None
     """Node of the bias; None if it does not train."""
     x_tap: Tap | None
-    """Tap that receives x in the backward; None where x is kept from the forward on."""
+    """Tap that receives the product's input in the backward; None if the input is kept from the forward."""
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """Functions of `mmcompile.codegen.weight_grad_split` that its text calls."""
+        """Names of the functions of `mmcompile.codegen.weight_grad_split` that the product's text calls."""
         return ("tapped",) if self.x_tap is None else ("tapped", "handed")
 
 
 def products_of(run: NodeRun, deferred: Mapping[fx.Node, DeferredWeight], *, recomputed: bool) -> tuple[Product, ...]:
     """Return the products of a run whose weight gradient can be deferred.
 
-    The sizes of their results follow from its inputs.
+    A gradient can be deferred if the sizes of the product's result follow from the run's inputs.
 
     Args:
-        recomputed: the run recomputes in its backward the values that it does not return. Only an x that carries
-            gradient can be taken from there (else no backward reaches it), and only if its sizes follow from the
-            inputs; others are kept.
+        recomputed: the run recomputes in its backward the values that it does not return. A product's input is taken from the
+            backward only if it carries gradient (else no backward reaches it) and its sizes follow from the run's inputs;
+            otherwise it is kept.
     """
     tap_of = partial(_tap, known=_known_sizes(run))
     found = []
@@ -79,7 +79,7 @@ def _tap(node: fx.Node, *, suffix: str, known: Mapping[str, str]) -> Tap | None:
 
 
 def _known_sizes(run: NodeRun) -> dict[str, str]:
-    """Return text of a size -> an expression for it."""
+    """Return size as text -> expression that computes it from the arguments of the run."""
     known: dict[str, str] = {}
     for node in run.inputs:
         if "size" in node.meta:
@@ -92,7 +92,7 @@ def _known_sizes(run: NodeRun) -> dict[str, str]:
 
 
 def _size(size: int | sympy.Expr, known: Mapping[str, str]) -> str | None:
-    """Return a size as an expression; None if it does not follow from the known ones."""
+    """Return a size as an expression over the run's arguments; None if it does not follow from the known sizes."""
     if isinstance(size, int) or str(size) in known:
         return known.get(str(size), str(size))
     symbols = {str(symbol) for symbol in size.free_symbols}

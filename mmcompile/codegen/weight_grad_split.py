@@ -68,7 +68,7 @@ def handed(x: Tensor, tap: Tensor) -> Tensor:
 
 
 def new_tap(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a leaf of a shape, which takes the memory of one number."""
+    """Return a leaf tensor that requires grad, with the given shape but the memory of one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)).requires_grad_()
 
 
@@ -77,18 +77,18 @@ class DeferredGradient:
     """The gradient of one weight for one microbatch, still to be computed."""
 
     tap: Tensor
-    """Tap [..., out], whose gradient is that of the product's result."""
+    """Tap [..., out], whose gradient is the gradient of the product's result."""
     x: Tensor
-    """Input of the product, [..., in]; or, where that is recomputed, the tap that receives it."""
+    """Input of the product, [..., in]; if the input is recomputed, the tap that receives it."""
     weight: Tensor
     """Weight, [out, in]."""
     bias: Tensor | None
-    """Bias, [out], if it trains."""
+    """Bias, [out]; None if it does not train."""
     recomputed: bool = False
     """True if x is a tap."""
 
     def add(self) -> None:
-        """Add the gradients to `.grad` of weight and bias; nothing if the backward did not reach the product."""
+        """Add the gradients of weight and bias to their `.grad`; do no work if the backward did not reach the product."""
         given, x = self.tap.grad, self.x.grad if self.recomputed else self.x.detach()
         if given is None:
             return

@@ -23,12 +23,12 @@ Severity = Literal["problem", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("problem", "warning", "note")
 _MAX_NAMES = 3
 _OPTIMIZER_COPIES = 3
-"""Bytes per trainable byte: the gradient and the two states of AdamW, in the parameter's dtype."""
+"""Bytes per byte of trainable parameter: its gradient and the two AdamW states, in the parameter's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One fact that a user needs before training starts."""
+    """One fact that a user needs before training starts, with its severity and remedy."""
 
     severity: Severity
     what: str
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckReport:
-    """All findings, the gravest first."""
+    """All findings of a pre-flight check, the most severe first."""
 
     findings: tuple[Finding, ...]
 
@@ -60,8 +60,9 @@ def check(study: Study, plan: Plan | None, refused: str = "") -> CheckReport:
     """Check a study and a plan.
 
     Args:
-        plan: None if none could be made.
-        refused: the reason, then.
+        study: model with costs and dataset.
+        plan: plan to check; None if planning failed.
+        refused: reason of that failure; "" if there is a plan.
     """
     found = [*_gradients(study), *_dataset(study)]
     if plan is None:
@@ -72,7 +73,7 @@ def check(study: Study, plan: Plan | None, refused: str = "") -> CheckReport:
 
 
 def _gradients(study: Study) -> Iterator[Finding]:
-    """Find what trains, what only seems to, and what is frozen."""
+    """Yield findings on parameters: which train, which should but get no gradient, and which are frozen."""
     graph, report = study.graph, study.gradients
     trainable = [spec for spec in graph.parameters if spec.trainable]
     if not trainable:
@@ -126,7 +127,7 @@ def _frozen(component: Component, study: Study) -> str:
 
 
 def _dataset(study: Study) -> Iterator[Finding]:
-    """Find modalities of which the samples have too little or too much."""
+    """Yield findings on modalities of which samples have no data, or more than the plan expects."""
     stats, workload = study.workload.stats, study.workload
     if stats is None:
         return
@@ -157,7 +158,7 @@ def _rows(study: Study, component: Component, shape: SampleShape) -> float:
 
 
 def _too_long(study: Study) -> Iterator[Finding]:
-    """Find sequences beyond the positions of the language model."""
+    """Yield findings on sequences longer than the language model's positions."""
     stats, limit = study.workload.stats, study.max_positions
     component = study.graph.loss_component
     if stats is None or limit is None:
@@ -178,7 +179,7 @@ def _too_long(study: Study) -> Iterator[Finding]:
 
 
 def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
-    """Find stages whose heaviest microbatch exceeds the memory, with the samples that cause it."""
+    """Yield findings on stages whose heaviest microbatch exceeds the memory, with the samples that cause it."""
     limit = memory_bytes(plan)
     pricing = study.pricing(plan)
     needs: dict[str, int] = {}
@@ -214,7 +215,7 @@ def _memory(study: Study, plan: Plan) -> Iterator[Finding]:
 def _stage_bytes(
     study: Study, plan: Plan, chain: Chain, stage: Stage, pricing: Pricing, worst: Mapping[str, Load]
 ) -> int:
-    """Return the bytes of a stage whose heaviest microbatch is in flight among average ones."""
+    """Return peak bytes of a stage if one microbatch in flight is the heaviest and the others are average."""
     predicted = stage.prediction
     held = predicted.parameter_bytes + predicted.gradient_bytes + predicted.optimizer_bytes
     if not predicted.in_flight:
@@ -249,7 +250,7 @@ def _culprit(study: Study, samples: Sequence[str]) -> str:
 
 
 def _pace(plan: Plan) -> Iterator[Finding]:
-    """Find the straggler, and devices without work."""
+    """Yield findings on the slowest rank, and on devices without work."""
     loads = rank_loads(plan)
     slowest = max(loads, key=lambda load: load.seconds)
     others = [load.seconds for load in loads if load is not slowest]

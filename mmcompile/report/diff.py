@@ -16,13 +16,13 @@ from mmcompile.units import format_bytes, format_seconds
 
 Unit = Literal["s", "bytes", "share", ""]
 _EQUAL = 1e-9
-"""Relative difference below which figures are equal."""
+"""Relative difference below which two numbers are equal."""
 _MAX_ROWS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangedSetting:
-    """A choice that differs; "-" where a plan lacks it."""
+    """A setting that differs between two plans; "-" for a plan that lacks it."""
 
     name: str
     before: str
@@ -34,7 +34,7 @@ class ChangedSetting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A number that differs."""
+    """A predicted number that differs between two plans."""
 
     name: str
     before: float
@@ -43,7 +43,7 @@ class Figure:
 
     @property
     def change(self) -> float | None:
-        """Relative change, or the difference for shares; None from zero."""
+        """Relative change; for shares, the difference; None if the number was 0."""
         if self.unit == "share":
             return self.after - self.before
         return self.after / self.before - 1 if self.before else None
@@ -56,7 +56,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageChange:
-    """Figures of one stage that differ."""
+    """Predicted numbers of one stage that differ between two plans."""
 
     stage: str
     figures: tuple[Figure, ...]
@@ -82,18 +82,18 @@ class LayerMove:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanDiff:
-    """The differences between two plans; empty if no figure or choice differs."""
+    """Differences between two plans; empty if no number or setting differs."""
 
     settings: tuple[ChangedSetting, ...]
     layout: tuple[ChangedSetting, ...]
     """Degrees and stage counts of chains."""
     figures: tuple[Figure, ...]
-    """Figures of the whole plan."""
+    """Predicted numbers of the whole plan."""
     moved: tuple[LayerMove, ...]
     stages: tuple[StageChange, ...]
-    """Figures of stages that both plans have."""
+    """Predicted numbers of stages that are in both plans."""
     templates: tuple[ChangedSetting, ...] = ()
-    """Fault tolerance, nodes that can be used, and the templates by node count."""
+    """Fault tolerance, usable node counts, and templates by node count."""
 
     @property
     def is_empty(self) -> bool:
@@ -115,7 +115,7 @@ class PlanDiff:
 
 
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
-    """Compare two plans of the same model, or of any two."""
+    """Return the differences between two plans, usually of the same model."""
     return PlanDiff(
         settings=tuple(_changed(_settings(before), _settings(after))),
         layout=tuple(_changed(_layout(before), _layout(after))),
@@ -231,7 +231,7 @@ def _by_size(plan: Plan) -> dict[int, Template]:
 
 
 def _words(template: Template | None, other: Template | None) -> str:
-    """Describe a template by its difference from another: its figures, or else the first stage that differs."""
+    """Describe a template by its difference from another one: its numbers, or else the first stage that differs."""
     if template is None:
         return "-"
     if other is None or figures(template) != figures(other):
@@ -260,7 +260,7 @@ def _moved(before: Plan, after: Plan) -> Iterator[LayerMove]:
 
 
 def _homes(plan: Plan) -> dict[tuple[str, int], str]:
-    """Return (component, layer) -> its stage."""
+    """Return (component, layer) -> name of its stage."""
     return {
         (segment.component, layer): stage.name
         for stage in plan.stages

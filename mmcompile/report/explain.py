@@ -28,13 +28,13 @@ class Explanation:
     """Module path of the requested layer."""
     chain: str
     layers: tuple[str, ...]
-    """Module paths of the stage's layers."""
+    """Module paths of the stage's layers, in order."""
     ranks: tuple[int, ...]
     tp: int
     cp: int
     dp: int
     begins: str
-    """Reason why the stage begins there."""
+    """Reason why the stage begins at its first layer."""
     ends: str
     costs: str
     forward_s: float
@@ -44,25 +44,25 @@ class Explanation:
     """Time of the stage's rank relative to the slowest rank, 0..1."""
     memory_bytes: Mapping[str, int]
     limit_bytes: int
-    """Memory of one rank, shared with the other stages on it."""
+    """Memory limit of one rank, which all stages on the rank share."""
     rank_bytes: int
-    """Bytes of all stages of the rank together."""
+    """Peak bytes of all stages of the rank together."""
     in_flight: int
     saved_bytes: int
     """Bytes of one microbatch's activations."""
     recompute: str
-    """Recomputation of the stage's layers."""
+    """Recomputation mode of the stage's layers."""
     frozen: str
     idle: float
-    """Idle share of the stage's ranks, by simulation, 0..1."""
+    """Idle share of the time of the stage's ranks, by simulation, 0..1."""
     waits: Mapping[str, float]
-    """Cause -> share of the time of the chain's ranks."""
+    """Cause of waiting -> share of the time of the chain's ranks, 0..1."""
     links: tuple[str, ...]
     moves: tuple[Move, ...]
     exact: bool
-    """True if `moves` are from the cost of each layer; False if the layers of a stage are taken as equal."""
+    """True if `moves` use the cost of each layer; False if the layers of a stage are taken as equal."""
     work: tuple[LayerWork, ...]
-    """Work of the stage's layers (or of the requested one); empty without the model."""
+    """Work of the stage's layers, or only of the requested layer; empty without a model."""
 
     def __str__(self) -> str:
         return "\n".join(line.rstrip() for line in _text(self))
@@ -129,7 +129,7 @@ def explain(
 
 
 def _located(plan: Plan, what: str) -> tuple[Stage, int | None]:
-    """Return the stage of that name; or the stage of that layer, and its position in it."""
+    """Return a stage by name and None; or, for a layer, its stage and its position in that stage."""
     for stage in plan.stages:
         if stage.name == what:
             return stage, None

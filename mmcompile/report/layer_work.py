@@ -34,13 +34,13 @@ _TOKENS, _SQUARES = sympy.symbols("t q", nonnegative=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWork:
-    """One layer, whole and unshared, for one microbatch of the captured sizes."""
+    """FLOPs, bytes and seconds of one unsharded layer, for one microbatch of the captured sizes."""
 
     name: str
     tokens: float
-    """Rows of the captured microbatch (t)."""
+    """Rows of the captured microbatch: t of the polynomials."""
     squares: float
-    """Sum of squared lengths of the captured microbatch (q)."""
+    """Sum of the squared sequence lengths of the captured microbatch: q of the polynomials."""
     forward_flops: int
     input_grad_flops: int
     weight_grad_flops: int
@@ -49,11 +49,11 @@ class LayerWork:
     parameter_bytes: int
     activation_bytes: int
     forward_s: float
-    """Seconds by the roofline, as the two below."""
+    """Forward seconds by the roofline model, like the two backward times."""
     input_grad_s: float
     weight_grad_s: float
     polynomials: Mapping[str, str]
-    """Field of `LayerCost` -> its polynomial in t and q."""
+    """Field of `LayerCost` -> text of its polynomial in t and q."""
 
     def __str__(self) -> str:
         lines = [
@@ -79,7 +79,7 @@ def layer_work(graph: ModelGraph, table: CostTable, cluster: Cluster, dtype: str
 
 
 def layer_shares(plan: Plan, table: CostTable, dtype: str) -> Shares:
-    """Return the share of each layer in its stage, by the roofline at the captured sizes; stages keep the plan's totals."""
+    """Return the share of each layer in its stage, by the roofline at the captured sizes. A stage's shares add up to 1."""
     return {stage.name: _shares(plan, stage, table, dtype) for stage in plan.stages}
 
 
@@ -111,7 +111,7 @@ def _gflop(flops: int) -> str:
 
 
 def polynomial_text(polynomial: Polynomial) -> str:
-    """Return `1.23e+9*t + 4096*q`: whole numbers as they are, others with four digits."""
+    """Return a polynomial as text, such as `1.23e+9*t + 4096*q`; whole numbers in full, others with four digits."""
     expression = polynomial.fixed + polynomial.per_token * _TOKENS + polynomial.per_square * _SQUARES
     rounded = {number: _rounded(number) for number in sympy.sympify(expression).atoms(sympy.Float)}
     return str(sympy.sympify(expression).xreplace(rounded))

@@ -13,7 +13,7 @@ from mmcompile.report.step_replay import replay, saved_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShare:
-    """One layer's share of its stage, 0..1 each."""
+    """Fractions of a stage's times and bytes that one of its layers has, 0..1 each."""
 
     forward: float
     input_grad: float
@@ -33,16 +33,16 @@ Shares = Mapping[str, Sequence[LayerShare]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """A cut moved by some layers, and the simulated result."""
+    """A stage boundary moved by some layers, and the simulated result."""
 
     layers: tuple[str, ...]
     source: str
     target: str
     iteration_s: float
     change: float
-    """Step time relative to the plan simulated in the same way."""
+    """Relative change of the step time, both plans simulated alike."""
     over_bytes: int
-    """Bytes by which the fullest rank exceeds its memory; 0 if it fits."""
+    """Bytes by which the fullest rank exceeds its memory; 0 if it does not."""
 
     def __str__(self) -> str:
         what = self.layers[0] if len(self.layers) == 1 else f"{len(self.layers)} layers from {self.layers[0]} on"
@@ -61,7 +61,7 @@ def equal_shares(plan: Plan) -> Shares:
 
 
 def boundary_moves(plan: Plan, stage: Stage, shares: Shares) -> tuple[Move, ...]:
-    """Move the first layer to the stage before, and the last to the stage after, if both run alike."""
+    """Return the moves of a stage's first layer to the stage before, and of its last layer to the stage after."""
     return tuple(
         move
         for position, step in ((0, -1), (len(stage.layer_names) - 1, 1))
@@ -70,10 +70,10 @@ def boundary_moves(plan: Plan, stage: Stage, shares: Shares) -> tuple[Move, ...]
 
 
 def move_layers(plan: Plan, stage: Stage, position: int, step: int, shares: Shares) -> Move | None:
-    """Move the cut before (`step` -1) or after (+1) a stage so that the layer at `position` changes sides.
+    """Move the boundary before (`step` -1) or after (+1) a stage so that the layer at `position` changes stage.
 
     Returns:
-        None if there is no such neighbour, the stage would be empty, or only one of the two runs a backward.
+        The move; None if there is no neighbour stage, the stage would be empty, or only one of both stages runs a backward.
     """
     chain = chain_of_stage(plan, stage.name)
     index = chain.stages.index(stage)
@@ -142,7 +142,7 @@ def _runs(owners: Sequence[tuple[str, int]]) -> Iterator[Segment]:
 
 
 def _scaled(stage: Stage, share: LayerShare, in_flight: int) -> StagePrediction:
-    """Return the prediction for a part of a stage, with so many microbatches in flight."""
+    """Return the prediction for a stage with `share` of its layers' work and `in_flight` microbatches in flight."""
     predicted = stage.prediction
     return StagePrediction(
         forward_s=predicted.forward_s * share.forward,

@@ -16,9 +16,9 @@ from mmcompile.planner.schedule.simulate import Timeline, simulate
 
 
 def predict(plan: Plan) -> Timeline:
-    """Simulate one step of a plan in which every microbatch passes through every stage, shard by shard.
+    """Simulate one step of a plan in which every microbatch passes through every stage, and return its timeline.
 
-    Replicas are equal, so one of each chain stands for all, under its name in programs.
+    All replicas of a chain take the same time, so only one is simulated, under its program name.
     """
     first = [stage for stage in Placement.of(plan).stages if stage.replica == 0]
     placed = [replace(stage, name=stage.program_name) for stage in first]
@@ -51,7 +51,7 @@ def predict(plan: Plan) -> Timeline:
 
 
 def _ends(plan: Plan, link: Link) -> Iterable[tuple[str, str]]:
-    """Yield pairs of shards that a link joins: shard by shard, or a whole stage with every shard."""
+    """Yield (source, target) shard names that a link connects: shard by shard, or one shard with every shard of the target."""
     replicas = {stage.name: chain.dp for chain in plan.chains for stage in chain.stages}
     sources, targets = (shard_names(plan.stage(name), replicas[name]) for name in (link.source, link.target))
     return zip(sources, targets, strict=True) if len(sources) == len(targets) else product(sources, targets)

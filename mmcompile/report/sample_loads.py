@@ -34,17 +34,17 @@ def chain_loads(plan: Plan, study: Study, num_microbatches: int, seed: int = 0) 
 
 
 def _microbatch_samples(plan: Plan, study: Study) -> float:
-    """Return the samples of a microbatch of one replica of the last chain."""
+    """Return the number of samples in a microbatch of one replica of the last chain."""
     return plan.microbatch_samples or float(study.graph.num_samples)
 
 
 def slot_samples(plan: Plan, study: Study, chain: Chain) -> float:
-    """Return the samples that one replica of a chain gets at a microbatch's slot."""
+    """Return the number of samples that one replica of a chain gets in one slot."""
     return _microbatch_samples(plan, study) * plan.chains[-1].dp / chain.dp
 
 
 def _expected(plan: Plan, study: Study, chain: Chain) -> Mapping[str, Load]:
-    """Return the loads of the plan's predictions: the mean over its data, or the captured batch."""
+    """Return component -> load for which the plan's times are predicted: the mean over its data, or the captured batch."""
     samples = slot_samples(plan, study, chain)
     if not plan.data:
         return {name: load * (samples / study.graph.num_samples) for name, load in study.table.loads.items()}
@@ -54,7 +54,7 @@ def _expected(plan: Plan, study: Study, chain: Chain) -> Mapping[str, Load]:
 
 
 _Arrays = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Arrays of tokens and of squared lengths."""
+"""Tokens and sums of squared lengths of microbatches, float64 [microbatches] each."""
 
 
 def _arrays(loads: list[Load]) -> _Arrays:
@@ -62,7 +62,7 @@ def _arrays(loads: list[Load]) -> _Arrays:
 
 
 def _served(drawn: MicrobatchLoads, chain: Chain, count: int, replicas: int) -> dict[str, _Arrays]:
-    """Return component -> loads of the chain's first replica."""
+    """Return component -> loads of the microbatches of the chain's first replica."""
     served = np.clip(replicas / chain.dp - np.arange(replicas), 0.0, 1.0)  # part of each replica's microbatch
 
     def own(rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -72,7 +72,7 @@ def _served(drawn: MicrobatchLoads, chain: Chain, count: int, replicas: int) -> 
 
 
 def _seconds(pricing: Pricing, chain: Chain, loads: Mapping[str, _Arrays]) -> NDArray[np.float64]:
-    """Return the seconds of forward and backward of all layers of a chain, for each microbatch."""
+    """Return forward and backward seconds of all layers of a chain, float64 [microbatches]."""
     layers: dict[tuple[str, Recompute], list[int]] = {}
     for stage in chain.stages:
         for part in stage.segments:

@@ -21,13 +21,13 @@ _MAX_GROUPS = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFigures:
-    """Figures of ranks that do the same, over a step."""
+    """Idle times and memory of a group of ranks that do the same work in a step."""
 
     stages: str
     ranks: tuple[int, ...]
     busy_s: float
     idle: float
-    """Share of the step, 0..1."""
+    """Idle share of the step, 0..1."""
     fixed_bytes: int
     """Bytes of parameters, gradients and optimizer state."""
     peak_bytes: int
@@ -35,31 +35,31 @@ class GroupFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """One simulated step."""
+    """Times, idle shares and memory of one simulated step."""
 
     schedule: ScheduleKind
     num_microbatches: int
     iteration_s: float
     planned_s: float
-    """Seconds predicted by the plan, for its own schedule, microbatches and data."""
+    """Seconds predicted by the plan, for the plan's schedule, number of microbatches and data."""
     bubble: float
     bubbles: tuple[BubbleShare, ...]
     groups: tuple[GroupFigures, ...]
     limit_bytes: int
-    """Memory of one rank."""
+    """Memory limit of one rank."""
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of the fullest group."""
+        """Peak bytes of a rank of the fullest group."""
         return max(group.peak_bytes for group in self.groups)
 
     @property
     def fits(self) -> bool:
-        """True if the peak is within the memory of a rank."""
+        """True if the peak bytes are within the memory limit of a rank."""
         return self.peak_bytes <= self.limit_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
+        """Return times, shares and bytes as JSON values."""
         return msgspec.to_builtins(self) | {"peak_bytes": self.peak_bytes, "fits": self.fits}
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def _microbatches(count: int) -> str:
 
 
 def summarize(step: Replay) -> Simulation:
-    """Summarize a simulated step."""
+    """Summarize a simulated step: times, idle shares by cause, memory."""
     curves = step.memory()
     return Simulation(
         schedule=step.kind,

@@ -26,21 +26,21 @@ _SIGNS = {ActionKind.F: 1, ActionKind.I: 0, ActionKind.W: -1, ActionKind.B: -1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryCurve:
-    """Bytes of one rank over time."""
+    """Bytes of one rank over the time of a step."""
 
     rank: int
     points: tuple[tuple[float, int], ...]
-    """(seconds, bytes from then on), in order; begins at 0 with the bytes that are there all the time."""
+    """(seconds, bytes from then on) in order; the first point is at 0 s with the bytes held throughout."""
 
     @property
     def peak_bytes(self) -> int:
-        """Largest bytes over the step."""
+        """Peak bytes over the step."""
         return max(num_bytes for _, num_bytes in self.points)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """A simulated step."""
+    """A simulated step: schedule, work and seconds of each microbatch, and derived totals."""
 
     plan: Plan = field(repr=False)
     kind: ScheduleKind
@@ -52,22 +52,22 @@ class Replay:
     loads: Mapping[str, Sequence[float]] = field(repr=False)
     """Chain -> work of each microbatch relative to the plan's prediction."""
     durations: Mapping[str, Sequence[LayerTimes]] = field(repr=False)
-    """Stage -> seconds of each microbatch."""
+    """Stage -> times [s] of each microbatch."""
     link_s: Mapping[tuple[str, str], float] = field(repr=False)
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches."""
+        """Number of microbatches of one replica of the last chain."""
         return len(self.flows)
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of the step with gradient reduction and the optimizer's step, as planned."""
+        """Seconds of the step, including the plan's gradient reduction and optimizer step."""
         return self.timeline.makespan_s + self.plan.predicted.reduce_s
 
     @property
     def bubble(self) -> float:
-        """Idle share of the devices' time, 0..1; each group counts with its number of ranks."""
+        """Idle share of all devices' time, 0..1; each group is weighted by its number of ranks."""
         weights = [len(group.ranks) for group in self.groups]
         available = sum(weights) * self.timeline.makespan_s
         busy = sum(weight * busy_s for weight, busy_s in zip(weights, self.timeline.busy_s, strict=True))
@@ -79,7 +79,7 @@ class Replay:
         return 1.0 - self.timeline.busy_s[group] / makespan_s if makespan_s else 0.0
 
     def bubbles(self) -> tuple[BubbleShare, ...]:
-        """Return the idle share of each chain's ranks, by cause."""
+        """Idle shares of each chain's ranks, by cause."""
         return attribute(
             _placed(self.plan, self.groups),
             self.flows,
@@ -90,7 +90,7 @@ class Replay:
         )
 
     def memory(self) -> tuple[MemoryCurve, ...]:
-        """Return the memory of a rank of each group over the step."""
+        """Bytes of one rank of each group over the step, in order of groups."""
         saved = {
             stage.name: [round(load * saved_bytes(stage)) for load in self.loads[chain.name]]
             for chain in self.plan.chains
@@ -152,7 +152,7 @@ def replay(
 
 
 def _placed(plan: Plan, groups: Sequence[RankGroup]) -> list[Stage]:
-    """Return all stages, each on the number of its group."""
+    """Return all stages, each placed on the number of its group as its rank."""
     number = {stage.name: index for index, group in enumerate(groups) for stage in group.stages}
     return [replace(stage, ranks=(number[stage.name],)) for stage in plan.stages]
 
@@ -197,7 +197,7 @@ def _durations(stage: Stage, loads: Sequence[float]) -> list[LayerTimes]:
 
 
 def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
-    """Return the seconds of one message either way: a gradient has the size of its tensor."""
+    """Return (source stage, target stage) -> seconds of one message, equal for the tensor and its gradient."""
     seconds: dict[tuple[str, str], float] = {}
     for link in plan.links:
         source, target = plan.stage(link.source), plan.stage(link.target)
@@ -208,7 +208,7 @@ def _link_seconds(plan: Plan) -> dict[tuple[str, str], float]:
 
 
 def _message_bytes(plan: Plan, link: Link) -> int:
-    """Return the bytes that one rank sends: shards of a stage send their parts side by side."""
+    """Return the bytes that one rank sends over a link: the shards of a stage send their parts in parallel."""
     chains = {stage.name: chain for chain in plan.chains for stage in chain.stages}
     widths = [chains[name].tp * chains[name].cp for name in (link.source, link.target)]
     return link.num_bytes // min(widths)
@@ -220,19 +220,20 @@ def memory_curve(
     saved: Mapping[str, Sequence[int]],
     fixed_bytes: Mapping[str, int],
 ) -> tuple[MemoryCurve, ...]:
-    """Follow the bytes of each rank through a step.
+    """Return the bytes of each rank over a step.
 
     A forward allocates its activations when it starts. They are freed when the backward B of the same microbatch ends, or W
     where the backward is split. The forward of a stage that runs no backward for the microbatch keeps nothing. Parameters,
-    gradients and optimizer state are there all the time. Messages under way and what one kernel needs for itself are not counted.
+    gradients and optimizer state are there all the time. Messages in flight and the scratch memory of kernels are not counted.
 
     Args:
-        timeline: of the schedule, with its events recorded.
-        saved: stage name -> bytes that it keeps of each microbatch for its backward.
-        fixed_bytes: stage name -> what it holds all the time.
+        schedule: actions of each rank.
+        timeline: timeline of the schedule, with recorded events.
+        saved: stage name -> bytes kept for the backward of each microbatch.
+        fixed_bytes: stage name -> bytes held throughout the step.
 
     Returns:
-        One a rank.
+        One curve per rank, in order.
     """
     when = {(event.stage, event.kind, event.microbatch): (event.start_s, event.end_s) for event in timeline.events}
     names = schedule.stages

@@ -33,10 +33,10 @@ class Study:
     dtype: str
     """Dtype of most parameters."""
     max_positions: int | None
-    """Longest sequence that the text model has positions for; None if its config has no such limit."""
+    """Longest sequence that the text model has positions for; None if its config sets no limit."""
 
     def pricing(self, plan: Plan) -> Pricing:
-        """Return the prices of its layers as the ranks of a plan run them."""
+        """Return the costs of the model's layers as the ranks of a plan run them."""
         tp = max(chain.tp for chain in plan.chains)
         axes = tensor_axes(self.graph, tp, self.table) if tp > 1 else {}
         return Pricing(

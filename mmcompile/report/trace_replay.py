@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _DPI = 120
 _SPENT = (TimeKind.REPEATED, TimeKind.PAUSED, TimeKind.SAVING, TimeKind.STOPPED)
 _COLOURS = ("#228833", "#99cc99", "#cc6677", "#aa7700", "#4477aa", "#bbbbbb")
-"""Colours of useful and redundant time, then of `_SPENT`."""
+"""Colors of useful and of redundant time, then of each cause in `_SPENT`."""
 
 
 def simulate_trace(
@@ -56,13 +56,13 @@ def simulate_trace(
 def replay_resilience(
     resilience: Resilience, path: str | os.PathLike[str], *, unit: TimeUnit | None = None, seed: int = 0
 ) -> TraceReplay:
-    """Replay a plan's templates over a trace file; arguments as of `simulate_trace`."""
+    """Replay a plan's templates over a trace file; `unit` and `seed` as for `simulate_trace`."""
     samples = resilience.microbatch_samples
     return simulate_trace(resilience.job, path, microbatch_samples=samples, unit=unit, seed=seed)
 
 
 def remarks(found: TraceReplay, resilience: Resilience) -> tuple[str, ...]:
-    """Return remarks on a trace that has other numbers of nodes than a plan was made for."""
+    """Return remarks if the node counts of a trace differ from those that the plan was made for."""
     needed, planned = resilience.cover.least_nodes, resilience.num_nodes
     if found.max_nodes < needed:
         return (
@@ -78,7 +78,7 @@ def remarks(found: TraceReplay, resilience: Resilience) -> tuple[str, ...]:
 
 
 def trace_text(found: TraceReplay) -> str:
-    """Return a table with one line a system, and the assumptions."""
+    """Return a table of the replay with one row per system, followed by the assumptions."""
     rows = [
         ("system", "useful", "samples/s", *(spent.value for spent in _SPENT), "lost samples", "pauses", "saves every")
     ]
@@ -118,7 +118,7 @@ def _assumed(found: TraceReplay) -> str:
 
 
 def draw_trace(path: str | os.PathLike[str], found: TraceReplay) -> Path:
-    """Draw throughput over time as PNG, a line a system, in averages over 1/120 of the trace; and shares of the time.
+    """Draw throughput over time as PNG, a curve per system averaged over 1/120 of the trace, and shares of the time.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -157,7 +157,7 @@ def _draw_rates(axis: Axes, found: TraceReplay) -> None:
 
 
 def _draw_shares(axis: Axes, found: TraceReplay) -> None:
-    """Draw the shares of each system's time, as one bar."""
+    """Draw one bar per system: shares of its time."""
     systems = found.systems
     kinds = {"useful": [one.useful for one in systems]}
     kinds["redundant"] = [one.seconds(TimeKind.USEFUL) / found.duration_s - one.useful for one in systems]

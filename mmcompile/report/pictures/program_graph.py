@@ -19,16 +19,16 @@ _INPUT, _OUTPUT = "input", "output"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatementGroup:
-    """Consecutive statements under one comment."""
+    """Consecutive statements of a stage's `forward` under one comment."""
 
     title: str
     """Comment above them: the path of a layer or module, or the meaning of a shared value."""
     ops: tuple[str, ...]
     """Operations of the statements; for a call of a layer function, those of the function."""
     reads: tuple[str, ...]
-    """Values computed outside of the group."""
+    """Names of values that the group reads and others compute."""
     writes: tuple[str, ...]
-    """Values read outside of the group."""
+    """Names of values that the group computes and others read."""
 
 
 def program_groups(source: str) -> tuple[StatementGroup, ...]:
@@ -121,7 +121,7 @@ def _forward(module: ast.Module) -> ast.FunctionDef:
 
 
 def _layers(module: ast.Module) -> dict[str, tuple[str, ...]]:
-    """Return layer function -> the ops it runs."""
+    """Return layer function name -> names of the ops it calls."""
     return {
         node.name: tuple(op for statement in node.body for op in _ops(statement))
         for node in module.body
@@ -130,12 +130,12 @@ def _layers(module: ast.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _ops(statement: ast.AST) -> Iterator[str]:
-    """Yield the functions that a statement calls."""
+    """Yield the names of the functions that a statement calls."""
     yield from (ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call))
 
 
 def _titles(lines: Sequence[str], forward: ast.FunctionDef) -> Iterator[str]:
-    """Yield for each statement the comment above it."""
+    """Yield, for each statement of `forward`, the comment above it."""
     title, line = "", forward.lineno
     for statement in forward.body:
         comments = [text.strip() for text in lines[line : statement.lineno - 1] if text.strip().startswith("#")]

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from mmcompile.planner.plan.layout import DiagramBox, DiagramLayout, Path
 
 _CELL_WIDTH, _CELL_HEIGHT, _MARGIN = 7.5, 17.0, 12.0
-"""Pixels of a character cell, and around the picture."""
+"""Width and height of a character cell, and margin around the picture, in pixels."""
 _MARKER = (
     '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
     '<path d="M0 0L8 4L0 8z" fill="#555"/></marker></defs>'
@@ -18,7 +18,7 @@ _MARKER = (
 
 @dataclass(frozen=True, slots=True)
 class Svg:
-    """Draws the parts of one layout, cell by cell scaled to pixels."""
+    """SVG writer of one layout, whose character cells are scaled to pixels."""
 
     layout: DiagramLayout
 

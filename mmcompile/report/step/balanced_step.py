@@ -18,27 +18,27 @@ from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Stage
 
 Loads = tuple[tuple[float, ...], ...]
-"""Seconds, [replicas][microbatches]."""
+"""Seconds of microbatches, [replicas][microbatches]."""
 Ranks = tuple[int, ...]
-"""First rank of each replica in a stage."""
+"""First rank of each replica of a stage, in order of replicas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One figure, in arrival order and balanced."""
+    """One number of a step, in arrival order and balanced."""
 
     before: float
     after: float
 
     @property
     def saved(self) -> float:
-        """Reduction by balancing."""
+        """Reduction by balancing: arrival order minus balanced."""
         return self.before - self.after
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Tokens that an encoder makes for the language model, and the part that leaves a rank or a node."""
+    """Tokens that an encoder sends to the language model, and the shares that leave a rank and a node."""
 
     tokens: int
     other_rank: Comparison
@@ -47,7 +47,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentLoads:
-    """Samples and loads of a component's microbatches."""
+    """Samples and seconds of one component's microbatches, in arrival order and balanced."""
 
     name: str
     replicas: int
@@ -58,43 +58,43 @@ class ComponentLoads:
     deferred: tuple[tuple[int, ...], ...]
     """Samples of every microbatch that the language model computes in a later one, [replicas][microbatches]."""
     deferred_s: Loads
-    """Seconds of the deferred samples in `loads_after`."""
+    """Seconds of the deferred samples in each microbatch of `loads_after`."""
     traffic: Traffic | None
     """Tokens sent to the language model; None for the language model itself."""
 
     @property
     def slowest_s(self) -> Comparison:
-        """Seconds of the slowest microbatch."""
+        """Seconds of the slowest microbatch of any replica."""
         return Comparison(before=_slowest(self.loads_before), after=_slowest(self.loads_after))
 
     @property
     def imbalance(self) -> Comparison:
-        """The slowest microbatch over the mean; 1 is even."""
+        """Slowest microbatch over the mean microbatch; 1 is even."""
         return Comparison(before=_imbalance(self.loads_before), after=_imbalance(self.loads_after))
 
     @property
     def straggler_s(self) -> Comparison:
-        """At each microbatch, the slowest replica less the mean of all; summed."""
+        """Sum over microbatches of (slowest replica - mean of all replicas), s."""
         return Comparison(before=straggler_s(self.loads_before), after=straggler_s(self.loads_after))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TriedBalancer:
-    """Result of one balancer for the step."""
+    """Result of one balancer on a step."""
 
     name: str
     simulated_s: float | None
-    """Simulated seconds; None if it cannot balance this step."""
+    """Simulated seconds of the step; None if the balancer cannot balance it."""
     straggler_s: float | None
     deferred: int
-    """Samples that the language model computes in a later microbatch than an encoder does."""
+    """Number of samples that the language model computes in a later microbatch than an encoder does."""
     reason: str
-    """Reason why it cannot balance; or, for `auto`, its choice."""
+    """Reason why the balancer cannot balance the step; for `auto`, its choice; else ""."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalancedStep:
-    """A step's samples, their assignment, and the seconds that it saves."""
+    """Samples of a step, their assignment, and the seconds that it saves over arrival order."""
 
     plan: str
     """File from which the plan was read."""
@@ -106,7 +106,7 @@ class BalancedStep:
     asked: str
     """Name of the requested balancer."""
     balancer: str
-    """Name of the balancer of this assignment: another than requested if `auto` chose it."""
+    """Name of the balancer of the assignment; if `auto` was requested, the one it chose."""
     reason: str
     components: tuple[ComponentLoads, ...]
     simulated_s: Comparison
@@ -116,7 +116,7 @@ class BalancedStep:
 
     @property
     def straggler_s(self) -> Comparison:
-        """Sum of `straggler_s` of all components."""
+        """Sum of `straggler_s` over all components."""
         return Comparison(
             before=sum(component.straggler_s.before for component in self.components),
             after=sum(component.straggler_s.after for component in self.components),
@@ -143,10 +143,11 @@ class BalancedStep:
 
 
 def components_of(plan: Plan, costs: SampleCosts, choice: Assignment) -> tuple[ComponentLoads, ...]:
-    """Return the figures of each component of a step.
+    """Return samples, loads and traffic of each component of a step.
 
     Args:
-        costs: sample costs of the towers of the plan.
+        plan: plan of the step.
+        costs: costs of samples in the plan's balance groups.
         choice: the balanced assignment.
     """
     grid = choice.grid
@@ -187,7 +188,7 @@ def _traffic(plan: Plan, costs: SampleCosts, row: int, steps: tuple[Assignment, 
 
 
 def _ends(plan: Plan, encoder: str, language_model: str) -> tuple[Ranks, Ranks]:
-    """Return the first rank of each replica, of the stage that makes the features and of the first that reads them."""
+    """Return the first ranks of each replica of the encoder's last stage, and of the first stage that reads its features."""
     chains = towers(plan)
     sources, targets = (
         {stage.name: chain.dp for chain in chains[name] for stage in chain.stages} for name in (encoder, language_model)
@@ -219,7 +220,7 @@ def _imbalance(loads: Loads) -> float:
 
 
 def straggler_s(loads: ArrayLike) -> float:
-    """Return the sum over microbatches of the slowest replica less the mean. Loads are [replicas, microbatches]."""
+    """Return the sum over microbatches of (slowest replica - mean of replicas), s; `loads` are [replicas, microbatches]."""
     array = np.asarray(loads)
     return float((array.max(axis=0) - array.mean(axis=0)).sum())
 

@@ -33,7 +33,7 @@ def balanced_step(
     balance: str = Auto.name,
     every: bool = False,
 ) -> BalancedStep:
-    """Draw the samples of a step, balance them, and compute the savings. A function of its arguments alone.
+    """Draw the samples of a step, balance them, and return the assignment and what it saves. The result is deterministic.
 
     Args:
         source: file from which the plan was read, for reports.
@@ -41,10 +41,11 @@ def balanced_step(
         seed: seed of all steps.
         step: number of the step.
         balance: a name of `BALANCERS`.
-        every: try all balancers too.
+        every: also try all other balancers.
 
     Raises:
-        ConfigError: no such balancer, it cannot balance this step, or the dataset has nothing for a tower of the plan.
+        ConfigError: there is no such balancer, it cannot balance this step, or the dataset lacks a modality that the plan has an
+            encoder for.
         PlanError: the plan has no costs of samples.
     """
     shapes = drawn(stats, samples or step_samples(plan), seed=seed, step=step)
@@ -71,7 +72,7 @@ def balanced_step(
 
 
 def drawn(stats: DatasetStats, count: int, *, seed: int, step: int) -> tuple[SampleShape, ...]:
-    """Draw the samples of a step; none twice before all have come. A function of its arguments alone.
+    """Draw the samples of a step; no sample is drawn twice before all were drawn once. The result is deterministic.
 
     Raises:
         ConfigError: the dataset is empty.
@@ -85,12 +86,12 @@ def drawn(stats: DatasetStats, count: int, *, seed: int, step: int) -> tuple[Sam
 
 
 def step_samples(plan: Plan) -> int:
-    """Return the samples of a step of a plan; one for each microbatch of each replica if the plan has no batch size."""
+    """Return the number of samples of a step; without a batch size in the plan, one per microbatch and replica."""
     return plan.global_batch or plan.num_microbatches * plan.chains[-1].dp
 
 
 def step_grid(plan: Plan) -> Grid:
-    """Return replicas and microbatches of the towers of a plan. Raises PlanError as `towers`."""
+    """Return replicas and microbatches of a plan's balance groups. Raises PlanError if chains of a group differ in replicas."""
     replicas = tuple(chains[0].dp for chains in towers(plan).values())
     return Grid(num_replicas=replicas, num_microbatches=plan.num_microbatches)
 
@@ -99,10 +100,12 @@ def balanced(costs: SampleCosts, grid: Grid, one: Balancer, step_time: StepTime)
     """Let a balancer assign the samples of a step.
 
     Args:
-        step_time: the clock of all figures.
+        costs, grid: samples and places to assign them to.
+        one: balancer.
+        step_time: function that returns the seconds of a step.
 
     Raises:
-        ConfigError: it cannot balance this step.
+        ConfigError: the balancer cannot balance this step.
     """
     if isinstance(one, Auto):
         return one.choose(costs, grid)
@@ -116,7 +119,7 @@ def balanced(costs: SampleCosts, grid: Grid, one: Balancer, step_time: StepTime)
 def tried(
     balancers: Mapping[str, Balancer], costs: SampleCosts, grid: Grid, step_time: StepTime
 ) -> Iterator[TriedBalancer]:
-    """Yield the results of several balancers on the same step."""
+    """Yield the result of each balancer on the same step."""
     for name, one in balancers.items():
         try:
             choice = balanced(costs, grid, one, step_time)
@@ -138,7 +141,7 @@ def _tried(name: str, assignment: Assignment, costs: SampleCosts, step_s: float,
 
 
 def _check_modalities(plan: Plan, stats: DatasetStats, costs: SampleCosts) -> None:
-    """Raise for a dataset without a modality for which the plan has devices; a single step may lack one."""
+    """Raise ConfigError if the dataset lacks a modality for which the plan has devices; a single step may lack one."""
     if costs.takes_part.any(axis=1).all():
         return
     whole = costs_of_shapes(plan, stats.samples)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_BARS = 64
-"""Microbatches of a component drawn as bars; loads of more are drawn sorted, as two lines."""
+"""Largest number of microbatches of a component drawn as bars; more are drawn sorted, as two lines."""
 _BEFORE, _LABELS = "#b8b8b8", 32
 """Colour of arrival order, and number of microbatches up to which each is labelled below its bars."""
 _LEGEND = ("arrival order", "balanced", "deferred", "mean")
@@ -92,7 +92,7 @@ def _panel(axis: Axes, component: ComponentLoads, colour: str) -> None:
 
 
 def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, colour: str) -> None:
-    """Draw replicas side by side with a gap between them."""
+    """Draw the bars of all replicas side by side, with a gap between replicas."""
     replicas, microbatches = before.shape
     places = (np.arange(replicas)[:, None] * (microbatches + 1) + np.arange(microbatches)).ravel()
     axis.bar(places - 0.2, before.ravel(), width=0.4, color=_BEFORE, label="arrival order")
@@ -113,7 +113,7 @@ def _bars(axis: Axes, before: np.ndarray, after: np.ndarray, late: np.ndarray, c
 
 
 def _name_replicas(axis: Axes, places: np.ndarray) -> None:
-    """Label the microbatches of each replica; of many replicas their numbers alone."""
+    """Label the microbatches of each replica; if there are many replicas, only with replica numbers."""
     named = len(places) <= 8
     middle = axis.secondary_xaxis(-0.08 if places.size <= _LABELS else 0.0)
     texts = [f"replica {index}" if named else str(index) for index in range(len(places))]

@@ -11,20 +11,20 @@ from mmcompile.report.step.balanced_step import BalancedStep, Comparison, Compon
 from mmcompile.units import format_count, format_seconds
 
 MAX_ROWS = 32
-"""Default number of microbatches shown of a component."""
+"""Default of the largest number of microbatches shown per component."""
 MIN_WIDTH, MAX_WIDTH = 72, 140
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _PLACE = "replica.microbatch"
 _SECONDS = 10
-"""Columns of a time."""
+"""Number of text columns for a time."""
 
 
 def step_text(step: BalancedStep, *, width: int = 100, max_rows: int = MAX_ROWS) -> str:
-    """Return headline, figures and the microbatches of each component; or the table of all balancers, if tried.
+    """Return a step as text: headline, totals and the microbatches of each component; or a table of all balancers, if tried.
 
     Args:
         width: characters of lines with bars, kept between `MIN_WIDTH` and `MAX_WIDTH`.
-        max_rows: microbatches of a component; of more the heaviest are shown.
+        max_rows: largest number of microbatches shown per component; if there are more, the heaviest are shown.
     """
     blocks = ["\n".join(_headline(step)), "\n".join(_figures(step))]
     if step.balancers:
@@ -91,7 +91,7 @@ def _traffic(traffic: Traffic) -> str:
 
 
 def _bar_length(step: BalancedStep, width: int) -> int:
-    """Return the length of bars of all components; deferred samples are listed behind them."""
+    """Return the number of columns for bars, the same for all components; deferred samples are listed after the bars."""
     notes = (_note(samples) for each in step.components for replica in each.deferred for samples in replica)
     return (width - len(_PLACE) - 2 * (_SECONDS + 1) - 5 - max(map(len, notes))) // 2
 
@@ -115,7 +115,7 @@ def _bars(component: ComponentLoads, length: int, max_rows: int) -> Iterator[str
 
 
 def _shown(weights: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
-    """Return places [replica, microbatch] of the heaviest, in their order."""
+    """Return (replica, microbatch) of the `max_rows` heaviest microbatches, in run order."""
     heaviest = np.sort(np.argsort(-weights, axis=None, kind="stable")[:max_rows])
     return [(index // weights.shape[1], index % weights.shape[1]) for index in heaviest.tolist()]
 
