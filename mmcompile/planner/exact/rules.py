@@ -46,7 +46,7 @@ class Count:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SameTp:
-    """Rule that some chains have the same tensor-parallel degree."""
+    """Rule that the chains with the given indices have the same tensor-parallel degree."""
 
     chains: tuple[int, ...]
 

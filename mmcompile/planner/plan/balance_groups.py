@@ -1,8 +1,7 @@
-"""`towers`: balance groups of a plan, sets of chains whose samples are balanced as one.
+"""`towers`: balance groups of a plan, which are sets of chains whose samples are balanced over microbatches as one.
 
-A *tower* is a balance group: chains whose samples are balanced over microbatches as one. A microbatch belongs to one tower.
-Values between the chains of a tower keep their composition; values for the language model's tower are exchanged sample by
-sample (`mmcompile.batching.step_plan.RowExchange`).
+A microbatch belongs to one balance group. Values between chains of the same group keep their assignment of samples to
+microbatches; values for the language model's group are exchanged sample by sample (`mmcompile.batching.step_plan.RowExchange`).
 """
 
 from __future__ import annotations

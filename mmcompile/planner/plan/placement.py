@@ -80,7 +80,7 @@ class Placement:
     towers: tuple[str, ...] = ("",)
     """Names of the balance groups; the language model's group is last."""
     num_replicas: tuple[int, ...] = (1,)
-    """Number of replicas of each balance group, in the order of `towers`."""
+    """Number of replicas of each balance group, in the order of the field `towers`."""
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
@@ -189,7 +189,7 @@ def shard_name(name: str, index: int) -> str:
 
 
 def replica_name(stage: str, replica: int) -> str:
-    """Return the name of one of several replicas of a stage or shard: `language_model.0#1@0`."""
+    """Return a stage's or shard's name in a replica, where there are several: replica 1 of `lm.0@2` is `lm.0#1@2`."""
     name, mark, shard = stage.partition("@")
     return f"{name}#{replica}{mark}{shard}"
 

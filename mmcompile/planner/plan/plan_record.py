@@ -199,7 +199,7 @@ class SampleRate:
 
     chain: str
     geometry: Geometry
-    """Rule that turns sizes of a sample into rows of the component."""
+    """Rule that turns the sizes of a sample (text, images, audio clips) into rows of the component."""
     seconds: Polynomial
     """Seconds of forward and backward in all stages, with recomputation, on one rank of each stage."""
     activation_bytes: Polynomial

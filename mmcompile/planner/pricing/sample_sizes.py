@@ -56,7 +56,7 @@ class Lengths:
         )
 
     def of_samples(self, kept: NDArray[np.bool_]) -> Lengths:
-        """Return the lengths of the items of some samples only; `kept` is True for these, [samples]."""
+        """Return the lengths of the items of the samples where `kept` is True, bool [samples]."""
         things = kept[self.owner]
         return Lengths(values=self.values[things], owner=self.owner[things], num_samples=self.num_samples)
 

@@ -156,7 +156,7 @@ def held_by(job: Job, pipelines: Sequence[NodePipeline[Node]]) -> dict[Node, np.
 
 
 def sizes_of(pipelines: Sequence[NodePipeline[Node]]) -> Counter[int]:
-    """Return node count -> number of pipelines with so many nodes."""
+    """Return node count -> number of given pipelines that have this many nodes."""
     return Counter(len(pipeline.nodes) for pipeline in pipelines)
 
 

@@ -48,7 +48,7 @@ class MembershipPlan(Generic[Node]):
     reason: str
     """Reason why these pipelines were chosen."""
     iteration_s: float
-    """Predicted seconds of a step, which are those of the slowest pipeline."""
+    """Predicted seconds of a step, equal to those of the slowest pipeline."""
     kept_bytes: int
     """Bytes of layers that stay on a node that held them before."""
 

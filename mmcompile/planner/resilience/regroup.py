@@ -106,7 +106,10 @@ def _merge(groups: Sequence[list[Node]], minimum: int) -> tuple[list[list[Node]]
 
 
 def _divide(group: list[Node], sizes: Sequence[int], *, whole: bool) -> tuple[list[list[Node]], list[Node]]:
-    """Return a group's pipelines and surplus nodes: one pipeline if `whole` and a template fits, else the most."""
+    """Return a group's pipelines and its surplus nodes.
+
+    It is one pipeline if `whole` and a template has the group's size, else as many as possible on the most nodes.
+    """
     if whole and len(group) in sizes:
         return [group], []
     for used in range(len(group), sizes[0] - 1, -1):

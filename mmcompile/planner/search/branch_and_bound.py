@@ -66,7 +66,7 @@ class BranchAndBound:
 
     @cached_property
     def combos(self) -> Combinations:
-        """Lister of all combinations of degrees and stage counts."""
+        """Listing of all combinations of degrees and stage counts."""
         return Combinations(problem=self.problem)
 
     @cached_property

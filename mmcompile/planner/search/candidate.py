@@ -109,7 +109,7 @@ class Candidate:
 
     @property
     def combination(self) -> Combination:
-        """Chains, setting, degrees and stage counts of the candidate: all of it but its cuts and ranks."""
+        """Chains, setting, degrees and stage counts of the candidate; its cuts and ranks are left out."""
         return Combination(chains=self.chains, setting=self.setting, degrees=self.degrees, counts=self.counts)
 
     @property
@@ -244,7 +244,7 @@ class Candidate:
         return found
 
     def flow(self) -> Flow:
-        """Return the flow of microbatches through the stages for the simulator: every microbatch passes every stage."""
+        """Return the flow of one microbatch, which passes through every stage, as the simulator reads it."""
         names = self.names
         return Flow(
             stages=names,

@@ -76,7 +76,7 @@ class CombinationGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Combinations:
-    """Lister of the combinations of a problem, with bounds and guesses of their seconds."""
+    """Listing of a problem's combinations of degrees and stage counts, with bounds and guesses of their seconds."""
 
     problem: Problem
     listed: list[bool] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Combinations:
     _joined: dict[tuple[ChainSet | Options, ...], JoinedEncoders] = field(default_factory=dict, repr=False)
 
     def groups(self) -> list[CombinationGroup]:
-        """Return the combinations by chain set and setting; groups without combinations are left out."""
+        """Return all listed combinations as groups of one chain set and setting; groups without combinations are left out."""
         self._price()
         prepared = [(chains, setting, self._options(chains, setting)) for chains, setting in self._promising()]
         number = sum(prod(map(len, options)) for _, _, options in prepared) + len(self.left_out) * MAX_LISTED
@@ -100,7 +100,7 @@ class Combinations:
 
     @cached_property
     def tables(self) -> OptionTables:
-        """Cached options of each single chain."""
+        """Cache of the options (degrees and stage counts) of single chains."""
         return OptionTables(problem=self.problem)
 
     @cached_property

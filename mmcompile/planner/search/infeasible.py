@@ -1,7 +1,7 @@
 """Explanation of an impossible request: the lacking resource, and the nearest requests that work.
 
-One thing is given up at a time, the cheapest for the user first: recompute, share tensors, take smaller microbatches, all of
-these, more nodes, less to train. Each is decided as the search decides it: by splitting.
+Relaxations are tried one at a time, the cheapest for the user first: recompute, share tensors, take smaller microbatches, all
+three together, add nodes, train less. A relaxation works if the search finds a split that fits the memory.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def explain(problem: Problem, *, budget_s: float = _BUDGET_S) -> str:
 
 
 def fits(problem: Problem) -> bool:
-    """Return whether some candidate of the problem's space fits the memory."""
+    """Return whether the search finds a candidate of a problem that fits the memory."""
     return BranchAndBound(problem=problem).first() is not None
 
 

@@ -1,4 +1,4 @@
-"""`Problem`: everything that a strategy reads, with `ChainPrices`: what chains cost in any layout. They decide nothing."""
+"""`Problem`: everything that a strategy reads; and `ChainPrices`: seconds and bytes of chains in any layout."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ NUM_DRAWS = 4
 _SEED = 0
 
 _PriceKey = tuple[ChainSpec, LayerSharding, float, tuple[int, ...]]
-"""(chain, sharding of its layers, samples of a slot, (microbatches, replicas) if loads depend on them, else an empty tuple)."""
+"""(chain, sharding of its layers, samples of a slot, (microbatches, replicas) or () if loads do not depend on them)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

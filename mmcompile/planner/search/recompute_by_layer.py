@@ -1,4 +1,4 @@
-"""`relaxed`: a candidate whose layers recompute only as much as its memory needs; `by_layer`: the fastest such of a search.
+"""`relaxed`: a candidate whose layers recompute only as much as memory requires; `by_layer`: the fastest relaxed candidate.
 
 A search gives all layers of a candidate one mode, the cheapest that fits. A stage far from the loss holds many microbatches, one
 near it few, so most stages could do with less: with the cuts and ranks as they are, each rank gets the modes of its layers that
@@ -146,7 +146,7 @@ class _PricedModes:
         return mode if self.backward[layer] else None
 
     def run(self, stage: CandidateStage, modes: Modes) -> CandidateStage:
-        """Return the stage with other recomputation modes of its layers."""
+        """Return the stage with new recomputation modes of its layers, and the seconds and bytes that follow from them."""
         again = any(mode not in ("none", None) for mode in modes)
         own = [
             (self.mixed[mode or "none"] if again else self.kept, stage.first + index)

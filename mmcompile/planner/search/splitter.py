@@ -17,7 +17,7 @@ from mmcompile.planner.search.settings import Combination, Degrees, Setting
 
 @dataclass(frozen=True, kw_only=True)
 class Splitter:
-    """Cutter of a problem's chains: the slowest stage is as fast as possible and every stage fits the memory."""
+    """Solver that cuts a problem's chains: the slowest stage is as fast as possible and every stage fits the memory."""
 
     problem: Problem
     _tables: dict[tuple[object, ...], tuple[Split | None, ...]] = field(default_factory=dict, repr=False)
@@ -73,7 +73,7 @@ class Splitter:
         return self._tables[key]
 
     def _most(self, degrees: Degrees) -> int:
-        """Return the largest number of stages of these degrees that the devices can hold."""
+        """Return the largest number of stages for which there are devices, with the given degrees of a chain."""
         return max(1, self.problem.num_devices // degrees.ranks)
 
     def layers(self, priced: PricedChain, degrees: Degrees) -> list[PartitionLayer]:

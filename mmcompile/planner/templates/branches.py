@@ -1,4 +1,4 @@
-"""Pipelines of chains that branch: several towers that enter one chain, at its start or in the middle.
+"""Pipelines of chains that branch: several chains that feed one, at its start or in the middle.
 
 The longest path is no sum over stages. A weighted mean of all paths is, and never longer: so a search with weights gives a
 lower bound for every pipeline, and pipelines on the way. The weights are moved towards the paths that turn out longest.

@@ -97,7 +97,10 @@ def replay_trace(
 
 @final
 class TemplateRun(ReplayRun):
-    """Replay of templates: regroup, copy missing layers, repeat the step. No sample is lost while each layer has a holder."""
+    """Replay of templates: regroup, copy missing layers, repeat the step.
+
+    No committed sample is lost while each layer has a holder.
+    """
 
     name = "templates"
 
