@@ -26,7 +26,7 @@ class _SavesItself(Protocol):
 def export(folder: Path, model: nn.Module | None, state_dict: Mapping[str, Tensor]) -> None:
     """Write the model by its own `save_pretrained`, or as a model.safetensors with all names if it has none.
 
-    That file loads strictly. Other files in the folder stay.
+    The model.safetensors loads strictly. Other files in the folder stay.
 
     Raises:
         CheckpointError: the files cannot be written. Earlier contents are untouched.

@@ -28,7 +28,7 @@ class TensorBox:
     sizes: tuple[int, ...]
 
     def of(self, part: Tensor) -> Tensor:
-        """Return the view of a part that is this box."""
+        """Return this box of a rank's part of a tensor, as a view."""
         return part[tuple(slice(at, at + size) for at, size in zip(self.inside, self.sizes, strict=True))]
 
 

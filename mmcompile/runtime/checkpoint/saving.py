@@ -92,7 +92,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartJob:
-    """One rank's part of a save: the pieces it writes to a file of its own."""
+    """One rank's part of a save: the tensors that the rank writes to a file of its own."""
 
     folder: Path
     """Folder to write to, which exists and is empty."""

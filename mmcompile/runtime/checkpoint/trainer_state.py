@@ -65,7 +65,7 @@ class Resumed:
     num_steps: int
     """Number of updates; also the number of batches, where each is one step."""
     num_samples: int
-    """Number of samples in those batches, over all replicas."""
+    """Number of samples trained on, over all steps and replicas."""
     data: Any
     """Saved state of the user's data; None if it was not saved."""
 

@@ -230,7 +230,7 @@ class Groups:
             raise PeerLost(str(error)) from error
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's CPU tensor to every rank, in place; all give one of the same size.
+        """Copy rank 0's CPU tensor into the tensor of the same size that every other rank passes.
 
         On rank 0 it must not change afterwards.
 

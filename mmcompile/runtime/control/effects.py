@@ -34,7 +34,7 @@ class CloseLink:
 
 
 class TimerKind(StrEnum):
-    """Waiting periods of a generation that end by the coordinator's clock."""
+    """Kinds of timers by which the coordinator limits its waiting in a generation."""
 
     ATTEMPT = "attempt"
     """Wait for members that have not completed a phase of a generation in preparation."""

@@ -177,7 +177,7 @@ class Recovery:
     leave_s: float
     """Seconds from the plan until all workers had left the previous generation."""
     connect_s: float
-    """Seconds from then until all process groups were connected."""
+    """Seconds from leaving the previous generation until all process groups were connected."""
     copy_s: float
     """Seconds from the connection until all workers had their state."""
     replay_s: float

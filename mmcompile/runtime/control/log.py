@@ -23,7 +23,7 @@ _COMPACT_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A node with one incarnation of its workers."""
+    """A node with one set of workers (an incarnation); with new workers it is another member."""
 
     node: str
     incarnation: str

@@ -162,7 +162,7 @@ class LayerStore:
         self.state.optimizer.zero_grad()
 
     def digest(self, layer: LayerId) -> str:
-        """Return a digest of a layer's parameters and optimizer state, equal for replicas with equal bits. Raises as `bundle`."""
+        """Return a digest of a layer's parameters and optimizer state, equal for replicas with equal bits. Raises VerifyError."""
         return digest_of(self.bundle(layer))
 
     def _trainable(self, layer: LayerId) -> dict[str, ParameterSpec]:

@@ -110,7 +110,7 @@ class BackgroundBalancer(Balancer):
 
     @property
     def title(self) -> str:
-        """Title of the inner balancer, for reports."""
+        """Title of the inner balancer: its name, with options that are not the default."""
         return self.inner.title
 
     @property
