@@ -181,7 +181,8 @@ def test_rows_of_another_sample_are_found() -> None:
         groups = Groups.connect(store, rank, 2, CPU, local=True)
         held = {name: nn.Parameter(value) for name, value in parameters().items()}
         loaded = loaded_on(planned.step, groups, held)
-        return P2P(groups, plan, stages, loaded, [action], check_rows=True), loaded
+        values = () if rank else planned.step.values
+        return P2P(groups, plan, stages, loaded, [action], values=values, check_rows=True), loaded
 
     def sender() -> P2P:
         p2p, loaded = p2p_of(0, planned.step.plan, send)
