@@ -34,7 +34,7 @@ def test_json_is_one_object(run: Run, tiny: Path) -> None:
 
 
 def test_a_model_with_its_own_batch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(Path(__file__).parents[1])  # where toy.py stands
     outcome = run("profile", "toy:build_with_batch", "--rounds", 1, "--no-runtime", "--json")
     assert outcome.code == 0, outcome.err
     assert {len(kind["measurements"]) for kind in outcome.json["kinds"]} == {3}
@@ -55,7 +55,7 @@ def test_mistakes_are_named(run: Run, tiny: Path, arguments: tuple[str, ...], ex
 
 
 def test_sizes_need_a_batch_that_can_be_made(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.chdir(Path(__file__).parents[1])  # where toy.py stands
     outcome = run("profile", "toy:build_with_batch", "--sizes", "64")
     assert outcome.code == 1
     assert "--sizes has no effect: toy:build_with_batch comes with a batch of its own" in outcome.err
