@@ -1,6 +1,4 @@
-"""Pass `Autocast`.
-
-It writes the casts of `torch.autocast` into the graph, for the components that are to compute in bfloat16.
+"""`Autocast`: pass that writes the casts of `torch.autocast` into the graph, for components that compute in bfloat16.
 
 Parameters stay as they are. Products (linear, matmul, convolutions, attention) take their inputs in the half type; ops
 that lose most precision in it (exponentials, norms, sums, losses) take their inputs in float32; ops whose operands must

@@ -54,7 +54,7 @@ def _widths(component: Component, specs: Mapping[str, ParameterSpec]) -> list[st
 
 
 def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str]:
-    """Yield one line for each operation; equal operations without a parameter give one, as their number may grow with images."""
+    """Return one line for each operation; equal operations without a parameter give one, as their number may grow with images."""
     lines: dict[str, None] = {}
     num_readers = 0
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Text of a graph, one line a node: what `MMCOMPILE_DEBUG=4` prints and what an error shows around a bad node."""
+"""Text of a graph, one line per node: printed by `MMCOMPILE_DEBUG=4`, and shown by errors around the node concerned."""
 
 from __future__ import annotations
 

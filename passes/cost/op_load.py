@@ -54,7 +54,7 @@ def captured_sequences(graph: ModelGraph, components: Mapping[str, list[fx.Node]
 
     The sequences are read from the self-attention with the most pairs (so an encoder with windowed and full attention
     has images, not windows). A component without attention, such as a projector, has the sequences of its producer;
-    without a producer, one sequence per row of its output.
+    without a producer, those of its output [sequences, rows, features].
 
     Args:
         graph: the captured graph.
@@ -112,7 +112,7 @@ def _self_lengths(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) -> Sequences:
-    """Return the rows of the first tensor that other components read; of the component's first tensor if they read none."""
+    """Return the sequences in the first tensor that other components read, or else in the component's first tensor."""
     names = [tensor for producer, _, made in graph.edges if producer == component.name for tensor in made]
     flowing = [node for node in nodes if node.name in names] or [node for node in nodes if "val" in node.meta]
     shapes = [shape for node in flowing for shape in map(concrete_shape, tensors(node)[:1]) if len(shape) > 1]

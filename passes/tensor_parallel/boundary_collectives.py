@@ -1,4 +1,4 @@
-"""`add_borders`: inserts boundary collectives, where gradient passes between components with other tensor-parallel degrees."""
+"""`add_borders`: inserts boundary collectives between components with different tensor-parallel degrees."""
 
 from __future__ import annotations
 
