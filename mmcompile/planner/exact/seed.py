@@ -173,10 +173,7 @@ def _targets(
 def _realise(
     problem: ExactProblem, dp: _ChainSplits, variants: tuple[int, ...], counts: tuple[int, ...]
 ) -> Splits | None:
-    """Return splits with given stage counts, from the loss backwards with the real distances to it.
-
-    None if a demand is not met.
-    """
+    """Return splits with given stage counts and the real distances to the loss; None if they do not meet a demand."""
     splits = [Split(boundaries=(0, chain.num_layers)) for chain in problem.chains]
     for chain in reversed(range(len(splits))):
         options = dp.splits(chain, variants[chain], tails(problem, tuple(splits))[chain])

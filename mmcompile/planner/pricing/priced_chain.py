@@ -135,8 +135,8 @@ def _component_prices(
     """Return seconds and sizes of one layer of each group of a component, for a share of the load.
 
     Returns:
-        [groups, loads, 3]; and [groups, loads, 10]: backward, parameters, trainable, saved, saved by the worst, working, output,
-        output of the replica, shared, shared by the worst.
+        [groups, loads, 3]; and [groups, loads, 10]: whether a backward runs, then bytes: parameters, trainable, saved, saved by
+        the worst microbatch, working, output, output of the replica, shared, shared by the worst microbatch.
     """
     mean = _columns([each[component][0] for each in loads], share)
     heavy = _columns([each[component][1] for each in loads], share)

@@ -307,7 +307,7 @@ class Pricing:
         return 2 * round(log2(tokens / captured) / 2) if tokens > 0 and captured > 0 else 0
 
     def _coefficients(self, component: str, sharding: LayerSharding, size: int) -> NDArray[np.float64]:
-        """Return each amount's coefficients (fixed, per token, per square), [groups, amounts, 3], for loads of about a size."""
+        """Return each amount's coefficients (fixed, per token, per square), [groups, amounts, 3], near a size as from `_size`."""
         key = (component, sharding, size)
         if key not in self._affine:
             if component in self.table.growing:

@@ -140,7 +140,7 @@ def _first(ways: Sequence[Way], rising: bool, works: Callable[[Problem], bool]) 
 
 
 def relaxations(problem: Problem) -> tuple[Relaxation, ...]:
-    """Return the possible relaxations of a request, the cheapest for the user first, without options that are already on."""
+    """Return the possible relaxations of a request, the cheapest for the user first, without those already in effect."""
     single = [
         Relaxation(words="recompute full", ways=tuple(_recomputes(problem))),
         Relaxation(words="tensor parallelism", ways=tuple(_tensors(problem))),

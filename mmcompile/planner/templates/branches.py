@@ -20,7 +20,7 @@ from mmcompile.planner.templates.sweep import Costs, Sweep, steps
 _SHARES = 12
 """Denominator of path weights: every weight is a multiple of 1/12."""
 _ROUNDS = 6
-"""Most vectors of path weights that are tried."""
+"""Largest number of path-weight vectors that are tried."""
 _FIRST_STEP = 4
 """Shares of weight moved at a time at first; halved whenever another path turns out longest."""
 _INTERVALS = 64
@@ -99,7 +99,7 @@ def _bounding(search: Search, count: int) -> Sequence[LineStage]:
 
 
 def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
-    """Return the time T of a pipeline along each path, in picoseconds, [paths]."""
+    """Return the part of the step time T that grows with each path, in picoseconds, [paths]."""
     slowest = line.timing(pieces).slowest
     return [
         sum(line.time(piece) + MICROBATCHES_A_STAGE * slowest for piece in pieces if line.on_path(path, piece))

@@ -32,7 +32,7 @@ class Interval:
     last: int
     """Index of the last guess, included."""
     lower: NDArray[np.int64]
-    """Lower bound of T in ps if the slowest stage is in the interval, by node count, [nodes + 1]."""
+    """Lower bound of the step time T in ps if the slowest stage is in the interval, by node count, [nodes + 1]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +41,9 @@ class FoundPipeline:
 
     pieces: tuple[LineStage, ...]
     total: int
-    """Time T of the pipeline in picoseconds."""
+    """Step time T of the pipeline in picoseconds."""
     bound: int
-    """Lower bound in picoseconds of T over all pipelines; equal to `total` for an optimum."""
+    """Lower bound of the step time T over all pipelines in picoseconds; equal to `total` for an optimum."""
 
     @property
     def gap(self) -> float:
@@ -70,7 +70,7 @@ class Search:
     found: dict[int, tuple[LineStage, ...]]
     """Node count -> stages of the best pipeline known."""
     upper: NDArray[np.int64]
-    """T in picoseconds of the best pipeline known, by node count, [nodes + 1]."""
+    """Step time T in ps of the best pipeline known, by node count, [nodes + 1]."""
     fitting: bool
     """True to keep only pipelines that fit the memory."""
     settled: list[Interval] = field(default_factory=list)
@@ -139,7 +139,7 @@ class Search:
         return interval.lower[self.counts] < self.upper[self.counts]
 
     def bound(self, count: int) -> int:
-        """Return a lower bound of T in ps for a node count, valid after `run`."""
+        """Return a lower bound of the step time T in ps for a node count, valid after `run`."""
         return min(int(self.upper[count]), *(int(each.lower[count]) for each in self.settled), INFINITE)
 
     def result(self, count: int) -> FoundPipeline:
@@ -177,7 +177,7 @@ class Search:
         return [part for part in parts if self.alive(part).any()]
 
     def _simple(self, guess: int) -> NDArray[np.int64]:
-        """Return a lower bound of T, [nodes + 1] ps.
+        """Return a lower bound of the step time T, [nodes + 1] ps.
 
         A path's layers, and 3 times the slowest for each stage of the longest path.
         """

@@ -55,7 +55,7 @@ class Timing:
 
     @property
     def total(self) -> int:
-        """Time T in picoseconds for `MICROBATCHES_A_STAGE` microbatches per stage of the longest path."""
+        """Step time T in picoseconds for `MICROBATCHES_A_STAGE` microbatches per stage of the longest path."""
         return self.fill + MICROBATCHES_A_STAGE * self.longest * self.slowest
 
 

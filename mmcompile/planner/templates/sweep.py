@@ -30,7 +30,7 @@ from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Lin
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Cost rule: what a stage adds to T, times `scale`, if the slowest stage is in chains `first` to `last` (included)."""
+    """Stage costs: parts of step time T, times `scale`, if the slowest stage is in chains `first` to `last` (included)."""
 
     line: Line
     path: int
@@ -101,7 +101,7 @@ class Shape:
     line: Line
     num_nodes: int
     num_stages: int | None = None
-    """Largest number of stages if they are counted; None if they are not."""
+    """Largest number of stages, where the tables count stages; None where they do not."""
 
     def table(self, guesses: int) -> NDArray[np.int64]:
         """Return a cost table filled with `INFINITE`."""
@@ -170,7 +170,7 @@ class Sweep:
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """Lower bounds of T in picoseconds, [guesses, nodes + 1]; `INFINITE` where an interval has no pipeline."""
+        """Lower bounds of step time T in picoseconds, [guesses, nodes + 1]; `INFINITE` where an interval has no pipeline."""
         least = self.whole[0, :, :, :, 0].min(axis=1)
         return np.where(least < INFINITE, -(-least // self.costs.scale), INFINITE)
 
