@@ -178,10 +178,7 @@ def _median_s(events: Sequence[Event], *kinds: ActionKind) -> float:
 
 
 def _travels(events: Sequence[Event]) -> list[float]:
-    """Return the seconds of messages whose receiver waited for them.
-
-    In each step, sends and receives of a microbatch alternate.
-    """
+    """Return the seconds of messages whose receiver waited; sends and receives of a microbatch alternate in each step."""
     found: list[float] = []
     sent: dict[tuple[str, int], float] = {}
     for event in sorted(events, key=lambda event: event.start_s if event.kind.is_send else event.end_s):

@@ -1,7 +1,4 @@
-"""`CheckpointPiece`: a tensor that a rank writes to or reads from a checkpoint.
-
-`Holding`: which boxes of a parameter a rank holds.
-"""
+"""`CheckpointPiece`: a tensor that a rank writes to or reads from a checkpoint. `Holding`: boxes of a parameter on a rank."""
 
 from __future__ import annotations
 

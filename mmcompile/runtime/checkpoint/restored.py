@@ -32,7 +32,7 @@ class Restored:
         return tuple(found)
 
     def pieces(self) -> list[CheckpointPiece]:
-        """Return the pieces that copy this state into the next checkpoint; each is read when it is written.
+        """Return the pieces that copy this state into the next checkpoint, each read when it is written.
 
         Raises CheckpointError.
         """

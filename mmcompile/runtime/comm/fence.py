@@ -36,10 +36,7 @@ _CLOSED, _LISTENING = 7, 10
 """States of a socket (closed, listening), as the first byte of TCP_INFO."""
 
 _TRY_S = 1.0
-"""Seconds after which the test of a fence gives up.
-
-A working fence releases waits within milliseconds, even on a busy machine.
-"""
+"""Seconds after which the test of a fence gives up. A working fence releases waits in milliseconds, on a busy machine too."""
 _TRY_TAG = 1
 
 Mine = Callable[[socket.socket], bool]
@@ -158,10 +155,7 @@ class Fence:
 
 @functools.cache
 def fence_works() -> bool:
-    """Return whether a fence releases gloo's waits on this system.
-
-    Tried once per process, in some 50 ms; warns if it does not.
-    """
+    """Return whether a fence releases gloo's waits on this system. Tried once per process (some 50 ms); warns if it fails."""
     works = os.path.isdir(_FDS) and _lets_go()
     if not works:
         print(

@@ -201,10 +201,7 @@ class Groups:
         return self._shards[ranks]
 
     def send(self, tensor: Tensor, lane: Lane, tag: int) -> Work:
-        """Start to send a tensor over a lane.
-
-        It must be contiguous, and stay alive and unchanged until the returned work is done.
-        """
+        """Start to send a tensor over a lane. It must be contiguous, and alive and unchanged until the returned work is done."""
         if tensor.is_cuda:
             return self._pair(lane).send([tensor], 1, tag)
         return self.send_control(tensor, lane.target, tag)

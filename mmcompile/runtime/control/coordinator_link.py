@@ -59,10 +59,7 @@ class CoordinatorLink:
         return f"no coordinator at {host}:{port} for {silent_s:.1f} s ({self._why}); start it there, or correct the address"
 
     def connect(self) -> bool:
-        """Continue to open the connection.
-
-        Return True once for each new usable connection, on which a Hello must be sent first.
-        """
+        """Continue to open the connection. Return True once for each new usable connection, which must begin with a Hello."""
         now_s = time.monotonic()
         if now_s - self._tried_s > self._times.lease_s:
             # We did not try for a while: the silence is ours.

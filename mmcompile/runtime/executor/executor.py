@@ -72,10 +72,7 @@ class ReceivedValue:
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, received: ReceivedValue) -> Tensor:
-        """Return a view of `value`.
-
-        `anchor` requires grad, so that autograd calls `backward`: `value` itself requires none.
-        """
+        """Return a view of `value`. `anchor` requires grad, so that autograd calls `backward`: `value` itself requires none."""
         ctx.received = received
         return value.view_as(value)
 
@@ -209,10 +206,7 @@ class Executor:
     def _arguments(
         self, stage: LoadedStage, microbatch: int, received: list[ReceivedValue] | None
     ) -> list[Tensor | int]:
-        """Return the inputs of a stage in the order of its ports.
-
-        Link inputs that get a gradient are appended to `received`.
-        """
+        """Return the inputs of a stage in the order of its ports. Link inputs that get a gradient are appended to `received`."""
         roots: Mapping[str, Tensor] = self._p2p.batch_inputs(microbatch)
         sizes = self._plan.microbatches[microbatch].sizes
         arguments: list[Tensor | int] = []

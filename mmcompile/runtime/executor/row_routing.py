@@ -281,10 +281,7 @@ def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Ten
 
 
 def _runs(there: Sequence[Range], here: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """Return (first source row, first target row, number of rows) of pairs of ranges.
-
-    Pairs contiguous at both ends are merged.
-    """
+    """Return (first source row, first target row, number of rows) of pairs of ranges, merging pairs contiguous at both ends."""
     runs: list[tuple[int, int, int]] = []
     for (first, last), (into, _) in zip(there, here, strict=True):
         if first == last:

@@ -17,10 +17,7 @@ from mmcompile.runtime.optim.arithmetic import Arithmetic, Largest
 _PART_BYTES = 16 * 1024
 """Minimum bytes of an owner's part of a bucket: smaller parts cost more in messages than they save."""
 _ALIGN = 64
-"""Alignment in elements.
-
-Gradients and owners' parts start at multiples of it, so that kernels read them alike wherever they are.
-"""
+"""Alignment in elements of gradients and owners' parts in a bucket, so that kernels read them alike wherever they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +30,7 @@ class OwnerSet:
     givers: tuple[int, ...]
     """Owners that ran a backward of a stage with these parameters in this step, and so may have a gradient; ascending."""
     updater: int | None = None
-    """Only owner that gets the sum, updates the parameters and sends the other owners their new values.
-
-    None: every owner does.
-    """
+    """Only owner that gets the sum, updates the parameters and sends the others their new values. None: every owner does."""
 
     @property
     def is_local(self) -> bool:

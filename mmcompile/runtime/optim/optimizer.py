@@ -108,10 +108,7 @@ class RankOptimizer:
 
     @property
     def updated(self) -> Mapping[str, nn.Parameter]:
-        """Tensors that the optimizer updates, by name of the parameter: its master, or itself.
-
-        Their `.grad` holds the gradient.
-        """
+        """Tensors that the optimizer updates, by name of the parameter: its master, or itself. Gradients are in their `.grad`."""
         return self._updated
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
