@@ -33,7 +33,7 @@ def compose(
     """Join encoders and a language model by projectors.
 
     The output of an encoder (hidden size, tokens of an image) is found by running it on shapes. Weights are those of
-    the modules given; projectors made here are fresh, in the dtype and on the device of the language model.
+    the modules given; projectors made from a name have new weights, in the dtype and on the device of the language model.
 
     Args:
         encoders: name -> module, or `Encoder(module, ...)` with options. Names become component names: `vision`,
@@ -45,7 +45,7 @@ def compose(
         merge: `"placeholder"`: features replace the embeddings of placeholder tokens; `"prepend"`: features before the
             text; or a function (embeddings, features by encoder, input_ids) -> embeddings.
         placeholders: encoder -> token id. By default ids behind the embedding table, which no tokenizer gives.
-        num_queries: tokens of an image behind a `"qformer"`; 32 by default.
+        num_queries: number of tokens per image that a `"qformer"` makes; 32 by default.
         callbacks: part -> functions run before and after it.
 
     Raises:

@@ -13,33 +13,35 @@ Callback: TypeAlias = Callable[[Any], Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Callbacks:
-    """Functions run around a part. Each takes one value and returns its replacement; a module's parameters train too.
+    """Functions run before and after a part of a composed model.
 
-    For an encoder: the first four. For the language model: `before` and `after`.
+    Each maps a value to its replacement and may be a module that trains.
+
+    Encoders use the four fields named after encoder and projector, the language model `before` and `after`.
     """
 
     before_encoder: Callback | None = None
-    """Inputs of the encoder by parameter, a dict -> the same."""
+    """Function on the encoder's inputs, a dict by parameter name -> dict of the same form."""
     after_encoder: Callback | None = None
-    """Output of the encoder -> the same, or the features themselves."""
+    """Function on the encoder's output -> output of the same form, or the features alone."""
     before_projector: Callback | None = None
-    """Features [images, tokens, hidden] or [tokens, hidden] -> features."""
+    """Function on features [images, tokens, hidden] or [tokens, hidden] -> features."""
     after_projector: Callback | None = None
-    """Projected features -> projected features."""
+    """Function on projected features -> projected features."""
     before: Callback | None = None
-    """Arguments of the language model by name (`inputs_embeds`, `attention_mask`, ...), a dict -> the same."""
+    """Function on the language model's arguments, a dict by name (`inputs_embeds`, `attention_mask`, ...) -> the same form."""
     after: Callback | None = None
-    """Output of the language model -> the same."""
+    """Function on the language model's output -> output of the same form."""
 
     def given(self) -> Iterator[tuple[str, Callback]]:
-        """Yield (when, callback) of those that are set."""
+        """Yield (field name, callback) for each callback that is set."""
         for field in fields(self):
             callback = getattr(self, field.name)
             if callback is not None:
                 yield field.name, callback
 
     def run(self, when: str, value: Any) -> Any:
-        """Return the result of the callback of that name on a value; the value itself if there is none."""
+        """Return the result of callback `when` on `value`; `value` itself if the callback is not set."""
         callback = getattr(self, when)
         return value if callback is None else callback(value)
 

@@ -15,30 +15,30 @@ from mmcompile.errors import BatchError, ConfigError
 _LAST_HIDDEN_STATE = "last_hidden_state"
 
 _PROCESSOR_NAMES = {"grid_thw": "image_grid_thw"}
-"""Parameter -> name by which Hugging Face processors return it."""
+"""Parameter name of an encoder -> name under which Hugging Face processors return the value."""
 _ANONYMOUS = "hidden_states"
-"""First parameter of encoders of patches, which their processor returns as pixels or audio features."""
+"""Name of the first parameter of patch encoders, whose value processors return as pixels or audio features."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """An encoder with options that its module does not show. `compose` takes a bare module too."""
+    """An encoder with the options that `compose` cannot derive from its module. `compose` also takes a bare module."""
 
     module: nn.Module
     _: KW_ONLY
     output: str = _LAST_HIDDEN_STATE
     """Field of the encoder's output that holds the features."""
     layer: int | None = None
-    """Features are `hidden_states[layer]` instead, for example -2 as LLaVA does."""
+    """Index into the output's `hidden_states` whose entry is used as features, for example -2 as in LLaVA; None for `output`."""
     drop_tokens: int = 0
-    """Leading tokens of each image or sound that are no patches (class token, registers)."""
+    """Number of leading tokens of each image or audio clip that are not patches (class token, registers)."""
     inputs: Mapping[str, str] | None = None
-    """Parameter of the encoder's forward -> name of that input in a batch.
+    """Parameter name of the encoder's forward -> name of the input in a batch.
 
-    By default the parameter's own name, prefixed with the encoder's name if another part takes an input of that name too.
+    By default the parameter name, prefixed with the encoder's name if another part takes an input of the same name.
     """
     example: Mapping[str, Tensor] | None = field(default=None, repr=False)
-    """Parameter -> value for two images or sounds, to run the encoder on. By default made from its config."""
+    """Parameter name -> value for two images or audio clips, to probe the encoder. By default made from its config."""
 
     def __post_init__(self) -> None:
         if self.layer is not None and self.output != _LAST_HIDDEN_STATE:
@@ -50,7 +50,7 @@ class Encoder:
 
 
 class FeatureLayout(StrEnum):
-    """Shape of features."""
+    """Layout of an encoder's features: a row of tokens per image, images end to end, or one token per image."""
 
     MEDIA = "media"  # [images, tokens, hidden]
     PACKED = "packed"  # all tokens of all images end to end
@@ -59,16 +59,16 @@ class FeatureLayout(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:
-    """Features of the images or sounds of a batch, from an encoder or its projector."""
+    """Features of a batch's images or audio clips, from an encoder or its projector."""
 
     values: Tensor
-    """[images, tokens, hidden]; or [tokens, hidden], images end to end."""
+    """Features [images, tokens, hidden]; or [tokens, hidden] with images end to end."""
     valid: Tensor | None = None
-    """bool [images, tokens], False at padding; None where all tokens are real."""
+    """Mask of real tokens, bool [images, tokens], False at padding; None if all tokens are real."""
 
     @property
     def packed(self) -> bool:
-        """True if images are end to end, without a dim of their own."""
+        """True if images are end to end: `values` is [tokens, hidden]."""
         return self.values.dim() == 2
 
     def rows(self) -> Tensor:
@@ -161,7 +161,7 @@ def select(encoder: Encoder, output: Any, name: str) -> Tensor:
 
 
 def arrange(encoder: Encoder, layout: FeatureLayout, found: Tensor, inputs: Mapping[str, Tensor]) -> Features:
-    """Return selected features in their final shape: leading tokens dropped, padding marked."""
+    """Return selected features in final form: leading tokens dropped, padding masked."""
     if layout is FeatureLayout.PACKED:
         return Features(values=found.reshape(-1, found.shape[-1]))
     if layout is FeatureLayout.POOLED:
@@ -174,7 +174,10 @@ def arrange(encoder: Encoder, layout: FeatureLayout, found: Tensor, inputs: Mapp
 
 
 def _valid(module: nn.Module, found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return a mask of real features from a mask among the inputs: as long as the features, or shortened by the encoder."""
+    """Return the mask of real features, bool [images, tokens], from a mask among the inputs, shortened as the encoder does.
+
+    Or None.
+    """
     mask = next((value for name, value in inputs.items() if name.endswith("attention_mask")), None)
     if mask is None:
         return None
@@ -188,7 +191,7 @@ def given_inputs(name: str, names: Mapping[str, str], module: nn.Module, batch: 
     """Return the inputs of one encoder in a batch, by parameter; empty if the batch has no images or sounds for it.
 
     Raises:
-        BatchError: some are there, but not all that the encoder needs.
+        BatchError: the batch has some, but not all, of the inputs that the encoder needs.
     """
     given = {parameter: batch[key] for parameter, key in names.items() if batch.get(key) is not None}
     needed = [p for p, value in parameters_of(module).items() if value.default is inspect.Parameter.empty]
@@ -204,6 +207,6 @@ def given_inputs(name: str, names: Mapping[str, str], module: nn.Module, batch: 
 
 
 def run(encoder: Encoder, inputs: Mapping[str, Any]) -> Any:
-    """Call the encoder."""
+    """Call the encoder's module on inputs by parameter name, and return its output."""
     options = {} if encoder.layer is None else {"output_hidden_states": True}
     return encoder.module(**inputs, **options)

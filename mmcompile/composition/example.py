@@ -13,7 +13,7 @@ from mmcompile.composition.probe import sounds
 from mmcompile.errors import ConfigError
 
 _LEAD = 2
-"""Number of text tokens before the first image, and between two."""
+"""Number of text tokens before the first image, and between two images."""
 
 
 def example_batch(
@@ -22,11 +22,11 @@ def example_batch(
     """Return a batch of random tokens with labels on the text.
 
     Args:
-        batch_size: samples.
+        batch_size: number of samples.
         text_tokens: tokens of a sample, beside placeholders; fewer where the language model has no positions for them.
         images: images of a sample, for each vision encoder.
         image_size: height and width in pixels, for encoders that take any size.
-        audios: sounds of a sample, for each audio encoder.
+        audios: audio clips of a sample, for each audio encoder.
 
     Raises:
         ConfigError: an encoder's inputs cannot be made, or leave no room for text.

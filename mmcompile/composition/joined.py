@@ -44,7 +44,7 @@ def projector_of(name: str) -> str:
 
 
 class JoinedModel(nn.Module):
-    """Encoders, projectors and a language model as one module."""
+    """Module of encoders, projectors and a language model; its forward takes a batch and returns the language model's output."""
 
     language_model: nn.Module
     base_model_prefix = ""  # transformers asks this of a model that peft adds adapters to
@@ -73,9 +73,9 @@ class JoinedModel(nn.Module):
         self._encoders = dict(encoders)
         self._layouts = dict(layouts)
         self.input_names = {name: dict(names) for name, names in input_names.items()}
-        """Encoder -> parameter of its forward -> name of that input in a batch."""
+        """Encoder -> parameter name of its forward -> name of the input in a batch."""
         self.placeholders = dict(placeholders)
-        """Encoder -> token id that its features replace; empty unless they enter at placeholders."""
+        """Encoder -> id of the placeholder token that its features replace; empty if features do not enter at placeholders."""
         self.merge = merge
         self.callbacks = dict(callbacks)
 
@@ -90,7 +90,7 @@ class JoinedModel(nn.Module):
         return tuple(self._encoders)
 
     def encoder(self, name: str) -> Encoder:
-        """Return an encoder with its options. Raises ConfigError if there is none of that name."""
+        """Return encoder `name` with its options. Raises ConfigError if there is none of that name."""
         if name not in self._encoders:
             raise ConfigError(f"no encoder {name!r}; encoders are {', '.join(self._encoders)}")
         return replace(self._encoders[name], module=self.get_submodule(name))
@@ -147,7 +147,7 @@ class JoinedModel(nn.Module):
         return callbacks.run("after", self.language_model(**callbacks.run("before", arguments)))
 
     def features(self, name: str, inputs: Mapping[str, Any]) -> Features:
-        """Return the features of an encoder and its projector for inputs by parameter of the encoder."""
+        """Return the projected features of encoder `name` for inputs given by parameter name."""
         encoder, callbacks = self.encoder(name), self.callbacks.get(name, NONE)
         given = callbacks.run("before_encoder", dict(inputs))
         found = select(encoder, callbacks.run("after_encoder", run(encoder, given)), name)
@@ -169,11 +169,11 @@ class JoinedModel(nn.Module):
         return replace(made, values=values)
 
     def num_tokens(self, name: str, inputs: Mapping[str, Any]) -> int:
-        """Return the tokens that features of these inputs take in the text, from shapes and integer values alone.
+        """Return the number of text tokens that features of these inputs take, from shapes and integer values alone.
 
         Args:
             name: an encoder.
-            inputs: name in a batch -> value, as a processor returns it for one image or sound, or for several.
+            inputs: name in a batch -> value, as a processor returns it for one or several images or audio clips.
         """
         encoder = self.encoder(name)
         given = given_inputs(name, self.input_names[name], encoder.module, inputs)
@@ -185,7 +185,7 @@ class JoinedModel(nn.Module):
             return int(self.features(name, made).rows().shape[0])
 
     def freeze(self, *parts: str, except_: Sequence[str] = ()) -> None:
-        """Stop training parts; other parts stay as they are.
+        """Stop training the given parts; other parts keep their state.
 
         Args:
             parts: names of encoders, `"<encoder>_projector"`, `"language_model"`.
@@ -194,7 +194,7 @@ class JoinedModel(nn.Module):
         self._set_trainable(parts, except_, trainable=False)
 
     def unfreeze(self, *parts: str, except_: Sequence[str] = ()) -> None:
-        """Train parts, even parameters that their own code froze (fixed positions of Whisper); `except_` as for `freeze`."""
+        """Train the given parts without those in `except_`, also parameters that their own code froze (fixed positions of Whisper)."""
         self._set_trainable(parts, except_, trainable=True)
 
     def _set_trainable(self, parts: Iterable[str], except_: Sequence[str], *, trainable: bool) -> None:
@@ -245,5 +245,5 @@ class JoinedModel(nn.Module):
 
 
 def language_inputs(module: nn.Module) -> frozenset[str]:
-    """Return the arguments of a language model that are no encoder's."""
+    """Return the argument names of a language model's forward, which cannot be names of encoder inputs."""
     return frozenset(parameters_of(module))

@@ -17,17 +17,17 @@ MANIFEST = "composed.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedPart:
-    """A model of transformers in a sub-folder."""
+    """A transformers model in a sub-folder, by module and class name."""
 
     module: str
-    """Python module of its class, inside transformers."""
+    """Python module of the model's class, inside transformers."""
     name: str
     adapter: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedEncoder:
-    """Options of an encoder, and the results of its probe."""
+    """Options of a saved encoder, the names of its inputs, and the layout that its probe found."""
 
     part: SavedPart
     output: str
@@ -39,16 +39,16 @@ class SavedEncoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedProjector:
-    """Kind and sizes from which a projector is made again."""
+    """Kind and sizes from which a projector is rebuilt before its weights are loaded."""
 
     kind: str
-    """`"linear"`, `"mlp"`, `"qformer"`, or the import path of a module's class, which the caller gives again."""
+    """`"linear"`, `"mlp"`, `"qformer"`, or the import path of a module's class; the caller then gives the module when loading."""
     sizes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composed:
-    """The manifest."""
+    """Contents of `composed.json`: parts, projectors, merge and callbacks of a composed model."""
 
     version: int
     encoders: dict[str, SavedEncoder]
@@ -58,7 +58,7 @@ class Composed:
     """`"placeholder"`, `"prepend"`, or the import path of a function."""
     placeholders: dict[str, int]
     callbacks: dict[str, dict[str, str]]
-    """Part -> when -> import path."""
+    """Part -> name of the callback field -> import path of the function."""
 
 
 def read(place: Path, folder: object) -> Composed:
@@ -84,7 +84,7 @@ def path_of(what: str, value: object) -> str:
     """Return the import path, `package.module:name`, of a function, a class, or a module's class.
 
     Raises:
-        ConfigError: it has no name that others can import.
+        ConfigError: the value has no importable name.
     """
     named: Any = value if hasattr(value, "__qualname__") else type(value)
     if "<" in named.__qualname__:

@@ -22,14 +22,14 @@ KINDS = ("placeholder", "prepend")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextInputs:
-    """Arguments of the language model that have a value for every token."""
+    """Arguments of the language model that have one value per token."""
 
     embeddings: Tensor
     """Token embeddings: [B, S, hidden]."""
     attention_mask: Tensor | None
     """[B, S], 0 at padding; None where all tokens are real."""
     position_ids: Tensor | None
-    """[B, S]; None for the model's own."""
+    """Positions [B, S]; None for the model's default positions."""
     labels: Tensor | None
     """[B, S], -100 without loss; None without labels."""
 
@@ -40,7 +40,7 @@ def text_ids(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
 
 
 def _is_placeholder(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:
-    """Return a bool [B, S], True at placeholders."""
+    """Return the mask of placeholder tokens, bool [B, S]."""
     found = torch.zeros_like(input_ids, dtype=torch.bool)
     for token in placeholders.values():
         found = found | (input_ids == token)
@@ -87,9 +87,9 @@ def _misfit(name: str, token: int, placeholders: int, rows: int) -> str:
 
 
 def prepend(text: TextInputs, features: Mapping[str, Features]) -> TextInputs:
-    """Put features of all encoders, in their order, before the text; labels, mask and positions grow with it.
+    """Put the features of all encoders, in order of encoders, before the text; labels, mask and positions are extended.
 
-    Every sample of a batch has as many images or sounds as the others: shapes alone cannot distinguish other batches.
+    Every sample of a batch must have the same number of images or audio clips, because shapes do not show how they divide.
 
     Raises:
         BatchError: images do not divide over samples; features without a dim of images.
@@ -137,7 +137,10 @@ def prepend(text: TextInputs, features: Mapping[str, Features]) -> TextInputs:
 def by_function(
     merge: MergeFunction, text: TextInputs, features: Mapping[str, Features], input_ids: Tensor
 ) -> TextInputs:
-    """Merge by a function. Raises ConfigError if it returns another shape: mask and labels would not fit."""
+    """Merge features into the text by the user's function.
+
+    Raises ConfigError if its result does not have the embeddings' shape.
+    """
     # A user's function may return anything.
     merged = cast(object, merge(text.embeddings, {name: found.values for name, found in features.items()}, input_ids))
     if not isinstance(merged, Tensor) or merged.shape != text.embeddings.shape:

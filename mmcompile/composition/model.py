@@ -14,12 +14,12 @@ from mmcompile.composition.merge import MergeFunction
 
 
 class ComposedModel(JoinedModel):
-    """A joined model with example batches and a folder on disk. Made by `compose`, or by `from_pretrained`."""
+    """A composed model that makes example batches and saves and loads a folder. Made by `compose` or `from_pretrained`."""
 
     def example_batch(
         self, *, batch_size: int, text_tokens: int, images: int, image_size: int, audios: int
     ) -> dict[str, Tensor]:
-        """Return a random batch; `mm.example_batch` calls this."""
+        """Return a random batch for this model; `mm.example_batch` calls this method."""
         return example.example_batch(
             self, batch_size=batch_size, text_tokens=text_tokens, images=images, image_size=image_size, audios=audios
         )
@@ -27,7 +27,7 @@ class ComposedModel(JoinedModel):
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Write every part in a sub-folder; see `mmcompile.composition.storage`."""
+        """Write each part to a sub-folder of `folder`, and the manifest; layout in `mmcompile.composition.storage`."""
         storage.save(self, folder, state_dict)
 
     @classmethod
@@ -39,5 +39,8 @@ class ComposedModel(JoinedModel):
         merge: MergeFunction | None = None,
         callbacks: Mapping[str, Callbacks] | None = None,
     ) -> ComposedModel:
-        """Read the files of `save_pretrained`; the user's own modules and functions are given again, never imported by name."""
+        """Load a folder written by `save_pretrained`.
+
+        The user's own modules and functions must be given; they are never imported.
+        """
         return storage.load(cls, folder, projectors or {}, merge, callbacks or {})

@@ -35,14 +35,14 @@ def saved_part(name: str, module: nn.Module) -> SavedPart:
 
 
 def _without_adapter(module: nn.Module) -> tuple[nn.Module, bool]:
-    """Return the model under a peft wrapper, and whether there is one. If so, peft is already imported."""
+    """Return the model inside a peft wrapper and True; or the module itself and False."""
     peft: Any = sys.modules.get("peft")
     wrapped = peft is not None and isinstance(module, peft.PeftModel)
     return (module.get_base_model() if wrapped else module), wrapped  # type: ignore[operator]
 
 
 def save_part(name: str, module: nn.Module, part: SavedPart, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a part in its own folder, its adapter in a sub-folder."""
+    """Write a part to its folder, and its adapter, if it has one, to a sub-folder."""
     base: Any = _without_adapter(module)[0]
     if part.adapter:
         wrapper: Any = module
@@ -62,12 +62,12 @@ def save_part(name: str, module: nn.Module, part: SavedPart, weights: Mapping[st
 
 
 def _plain(key: str) -> str:
-    """Return the name of a weight without adapters around it."""
+    """Return the name that a weight has without adapters around its module."""
     return key.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def load_part(folder: Path, part: SavedPart) -> nn.Module:
-    """Load a part, with its adapter. Raises CheckpointError for a class outside transformers."""
+    """Load a part and its adapter from a folder. Raises CheckpointError for a class outside transformers."""
     if not part.module.startswith("transformers."):  # a manifest names classes, and must not make us import others
         raise CheckpointError(f"{folder} names a class of {part.module}; wanted one of transformers")
     owner: Any = importlib.import_module(part.module)

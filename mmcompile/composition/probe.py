@@ -21,24 +21,24 @@ from mmcompile.ir.compat import FakeTensorMode, fake_mode_of, transformers_eager
 from mmcompile.ir.known_values import KnownValues, known_values
 
 _PROBED = 2
-"""Images or sounds of a probe: two, so that the dim of images shows."""
+"""Number of images or audio clips in a probe: two, so that the dim of images can be told apart."""
 _DEFAULT_SIDE = 224
 _SAMPLING_RATE = 16000
-"""Samples of a second of sound, the rate of every speech encoder of transformers; a probe is that long."""
+"""Audio samples per second, the rate of all speech encoders of transformers; a probe's clip lasts one second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """Output and inputs of an encoder in a probe."""
+    """Hidden size and layout of an encoder's features, found by a run on shapes, and the inputs of that run."""
 
     hidden_size: int
     layout: FeatureLayout
     inputs: Mapping[str, Tensor]
-    """Parameter of the encoder -> value in the probe."""
+    """Parameter name of the encoder -> value in the probe."""
 
 
 def probe(name: str, encoder: Encoder, callbacks: Callbacks) -> Probe:
-    """Run an encoder on an example, with the callbacks around it.
+    """Run an encoder on an example input, with its callbacks, to find the shape of its features.
 
     Raises:
         ConfigError: no example that we can make is accepted, or the output has no features; the message names the
@@ -100,7 +100,7 @@ def shapes_only(module: nn.Module) -> Generator[Callable[[Tensor], Tensor]]:
 
 
 def _examples(encoder: Encoder) -> Iterator[dict[str, Tensor]]:
-    """Yield inputs that an encoder may take, the likeliest first."""
+    """Yield inputs, by parameter name, that an encoder may accept; the most likely first."""
     if encoder.example is not None:
         yield dict(encoder.example)
     elif modality(encoder.module) == "audio":
@@ -144,7 +144,10 @@ def images(module: nn.Module, count: int, side: int = _DEFAULT_SIDE) -> dict[str
 
 
 def sounds(module: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield random sounds for an audio encoder, by parameter: spectrograms if its config has bins, else a second of samples."""
+    """Yield random audio clips for an audio encoder, by parameter.
+
+    Spectrograms if its config has bins, else one second of samples.
+    """
     config, main = getattr(module, "config", None), next(iter(parameters_of(module)))
     dtype = dtype_of(module)
     bins = _field(config, "num_mel_bins", default=None)

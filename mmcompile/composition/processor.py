@@ -25,14 +25,14 @@ Message = Mapping[str, str]
 
 @dataclass(kw_only=True, slots=True)
 class ComposedProcessor:
-    """Tokenizer and the encoders' processors, made to fit one composed model."""
+    """Processor of one composed model: joins its tokenizer and the processors of its encoders."""
 
     model: ComposedModel = field(repr=False)
     tokenizer: Any
     processors: Mapping[str, Any]
-    """Encoder -> image processor or feature extractor, called with one image or sound and `return_tensors="pt"`."""
+    """Encoder -> image processor or feature extractor, called with one image or audio clip and `return_tensors="pt"`."""
     markers: Mapping[str, str] = field(default_factory=dict)
-    """Encoder -> marker of an image or sound in a message.
+    """Encoder -> marker of an image or audio clip in a message.
 
     `<image>` and `<audio>`, or `<name>` if two encoders have one modality.
     """
@@ -55,9 +55,9 @@ class ComposedProcessor:
     ) -> dict[str, Value]:
         """Return one conversation as a sample.
 
-        Tokens of the assistant carry loss, all others have label -100. With a chat template, the template decides which
-        text is the assistant's; without one, contents follow each other as they are, and each answer ends with the
-        tokenizer's end-of-text token.
+        Tokens of the assistant carry loss, all others have label -100. With a chat template, the template decides which text is
+        the assistant's; without one, contents are concatenated unchanged, and each answer ends with the tokenizer's end-of-text
+        token.
 
         Args:
             messages: markers in their contents stand for images and sounds, in order.
@@ -96,7 +96,7 @@ class ComposedProcessor:
         return sample
 
     def _inputs(self, name: str, medium: Any) -> dict[str, Tensor]:
-        """Return the encoder's inputs from its processor, by name in a batch."""
+        """Return the encoder's inputs for one image or audio clip, made by its processor, by name in a batch."""
         processor, module = self.processors[name], self.model.encoder(name).module
         accepts = inspect.signature(processor.__call__).parameters
         options: dict[str, Any] = {}
@@ -119,7 +119,7 @@ class ComposedProcessor:
         return found
 
     def _count(self, name: str, inputs: Mapping[str, Tensor]) -> int:
-        """Return the tokens of one image or sound; computed once for equal shapes and integers."""
+        """Return the number of tokens of one image or audio clip; cached for equal shapes and integers."""
         if name not in self.model.placeholders:
             return 0
         key = (
@@ -131,7 +131,7 @@ class ComposedProcessor:
         return self._counts[key]
 
     def _texts(self, messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
-        """Yield (text, whether it carries loss), in order."""
+        """Yield (text, True if it carries loss) pieces of the conversation, in order."""
         if not getattr(self.tokenizer, "chat_template", None):
             yield getattr(self.tokenizer, "bos_token", None) or "", False
             for message in messages:
@@ -150,7 +150,7 @@ class ComposedProcessor:
                 done += text
 
     def _rendered(self, messages: Sequence[Message], done: str, *, add_generation_prompt: bool) -> str:
-        """Return the text that the chat template adds to the text before."""
+        """Return the text that the chat template adds after the text `done`."""
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
         )

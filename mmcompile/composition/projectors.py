@@ -16,12 +16,12 @@ _HEAD_SIZE = 64
 
 
 def make_projector(kind: str, features: int, hidden: int, num_queries: int) -> nn.Module:
-    """Return a projector of a kind, with fresh weights.
+    """Return a projector of the given kind with new weights.
 
     Args:
         features: hidden size of the encoder.
         hidden: embedding size of the language model.
-        num_queries: tokens of an image or sound behind a `"qformer"`.
+        num_queries: number of tokens that a `"qformer"` makes of an image or audio clip.
 
     Raises:
         ConfigError: no such kind.
@@ -50,9 +50,9 @@ class MLP(nn.Module):
 
 
 class QFormer(nn.Module):
-    """Learned queries that read an image or a sound by cross-attention, in the manner of BLIP-2 (arXiv 2301.12597).
+    """Projector with learned queries that attend to features, in the manner of BLIP-2 (arXiv 2301.12597).
 
-    It has as many tokens as queries, regardless of the size of the image.
+    The number of output tokens is the number of queries, regardless of the image's size.
     """
 
     def __init__(self, features: int, hidden: int, num_queries: int = DEFAULT_QUERIES, depth: int = 2) -> None:
@@ -73,7 +73,7 @@ class QFormer(nn.Module):
 
 
 class _QFormerBlock(nn.Module):
-    """Queries see each other, then the features, then a feed-forward; norms before."""
+    """Pre-norm transformer block: self-attention of queries, cross-attention to features, feed-forward."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _QFormerBlock(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Multi-head attention of one sequence to another."""
+    """Multi-head attention of one sequence to another, with a mask of valid keys."""
 
     def __init__(self, hidden: int, read: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, hidden: Tensor, read: Tensor, valid: Tensor | None) -> Tensor:
-        """Attend: [N, Q, hidden], [N, T, read], bool [N, T] -> [N, Q, hidden]."""
+        """Return the attention of `hidden` [N, Q, hidden] to `read` [N, T, read], bool `valid` [N, T]: [N, Q, hidden]."""
         query, key, value = (self._heads(x) for x in (self.query(hidden), self.key(read), self.value(read)))
         mask = None if valid is None else valid[:, None, None, :]
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)

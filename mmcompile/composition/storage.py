@@ -39,14 +39,14 @@ def save(model: JoinedModel, folder: str | os.PathLike[str], state_dict: Mapping
     """Write a composed model. Which parameters are frozen is not saved.
 
     Args:
-        folder: replaced, if a composed model is there; files in it that are not ours are kept.
+        folder: target folder; a composed model in it is replaced, and unrelated files are kept.
         state_dict: weights by name in `model`, in place of its own.
 
     Raises:
         ConfigError: a part that cannot be loaded again: no model of transformers, adapters that are not a peft model's,
             a lambda.
         OutputError: the folder holds something else.
-        CheckpointError: it cannot be written; what was there is untouched.
+        CheckpointError: the folder cannot be written; its old content is unchanged.
     """
     target = resolved(Path(folder))
     if target.exists() and not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
@@ -80,7 +80,9 @@ def load(
     """Read a composed model, with all parameters trainable.
 
     Args:
-        model_class: class to make; other arguments as of `ComposedModel.from_pretrained`.
+        model_class: class of the result.
+        folder: folder of a composed model.
+        projectors, merge, callbacks: modules and functions of the user that were saved by import path.
 
     Raises:
         CheckpointError: there is none, another version wrote it, or it is damaged.
@@ -188,7 +190,7 @@ def _projector(saved: SavedProjector) -> nn.Module:
 
 
 def _check_code(option: str, saved: Mapping[str, str], given: Mapping[str, object]) -> None:
-    """Raise unless the caller gives the code named in a manifest, and no other."""
+    """Raise ConfigError unless the caller gives exactly the code that a manifest names."""
     if missing := set(saved) - set(given):
         lines = ", ".join(f"{key} {saved[key]}" for key in sorted(missing))
         raise ConfigError(f"this model was saved with code of its own in {option}: {lines}; pass {option}=")

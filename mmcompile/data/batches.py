@@ -28,7 +28,7 @@ __all__ = ["Batches", "IterableBatches", "MapBatches", "MapDataset", "Stream", "
 
 
 class Batches(Protocol):
-    """The batches of a run."""
+    """Source of the samples of each step of a run, resumable from a cursor."""
 
     def read(self) -> list[Sample]:
         """Return the samples of the next step. After an error, the same step is next again.
@@ -39,14 +39,14 @@ class Batches(Protocol):
         ...
 
     def cursor(self) -> str:
-        """Return the position after the samples read, as JSON text that `seek` resumes from."""
+        """Return the position after the samples read so far, as JSON text that `seek` resumes from."""
         ...
 
     def seek(self, cursor: str | None) -> None:
-        """Resume from a cursor; None for the beginning.
+        """Resume from a cursor; None restarts at the first sample.
 
         Raises:
-            DataError: it was made for other data, or steps of another size.
+            DataError: the cursor was made for other data, or for steps of another size.
         """
         ...
 
@@ -65,7 +65,7 @@ class MapBatches:
     The order of an epoch follows from (seed, epoch) alone, so the samples of any step follow without reading.
 
     Raises:
-        DataError: it has fewer samples than a step.
+        DataError: the dataset has fewer samples than a step.
     """
 
     def __init__(self, dataset: MapDataset, batch_size: int, seed: int, shuffle: bool = True) -> None:
@@ -92,11 +92,11 @@ class MapBatches:
         return samples
 
     def cursor(self) -> str:
-        """Return the position after the samples read, as JSON text."""
+        """Return the position after the samples read so far, as JSON text that `seek` resumes from."""
         return encode(self._cursor(self._step))
 
     def seek(self, cursor: str | None) -> None:
-        """Resume from a cursor; None for the beginning."""
+        """Resume from a cursor; None restarts at the first sample."""
         if cursor is None:
             self._step = 0
             return
@@ -120,14 +120,14 @@ class MapBatches:
 
 
 def batches_of(data: MapDataset | Stream, batch_size: int, seed: int) -> MapBatches | IterableBatches:
-    """Return the batches of a dataset.
+    """Return the batches of a dataset, as fits its kind: indexed or iterable.
 
     Args:
         data: a dataset with a length and indices, which is shuffled; or an iterable, which is read in its own order.
         seed: seed of shuffling.
 
     Raises:
-        DataError: it is neither, can be read only once, or has fewer samples than a step.
+        DataError: the dataset is of neither kind, can be read only once, or has fewer samples than a step.
     """
     # An IterableDataset has a `__getitem__` that only raises, and may have a length.
     if isinstance(data, MapDataset) and not isinstance(data, IterableDataset | Mapping):
@@ -136,7 +136,7 @@ def batches_of(data: MapDataset | Stream, batch_size: int, seed: int) -> MapBatc
 
 
 def _order(length: int, seed: int, shuffle: bool, epoch: int) -> Tensor:
-    """Return the samples of an epoch in the order of their use: int64 [length]."""
+    """Return the sample indices of an epoch in reading order: int64 [length]."""
     if not shuffle:
         return torch.arange(length)
     # Hashed, so that epoch 1 of a seed is not epoch 0 of the next.

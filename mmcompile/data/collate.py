@@ -83,7 +83,7 @@ def padded_alike(samples: Sequence[Sample], pad: Mapping[str, int | float] | Non
 
 
 def check_labels(samples: Sequence[Sample]) -> None:
-    """Raise for a step without a single label to learn from.
+    """Raise BatchError for a step in which no label can be learned from.
 
     Raises:
         BatchError: samples have integer `labels`, and all are -100.

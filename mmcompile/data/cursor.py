@@ -14,7 +14,7 @@ _CURSOR_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MapCursor:
-    """Position in a dataset with indices."""
+    """Position of a run in a dataset with indices."""
 
     kind: Literal["map"] = "map"
     version: int = _CURSOR_VERSION
@@ -23,21 +23,21 @@ class MapCursor:
     seed: int
     shuffle: bool
     step: int
-    """Number of steps read."""
+    """Number of steps read so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamCursor:
-    """Position in a dataset that is read in its own order."""
+    """Position of a run in a dataset that is read in its own order."""
 
     kind: Literal["iterable"] = "iterable"
     version: int = _CURSOR_VERSION
     batch_size: int
     epoch: int
     taken: int
-    """Number of samples read in this epoch."""
+    """Number of samples read so far in this epoch."""
     state: str | None = None
-    """JSON text of the dataset's own `state_dict`; None where it has none, and at the beginning."""
+    """JSON text of the dataset's `state_dict`; None if the dataset has none, and at the beginning."""
 
 
 CursorT = TypeVar("CursorT", MapCursor, StreamCursor)
@@ -58,7 +58,7 @@ def decode(text: str, kind: type[CursorT], wanted: Literal["map", "iterable"]) -
     """Return the cursor of a JSON text: the inverse of `encode`.
 
     Raises:
-        DataError: it is no cursor, or one of another kind or version.
+        DataError: the text is no cursor, or a cursor of another kind or version.
     """
     try:
         head = msgspec.json.decode(text, type=_Head)

@@ -21,10 +21,11 @@ def named(dataset: object) -> str:
 
 
 def asked(what: str, function: Callable[[], T]) -> T:
-    """Call the user's code. Raises StopIteration as it does, and DataError for all else that it raises.
+    """Call the user's function and return its result. Raises DataError for any of its exceptions but StopIteration.
 
     Args:
-        what: beginning of the message.
+        what: beginning of the error message.
+        function: code of the user's dataset.
     """
     try:
         return function()
@@ -35,7 +36,7 @@ def asked(what: str, function: Callable[[], T]) -> T:
 
 
 def check_sample(sample: object, where: str) -> Sample:
-    """Return a sample as a mapping. Raises DataError if it is not one."""
+    """Return a sample as a mapping of inputs by name. Raises DataError if it is no mapping."""
     if not isinstance(sample, Mapping):
         raise DataError(
             f"{where} is a {type(sample).__name__}; wanted a mapping from input names to tensors, as a processor returns it"
@@ -44,13 +45,13 @@ def check_sample(sample: object, where: str) -> Sample:
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raise DataError for a step without samples."""
+    """Raise DataError if a step has no samples (`batch_size` below 1)."""
     if batch_size < 1:
         raise DataError(f"a step of {batch_size} samples; wanted at least 1")
 
 
 def check_size(dataset: object, num_samples: int, batch_size: int, epoch: int) -> None:
-    """Raise DataError for an epoch that is smaller than a step."""
+    """Raise DataError if an epoch has fewer samples than a step."""
     if num_samples >= batch_size:
         return
     advice = "give a larger dataset or a smaller batch"

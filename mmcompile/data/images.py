@@ -15,7 +15,7 @@ from mmcompile.errors import ConfigError
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 _MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
-"""Default limits of pixels of Qwen2-VL's processor, the kind that merges patches."""
+"""Lower and upper limit of an image's pixels in Qwen2-VL's processor, which merges patches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,29 +27,29 @@ class PatchRule:
     """
 
     patch: int = 14
-    """Pixels of a patch's side."""
+    """Side of a patch, in pixels."""
     merge: int = 1
-    """Patches a side that are merged into one token: sides are multiples of `patch * merge`."""
+    """Number of patches per side that are merged into one token; image sides become multiples of `patch * merge`."""
     side: int | None = None
-    """Pixels of both sides, for encoders of one size."""
+    """Side, in pixels, that every image is resized to; None for encoders of any size."""
     min_pixels: int = 0
     max_pixels: int | None = None
     max_side: int | None = None
-    """A larger image is scaled down until its longer side fits."""
+    """Upper limit of the longer side, in pixels; a larger image is scaled down. None for no limit."""
     rounding: Literal["nearest", "up"] = "up"
     """Direction of rounding of sides: up to the next multiple of `patch * merge`, or to the nearest."""
     pinpoints: tuple[tuple[int, int], ...] = ()
     """(height, width) frames that an image may be fitted into and cut up from, in squares of `side`.
 
-    The whole image is one more.
+    The whole image is encoded as one more square.
     """
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> PatchRule:
-        """Return the rule of a model from its Hugging Face configuration, by the defaults of the processors of its kind.
+        """Return the patch rule of a model from its Hugging Face configuration, with the defaults of its kind of processor.
 
         Raises:
-            ConfigError: it has no vision encoder that cuts images into patches.
+            ConfigError: the model has no vision encoder that cuts images into patches.
         """
         vision = config.get("vision_config") or config.get("thinker_config", {}).get("vision_config") or {}
         patch, size = vision.get("patch_size"), vision.get("image_size")
@@ -82,11 +82,11 @@ class PatchRule:
 
     @property
     def step(self) -> int:
-        """Pixels of which both sides are multiples."""
+        """Number of pixels that image sides are multiples of."""
         return self.patch * self.merge
 
     def images(self, width: int, height: int) -> tuple[int, ...]:
-        """Return the patches of each image the encoder sees for one image: the image, and its crops."""
+        """Return the number of patches of each image that the encoder gets for one image: the image, and its crops."""
         count = 1
         if self.pinpoints and self.side is not None:
             best_height, best_width = max(self.pinpoints, key=lambda point: _fit(point, width, height))
@@ -94,7 +94,7 @@ class PatchRule:
         return (self.patches(width, height),) * count
 
     def patches(self, width: int, height: int) -> int:
-        """Return the patches of an image of so many pixels, crops aside."""
+        """Return the number of patches of an image of `width` by `height` pixels, without crops."""
         if self.side is not None:
             return (self.side // self.patch) ** 2
         if self.max_side is not None and max(width, height) > self.max_side:

@@ -13,27 +13,27 @@ from mmcompile.data.data_checks import asked, check_batch_size, check_sample, ch
 from mmcompile.errors import DataError
 
 Stream: TypeAlias = Iterable[Sample] | Callable[[], Iterator[Sample]]
-"""Source that gives its samples anew each time it is iterated (or called), for the same epoch in the same order."""
+"""Source of samples that yields the same samples in the same order each time it is iterated (or called) for an epoch."""
 
 
 @runtime_checkable
 class ResumableDataset(Protocol):
     """An iterable with a state, from which it resumes when it is iterated next.
 
-    After a sample was read, `state_dict` has the position of the next one; on an unread dataset, that of the first.
+    `state_dict` is the position of the next sample; on an unread dataset, of the first one.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as a dict."""
+        """Return the position of the next sample as a dict."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Resume from the position of a dict."""
+        """Set the position to that of `state_dict`."""
 
 
 @runtime_checkable
 class _EpochDataset(Protocol):
-    """A dataset whose order depends on the epoch."""
+    """A dataset whose sample order depends on an epoch number."""
 
     def set_epoch(self, epoch: int, /) -> object:
         """Set the epoch, from which the order of samples follows."""
@@ -46,10 +46,11 @@ class IterableBatches:
     Otherwise the first `read` after `seek` skips the samples already taken in the epoch, by reading them. So does a
     shuffle buffer of Hugging Face datasets: their state leaves out the buffered samples, which would be lost.
 
-    `set_epoch` is called for each epoch where the dataset has it. One that shuffles must draw its order from that alone.
+    `set_epoch`, if the dataset has it, is called for each epoch; the order of a shuffling dataset must follow from the epoch
+    alone.
 
     Raises:
-        DataError: it can be read only once, or holds no samples.
+        DataError: the dataset can be read only once, or has no samples.
     """
 
     def __init__(self, dataset: Stream, batch_size: int) -> None:
@@ -58,12 +59,15 @@ class IterableBatches:
         self._dataset, self._batch_size = dataset, batch_size
         self._resumable = _resumable(dataset)
         self._first = self._state()
-        """State of the unread dataset: one that loaded a state may otherwise start from there again."""
+        """State of the unread dataset, from which an epoch restarts.
+
+        A dataset that loaded a state may otherwise restart there.
+        """
         self._start = StreamCursor(batch_size=batch_size, epoch=0, taken=0)
         self._at = self._start
-        """Position after the last batch."""
+        """Position after the last batch read."""
         self._iterator: Iterator[Sample] | None = None
-        """Iterator at `_at`; None while the dataset is elsewhere."""
+        """Iterator at position `_at`; None if the dataset is at another position."""
 
     def read(self) -> list[Sample]:
         """Return the samples of the next step."""
@@ -85,11 +89,11 @@ class IterableBatches:
         return samples
 
     def cursor(self) -> str:
-        """Return the position after the samples read, as JSON text."""
+        """Return the position after the samples read so far, as JSON text that `seek` resumes from."""
         return encode(self._at)
 
     def seek(self, cursor: str | None) -> None:
-        """Resume from a cursor; None for the beginning."""
+        """Resume from a cursor; None restarts at the first sample."""
         found = self._start if cursor is None else decode(cursor, StreamCursor, "iterable")
         if found.batch_size != self._batch_size:
             raise DataError(
@@ -104,7 +108,7 @@ class IterableBatches:
         self._at, self._iterator = found, None
 
     def _open(self) -> Iterator[Sample]:
-        """Return an iterator over the dataset from `_at` on."""
+        """Return an iterator over the dataset from position `_at` on."""
         at = self._at
         state = self._first if at.state is None else at.state
         if self._resumable is not None and state is not None:
@@ -136,7 +140,7 @@ class IterableBatches:
             return None
 
     def _state(self) -> str | None:
-        """Return the dataset's own `state_dict` as JSON text; None if it has none."""
+        """Return the dataset's `state_dict` as JSON text; None if it has none."""
         if self._resumable is None:
             return None
         state = asked(f"state_dict() of {named(self._dataset)}", self._resumable.state_dict)
@@ -163,7 +167,7 @@ def _resumable(dataset: object) -> ResumableDataset | None:
 
 
 def _has_shuffle_buffer(dataset: object) -> bool:
-    """Return whether a Hugging Face dataset, or one it is made of, draws samples from a buffer."""
+    """Return True if a Hugging Face dataset, or a dataset inside it, draws samples from a shuffle buffer."""
     if "datasets" not in sys.modules:
         return False
     found, seen = [dataset], {id(dataset)}

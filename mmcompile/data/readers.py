@@ -28,20 +28,20 @@ _CHARACTERS_PER_TOKEN = 4.0
 
 
 def _estimated_tokens(text: str) -> int:
-    """Return an estimate of the tokens of a text, without its tokenizer."""
+    """Return an estimate of the number of tokens of a text, without its tokenizer."""
     return math.ceil(len(text) / _CHARACTERS_PER_TOKEN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """Options of turning files into shapes."""
+    """Options for reading files as sample shapes."""
 
     rule: PatchRule = PatchRule()
     """Patch rule of the encoder's processor, for images."""
     count_tokens: Callable[[str], int] = _estimated_tokens
     """Function that counts the tokens of a caption: the model's tokenizer, or an estimate."""
     prompt_tokens: int = 0
-    """Tokens of text that every sample has beside its caption."""
+    """Number of text tokens that every sample has beside its caption."""
     max_samples: int | None = None
     """Largest number of samples read; None reads all."""
 
@@ -94,12 +94,12 @@ def _named(source: str) -> Iterator[SampleShape]:
 
 
 def shapes_of_jsonl(path: str | os.PathLike[str]) -> Iterator[SampleShape]:
-    """Yield shapes of lines like `{"text_tokens": 40, "images": [576], "audios": [], "name": "cat.jpg"}`.
+    """Yield sample shapes from lines like `{"text_tokens": 40, "images": [576], "audios": [], "name": "cat.jpg"}`.
 
-    `name` may be left out: then it is the line. `images` and `audios` may be left out if there are none.
+    The default `name` is the line number. `images` and `audios` may be left out if there are none.
 
     Raises:
-        ConfigError: a line is no such object; the message has its number.
+        ConfigError: a line has another form; the message has its number.
     """
     known = ", ".join(field.name for field in fields(SampleShape))
     for number, line in _lines(Path(path)):
@@ -118,7 +118,7 @@ def shapes_of_jsonl(path: str | os.PathLike[str]) -> Iterator[SampleShape]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of the lines of a file that are not empty."""
+    """Yield (line number, text) of the non-empty lines of a file."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -135,7 +135,7 @@ def shapes_of_folder(folder: str | os.PathLike[str], options: ReadOptions | None
     folder, whose lines have `file_name` and `text`. Without one, a sample has `options.prompt_tokens` of text.
 
     Raises:
-        ConfigError: no images, a file that is none, or captions that cannot be read.
+        ConfigError: the folder has no images, an image cannot be read, or captions cannot be read.
     """
     options = options or ReadOptions()
     root = Path(folder)
@@ -161,7 +161,7 @@ def _text(path: Path) -> str:
 
 
 def _captions(root: Path) -> dict[str, str]:
-    """Return file name -> caption."""
+    """Return file name -> caption, from the caption files of a folder."""
     found: dict[str, str] = {}
     for path in (root / name for name in _CAPTIONS):
         if not path.is_file():
@@ -192,13 +192,13 @@ def shapes_of_samples(
     """Yield the shapes of conversations as a Hugging Face processor returns them, one each.
 
     Args:
-        samples: with `input_ids` [1, S] or [S] (and `attention_mask` of the same shape), `image_grid_thw` [images, 3]
+        samples: samples with `input_ids` [1, S] or [S] (and `attention_mask` of the same shape), `image_grid_thw` [images, 3]
             or `pixel_values` [images, ..., C, H, W], `input_features` [sounds, bins, T] (and `feature_attention_mask`
             [sounds, T]). A `name` or `id` names the sample.
         placeholders: token ids that stand for images and sounds in `input_ids`.
         patch: pixels of a patch's side; needed without grids.
         hop: steps of `input_features` to one frame of the encoder (2 for Whisper's).
-        packed_sounds: the encoder sees as many frames as a sound has; False: padding too.
+        packed_sounds: True if the encoder computes only a clip's real frames; False if it also computes padding.
 
     Raises:
         ConfigError: a sample has no `input_ids`, or images whose patches cannot be counted without `patch`.

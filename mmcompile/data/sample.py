@@ -12,18 +12,18 @@ class SampleShape:
     name: str
     """Name of the sample in reports: a file, a line, an id."""
     text_tokens: int
-    """Tokens of text alone; placeholders of images and sounds are not counted."""
+    """Number of text tokens; placeholders of images and audio clips are not counted."""
     images: tuple[int, ...] = ()
-    """Patches of each image, as the encoder sees them (rows of its input, before any merging)."""
+    """Number of patches of each image: rows of the encoder's input, before any merging."""
     audios: tuple[int, ...] = ()
-    """Frames of each sound, as the encoder sees them (rows of its attention)."""
+    """Number of frames of each audio clip: rows of the encoder's attention."""
 
     @property
     def patches(self) -> int:
-        """Patches of all images."""
+        """Number of patches of all images."""
         return sum(self.images)
 
     @property
     def frames(self) -> int:
-        """Frames of all sounds."""
+        """Number of frames of all audio clips."""
         return sum(self.audios)

@@ -19,9 +19,9 @@ from mmcompile.units import format_count
 
 _STATS_VERSION = 1
 _MAX_SAMPLES = 20_000
-"""Shapes kept of a dataset; a larger one is sampled."""
+"""Largest number of sample shapes kept of a dataset; a larger dataset is sampled."""
 NUM_WORST = 64
-"""Heaviest samples kept by each measure: as many as a microbatch may hold."""
+"""Number of heaviest samples kept by each measure: the most that a microbatch may hold."""
 _PROGRESS_EVERY = 1_000
 _PERCENTS = (1, 5, 25, 50, 75, 95, 99, 100)
 

@@ -27,7 +27,7 @@ class Capture:
     host: HostProgram = field(repr=False)
     sizes: Sizes = field(repr=False)
     reads: tuple[object, ...]
-    """Values that Python read while the batch was captured."""
+    """Values that Python read while the batch was captured: the graph holds only for batches with equal values."""
 
 
 def capture(
@@ -107,7 +107,7 @@ def differing_dims(batch: Mapping[str, Any], other: Mapping[str, Any]) -> dict[s
 
 
 def _fixed(wanted: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return one line per input whose dims the model's code fixed."""
+    """Return one line per input with dims that should vary but that the model's code fixed."""
     lines = []
     for name, dims in wanted.items():
         fixed = [dim for dim in dims if dim not in kept.get(name, ())]
@@ -119,7 +119,7 @@ def _fixed(wanted: Mapping[str, tuple[int, ...]], kept: Mapping[str, tuple[int, 
 
 
 def _num_samples(batch: Mapping[str, Any]) -> int:
-    """Return the samples in a batch: the leading size of `input_ids`, else of `labels`, else of the first tensor."""
+    """Return the number of samples in a batch: the leading size of `input_ids`, else of `labels`, else of the first tensor."""
     for name in ("input_ids", "labels", *batch):
         if isinstance(batch.get(name), torch.Tensor):
             return int(batch[name].shape[0])
@@ -129,7 +129,7 @@ def _num_samples(batch: Mapping[str, Any]) -> int:
 def _trace(
     model: nn.Module, batch: Mapping[str, Any], varying: Mapping[str, tuple[int, ...]]
 ) -> tuple[Trace, tuple[str, ...]]:
-    """Return the best trace that works, and why better ones did not."""
+    """Return the trace in the best mode that works, and one reason against each better mode."""
     reasons: tuple[str, ...] = ()
     if varying:
         try:

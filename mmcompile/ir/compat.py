@@ -48,13 +48,13 @@ __all__ = [
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """Exceptions raised if Python or an operation needs the values of a fake tensor."""
 _CACHES = "transformers.pytorch_utils"
-"""Module whose predicate decides whether a function's tensors are cached."""
+"""Module whose predicate decides if a function's tensors are cached."""
 _TRACING_PREDICATES = ("is_tracing", "is_torchdynamo_exporting", "is_torchdynamo_compiling")
 
 
 @contextlib.contextmanager
 def real_execution() -> Generator[None]:
-    """Leave every tracing mode (dispatch, pre-dispatch, torch-function), autocast and autograd: ops inside are run."""
+    """Leave every tracing mode (dispatch, pre-dispatch, torch-function), autocast and autograd: ops in the block really run."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
         yield
 
@@ -104,7 +104,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def shape_guards(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
-    """Return all that a symbolic capture assumed of its size symbols."""
+    """Return all conditions that a symbolic capture assumed of its size symbols."""
     env = value.fake_mode.shape_env  # type: ignore[attr-defined]
     return tuple(env.replace(guard.expr) for guard in env.guards)
 
@@ -129,10 +129,10 @@ def patched_tolist(answer: Callable[[FakeTensor], list[object] | None]) -> Gener
 def transformers_eager_paths() -> Generator[None]:
     """Make transformers take the path it takes in eager mode while we trace.
 
-    Its tracing predicates return False, so that value tests (is the mask all true?) are made: known values decide them.
-    Where they guard caches of tensors they return True: a tensor made in a trace must not be in a cache after it. Masks
-    are built by broadcasting, since `torch.vmap` leaves batching ops in the graph. Nothing is imported: where
-    transformers is not loaded, the model cannot be one of its classes.
+    Its tracing predicates return False, so that value tests (is the mask all true?) run on known values. Predicates that guard
+    tensor caches return True, because a tensor made in a trace must not stay in a cache. Masks are built by broadcasting, since
+    `torch.vmap` leaves batching ops in the graph. Nothing is imported: where transformers is not loaded, the model cannot be one
+    of its classes.
     """
     masking = sys.modules.get("transformers.masking_utils")
     patches: list[tuple[ModuleType, str, object]] = []
@@ -162,7 +162,7 @@ def positions_of_text(model: torch.nn.Module, ids: torch.Tensor, inputs: Mapping
     """Return the `position_ids` from which a transformers model would generate; None if it generates no text.
 
     Args:
-        model: its state is left as it was.
+        model: model, whose state is not changed.
         ids: `input_ids` [B, S].
         inputs: arguments of forward; `labels` are not needed.
     """

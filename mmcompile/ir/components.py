@@ -65,7 +65,7 @@ def find_structure(
 
 
 def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
-    """Return the sources of each node. None for a shared one, which no parameter, float input or random number reaches."""
+    """Return the sources of each node; None for a shared node, which no parameter, float input or random number reaches."""
     result: dict[fx.Node, Sources | None] = {}
     roots: dict[fx.Node, Sources] = {}
     for node in module.graph.nodes:
@@ -91,7 +91,7 @@ def _sources(module: fx.GraphModule) -> dict[fx.Node, Sources | None]:
 
 
 def _is_data(placeholder: fx.Node) -> bool:
-    """Return whether a placeholder is data (images, sounds), not floats computed from integers (interpolation weights)."""
+    """Return True if a placeholder is data (images, audio clips), not floats computed from integers (interpolation weights)."""
     value = placeholder.meta["val"]
     return (
         isinstance(value, torch.Tensor)
@@ -101,7 +101,7 @@ def _is_data(placeholder: fx.Node) -> bool:
 
 
 class _Tree:
-    """Modules that own call nodes, by path, with the sources inside each."""
+    """Tree of the modules that own call nodes, by path, with the data inputs whose values reach each."""
 
     def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> None:
         self.sources: dict[str, Sources] = defaultdict(frozenset)
@@ -121,7 +121,7 @@ class _Tree:
                 self.children[parent].add(child)
 
     def has_blocks(self, path: str) -> bool:
-        """Return whether a stack of repeated layers is inside."""
+        """Return True if a module contains a stack of repeated layers."""
         return any(_is_block(child) or self.has_blocks(child) for child in self.children[path])
 
 
@@ -158,7 +158,7 @@ def _branches(graph: fx.Graph, sources: Mapping[fx.Node, Sources | None]) -> lis
 
 
 def _splits(tree: _Tree, path: str, data: Sources) -> bool:
-    """Return whether its children work on disjoint data: several components in one wrapper."""
+    """Return True if a module's children work on disjoint data: it wraps several components."""
     children = [c for c in tree.children[path] if c in tree.with_parameters and not _is_block(c)]
     parts = [tree.sources[child] & data for child in children]
     return any(not (a & b) for i, a in enumerate(parts) for b in parts[i + 1 :] if a and b)
@@ -181,7 +181,7 @@ def _wrappers(branches: Sequence[_Branch]) -> set[str]:
 def _assign_until_pure(
     graph: fx.Graph, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]
 ) -> tuple[dict[fx.Node, str], list[_Branch]]:
-    """Assign nodes. Branches that use parameters after the merge (encoder of an encoder-decoder text model) are dropped."""
+    """Return node -> component, and branches without those that use parameters after the merge (encoder of a text model)."""
     kept = list(branches)
     while True:
         owner = _assign(graph, sources, kept, _wrappers(kept))
@@ -207,8 +207,8 @@ def _assign(
 ) -> dict[fx.Node, str]:
     """Return the component of every node that is not shared.
 
-    Nodes of branch modules are theirs; nodes of wrappers (the forward of a module that holds branches) go to the
-    component of the values they read; everything else is language model.
+    Nodes of a branch's modules belong to that branch. Nodes of wrappers (the forward of a module that holds branches) belong to
+    the component of the values they read. All other nodes belong to the language model.
     """
     owner: dict[fx.Node, str] = {}
     upstream: dict[str, set[str]] = defaultdict(set)
@@ -243,7 +243,7 @@ def _assign(
 
 
 def _merges(node: fx.Node, sources: Mapping[fx.Node, Sources | None], branches: Sequence[_Branch]) -> bool:
-    """Return whether a node reads values of sources that no branch before it has, as where features enter the text."""
+    """Return True if a node's sources are not all those of a single branch, as where features enter the text."""
     reach = sources[node]
     assert reach is not None
     return not any(reach <= branch.sources for branch in branches)
@@ -305,7 +305,7 @@ def _blocks(graph: fx.Graph, owner: Mapping[fx.Node, str]) -> dict[str, dict[fx.
 
 
 def _numbered(path: str) -> str | None:
-    """Return the outermost numbered module on a path."""
+    """Return the path of the outermost numbered module on a dotted path; None if no module is numbered."""
     return next((prefix for prefix in _prefixes(path)[1:] if _is_block(prefix)), None)
 
 
@@ -343,7 +343,7 @@ def _labels(
     names: list[str],
     index: Mapping[fx.Node, int],
 ) -> list[str]:
-    """Name the layers before and after the blocks by the first module in them."""
+    """Name the layers before and after the blocks by the first module in each."""
     labels = list(names)
     for position, name in enumerate(names):
         if name in (INPUTS, OUTPUTS):

@@ -27,7 +27,7 @@ def copied(graph: ModelGraph) -> ModelGraph:
 
 
 def _own(module: nn.Module, path: str, value: torch.Tensor) -> None:
-    """Set the tensor at a dotted path, unless one is there."""
+    """Set the tensor at a dotted path, unless the path already holds one."""
     *owners, name = path.split(".")
     for owner in owners:
         if not isinstance(getattr(module, owner, None), nn.Module):

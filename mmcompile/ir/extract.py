@@ -9,7 +9,7 @@ from mmcompile.ir.host_shapes import attribute
 
 
 def component_module(graph: ModelGraph, name: str) -> fx.GraphModule:
-    """Extract one component as a graph module: inputs from the batch and other components -> values read by others.
+    """Extract one component as a graph module, from batch inputs and other components' values to the values that others read.
 
     Shared values it needs are computed inside. Inputs and outputs keep their names; parameters keep the model's.
 

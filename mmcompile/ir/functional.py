@@ -39,7 +39,7 @@ def functionalize(graph: fx.Graph) -> None:
     """Replace every in-place op on a value by its functional form, and later uses by the new value.
 
     Raises:
-        CaptureError: an in-place op writes through a view we cannot write back.
+        CaptureError: an in-place op writes through a view that cannot be written back.
     """
     for node in list(graph.nodes):
         if node.target is aten.detach_.default:
@@ -58,14 +58,14 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Return the value that a chain of views looks at."""
+    """Return the tensor that a chain of views starts from."""
     while node.op == "call_function" and node.target in _VIEWS:
         node = node.all_input_nodes[0]
     return node
 
 
 def _functional_call(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Return the same update as a functional op, inserted at the current position."""
+    """Return a functional node with the same update as an in-place node, inserted at the current position."""
     operands: tuple[Any, ...] = node.args
     target, *rest = operands
     assert isinstance(node.target, OpOverload)
@@ -114,7 +114,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _write_back(graph: fx.Graph, node: fx.Node, view: fx.Node, new: fx.Node) -> fx.Node:
-    """Return the viewed tensor after `new` was written through `view`."""
+    """Insert and return the viewed tensor's value after `new` was written through `view`."""
     source = view.all_input_nodes[0]
     if view.target in _SCATTERS:
         written = graph.call_function(_SCATTERS[view.target], (source, new, *view.args[1:]), dict(view.kwargs))

@@ -51,7 +51,7 @@ class NodeInfo:
     component: str | None
     """Component name, or None for a shared node."""
     layer: int
-    """Index into the component's layers; 0 for shared nodes."""
+    """Index of the node's layer in the component's layers; 0 for shared nodes."""
     module_path: str
     """Dotted path of the innermost module that made the node, "" for the model's own forward."""
     carries_gradient: bool = False
@@ -64,7 +64,7 @@ class NodeInfo:
     input_grad_flops: int = 0
     weight_grad_flops: int = 0
     bytes_moved: int = 0
-    """Bytes of the tensors read and written by the forward."""
+    """Bytes that the node's forward reads and writes."""
     flops_rule: Callable[[fx.Node], Any] | None = field(default=None, repr=False)
     """Rule that counts the node's FLOPs in place of the op's own (`mmcompile.passes.cost.op_flops.FlopsRule`). Set by the
     op-costs pass."""
@@ -108,13 +108,13 @@ class ParameterSpec:
     trainable: bool
     aliases: tuple[str, ...] = ()
     shard: TensorShard | None = None
-    """Sharding of which this parameter is one part; None for a whole parameter."""
+    """Sharding that this parameter is a part of; None for a whole parameter."""
     index: int = 0
-    """Index of that part."""
+    """Index of this parameter's part in `shard`."""
 
     @property
     def whole_name(self) -> str:
-        """Return the model's name of the parameter of which this is a part, or all."""
+        """The model's name of the whole parameter."""
         return self.name if self.shard is None else self.name.rpartition("@")[0]
 
     def part(self, shard: TensorShard, index: int) -> ParameterSpec:
@@ -122,7 +122,10 @@ class ParameterSpec:
         return replace(self, name=f"{self.name}@{index}", shape=shard.local_shape(self.shape), shard=shard, index=index)
 
     def of_replica(self, replica: int) -> ParameterSpec:
-        """Return the part that a replica holds, given that of replica 0: another one if they share this parameter."""
+        """Return the part that replica `replica` holds, from the part of replica 0.
+
+        The same part unless replicas share the parameter.
+        """
         if self.shard is None or self.shard.replicas == 1:
             return self
         index = self.index + replica
@@ -130,7 +133,7 @@ class ParameterSpec:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter, or of the part."""
         count = 1
         for size in self.shape:
             count *= size
@@ -159,9 +162,9 @@ class Component:
     name: str
     kind: ComponentKind
     sources: tuple[str, ...]
-    """Float or token inputs whose values reach it (`pixel_values`, `input_ids`)."""
+    """Names of float or token inputs whose values reach the component (`pixel_values`, `input_ids`)."""
     modules: tuple[str, ...]
-    """Module paths that belong to it; () for the component that holds everything else."""
+    """Paths of the modules that belong to the component; () for the component that holds all remaining modules."""
     layers: tuple[Layer, ...]
 
 
@@ -182,10 +185,10 @@ class ModelGraph:
     name: str
     """Class name of the model."""
     module: fx.GraphModule = field(repr=False, compare=False)
-    """inputs by name -> (loss,) or (loss sum, valid tokens); parameters under original names."""
+    """FX graph: inputs by name -> (loss,) or (loss sum, valid tokens); parameters have their original names."""
     components: tuple[Component, ...]
     edges: tuple[tuple[str, str, tuple[str, ...]], ...]
-    """(producer, consumer, names of the tensors that flow), the component DAG."""
+    """Edges of the component DAG: (producer, consumer, names of the tensors sent)."""
     inputs: tuple[TensorSpec, ...]
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[str, ...]
@@ -198,21 +201,21 @@ class ModelGraph:
     hints: Mapping[str, int] = field(default_factory=dict)
     """Size symbol -> its value in the captured batch."""
     num_samples: int = 1
-    """Samples in the captured batch."""
+    """Number of samples in the captured batch."""
     shards: Mapping[str, TensorShard] = field(default_factory=dict)
     """First name of a sharded parameter -> its sharding in a tensor-parallel group; `parameters` keep whole shapes."""
     rewrites: tuple[str, ...] = ()
-    """Rewrites done and left out by rewriting passes, one line each."""
+    """One line for each rewrite that a rewriting pass made or left out."""
 
     def component(self, name: str) -> Component:
-        """Return the component of a name. Raises KeyError, with the valid names, if there is none."""
+        """Return the component called `name`. Raises KeyError, with the valid names, if there is none."""
         for component in self.components:
             if component.name == name:
                 return component
         raise KeyError(f"no component {name!r}; components are {', '.join(c.name for c in self.components)}")
 
     def dag(self) -> nx.DiGraph[str]:
-        """Return the component DAG; each edge has `tensors`."""
+        """Return the component DAG; each edge has the attribute `tensors`, the names of the tensors sent."""
         graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(component.name for component in self.components)
         for producer, consumer, tensors in self.edges:
@@ -221,7 +224,7 @@ class ModelGraph:
 
     @property
     def main_dtype(self) -> str:
-        """Dtype of most parameter elements."""
+        """Name of the dtype that most parameter elements have."""
         counts: Counter[str] = Counter()
         for spec in self.parameters:
             counts[spec.dtype] += spec.num_elements
@@ -229,7 +232,7 @@ class ModelGraph:
 
     @property
     def loss_component(self) -> str:
-        """Component that ends in the loss: no other component consumes from it."""
+        """Name of the component that computes the loss; no other component reads from it."""
         (sink,) = [name for name, degree in self.dag().out_degree() if degree == 0]
         return sink
 

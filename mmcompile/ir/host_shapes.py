@@ -35,12 +35,12 @@ class HostResult:
     values: Mapping[str, torch.Tensor]
     """Host input name -> value."""
     num_tokens: int | None
-    """Tokens that carry loss; None if the loss is not a token loss."""
+    """Number of tokens that carry loss; None if the loss is not a token loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostProgram:
-    """A small graph over integer inputs, run eagerly."""
+    """A small graph over integer inputs, run eagerly on the CPU."""
 
     module: fx.GraphModule = field(repr=False)
     inputs: tuple[str, ...]
@@ -49,7 +49,10 @@ class HostProgram:
     counts_tokens: bool
 
     def run(self, batch: Mapping[str, torch.Tensor | int]) -> HostResult:
-        """Evaluate on a batch (with its sizes) that the capture's shapes hold for; a few small ops, no gradients."""
+        """Evaluate the program on a batch and its sizes, whose shapes the capture must hold for.
+
+        A few small ops, no gradients.
+        """
         with torch.no_grad():
             results = self.module(*(batch[name] for name in self.inputs))
         reads = results[: self.num_reads]
@@ -98,13 +101,13 @@ def split_host_program(module: fx.GraphModule, batch: Mapping[str, torch.Tensor 
 
 
 def hoist(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx.Node]) -> HostProgram:
-    """Move shared values of a graph to the host.
+    """Move the computation of shared values from a graph to the host program.
 
-    Each becomes an input of that name, and its computation leaves the graph.
+    Each value becomes an input of the graph under its new name.
 
     Args:
         module: graph, changed in place.
-        host: its host program, left as it is.
+        host: host program of the graph, not changed.
         values: name of the new input -> node, computed from integer inputs and constants alone.
 
     Returns:
@@ -128,7 +131,7 @@ def hoist(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx.Nod
 
 
 def drop_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase these nodes where nothing reads them, and the nodes that are unread thereafter, inputs included."""
+    """Erase those of `nodes` that no node reads, and all nodes that are unread thereafter, inputs included."""
     waiting, erased = list(nodes), set()
     while waiting:
         node = waiting.pop()
@@ -171,7 +174,7 @@ def _extended(module: fx.GraphModule, host: HostProgram, values: Mapping[str, fx
 
 
 def _closure(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return all nodes that nodes are computed from; a host must be able to compute them before a batch is run."""
+    """Return all nodes that `nodes` depend on. All must be computable on the host before the batch runs."""
     needed: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -194,7 +197,7 @@ def _is_float(value: torch.Tensor | int) -> bool:
 
 
 def _roots(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Return the names of the inputs that each node depends on."""
+    """Return node -> names of the inputs that it depends on."""
     roots: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         own = frozenset((str(node.target),)) if node.op == "placeholder" else frozenset()
@@ -287,7 +290,7 @@ def _concrete_mask_indices(graph: fx.Graph, known: dict[fx.Node, Any]) -> None:
 
 
 def _positions(graph: fx.Graph, mask: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
-    """Return one index node per dim of `mask`, from a single `nonzero` node."""
+    """Return one index node per dim of `mask`, all from a single `nonzero` node."""
 
     def call(target: Any, *args: Any) -> fx.Node:
         node = graph.call_function(target, args)

@@ -83,7 +83,7 @@ def _forward(
     cu_seq_lens_q: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with the signature of transformers; [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    """Compute attention with the signature of transformers: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     assert cu_seq_lens_q is not None and attention_mask is None and not dropout
     return packed_attention(query, key, value, cu_seq_lens_q, scale).transpose(1, 2), None

@@ -18,12 +18,12 @@ _MEDIA_WORDS = ("image", "pixel", "video", "audio", "feature", "input_values", "
 
 
 def is_media(name: str) -> bool:
-    """Return whether an input of this name belongs to images, videos or sounds, not to tokens."""
+    """Return True if an input of this name belongs to images, videos or audio clips; False if it belongs to tokens."""
     return any(word in name for word in _MEDIA_WORDS)
 
 
 def completed(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch as the graph takes it: checked for missing media, with positions.
+    """Return the batch as the graph takes it: checked for missing media, with `position_ids` added.
 
     Raises:
         BatchError: the text has placeholders of a modality, and no input of that modality is there.
@@ -33,7 +33,7 @@ def completed(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raise on placeholders without media: a model often trains on their embeddings without an error."""
+    """Raise BatchError for placeholders without media: a model often trains on their embeddings without an error."""
     config, ids = getattr(model, "config", None), batch.get("input_ids")
     if config is None or not isinstance(ids, torch.Tensor):
         return
@@ -52,7 +52,7 @@ def _check_media(model: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with `position_ids`, where the model offers `get_rope_index` to compute them.
+    """Return the batch with `position_ids`, if the model offers `get_rope_index` to compute them; else unchanged.
 
     Multimodal rotary positions depend on where images stand among the tokens: computed inside, every new text would be
     a new pattern; as an input, one graph serves all. Values are the model's own, so results do not change.
@@ -77,12 +77,13 @@ def document_positions(model: nn.Module, sample: Mapping[str, Any]) -> torch.Ten
     """Return positions of the tokens of one conversation without padding, as the model needs them to separate documents.
 
     Args:
-        model: computes them itself if it can (multimodal rotary positions depend on the places of images among the
+        model: model that computes the positions if it can (multimodal rotary positions depend on the places of images among the
             tokens).
         sample: inputs of that conversation, `input_ids` [1, S] among them.
 
     Returns:
-        [1, S], counted from 0; or [4, 1, S] where the model has other positions for images: those counted from 0 first.
+        [1, S], counted from 0; or [4, 1, S] if the model has separate positions for images: positions counted from 0, then the
+        three of the model.
     """
     ids = sample["input_ids"]
     found = positions_of_text(model, ids, {**sample, "attention_mask": torch.ones_like(ids)})

@@ -53,12 +53,12 @@ _COPIES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
 
 
 def is_boolean(value: object) -> bool:
-    """Return whether a value is a tensor that indexes as a mask."""
+    """Return True if a value is a boolean (or uint8) tensor, which indexes as a mask."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 class KnownValues:
-    """Fake tensor -> its real value, for the tensors whose value is known."""
+    """Map from fake tensors to their real values, for tensors whose value is known."""
 
     def __init__(self) -> None:
         self._real: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
@@ -77,7 +77,7 @@ class KnownValues:
         self._real.pop(id(fake), None)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the real value of `tensor`, or None."""
+        """Return the real value of `tensor`; None if it is not known."""
         entry = self._real.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return entry[1]
@@ -86,7 +86,7 @@ class KnownValues:
         return tensor.constant
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run `func` for real on known values, on CPU."""
+        """Run `func` on the real values of known tensors, on CPU."""
         real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, self.get, (tuple(args), dict(kwargs)))
         real_args, real_kwargs = pytree.tree_map_only(torch.SymInt, size_hint, (real_args, real_kwargs))
         if real_kwargs.get("device") is not None:
@@ -105,7 +105,7 @@ class KnownValues:
 
 
 class _KnownDispatch(TorchDispatchMode):
-    """Below the tracer, above the fake mode: runs every op on fakes, and for real too where its inputs are known."""
+    """Dispatch mode between tracer and fake mode: runs every op on fakes, and also on real values if all inputs are known."""
 
     def __init__(self, known: KnownValues) -> None:
         super().__init__()
@@ -149,13 +149,13 @@ class _KnownDispatch(TorchDispatchMode):
         return output
 
     def _needs_value(self, func: Any, args: Sequence[Any]) -> bool:
-        """Return whether the result depends on values: a Python number, or a tensor whose shape is not known otherwise."""
+        """Return True if the result depends on values: a Python number, or a tensor whose shape depends on values."""
         if func is aten.index.Tensor:  # tagged as of dynamic shape, which it only is under masks
             return any(is_boolean(index) for index in args[1])
         return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
     def _with_concrete_indices(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """Give the selection of an unknown tensor by a known mask or known counts a static output shape."""
+        """Give the selection from an unknown tensor by a known mask or known counts a static output shape."""
         known = self.known
         if func is aten.index.Tensor and any(is_boolean(i) and known.get(i) is not None for i in args[1]):
             indices: list[torch.Tensor | None] = []
@@ -212,7 +212,7 @@ class _KnownDispatch(TorchDispatchMode):
 
 
 class _KnownFunctions(TorchFunctionMode):
-    """Above the tracer: answers Python's reads with real values and marks them in the graph."""
+    """Function mode above the tracer: answers Python's reads with real values and marks the reads in the graph."""
 
     def __init__(self, known: KnownValues) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class _KnownFunctions(TorchFunctionMode):
     def read(
         self, fake: torch.Tensor, real: torch.Tensor, func: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run a read of Python on the real value, and mark it in the graph."""
+        """Run Python's read `func` on the real value, and mark it in the graph."""
         VALUE_READ(fake)
         with real_execution():
             return func(real, *args, **(kwargs or {}))

@@ -42,13 +42,13 @@ def skeleton(config: str | Path | Any, dtype: str | None = None) -> nn.Module:
 
 
 def without_weights(model_class: Any, config: Any, dtype: torch.dtype | None) -> nn.Module:
-    """Return a transformers model of a class, with fake parameters on CPU."""
+    """Return a transformers model of class `model_class` with fake parameters on CPU."""
     with FakeTensorMode(), _no_init():
         return model_class._from_config(config, dtype=dtype)
 
 
 def read_config(source: str | Path | Any) -> Any:
-    """Return the transformers config at a path, in the cache, or as given."""
+    """Return the transformers config at a path or in the local cache; a config object is returned unchanged."""
     if not isinstance(source, (str, Path)):
         return source
     import transformers  # heavy, and only needed for Hugging Face models

@@ -56,8 +56,8 @@ def attention_words(
 
     visible(q, k) = valid(k) and documents(q) = documents(k) and (k <= q or islands(q) = islands(k) >= 0)
 
-    A token that is not valid gets the padding word 0: nothing sees it, and it sees nothing either, so its own row is 0. That is a
-    difference from a mask that only hides keys, and it is not seen in the loss as long as such a token has none.
+    A token that is not valid gets the padding word 0: nothing sees it, and it sees nothing either, so its own row is 0. A mask
+    that only hides keys differs in these rows; the loss is the same as long as padding carries no loss.
 
     Args:
         valid: bool or integer, 0 for padding; None where all tokens are real. Tensors are [B, T], or broadcast to it.
@@ -92,7 +92,7 @@ def attention_words(
 
 
 def _check_islands_fit(document: torch.Tensor, island: torch.Tensor, window: int) -> None:
-    """Raise MaskError for an island that reaches over `window` tokens or more."""
+    """Raise MaskError if an island extends over `window` tokens or more."""
     _, key = torch.unique((document << 32) | island, return_inverse=True)
     key = key + torch.arange(len(key), device=key.device)[:, None] * (key.max() + 1)
     position = torch.arange(key.shape[1], device=key.device).expand_as(key)
@@ -109,13 +109,13 @@ def _check_islands_fit(document: torch.Tensor, island: torch.Tensor, window: int
 
 
 def token_positions(words: torch.Tensor) -> torch.Tensor:
-    """Return positions of tokens in their own order, 0, 1, 2, ... in each row. Int32 [B, T] on the device of `words`."""
+    """Return each token's position in its row: int32 [B, T], 0, 1, 2, ..., on the device of `words`."""
     return torch.arange(words.shape[1], dtype=torch.int32, device=words.device).expand_as(words)
 
 
 @torch.library.custom_op("mmcompile::value_read", mutates_args=())
 def value_read(value: torch.Tensor) -> None:
-    """Mark in the graph that Python read this tensor's values: the graph holds for equal values only."""
+    """Mark in the graph that Python read the values of `value`: the graph holds only for equal values."""
 
 
 @value_read.register_fake

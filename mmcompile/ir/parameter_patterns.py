@@ -5,11 +5,11 @@ from __future__ import annotations
 import fnmatch
 
 _PROJECTOR_MODULES = frozenset({"merger", "deepstack_merger_list", "connector", "aligner", "language_projection"})
-"""Modules that are projectors by another name: the pattern "projector" means them too."""
+"""Names of modules that are projectors: the pattern "projector" matches them too."""
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern means a parameter.
+    """Return True if a pattern matches the name of a parameter.
 
     Args:
         name: original name of the parameter, as `named_parameters` has it.

@@ -28,15 +28,15 @@ def example_batch(
     image_size: int = _DEFAULT_IMAGE_SIZE,
     audios: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Return a batch of random tokens with images and sounds where the model takes them, labels on the text.
+    """Return a batch of random tokens with images and audio clips if the model takes them, labels on the text.
 
     Args:
         model: a Hugging Face model, real or a skeleton; or one that makes example batches itself (composed models do).
-        batch_size: samples.
+        batch_size: number of samples.
         text_tokens: text tokens per sample, before image and audio placeholders.
         images: images per sample, for models with `pixel_values`.
         image_size: height and width in pixels, for models that take any size.
-        audios: sounds per sample, for models with `input_features`.
+        audios: audio clips per sample, for models with `input_features`.
 
     Raises:
         ConfigError: the model takes inputs that have no common convention (tiles, crops); pass a batch of your own.
@@ -68,7 +68,7 @@ def example_batch(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Span:
-    """Placeholders of one image or sound, and the tokens that enclose them where the model has any."""
+    """Placeholder tokens of one image or audio clip, and the tokens that enclose them if the model has any."""
 
     token: int
     count: int
@@ -121,7 +121,7 @@ def _token(config: Any, modality: str) -> int:
 
 
 def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_size: int) -> int:
-    """Add images to the batch; return placeholders per image."""
+    """Add images to the batch; return the number of placeholders per image."""
     vision = getattr(model.config, "vision_config", None)
     if vision is None:
         raise _unknown("it takes pixel_values but has no vision_config")
@@ -154,7 +154,7 @@ def _images(model: nn.Module, batch: dict[str, torch.Tensor], count: int, image_
 
 
 def _num_tiles(image_size: tuple[int, int], pinpoints: list[Any], tile: int) -> int:
-    """Return the tiles of an image, the whole image not counted, for models that cut it to the best of some resolutions."""
+    """Return the number of tiles of an image, the whole image not counted, for models that cut it to the best resolution."""
     from transformers.image_processing_utils import select_best_resolution  # only needed for these models
 
     height, width = select_best_resolution(image_size, pinpoints)
@@ -162,7 +162,7 @@ def _num_tiles(image_size: tuple[int, int], pinpoints: list[Any], tile: int) -> 
 
 
 def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int:
-    """Add sounds to the batch; return placeholders per sound."""
+    """Add audio clips to the batch; return the number of placeholders per clip."""
     audio = getattr(model.config, "audio_config", None)
     if audio is None:
         raise _unknown("it takes input_features but has no audio_config")
@@ -185,7 +185,7 @@ def _audios(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> int
 def _num_features(
     model: nn.Module, accessor: str, inputs: Mapping[str, torch.Tensor], values: Mapping[str, object] | None = None
 ) -> int:
-    """Return the rows that an encoder and its projector make of the inputs, by running them (on fake tensors if meta)."""
+    """Return the rows that an encoder and its projector make from the inputs, found by running them (on fake tensors if meta)."""
     owner = model if hasattr(model, accessor) else getattr(model, "model", None)
     if owner is None or not hasattr(owner, accessor):
         raise _unknown(f"it has no {accessor}")

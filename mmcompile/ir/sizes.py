@@ -24,11 +24,11 @@ class Sizes:
     """The size symbols of a capture. Without symbols, `bind` only compares shapes."""
 
     inputs: Mapping[str, Shape]
-    """Input name -> shape, with symbols where it may vary."""
+    """Input name -> shape, with symbols for sizes that may vary."""
     guards: tuple[sympy.Expr, ...] = ()
     """Conditions over size symbols that hold for every batch of the capture."""
     values: Mapping[str, sympy.Expr] = field(default_factory=dict)
-    """Size input of the graph (`size_0`) -> its value over symbols."""
+    """Name of a size input of the graph (`size_0`) -> its value as an expression over symbols."""
 
     def bind(self, batch: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, int] | None:
         """Return symbol -> value for a batch, or None if the capture does not hold for its shapes."""
@@ -48,7 +48,7 @@ class Sizes:
         return bound if all(guard.subs(list(bound.items())) == True for guard in self.guards) else None  # noqa: E712 (sympy truth)
 
     def size_inputs(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, int]:
-        """Return the value of every size input of the graph."""
+        """Return name -> value for every size input of the graph, given symbol -> value."""
         return {
             name: value
             for name, expression in self.values.items()
@@ -56,7 +56,7 @@ class Sizes:
         }
 
     def dynamic(self) -> dict[str, tuple[int, ...]]:
-        """Return input name -> dims that may vary."""
+        """Input name -> dims that may vary."""
         found = {
             n: tuple(i for i, size in enumerate(shape) if not isinstance(size, int)) for n, shape in self.inputs.items()
         }
@@ -72,9 +72,9 @@ def evaluate(size: int | sympy.Expr, bound: Mapping[sympy.Symbol, int]) -> int |
 
 
 def take_sizes(graph: fx.Graph) -> Sizes:
-    """Turn every size that the graph computes into an input of it, and give all nodes concrete example values.
+    """Turn every size that the graph computes into an input, and give all nodes concrete example values.
 
-    The symbolic shape of a node stays in `node.meta["symbolic_shape"]` where it has one.
+    A symbolic shape is kept in `node.meta["symbolic_shape"]`.
     """
     shapes: dict[str, Shape] = {}
     guards: tuple[sympy.Expr, ...] = ()
@@ -102,7 +102,10 @@ def _number_or_expression(expression: sympy.Expr) -> int | sympy.Expr:
 
 
 def _size_placeholders(graph: fx.Graph) -> dict[str, sympy.Expr]:
-    """Replace nodes whose value is a size: by a number if it is one, else by a placeholder per distinct expression."""
+    """Replace size nodes by their number if constant, else by one placeholder per distinct expression.
+
+    Return name -> expression.
+    """
     made: dict[sympy.Expr, fx.Node] = {}
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.nodes):
@@ -146,7 +149,7 @@ def _has_symbols(tensor: torch.Tensor) -> bool:
 
 
 def _concrete(tensor: torch.Tensor, memory: dict[int, tuple[torch.Tensor, torch.UntypedStorage]]) -> torch.Tensor:
-    """Return a tensor without data of the captured size; views of one memory stay views of one.
+    """Return a tensor without data, with the captured sizes; views of one storage stay views of one storage.
 
     Args:
         tensor: tensor with symbols in its shape.

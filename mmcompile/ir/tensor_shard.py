@@ -29,7 +29,7 @@ class TensorShard:
     blocks: tuple[int, ...]
     count: int
     replicas: int = 1
-    """Replicas that shard the part of each tensor-parallel rank; 1 if each holds it whole."""
+    """Number of replicas that shard the part of each tensor-parallel rank; 1 if each replica holds the whole part."""
 
     def __post_init__(self) -> None:
         uneven = [block for block in self.blocks if block % self.count]
@@ -46,7 +46,7 @@ class TensorShard:
         """Return the index of the part that a replica of a rank holds.
 
         Args:
-            rank: tensor-parallel rank; any, if this tensor is not sharded over them.
+            rank: tensor-parallel rank; ignored if the tensor is not sharded over ranks.
         """
         return rank % (self.count // self.replicas) * self.replicas + replica
 
@@ -58,7 +58,7 @@ class TensorShard:
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """Return the part of rank `index` of a whole tensor: a view if there is one block.
 
-        Raises ValueError: the tensor has another size, or there is no such rank.
+        Raises ValueError: the tensor's size is not that of this sharding, or there is no such part.
         """
         self._check(tensor.shape, self.size)
         if not 0 <= index < self.count:
@@ -79,7 +79,7 @@ class TensorShard:
         return (*shape[: self.dim], shape[self.dim] // self.count, *shape[self.dim + 1 :])
 
     def local_sizes(self, sizes: Sequence[int | sympy.Expr]) -> tuple[int | sympy.Expr, ...]:
-        """Return `local_shape` over size symbols."""
+        """Return the sizes of a part, like `local_shape`, for sizes that may be expressions over size symbols."""
         size = sizes[self.dim]
         local = size // self.count if isinstance(size, int) else size / self.count
         return (*sizes[: self.dim], local, *sizes[self.dim + 1 :])

@@ -51,14 +51,14 @@ class Trace:
     module: fx.GraphModule = field(repr=False)
     """Placeholders in `input_names` order -> (loss_sum, num_tokens) or (loss,). Parameters are the model's own tensors."""
     input_names: tuple[str, ...]
-    """Names of the batch tensors read, then of host values."""
+    """Names of the graph's inputs: batch tensors first, then host values."""
     host: HostProgram
     sizes: Sizes = field(repr=False)
     loss: LossInfo
 
 
 class _LossOnly(nn.Module):
-    """The model as a function of its tensor inputs, by name, that returns only the loss."""
+    """Wrapper module whose forward takes the tensor inputs by name and returns only the model's loss."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, torch.Tensor], options: Mapping[str, Any]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def _named_forward(run: Any, names: list[str]) -> Any:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """Return the loss of a model's output: `.loss`, `["loss"]`, the first of a tuple, or the value itself."""
+    """Return the loss in a model's output: `.loss`, `["loss"]`, the first entry of a tuple, or the output itself."""
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -173,7 +173,7 @@ def export_step(
 
 @contextlib.contextmanager
 def _quiet_export() -> Generator[None]:
-    """Silence export's warnings about dims that the model fixes (we report those), and about attributes left by forward."""
+    """Silence export's warnings about dims that the model fixes and about attributes that its forward leaves behind."""
     logger = logging.getLogger("torch._export.non_strict_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -186,7 +186,7 @@ def _quiet_export() -> Generator[None]:
 
 
 def _rooted_at_model(exported: fx.GraphModule, model: nn.Module) -> fx.GraphModule:
-    """Return the exported graph with the model's own tensors under their own names; all others are `constant_<n>`."""
+    """Return the exported graph with the model's tensors under their original names; all others are `constant_<n>`."""
     _inline_regions(exported)
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     first_name: dict[int, str] = {}
@@ -271,7 +271,7 @@ def _name_merges(graph: fx.Graph) -> None:
 
 
 def _own_loss(graph: fx.Graph) -> LossInfo:
-    """Replace a mean cross-entropy that is the loss by our sum and count; otherwise return the reason against it."""
+    """Replace a mean cross-entropy that is the loss by `token_loss`; otherwise return the reason why this is not possible."""
     output = graph.output_node()
     (loss,) = results_of(graph)
     node = loss
@@ -306,7 +306,7 @@ def _own_loss(graph: fx.Graph) -> LossInfo:
 
 
 def _before_narrowing(logits: fx.Node) -> fx.Node:
-    """Skip a cast of float64 logits to float32, which models intend as an upcast from half precision."""
+    """Return the node before a cast of float64 logits to float32, which models intend as an upcast from half precision."""
     chain = [logits]
     while chain[-1].target in (*_LOSS_PRESERVING, aten.slice.Tensor, aten.select.int, aten.transpose.int):
         chain.append(chain[-1].all_input_nodes[0])
@@ -323,7 +323,7 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _drop_dead(graph: fx.Graph, *, keep_reads: bool) -> None:
-    """Erase assertions and every call without users, except updates of the model's buffers (and reads of values)."""
+    """Erase assertions and every call without users, except updates of model buffers (and value reads if `keep_reads`)."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("placeholder", "output") or node.users:
             continue
