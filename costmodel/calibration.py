@@ -52,14 +52,14 @@ class KindCosts:
     weight_grad: Polynomial
     measurements: tuple[Measurement, ...]
     median_error: float
-    """Median over the points of the relative error of the fitted total seconds."""
+    """Median over the measured points of the relative error of the fitted total seconds."""
     max_error: float
     tp: int = 1
     """Tensor-parallel degree of the measured layer."""
 
     @classmethod
     def fitted(cls, kind: str, layer: str, measurements: Sequence[Measurement], *, tp: int = 1) -> Self:
-        """Fit the measured points, of which there must be at least one."""
+        """Return the costs of a kind fitted to measured points, at least one."""
         loads = [point.load for point in measurements]
         forward = fit_polynomial(loads, [point.times.forward_s for point in measurements])
         input_grad = fit_polynomial(loads, [point.times.input_grad_s for point in measurements])
@@ -89,7 +89,7 @@ class KindCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCosts:
-    """Seconds in which rank 0 prepares one microbatch of a model: collation, and values computed from integer inputs."""
+    """Seconds that rank 0 needs to prepare one microbatch of a model: collation, and values computed from integer inputs."""
 
     model: str
     """Class name of the model."""
@@ -99,7 +99,7 @@ class HostCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeCosts:
-    """Costs of a step besides the layers, measured with pipelines of two processes that compute next to nothing."""
+    """Costs of a step besides its layers, measured with pipelines of two processes that compute almost no layers."""
 
     forward_s: float
     """Seconds of a rank for each forward of a stage, besides its layers."""
@@ -107,14 +107,14 @@ class RuntimeCosts:
     message_s: float
     """Seconds of a rank for each message sent or received."""
     message_s_per_byte: float
-    """Seconds of a rank per byte copied out of or into a message: on a CPU the computing core does it."""
+    """Seconds of a rank per byte copied into or out of a message; on a CPU the computing core copies."""
     step_s: float
-    """Seconds of a whole step: planning it, sending commands to the ranks, summing their losses."""
+    """Seconds of a step besides layers and messages: planning it, sending commands to ranks, summing their losses."""
     optimizer_s_per_byte: float
     """Seconds of the measured optimizer per byte of trainable parameters."""
     optimizer_s_per_tensor: float
     optimizer: str
-    """Class name of that optimizer."""
+    """Class name of the measured optimizer."""
     link: Interconnect
     """Link between two processes of this machine."""
 
@@ -151,7 +151,7 @@ class Calibration:
         return None if found is None else found.at(load)
 
     def host_s(self, model: str, load: Load) -> float:
-        """Return the seconds in which rank 0 prepares a microbatch of a model; 0 for a model that was not measured."""
+        """Return the seconds that rank 0 needs to prepare a microbatch of a model; 0 for a model that was not measured."""
         return sum(host.seconds.at(load) for host in self.hosts if host.model == model)
 
     def check(
@@ -163,16 +163,16 @@ class Calibration:
         torch: str | None = None,
         mmcompile: str | None = None,
     ) -> None:
-        """Raise unless this calibration holds for a device, dtype and versions.
+        """Raise ConfigError unless this calibration holds for a device, dtype and versions.
 
         Args:
             device: name of the cluster's devices.
-            dtype: of most parameters.
-            processor: of the machine at hand, where plans are made for the machine itself; None for any.
-            torch, mmcompile: versions; those installed by default.
+            dtype: dtype of most parameters.
+            processor: processor name of this machine, if the plan is made for it; None accepts any.
+            torch, mmcompile: versions; the installed ones by default.
 
         Raises:
-            ConfigError: another device, dtype or version, naming the first that differs.
+            ConfigError: device, dtype, processor or a version differs; the message names the first that does.
         """
         wanted = {
             "device": (self.device, device),
@@ -188,10 +188,10 @@ class Calibration:
                 )
 
     def merged(self, other: Calibration) -> Calibration:
-        """Return both calibrations' measurements; `other` wins where both have the same one.
+        """Return the measurements of both calibrations; `other` replaces measurements that both have.
 
         Raises:
-            ConfigError: they were not measured on the same device with the same dtype and versions.
+            ConfigError: the calibrations differ in device, dtype or versions.
         """
         self.check(
             device=other.device,
@@ -212,10 +212,10 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "calibration") -> Calibration:
-        """Read a calibration.
+        """Read a calibration from JSON text.
 
         Raises:
-            ConfigError: not JSON, another version, or a missing or ill-typed field; `where` is named.
+            ConfigError: the text is not JSON, has another version, or a missing or ill-typed field; the message names `where`.
         """
         try:
             raw = msgspec.json.decode(text)
@@ -232,12 +232,12 @@ class Calibration:
             raise ConfigError(f"{where} is no calibration: {error}; {_REMAKE}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file atomically. Raises OutputError; the old file is left then."""
+        """Write the calibration to a file atomically. Raises OutputError on failure; an old file is then unchanged."""
         write_atomic(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Read a calibration file. Raises ConfigError as `from_json`, or if the file cannot be read."""
+        """Read a calibration file. Raises ConfigError if it cannot be read, or has another form or version."""
         try:
             text = Path(path).read_bytes()
         except OSError as error:
@@ -263,7 +263,7 @@ def _row(*cells: str) -> str:
 
 
 def _cells(costs: KindCosts) -> tuple[str, ...]:
-    """Return the table cells of a kind: seconds at the largest load measured, and the errors of the fit."""
+    """Return the table cells of a layer kind as text: seconds at the largest load measured, and errors of the fit."""
     tokens = [point.load.tokens for point in costs.measurements]
     times = costs.at(max(costs.measurements, key=lambda point: point.times.total_s).load)
     return (
@@ -278,7 +278,7 @@ def _cells(costs: KindCosts) -> tuple[str, ...]:
 def describe_costs(
     calibration: Calibration | None, kinds: Mapping[str, Iterable[str]], *, tp: Mapping[str, int] | None = None
 ) -> str:
-    """Describe in one line which numbers of a plan are analytic and which measured (`Plan.costs`).
+    """Describe in one line which component times of a plan are analytic and which are measured (`Plan.costs`).
 
     Args:
         kinds: component -> kinds of its layers.

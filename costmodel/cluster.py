@@ -19,7 +19,7 @@ _SIZE = {"GB": 1e9, "Gb": 1e9 / 8}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Equal nodes of equal devices. `str(cluster)` is the text `Cluster.parse` reads."""
+    """Cluster of equal nodes with equal devices. `Cluster.parse` reads the text that `str(cluster)` gives."""
 
     num_nodes: int
     devices_per_node: int
@@ -27,11 +27,11 @@ class Cluster:
     intra: Interconnect
     """Link between two devices of one node."""
     inter: Interconnect
-    """Link between two nodes, per device."""
+    """Link from one device to other nodes."""
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of all nodes."""
+        """Number of devices in all nodes together."""
         return self.num_nodes * self.devices_per_node
 
     @property
@@ -51,12 +51,12 @@ class Cluster:
         return self.intra if same_node else self.inter
 
     def together(self, num_ranks: int, stride: int = 1) -> int:
-        """Return how many members of a group share a node, 1 to `num_ranks`; members are `stride` ranks apart."""
+        """Return the number of members of a group on one node, 1 to `num_ranks`; members are `stride` ranks apart."""
         return max(1, min(num_ranks, self.devices_per_node // stride))
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Read `nodes x devices x name [@ rate]`.
+        """Read a cluster from text of the form `nodes x devices x name [@ rate]`.
 
         `4x8xH100` is 4 nodes of 8; `8xH100` is one node; `6x4xA40@6.25GB/s` (or `@50Gb/s`) gives each device 6.25 GB/s
         to other nodes, where the table assumes another network; `local` is this machine.
@@ -85,7 +85,7 @@ class Cluster:
         """Return this machine as a cluster: each CPU core a device, memory shared equally between them.
 
         Args:
-            num_devices: cores to use; all that this process may run on by default.
+            num_devices: number of cores to use; by default all that this process may run on.
         """
         cores = num_devices or _num_cores()
         device, intra, inter = DEVICES[LOCAL_NAME]
@@ -95,7 +95,7 @@ class Cluster:
 
 
 def _network(usual: Interconnect, bytes_per_s: float, text: str) -> Interconnect:
-    """Return the usual network of a device at another rate."""
+    """Return a device's usual network with the rate `bytes_per_s` instead."""
     if bytes_per_s <= 0:
         raise ConfigError(f"cluster {text!r} has a network of 0 bytes a second; give what one device can send")
     if bytes_per_s == usual.bytes_per_s:

@@ -36,21 +36,21 @@ PROTOCOLS: tuple[Protocol, ...] = ("ll", "ll128", "simple")
 GENERATIONS: tuple[Generation, ...] = ("volta", "ampere", "hopper", "blackwell")
 
 BASE_LATENCY_US = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
-"""Base latency in microseconds: algorithm -> by protocol."""
+"""Base latency in microseconds: algorithm -> by protocol (LL, LL128, Simple)."""
 HOP_LATENCY_US = {
     "nvlink": {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)},
     "pcie": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
     "network": {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)},
 }
-"""Latency of a hop in microseconds: kind of link -> algorithm -> by protocol."""
+"""Latency of a hop in microseconds: kind of link -> algorithm -> by protocol (LL, LL128, Simple)."""
 LL_GB_PER_S = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
-"""Bus limit of LL: generation -> by nodes (1, 2, more)."""
+"""Bus bandwidth limit of protocol LL, GB/s: [generation, nodes (1, 2, more)]."""
 RING_LL128_GB_PER_S = ((20.0,) * 3, (20.0,) * 3, (36.7,) * 3, (40.0,) * 3)
-"""GB/s limit of a channel under ring LL128: generation -> by nodes (1, 2, more)."""
+"""Bandwidth limit of a channel under ring LL128, GB/s: [generation, nodes (1, 2, more)]."""
 TREE_LL128_GB_PER_S = ((20.0,) * 3, (20.0,) * 3, (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
 TREE_GB_PER_S = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
 CHANNELS = (2, 8, 16, 32)
-"""Number of channels by generation, of a usual node."""
+"""Number of channels of a usual node, by generation."""
 # fmt: off
 TREE_CORRECTION = (
     (1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0),
@@ -58,7 +58,7 @@ TREE_CORRECTION = (
     (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9, 0.9),
 )
 # fmt: on
-"""Share of its bandwidth a tree reaches: protocol -> by log2(bytes / 64)."""
+"""Fraction of its bandwidth that a tree reaches: [protocol, floor(log2(bytes / 64))]."""
 
 
 def p2p_seconds(num_bytes: float, link: Interconnect) -> float:
@@ -69,7 +69,7 @@ def p2p_seconds(num_bytes: float, link: Interconnect) -> float:
 
 
 def ring_s(num_bytes: float, num_ranks: int, link: Interconnect) -> float:
-    """Return the seconds of a ring all-gather to, or reduce-scatter of, `num_bytes`: every share but the own is sent."""
+    """Return the seconds of a ring all-gather to, or reduce-scatter of, `num_bytes`: each rank sends all shares but one."""
     if num_bytes == 0:
         return 0.0
     others = num_ranks - 1
@@ -82,25 +82,25 @@ def all_reduce_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in
     Args:
         num_bytes: bytes of the buffer, on each rank.
         num_ranks: size of the group.
-        ranks_in_a_node: how many of them share a node (`Cluster.together`); by default as many as a node has devices.
+        ranks_in_a_node: number of the group's ranks on one node (`Cluster.together`); by default as many as a node has devices.
     """
     return _collective_s("all_reduce", num_bytes, num_ranks, cluster, ranks_in_a_node)
 
 
 def all_gather_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None) -> float:
-    """Return the seconds of an all-gather: `num_bytes` are all shares together. Arguments as of `all_reduce_s`."""
+    """Return the seconds of an all-gather: `num_bytes` are all shares together. Other arguments are those of `all_reduce_s`."""
     return _collective_s("all_gather", num_bytes, num_ranks, cluster, ranks_in_a_node)
 
 
 def reduce_scatter_s(
     num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None
 ) -> float:
-    """Return the seconds of a reduce-scatter of `num_bytes` on every rank. Arguments as of `all_reduce_s`."""
+    """Return the seconds of a reduce-scatter of `num_bytes` on every rank. Other arguments: see `all_reduce_s`."""
     return _collective_s("reduce_scatter", num_bytes, num_ranks, cluster, ranks_in_a_node)
 
 
 def broadcast_s(num_bytes: float, num_ranks: int, cluster: Cluster, *, ranks_in_a_node: int | None = None) -> float:
-    """Return the seconds of a broadcast of `num_bytes`. Arguments as of `all_reduce_s`."""
+    """Return the seconds of a broadcast of `num_bytes`. Other arguments: see `all_reduce_s`."""
     return _collective_s("broadcast", num_bytes, num_ranks, cluster, ranks_in_a_node)
 
 
@@ -133,7 +133,10 @@ def algorithm_s(
     cluster: Cluster,
     ranks_in_a_node: int | None = None,
 ) -> float:
-    """Return the seconds of a collective by one algorithm of NCCL; infinite if NCCL does not offer it there."""
+    """Return the seconds of a collective by one algorithm and protocol of NCCL.
+
+    Infinity if NCCL does not offer the combination.
+    """
     near = _near(num_ranks, cluster, ranks_in_a_node)
     nodes = -(-num_ranks // near)
     bandwidth = _bus_bandwidth(algorithm, protocol, near, nodes, cluster)
@@ -161,17 +164,17 @@ def _collective_s(
 
 
 def _near(num_ranks: int, cluster: Cluster, ranks_in_a_node: int | None) -> int:
-    """Return the ranks of the group in one node."""
+    """Return the number of the group's ranks on one node."""
     return min(num_ranks, ranks_in_a_node or cluster.devices_per_node)
 
 
 def _bus(link: Interconnect, num_ranks: int) -> float:
-    """Return the bytes per second that collectives of so many ranks move through each, within a node."""
+    """Return the bytes per second that a collective of `num_ranks` ranks within a node moves through each rank."""
     return link.ring_bytes_per_s * (num_ranks - 1 if link.kind == "mesh" else 1)
 
 
 def _bus_bandwidth(algorithm: Algorithm, protocol: Protocol, near: int, nodes: int, cluster: Cluster) -> float:
-    """Return the bytes per second of the bus under a protocol; 0 if NCCL does not offer it there."""
+    """Return the bus bandwidth under a protocol, bytes/s; 0 if NCCL does not offer the protocol in this case."""
     generation = GENERATIONS.index(cluster.device.generation)
     scale = min(nodes, 3) - 1
     channels = CHANNELS[generation] * 1e9
@@ -214,7 +217,7 @@ def _kind(cluster: Cluster) -> str:
 
 
 def _correction(protocol: Protocol, num_bytes: float) -> float:
-    """Return the share of the tree's bandwidth, linear in log2(bytes) between the entries of the table."""
+    """Return the fraction of its bandwidth that a tree reaches, linear in log2(bytes) between the table's entries."""
     table = (*TREE_CORRECTION[PROTOCOLS.index(protocol)], 1.0)
     position = min(max(log2(num_bytes / 64), 0.0), len(table) - 1.0)
     index = min(floor(position), len(table) - 2)

@@ -20,20 +20,20 @@ class LayerCost:
     forward_bytes: int
     """Bytes read and written by the forward."""
     backward_bytes: int
-    """Bytes read and written by the backward; 0 without one."""
+    """Bytes read and written by the backward; 0 if the layer runs no backward."""
     kernels: int
-    """Forward kernels launched (views excluded)."""
+    """Number of forward kernels launched (views excluded)."""
     backward_kernels: int
     activation_bytes: int
-    """Bytes saved for backward; 0 if nothing upstream or inside trains."""
+    """Bytes saved for backward; 0 if no parameter trains in the layer or before it."""
     parameter_bytes: int
     trainable_bytes: int
     output_bytes: int
-    """Bytes that cross to the next layer, if a stage is cut here."""
+    """Bytes sent to the next layer if a stage boundary follows this layer."""
     forward_exchange_s: float = 0.0
     """Seconds of collectives inside the layer that no computation hides, in the forward."""
     backward_exchange_s: float = 0.0
-    """The same in the backward; counted with the input gradient."""
+    """Seconds of collectives inside the layer that no computation hides, in the backward; counted with the input gradient."""
     selective_bytes: int = 0
     """Bytes saved for backward under selective recomputation, which keeps products, convolutions and attention only."""
     full_bytes: int = 0
@@ -43,18 +43,18 @@ class LayerCost:
     attention_backward_flops: int = 0
     """Part of the backward's FLOPs that is attention."""
     kv_bytes: int = 0
-    """Keys and values that ranks sharing the tokens must exchange; 0 without attention."""
+    """Bytes of keys and values that context-parallel ranks must exchange; 0 without attention."""
     working_bytes: int = 0
     """Bytes held only while the layer runs its backward: recomputed activations."""
     shared_bytes: int = 0
-    """Further bytes kept by a stage that begins with this layer: values that earlier layers read and count too.
+    """Further bytes kept by a stage that begins with this layer: values that earlier layers also read and count.
 
     For example masks, rotary tables, features that several layers attend to.
     """
     unsaved_bytes: int = 0
-    """Further bytes kept under recomputation: values that several layers read, this one first.
+    """Further bytes kept under recomputation: values that several layers read and this layer reads first.
 
-    None of these layers keeps them for its backward otherwise.
+    Without recomputation they are counted elsewhere or not kept.
     """
     kept_forward_bytes: int = 0
     """Part of `forward_bytes` moved by products, convolutions and attention, which selective mode does not repeat."""
@@ -89,7 +89,7 @@ class LayerTimes:
 
 
 def seconds(flops: int, num_bytes: int, kernels: int, device: Device, dtype: str) -> float:
-    """Return roofline time: `max(flops / reachable peak, bytes / bandwidth) + kernels * launch`.
+    """Return seconds by the roofline model: `max(flops / reachable peak, bytes / bandwidth) + kernels * launch`.
 
     Raises:
         ConfigError: the device has no peak for the dtype.

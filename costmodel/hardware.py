@@ -14,15 +14,15 @@ from typing import Literal
 from mmcompile.errors import ConfigError
 
 GPU_EFFICIENCY = 0.5
-"""[Empirical] Share of peak that large matrix products inside a whole model reach; replace by a calibration."""
+"""Fraction of peak FLOP/s that large matrix products inside a whole model reach [Empirical]; a calibration replaces it."""
 GPU_LAUNCH_S = 4e-6
-"""[Empirical] Launch, ramp-up and tail of one GPU kernel."""
+"""Seconds of launch, ramp-up and tail of one GPU kernel [Empirical]."""
 LOCAL_NAME = "cpu"
 
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]
-"""Row of NCCL's tables of bandwidth."""
+"""GPU generation: row of NCCL's bandwidth tables."""
 LinkKind = Literal["nvlink", "pcie", "mesh", "network", "loopback"]
-"""`nvlink`: switched, every pair at full rate; `mesh`: one link of its own for every pair (Infinity Fabric)."""
+"""Kind of link. `nvlink`: switched, every pair at full rate; `mesh`: a separate link for every pair (Infinity Fabric)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,19 +31,19 @@ class Device:
 
     name: str
     peak_flops: Mapping[str, float]
-    """dtype name (`"bfloat16"`) -> dense FLOP/s."""
+    """dtype name (`"bfloat16"`) -> dense peak FLOP/s."""
     memory_bytes: int
     memory_bytes_per_s: float
     launch_s: float
-    """Time a kernel costs beyond its work: launch, ramp-up, tail."""
+    """Seconds that a kernel costs beyond its work: launch, ramp-up, tail."""
     efficiency: float
-    """Share of `peak_flops` that compute-bound layers reach, 0..1."""
+    """Fraction of `peak_flops` that compute-bound layers reach, 0..1."""
     source: str
     generation: Generation = "ampere"
     """Generation by which NCCL picks its limits; compute capability 8.9 counts as Ampere there."""
 
     def flops_per_s(self, dtype: str) -> float:
-        """Reachable FLOP/s for a dtype. Raises ConfigError if the device has no figure for it."""
+        """Return the reachable FLOP/s for a dtype. Raises ConfigError if the device has no peak for it."""
         try:
             return self.efficiency * self.peak_flops[dtype]
         except KeyError:
@@ -60,25 +60,25 @@ class Interconnect:
     source: str
     kind: LinkKind = "network"
     collective_bytes_per_s: float = 0.0
-    """Bytes/s of a ring of collectives through each device (of a `mesh`: through each link); 0 for `bytes_per_s`."""
+    """Bytes/s of a collective's ring through each device (of a `mesh`: through each link); 0 means `bytes_per_s`."""
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Bytes/s of a ring of collectives through each device or link."""
+        """Bytes/s of a collective's ring through each device or link."""
         return self.collective_bytes_per_s or self.bytes_per_s
 
 
 Entry = tuple[Device, Interconnect, Interconnect]
-"""A device, the link between two of one node, the link of one device to other nodes."""
+"""(device, link between two devices of a node, link of one device to other nodes)."""
 
 
 def device_names() -> str:
-    """Return every name of the table, comma separated."""
+    """Return all device names of the table, comma separated."""
     return ", ".join(DEVICES)
 
 
 def find_device(name: str) -> Entry:
-    """Return the entry of a name, in any case. Raises ConfigError, with the valid names, if there is none."""
+    """Return the table entry of a device name, in any case. Raises ConfigError, with the valid names, if there is none."""
     for known, entry in DEVICES.items():
         if known.lower() == name.lower():
             return entry
@@ -200,4 +200,4 @@ DEVICES: Mapping[str, Entry] = {
     ),
     LOCAL_NAME: (_CPU_CORE, _GLOO, _GLOO),
 }
-"""Devices by name. Bridges of NVLink between pairs of A40 or H100 PCIe are not modelled: all talk over PCIe."""
+"""Device name -> entry. NVLink bridges between pairs of A40 or H100 PCIe are not modelled: all pairs use PCIe."""

@@ -14,9 +14,9 @@ class Load:
     """Work that one microbatch gives one component."""
 
     tokens: float
-    """Rows: patches of images, frames of sounds, tokens of samples; padding included where the model pads."""
+    """Rows: image patches, audio frames, text tokens; padding included if the model pads."""
     squares: float
-    """Sum over sequences (images, sounds, samples) of the square of their length."""
+    """Sum of squared lengths over sequences (images, audio clips, samples)."""
 
     def __add__(self, other: Load) -> Load:
         return Load(tokens=self.tokens + other.tokens, squares=self.squares + other.squares)
@@ -31,7 +31,7 @@ NO_LOAD = Load(tokens=0.0, squares=0.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Polynomial:
-    """`fixed + per_token * tokens + per_square * squares`."""
+    """Polynomial in a load: `fixed + per_token * tokens + per_square * squares`."""
 
     fixed: float = 0.0
     per_token: float = 0.0

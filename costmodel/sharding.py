@@ -27,38 +27,38 @@ _SHARED = (
     ),
     "kept_forward_bytes",
 )
-"""Fields of `LayerCost` of which every rank has its share, whether tensors or tokens are shared."""
+"""Fields of `LayerCost` that are divided over ranks, under tensor parallelism as under context parallelism."""
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _GRADIENT_BYTES = 4
-"""Gradients of keys and values travel in float32."""
+"""Bytes per element of gradients of keys and values, which are sent in float32."""
 _HEAD_GROUPS = 8
-"""Groups of heads exchanged one after the other, by default: the key/value heads of most models."""
+"""Default number of groups of heads exchanged one after the other: the key/value heads of most models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShare:
-    """All-reduces of a layer's tensor-parallel ranks for one microbatch, and the shares of each that a rank holds."""
+    """All-reduces of a layer's tensor-parallel ranks for one microbatch, and the fraction of each cost that a rank has."""
 
     sums: int
     """Number of results that are all-reduced in the forward."""
     summed_bytes: int
-    """Bytes of all these results together."""
+    """Bytes of all results that are all-reduced in the forward, together."""
     copies: int
     """Number of gradients that are all-reduced in the backward."""
     copied_bytes: int
     parameter_bytes: int
-    """Bytes of the layer's parameters that are sharded; the others are whole on every rank."""
+    """Bytes of the layer's parameters that are sharded; its other parameters are whole on every rank."""
     trainable_bytes: int
     parts: tuple[tuple[str, float], ...] = ()
-    """(Field of `LayerCost`, share of a rank).
+    """(field of `LayerCost`, fraction that a rank has) for fields that are not simply divided.
 
-    1 where each has all of it (values between products, experts, heads that do not divide), more where exchanges add to
-    it. Fields not named are divided.
+    The fraction is 1 if each rank has all of it (values between products, experts, heads that do not divide), and more if
+    exchanges add to it. Fields not named are divided by the degree.
     """
 
     @classmethod
     def assumed(cls, cost: LayerCost) -> TensorShare:
-        """Assume the share of a layer of which only the cost is known.
+        """Return the share assumed for a layer of which only the cost is known.
 
         Attention and what follows it are one block each.
 
@@ -94,7 +94,7 @@ def tensor_parallel(
 
     By default FLOPs and all bytes saved or sent on are divided; kernels are as many as before. Ranks add up results in
     the forward and gradients in the backward; with full recompute the backward also repeats the sums of the forward.
-    None of it is hidden.
+    No computation hides these collectives.
 
     Assumed: the ranks share a node.
 
@@ -125,7 +125,7 @@ def tensor_parallel(
 
 
 def _added_up_s(count: int, num_bytes: int, degree: int, cluster: Cluster) -> float:
-    """Return the seconds of `count` all-reduces of equal size."""
+    """Return the exposed seconds of `count` all-reduces of equal size."""
     return count * all_reduce_s(num_bytes / count, degree, cluster) if count else 0.0
 
 
@@ -155,9 +155,9 @@ def context_parallel(
 
     Args:
         dtype: dtype of the computation.
-        steps: n.
+        steps: number n of groups of heads.
         recompute: `"full"` attends once more in the backward, with another gather.
-        stride: distance between the ranks; those of tensor parallelism lie between.
+        stride: distance between the ranks' numbers; tensor-parallel ranks lie between.
 
     Source: head-wise overlap, Cornstarch (Oobleck / Cornstarch / Entrain dissertation §3.4.2).
     """
@@ -228,5 +228,5 @@ def _exposed(exchange_s: float, attention_s: float, steps: int) -> float:
 
 
 def _moved(num_bytes: int, parameter_bytes: int, degree: int) -> int:
-    """Return the bytes moved by one rank: all of the parameters, its share of the rest."""
+    """Return the bytes that one rank moves: all parameter bytes, and its share of all other bytes."""
     return min(num_bytes, parameter_bytes) + max(0, num_bytes - parameter_bytes) // degree

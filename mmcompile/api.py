@@ -74,10 +74,10 @@ def capture(
 
 
 def freeze(model: nn.Module, train: str | Sequence[str]) -> None:
-    """Train the parameters that match and freeze the rest.
+    """Set matching parameters to train and freeze all others.
 
     Args:
-        model: changed in place (`requires_grad`).
+        model: model whose `requires_grad` flags are set.
         train: `"all"`, or patterns over parameter names: a component or module name (`projector`, `language_model`), or a
             glob (`*.lora_*`).
 
@@ -174,10 +174,10 @@ def planned(
     """Find the plan of a request.
 
     Args:
-        subject: the model and its batch.
-        request: what is asked of the plan.
-        inputs: the values that the request names.
-        on_phase: as for `plan`.
+        subject: model and batch to plan for.
+        request: options of the plan.
+        inputs: values of options that the request holds as text or file names.
+        on_phase: receives the name and seconds of each phase.
 
     Raises:
         PlanError, ConfigError: as `plan`.
@@ -192,7 +192,7 @@ def planned(
 
 
 def _request(given: Mapping[str, Any]) -> PlanRequest:
-    """Return the request among the arguments of a call; values are replaced by their texts."""
+    """Return the `PlanRequest` of a call's arguments; values that are not text are replaced by their names or text."""
     options: dict[str, Any] = {own.name: given[own.name] for own in fields(PlanRequest) if own.name in given}
     options |= {
         name: _text(options[name])
@@ -204,7 +204,7 @@ def _request(given: Mapping[str, Any]) -> PlanRequest:
 
 
 def _text(value: object) -> str:
-    """Return the name of a dataset or function, the device of a calibration, the text of anything else."""
+    """Return an option's value as text: name of a dataset or function, device of a calibration, else its text."""
     match value:
         case DatasetStats():
             return value.name
@@ -217,10 +217,10 @@ def _text(value: object) -> str:
 
 
 def pack(model: nn.Module, samples: Sequence[Sample]) -> dict[str, Value]:
-    """Return samples as one batch of one row: documents one after the other, each with positions of its own, without padding.
+    """Return samples packed into one row without padding: documents one after the other, each with its own positions.
 
     Raises:
-        BatchError: samples that do not go together, or have no tokens.
+        BatchError: samples cannot be joined, or have no tokens.
         PlanError: the model takes no positions.
     """
     return Packer.of(model, padding(model)).pack(samples)
@@ -234,8 +234,8 @@ def stage_programs(
     Args:
         model: the model that the plan was made for.
         batch: one microbatch.
-        plan: where layers run.
-        passes: own passes, those that the plan was made with; they run on the whole model, before it is split over ranks.
+        plan: plan that assigns layers to stages.
+        passes: own passes that the plan was made with; they run on the whole model, before it is split over ranks.
     """
     captured = captured_step(model, batch)
     check_fingerprint(plan, fingerprint_of(captured.graph))
@@ -318,7 +318,7 @@ def parallelize(
 
 
 def _check_agrees(plan: Plan, request: PlanRequest, *, packed: bool) -> None:
-    """Refuse options that a plan has decided otherwise. Raises ConfigError, naming the option."""
+    """Raise ConfigError, naming the option, if an option contradicts the given plan."""
     attention, context_parallel = request.attention, request.context_parallel
     if attention not in (None, plan.attention) or context_parallel not in (None, plan.context_parallel):
         raise ConfigError(
@@ -340,6 +340,6 @@ def _check_agrees(plan: Plan, request: PlanRequest, *, packed: bool) -> None:
 
 
 def _recipe(plan: Plan, name: str) -> Recipe:
-    """Return the recipe by which another process makes the balancer of a name, for steps of a plan."""
+    """Return the recipe with which another process makes balancer `name` for steps of a plan."""
     function = balancer_of_json
     return Recipe(module=function.__module__, function=function.__name__, arguments=(plan.to_json(), name))

@@ -33,20 +33,20 @@ def built(model: nn.Module | str | Path, batch: Mapping[str, Any] | None) -> tup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapturedModel:
-    """A model and the microbatch on which it is captured."""
+    """A model and the microbatch on which it is captured, with the samples packed into it."""
 
     model: nn.Module = field(repr=False)
     batch: Mapping[str, Any] = field(repr=False)
     packing: Packing | None = None
-    """Isolation of the samples of `batch`; None for a padded batch."""
+    """Isolation of the documents packed into `batch`; None for a padded batch."""
     num_samples: int | None = None
-    """Samples in the batch, if its shapes do not determine them."""
+    """Number of samples in the batch; None if its shapes determine it."""
 
     @classmethod
     def of(
         cls, model: nn.Module | str | Path, batch: Mapping[str, Any] | None, packing: Sequence[Sample] | None = None
     ) -> CapturedModel:
-        """Return a model with its batch: the one given, the samples to pack in one row, or an example made from the config.
+        """Return a model with a batch: the given one, the given samples packed in one row, or an example made from the config.
 
         Raises:
             ConfigError: a batch is given beside samples to pack.
@@ -77,7 +77,7 @@ class CapturedModel:
 
 
 def padding(model: nn.Module) -> dict[str, int]:
-    """Return the padding of `input_ids`: the pad token of the model's text config, if it names one."""
+    """Return {"input_ids": pad token id} if the model's text config names a pad token, else an empty dict."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     pad = getattr(text, "pad_token_id", None)

@@ -59,15 +59,15 @@ def elastic(
     `reduction="fixed"` a run with failures ends with the same bits as one without.
 
     Args:
-        model, batch, plan: as for `elastic_job`.
-        nodes: their names; by default as many as the plan's cluster has. Each is simulated by processes of this machine.
+        model, batch, plan: arguments of `elastic_job`.
+        nodes: names of the nodes; by default as many as the plan's cluster has. Each is simulated by processes of this machine.
         recovery_deadline_s: longest time from a failure to the next step; all other waits follow from it.
-        max_restarts: times that a node's workers are started anew.
+        max_restarts: largest number of times that a node's workers are restarted.
         on_event: called with every line of the event log while `train` runs.
         settings: settings of `elastic_job`: data, num_steps, folder, optimizer, ...
 
     Raises:
-        PlanError, ConfigError: as `elastic_job`, or fewer nodes than keep the plan's promise.
+        PlanError, ConfigError: as `elastic_job`, or fewer nodes than the plan's fault tolerance needs.
     """
     job = elastic_job(model, batch, plan, **settings)
     names = nodes or [f"node{index}" for index in range(job.resilience.num_nodes)]
@@ -88,7 +88,7 @@ def join(
     """Run one node of a run that `mmcompile coordinate` serves, until the run ends or the node is released.
 
     Args:
-        node: its name, unique in the run.
+        node: name of this node, unique in the run.
         at: address of the coordinator.
         settings: settings of `elastic_job`, the same on all nodes; `folder` is one that all machines share.
 
@@ -130,7 +130,7 @@ def elastic_job(
         plan: plan with `fault_tolerance`, of one device a stage.
         data: the samples of each step (`mmcompile.batches_of` makes them of a dataset); a sample is one conversation, as a
             processor returns it.
-        num_steps: optimizer steps in all.
+        num_steps: total number of optimizer steps.
         folder: new folder for the log, the events, and the checkpoint.
         seed: seed of random numbers in the model.
         optimizer, groups, scheduler, clip_norm, compile: as for `Engine`.
@@ -140,7 +140,7 @@ def elastic_job(
         reduction: arithmetic of gradient sums (`mmcompile.config.Reduction`).
         balance: balancer, or its name, that assigns the samples of a step to microbatches.
         pad, collate: as for `Engine`.
-        save_every: steps between checkpoints; by default only the end is saved.
+        save_every: number of steps between checkpoints; by default only the end is saved.
         on_capture: called with the number of captures so far before each.
 
     Raises:
@@ -212,7 +212,7 @@ def compile_layers(job: ElasticJob) -> int:
 
 
 def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
-    """Return a microbatch of each pattern in the first steps. Patterns captured here are on all workers."""
+    """Return one microbatch of each pattern in the first steps, captured here so that all workers have the patterns."""
     stages = tuple(PlacedStage(name=stage.name, ranks=(0,), depth=stage.depth) for stage in job.layers.stages)
     placement = Placement(stages=stages, num_microbatches=job.resilience.num_microbatches)
     planner = StepPlanner(placement, job.patterns, collate=job.collate, balancer=job.balancer, costs=job.costs)
@@ -232,7 +232,7 @@ def _first_microbatches(job: ElasticJob) -> Collection[PreparedMicrobatch]:
 
 
 def _costs(plan: Plan, samples: Sequence[Sample]) -> SampleCosts:
-    """Return the costs of samples in a whole pipeline, which computes all of a sample."""
+    """Return the costs of samples in a whole pipeline, which is one component that computes all of a sample."""
     costs = costs_of_samples(plan, samples)
     return SampleCosts(components=("",), costs=costs.costs.sum(axis=0, keepdims=True))
 

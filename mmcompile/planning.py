@@ -45,26 +45,26 @@ from mmcompile.runtime.monitoring.timer import processor_name
 from mmcompile.units import format_seconds
 
 _KEPT = 2
-"""Beginning of a note about tensors that stay whole."""
+"""Number of leading words of a note that identify notes about unsharded tensors."""
 
 OnPhase = Callable[[str, float], None]
-"""Receives the name of a phase and its seconds."""
+"""Callback that receives the name of a planning phase and its seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanInputs:
-    """Values that a request names by their text or file."""
+    """Values of options that a `PlanRequest` holds as text or file name."""
 
     cluster: Cluster
     stats: DatasetStats | None = None
     calibration: Calibration | None = None
     constraints: tuple[Constraint, ...] = ()
     packing: Packing | None = None
-    """Isolation of the samples of one row; None for padded samples in rows of their own."""
+    """Isolation of documents packed into one row; None if samples are padded, each in its own row."""
     passes: tuple[AnyPass, ...] = ()
     """Passes of the user, run before layers are priced (`mmcompile.passes.catalog.PLANNING`)."""
     strategy: Strategy | None = None
-    """Strategy of the user, which the request names too; None for one that comes with mmcompile."""
+    """Strategy of the user, which the request names; None for a strategy of mmcompile."""
 
     @classmethod
     def read(
@@ -77,7 +77,7 @@ class PlanInputs:
         passes: Sequence[AnyPass] = (),
         strategy: Strategy | str = AUTO,
     ) -> PlanInputs:
-        """Return the values; texts are parsed and files are read.
+        """Return the inputs of a plan; texts are parsed and files are read.
 
         Raises:
             ConfigError: a text has another form, or a file cannot be read.
@@ -93,12 +93,12 @@ class PlanInputs:
 
 
 def _attention(request: PlanRequest) -> Attention:
-    """Return the attention of a request: bitfield where tokens are shared, else the model's own by default."""
+    """Return the attention of a request: by default bitfield under context parallelism, else the model's own."""
     return request.attention or ("bitfield" if (request.context_parallel or 1) > 1 else "model")
 
 
 def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bool) -> SearchSpace:
-    """Return what the search may choose from: everything with a global batch, else what the engine runs."""
+    """Return the search space of a request: all degrees with a global batch, else only what the engine runs."""
     if request.global_batch is None:
         space = SearchSpace.runnable(request.num_microbatches or DEFAULT_MICROBATCHES)
     else:
@@ -116,7 +116,7 @@ def search_space(request: PlanRequest, cluster: Cluster, *, can_share_tokens: bo
 
 
 def _recomputes(request: PlanRequest, space: SearchSpace) -> tuple[Recompute, ...]:
-    """Return the modes that all layers may have; "auto" starts from the cheapest that fits."""
+    """Return the recomputation modes to search for all layers; for "auto" all modes, cheapest first."""
     match request.recompute:
         case None:
             return space.recomputes
@@ -127,7 +127,7 @@ def _recomputes(request: PlanRequest, space: SearchSpace) -> tuple[Recompute, ..
 
 
 def _tensor_degrees(request: PlanRequest, space: SearchSpace) -> tuple[int, ...]:
-    """Return the numbers of ranks that may share tensors, of any chain."""
+    """Return the tensor-parallel degrees to search, for any chain."""
     match request.tensor_parallel:
         case None:
             return space.tp
@@ -138,9 +138,10 @@ def _tensor_degrees(request: PlanRequest, space: SearchSpace) -> tuple[int, ...]
 
 
 def recomputes_by_layer(request: PlanRequest) -> bool:
-    """Return whether each layer may compute again no more than its rank's memory needs.
+    """Return True if recomputation is chosen layer by layer, as far as the memory of the layer's rank requires.
 
-    A published search has decided it already, unless "auto" is asked for; pipelines of templates all compute the same again.
+    Published strategies choose one mode for all layers, unless the request is "auto". Templates need the same mode in all
+    pipelines.
     """
     free = request.recompute is None and request.global_batch is not None and request.strategy == AUTO
     return request.fault_tolerance is None and (request.recompute == "auto" or free)
@@ -154,18 +155,18 @@ def make_plan(
     fingerprint: Fingerprint,
     on_phase: OnPhase = lambda name, seconds: None,
 ) -> Plan:
-    """Find the plan.
+    """Find the plan of a request for a captured model.
 
     Args:
-        captured: annotated by gradient-flow.
-        batch: the batch that it was captured on, completed.
-        request: what is asked of the plan.
-        inputs: the values that the request names.
-        fingerprint: what the plan is made for.
+        captured: capture annotated by gradient-flow.
+        batch: captured batch, completed with positions.
+        request: options of the plan.
+        inputs: values of options that the request holds as text or file names.
+        fingerprint: model and library versions that the plan is made for.
         on_phase: receives the seconds of `"cost"`, `"search"`, `"proof"` and `"templates"` where there are any, and `"links"`.
 
     Raises:
-        PlanError, ConfigError: as `mmcompile.plan`.
+        PlanError, ConfigError: see `mmcompile.plan`.
     """
     attention, clock = _attention(request), _Clock(on_phase)
     autocast = _components(captured.graph, request.autocast)
@@ -218,7 +219,7 @@ def make_plan(
 
 
 class _Clock:
-    """Seconds of each phase, reported when it is done."""
+    """Timer of planning phases, which reports the seconds of each phase when it ends."""
 
     def __init__(self, on_phase: OnPhase) -> None:
         self._on_phase = on_phase
@@ -242,7 +243,7 @@ def _problem(
     space: SearchSpace,
     axes: Mapping[str, TensorAxes],
 ) -> Problem:
-    """Return the problem that is searched: what the engine runs without a global batch, everything with one."""
+    """Return the planning problem: costs, search space and constraints of the request."""
     runnable, cp = request.global_batch is None, request.context_parallel or 1
     packed = inputs.packing is not None
     by_chain = request.tensor_parallel if isinstance(request.tensor_parallel, Mapping) else None
@@ -272,7 +273,7 @@ def _problem(
 def _proven(
     search: BranchAndBound, best: Candidate, request: PlanRequest, inputs: PlanInputs, clock: _Clock
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the candidate that the exact solver confirms or prefers, with its notes, where it is asked."""
+    """Return the candidate that the exact solver confirms or finds, and its notes; if no proof is requested, `best`."""
     if not inputs.constraints and request.solver_seconds is None:
         return best, ()
     # Z3 is a large library, and workers need none.
@@ -286,7 +287,7 @@ def _proven(
 def _relaxed(
     search: BranchAndBound, best: Candidate, request: PlanRequest, inputs: PlanInputs
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the candidate with recomputation chosen by layer, and a note, where that is faster than one mode for all."""
+    """Return the candidate with recomputation chosen by layer, and a note, if it is faster than one mode for all layers."""
     if not recomputes_by_layer(request):
         return best, ()
     found = by_layer(search, best, inputs.constraints)
@@ -297,21 +298,21 @@ def _relaxed(
 
 
 def _components(graph: ModelGraph, given: Components | None) -> tuple[str, ...]:
-    """Return the components that an option means."""
+    """Return the components that an option's value names."""
     if isinstance(given, bool):
         return tuple(component.name for component in graph.components) if given else ()
     return tuple(given or ())
 
 
 def _replicas(graph: ModelGraph, request: PlanRequest) -> Mapping[str, int]:
-    """Return chain or component name -> replicas, where that is decided."""
+    """Return chain or component name -> number of replicas, for those that the request decides."""
     if isinstance(request.replicas, int):
         return {graph.loss_component: request.replicas}
     return request.replicas or {}
 
 
 def _fsdp(graph: ModelGraph, request: PlanRequest) -> Collection[str]:
-    """Return the components whose replicas share their parameters. Raises PlanError."""
+    """Return the components whose replicas shard their parameters (FSDP). Raises PlanError."""
     chosen = _components(graph, request.fsdp)
     names = [component.name for component in graph.components]
     unknown = [name for name in chosen if name not in names]
@@ -323,7 +324,7 @@ def _fsdp(graph: ModelGraph, request: PlanRequest) -> Collection[str]:
 
 
 def _check_shared(plan: Plan, fsdp: Components | None) -> None:
-    """Refuse shared parameters of a single replica."""
+    """Raise PlanError if parameters are to be sharded over a single replica."""
     for name in () if isinstance(fsdp, bool) else fsdp or ():
         chain = next(chain for chain in plan.chains if name in chain.components)
         if not chain.fsdp:
@@ -336,7 +337,7 @@ def _check_shared(plan: Plan, fsdp: Components | None) -> None:
 
 
 def _tensor_notes(plan: Plan, axes: Mapping[str, TensorAxes]) -> list[str]:
-    """Return a note for each component whose tensors are shared: what is divided, and what stays whole."""
+    """Return a note for each tensor-parallel component: which tensors are divided, and which stay whole."""
     chains = [chain for chain in plan.chains if chain.tp > 1]
     return [_tensor_note(name, chain.tp, axes[name]) for chain in chains for name in chain.components]
 
@@ -384,12 +385,12 @@ def _with_shared_tokens(
 
 
 def _searches_tokens(request: PlanRequest) -> bool:
-    """Return whether the number of ranks that share tokens is searched."""
+    """Return True if the context-parallel degree is searched."""
     return request.attention == "bitfield" and request.context_parallel is None and request.global_batch is not None
 
 
 def _can_share_tokens(captured: Capture) -> bool:
-    """Return whether layers, attention apart, compute each token from that token alone."""
+    """Return True if all layers but attention compute each token from that token alone."""
     try:
         with_context_parallel(captured, num_ranks=2, head_stride=1)
     except PlanError:
@@ -398,7 +399,7 @@ def _can_share_tokens(captured: Capture) -> bool:
 
 
 def _check_calibration(inputs: PlanInputs, dtype: str) -> None:
-    """Refuse a calibration of another device, dtype or processor. Raises ConfigError."""
+    """Raise ConfigError for a calibration of another device, dtype or processor."""
     if inputs.calibration is not None:
         here = processor_name(torch.device("cpu")) if inputs.cluster.is_local else None
         inputs.calibration.check(device=inputs.cluster.device.name, dtype=dtype, processor=here)

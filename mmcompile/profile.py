@@ -30,15 +30,15 @@ from mmcompile.runtime.monitoring.timer import Timer, one_thread, processor_name
 
 _WARM_UP = 1
 ROUNDS = 4
-"""Rounds of every measurement; the median counts."""
+"""Default number of rounds of a measurement, whose median is taken."""
 _IN_FLIGHT = 4
-"""Forwards before the first backward of a round: as in a stage, activations then do not come out of the cache."""
+"""Number of forwards before the first backward of a round, so that activations are not in the cache, as in a stage."""
 CPU_SIZES = (64, 256, 1024)
 GPU_SIZES = (64, 256, 1024, 4096, 16384)
-"""Numbers of tokens, Entrain section 4.4."""
+"""Default numbers of tokens of GPU measurements (Entrain section 4.4)."""
 
 Progress = Callable[[str, float], None]
-"""Callback with the next measurement, and the share that is done, 0..1."""
+"""Callback that receives the name of the next measurement, and the fraction done, 0..1."""
 
 
 def profile(
@@ -52,16 +52,16 @@ def profile(
 ) -> Calibration:
     """Measure one layer of each kind at the load of every batch.
 
-    Forward, and backward as the engine runs it: into gradients that are there already. The input gradient is measured alone;
-    the weight gradient is what the whole backward takes beyond it. Weights and activations are random, so the model's may be
-    fake; masks, positions and sequence lengths are those of the batch. One thread, as a rank has on a CPU.
+    Forward, and backward as the engine runs it: into gradients that are there already. The input gradient is measured alone; the
+    weight gradient is the whole backward minus it. Weights and activations are random, so the model's may be fake; masks,
+    positions and sequence lengths are those of the batch. One thread, as a rank has on a CPU.
 
     Args:
-        model: with `requires_grad` as it will train.
+        model: model with the `requires_grad` flags it will train with.
         batches: microbatches of different sizes, all with every modality.
         device_name: name of the device in clusters.
         device: device to measure on.
-        rounds: rounds of each measurement.
+        rounds: number of rounds of each measurement.
         on_progress: called before each measurement.
 
     Raises:
@@ -110,10 +110,10 @@ class _MeasuredModel:
 
     captured: Capture = field(repr=False)
     inputs: Mapping[str, Tensor] = field(repr=False)
-    """Every placeholder of the graph."""
+    """Placeholder name -> value, for every placeholder of the graph."""
     loads: Mapping[str, Load]
     kinds: Mapping[str, Place]
-    """Kind -> the first layer of it."""
+    """Layer kind -> the first layer of that kind."""
     programs: Mapping[Place, LayerProgram] = field(repr=False)
 
     @property
@@ -138,7 +138,7 @@ class _MeasuredModel:
         )
 
     def host_s(self, model: nn.Module, batch: Mapping[str, Any], rounds: int) -> float:
-        """Return the seconds from samples to a prepared microbatch, on rank 0."""
+        """Return the median seconds that rank 0 needs from samples to a prepared microbatch."""
 
         def prepare() -> None:
             made = completed(model, collate([batch], None))
@@ -149,7 +149,7 @@ class _MeasuredModel:
         return _median(Timer(torch.device("cpu")), prepare, rounds)
 
     def measure(self, place: Place, device: torch.device, rounds: int) -> LayerTimes:
-        """Return the median seconds of a layer."""
+        """Return the median seconds of forward, input gradient and weight gradient of a layer."""
         run = _LayerRun.of(self, self.programs[place], device)
         timer = Timer(device)
         forward: list[float] = []
@@ -180,18 +180,18 @@ def _median(timer: Timer, work: Callable[[], object], rounds: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LayerRun:
-    """A layer with everything it needs to run on a device."""
+    """A layer loaded on a device with its arguments, ready for repeated forward and backward."""
 
     module: nn.Module
     arguments: Sequence[Tensor]
     leaves: Sequence[Tensor]
-    """Arguments that get a gradient."""
+    """Arguments that receive a gradient."""
     parameters: Sequence[nn.Parameter]
-    """Parameters that train."""
+    """Parameters of the layer that train."""
     roots: Sequence[int]
-    """Results that the gradient comes from, by position."""
+    """Positions of the results from which the backward starts."""
     seeds: Sequence[Tensor]
-    """Gradients of these results; () for a layer that only runs forward."""
+    """Gradients of the results at `roots`, in order; () for a layer that only runs forward."""
 
     @classmethod
     def of(cls, subject: _MeasuredModel, layer: LayerProgram, device: torch.device) -> _LayerRun:
@@ -217,7 +217,7 @@ class _LayerRun:
         )
 
     def forward(self) -> list[Tensor]:
-        """Return the results that the gradient will come from."""
+        """Run the layer's forward, and return the results at `roots`."""
         with torch.set_grad_enabled(bool(self.seeds)):
             results = self.module(*self.arguments)
         return [results[index] for index in self.roots]
@@ -232,14 +232,14 @@ class _LayerRun:
 
 
 def _weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random weights that keep activations at the size of 1."""
+    """Return random weights scaled so that activations keep a magnitude near 1."""
     if len(shape) < 2:
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.randn(shape, dtype=dtype, device=device) / shape[-1] ** 0.5
 
 
 def _arguments(subject: _MeasuredModel, layer: LayerProgram, device: torch.device) -> list[Tensor]:
-    """Return batch inputs and shared values as they are, results of other layers random."""
+    """Return the arguments of a layer: batch inputs and shared values as captured, results of other layers random."""
     shared = [node for node in layer.arguments if node.op == "call_function" and info(node).shared]
     known = shared_values(subject.graph, shared, subject.inputs)
     arguments: list[Tensor] = []

@@ -194,7 +194,7 @@ class JoinedModel(nn.Module):
         self._set_trainable(parts, except_, trainable=False)
 
     def unfreeze(self, *parts: str, except_: Sequence[str] = ()) -> None:
-        """Train the given parts without those in `except_`, also parameters that their own code froze (fixed positions of Whisper)."""
+        """Train the given parts, also parameters that their own code froze (fixed positions of Whisper), but not `except_`."""
         self._set_trainable(parts, except_, trainable=True)
 
     def _set_trainable(self, parts: Iterable[str], except_: Sequence[str], *, trainable: bool) -> None:

@@ -34,17 +34,17 @@ _MEASURES: Mapping[str, Callable[[SampleShape], int]] = {
     "text tokens": lambda shape: shape.text_tokens,
     "total": lambda shape: shape.patches + shape.frames + shape.text_tokens,
 }
-"""Measures of a sample's size, by name. `total` adds rows of encoders and tokens of text."""
+"""Measure name -> function that returns a sample's size; `total` is rows of encoders plus text tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Distribution of one quantity."""
+    """Distribution of one quantity: count, mean and percentiles."""
 
     mean: float
     std: float
     percentiles: tuple[float, ...]
-    """At `_PERCENTS`; the last is the maximum."""
+    """Values at the percents `_PERCENTS`, ascending; the last is the maximum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,18 +61,21 @@ class DatasetStats:
 
     name: str
     count: int
-    """Samples of the dataset, exactly."""
+    """Exact number of samples of the dataset."""
     samples: tuple[SampleShape, ...]
-    """The shape of every sample, or of `_MAX_SAMPLES` drawn at random where there are more."""
+    """Shapes of all samples, or of `_MAX_SAMPLES` drawn at random if the dataset has more."""
     spreads: Mapping[str, Spread]
-    """Distributions by name: `patches per image` and `frames per sound` over images and sounds.
+    """Quantity -> distribution: `patches per image` and `frames per sound` over images and audio clips.
 
     `images`, `sounds`, `patches`, `frames`, `text tokens` and `total` over samples.
     """
     correlations: Mapping[str, float]
-    """`patches ~ text tokens` -> Pearson's correlation over samples; pairs in which one is constant are left out."""
+    """Pair of quantities (`patches ~ text tokens`) -> Pearson correlation over samples.
+
+    Pairs with a constant one are left out.
+    """
     worst: tuple[Worst, ...]
-    """Heaviest samples by each of `_MEASURES`, over the whole dataset, with anything of that modality."""
+    """Heaviest samples of the whole dataset by each of `_MEASURES`, among samples with that modality."""
     version: int = _STATS_VERSION
 
     @classmethod
@@ -90,7 +93,7 @@ class DatasetStats:
         Args:
             shapes: shapes of all samples, in any order.
             name: name of the dataset in reports.
-            max_samples: shapes kept; a larger dataset is sampled uniformly (reservoir).
+            max_samples: largest number of shapes kept; a larger dataset is sampled uniformly (reservoir).
             seed: seed of that sampling.
             progress: called every `_PROGRESS_EVERY` samples and at the end.
         """
@@ -126,29 +129,29 @@ class DatasetStats:
 
     @property
     def is_sampled(self) -> bool:
-        """True if `samples` are a part of the dataset."""
+        """True if `samples` are only a part of the dataset."""
         return self.count > len(self.samples)
 
     @property
     def with_images(self) -> float:
-        """Share of samples [0..1] with an image."""
+        """Fraction of samples with an image, 0..1."""
         return self._share(lambda shape: bool(shape.images))
 
     @property
     def with_sounds(self) -> float:
-        """Share of samples [0..1] with a sound."""
+        """Fraction of samples with an audio clip, 0..1."""
         return self._share(lambda shape: bool(shape.audios))
 
     @property
     def with_text(self) -> float:
-        """Share of samples [0..1] with text."""
+        """Fraction of samples with text, 0..1."""
         return self._share(lambda shape: shape.text_tokens > 0)
 
     def _share(self, has: Callable[[SampleShape], bool]) -> float:
         return sum(map(has, self.samples)) / max(1, len(self.samples))
 
     def heaviest(self) -> tuple[SampleShape, ...]:
-        """Shapes that contain the worst ones: those kept, then the worst of the whole dataset that are not among them."""
+        """Shapes kept of the dataset, followed by the heaviest samples of the whole dataset that are not among them."""
         if not self.is_sampled:
             return self.samples
         kept = set(self.samples)
@@ -161,7 +164,7 @@ class DatasetStats:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> DatasetStats:
-        """Read JSON. Raises ConfigError if the text is no statistics, or of another version."""
+        """Read statistics from JSON text. Raises ConfigError if the text has another form or version."""
         try:
             version = msgspec.json.decode(text, type=_Versioned).version
             if version != _STATS_VERSION:
@@ -175,12 +178,12 @@ class DatasetStats:
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write JSON atomically."""
+        """Write the statistics to a JSON file atomically, and return its path."""
         return write_atomic(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DatasetStats:
-        """Read a file. Raises ConfigError if it cannot be read or holds no statistics of this version."""
+        """Read statistics from a file. Raises ConfigError if it cannot be read or has another form or version."""
         try:
             text = Path(path).read_bytes()
         except OSError as error:
@@ -214,7 +217,7 @@ def _short(figure: float) -> str:
 
 
 def _push(heap: list[tuple[int, int, SampleShape]], entry: tuple[int, int, SampleShape]) -> None:
-    """Keep the heaviest `NUM_WORST`, of equals the earlier ones: the position decides before shapes are compared."""
+    """Add an entry to a heap that keeps the `NUM_WORST` heaviest samples; among equal ones, the earlier samples."""
     if entry[0] == 0:
         return
     if len(heap) < NUM_WORST:
