@@ -54,7 +54,7 @@ class LayerCost:
     unsaved_bytes: int = 0
     """Further bytes kept under recomputation: values that several layers read and this layer reads first.
 
-    Without recomputation they are counted elsewhere or not kept.
+    Without recomputation none of these layers keeps them for its backward.
     """
     kept_forward_bytes: int = 0
     """Part of `forward_bytes` moved by products, convolutions and attention, which selective mode does not repeat."""

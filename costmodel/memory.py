@@ -1,7 +1,7 @@
 """Memory against time: what a layer keeps for its backward when it computes activations again instead.
 
 Recomputation runs a layer's forward a second time, just before the layer's backward, wherever there is backward work; a
-layer without (in a frozen tower with nothing trainable below) keeps nothing and repeats nothing. Layers whose backward
+layer without (in a frozen encoder with nothing trainable before it) keeps nothing and repeats nothing. Layers whose backward
 has no product (an embedding, a slice) are left as they are: there is next to nothing to win. What is computed again
 counts with the input gradient, which waits for it.
 

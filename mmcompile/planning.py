@@ -45,7 +45,7 @@ from mmcompile.runtime.monitoring.timer import processor_name
 from mmcompile.units import format_seconds
 
 _KEPT = 2
-"""Number of leading words of a note that identify notes about unsharded tensors."""
+"""Largest number of unsharded tensors that a note lists."""
 
 OnPhase = Callable[[str, float], None]
 """Callback that receives the name of a planning phase and its seconds."""
@@ -273,7 +273,7 @@ def _problem(
 def _proven(
     search: BranchAndBound, best: Candidate, request: PlanRequest, inputs: PlanInputs, clock: _Clock
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the candidate that the exact solver confirms or finds, and its notes; if no proof is requested, `best`."""
+    """Return the candidate that the exact solver confirms or finds, and its notes; `best` if no proof is requested."""
     if not inputs.constraints and request.solver_seconds is None:
         return best, ()
     # Z3 is a large library, and workers need none.

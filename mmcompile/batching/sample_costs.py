@@ -1,6 +1,6 @@
-"""Costs of samples in each tower of a plan, from their sizes alone, for the balancers.
+"""Costs of samples in each balance group of a plan, from their sizes alone, for the balancers.
 
-The cost of a sample in a tower is the sum, over the components of the tower's chains, of the plan's rates
+The cost of a sample in a balance group is the sum, over the components of the group's chains, of the plan's rates
 (`mmcompile.planner.plan.plan.SampleRate`) at the rows it brings: seconds of one replica, forward and backward. The constant cost
 of a microbatch (launches, reading parameters) belongs to no sample and is left out.
 """

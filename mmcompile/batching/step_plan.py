@@ -2,9 +2,9 @@
 
 There is no other handshake in a step: every shape on every link is in here.
 
-A *tower* is a balance group, whose stages all compute the same samples: the language model, or the chains that lead from one
-encoder to it. A microbatch belongs to one replica of one tower. Rows that a tower makes go to the microbatches of the language
-model that hold their samples: a `RowExchange` each.
+A balance group (`tower` in the code) has stages that all compute the same samples: the language model, or the chains that lead
+from one encoder to it. A microbatch belongs to one replica of one group. Rows that an encoder's group makes go to the
+microbatches of the language model that hold their samples: a `RowExchange` each.
 """
 
 from __future__ import annotations

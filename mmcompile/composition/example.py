@@ -1,4 +1,4 @@
-"""Example batches of composed models: random text with images and sounds for each encoder."""
+"""Example batches of composed models: random text with images or audio clips for each encoder."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ class TextInputs:
     """Arguments of the language model that have one value per token."""
 
     embeddings: Tensor
-    """Token embeddings: [B, S, hidden]."""
+    """Token embeddings, [B, S, hidden]."""
     attention_mask: Tensor | None
-    """[B, S], 0 at padding; None where all tokens are real."""
+    """Mask of real tokens, [B, S], 0 at padding; None if all tokens are real."""
     position_ids: Tensor | None
     """Positions [B, S]; None for the model's default positions."""
     labels: Tensor | None
-    """[B, S], -100 without loss; None without labels."""
+    """Labels, [B, S], -100 for tokens without loss; None without labels."""
 
 
 def text_ids(input_ids: Tensor, placeholders: Mapping[str, int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""`ComposedProcessor`: a conversation with its images and sounds -> one sample for `engine.step` and `mm.pack`."""
+"""`ComposedProcessor`: a conversation with its images and audio clips -> one sample for `engine.step` and `mm.pack`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _MEASURES: Mapping[str, Callable[[SampleShape], int]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Distribution of one quantity: count, mean and percentiles."""
+    """Distribution of one quantity: mean, standard deviation and percentiles."""
 
     mean: float
     std: float

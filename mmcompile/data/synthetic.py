@@ -16,18 +16,18 @@ _DEFAULT_COUNT = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogNormal:
-    """A length: lognormal, cut to a range and rounded to a multiple."""
+    """Lognormal distribution of a length, clipped to a range and rounded to a multiple."""
 
     mean: float
-    """Mean of the lognormal, before it is cut."""
+    """Mean of the lognormal distribution before clipping."""
     spread: float
-    """Standard deviation of its logarithm; 0 for a constant."""
+    """Standard deviation of the length's logarithm; 0 for a constant length."""
     least: int = 1
     most: int = 1 << 20
     step: int = 1
 
     def draw(self, normal: np.ndarray) -> np.ndarray:
-        """Return lengths for standard normal numbers, of the same shape."""
+        """Return lengths for standard normal numbers, in the same shape."""
         values = self.mean * np.exp(self.spread * normal - self.spread**2 / 2)
         return (np.clip(np.rint(values / self.step) * self.step, self.least, self.most)).astype(np.int64)
 
@@ -37,48 +37,48 @@ _NONE = LogNormal(mean=0.0, spread=0.0, least=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleKind:
-    """One kind of sample in a mix."""
+    """One kind of sample in a synthetic dataset: distributions of its text, images and audio."""
 
     name: str
     weight: float
-    """Share of samples of this kind, in any unit."""
+    """Weight of this kind among the dataset's kinds, in any unit."""
     text: LogNormal
     images: tuple[int, int] = (0, 0)
-    """Fewest and most images of a sample; all numbers between are equally likely."""
+    """Smallest and largest number of images of a sample; all numbers between are equally likely."""
     patches: LogNormal = _NONE
-    """Patches of one image."""
+    """Number of patches of one image."""
     alike: bool = False
     """True if all images of a sample have the same size (frames of a video)."""
     frames: LogNormal = _NONE
-    """Frames of the sample's one sound; 0 for no sound."""
+    """Number of frames of the sample's one audio clip; 0 for no clip."""
     correlation: float = 0.0
-    """Correlation between the logarithms of text and of patches or frames."""
+    """Correlation between the logarithm of text length and that of patches or frames."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Synthetic:
-    """A dataset made of kinds of samples."""
+    """A synthetic dataset: a mix of sample kinds, with published and assumed numbers."""
 
     name: str
     parts: tuple[SampleKind, ...]
     source: str
-    """Published figures, and their source."""
+    """Published numbers, and their source."""
     assumed: str
-    """Assumed figures, which are not published."""
+    """Numbers that are assumed, because none are published."""
     vision_ratio: float | None = None
-    """Published work of the vision encoder per work of the language model."""
+    """Published ratio of the vision encoder's work to the language model's; None if not published."""
 
 
 def synthetic(name: str, count: int | None = None, seed: int = 0) -> Iterator[SampleShape]:
-    """Yield samples of a published mix. The same name, count and seed give the same samples.
+    """Yield sample shapes of a published mix. Equal name, count and seed give equal samples.
 
     Args:
         name: one of `SYNTHETIC_DATASETS`.
-        count: samples; 4,096 if not given.
+        count: number of samples; 4,096 if not given.
         seed: seed of all draws.
 
     Raises:
-        ConfigError: no such name, or no samples.
+        ConfigError: there is no such name, or `count` is below 1.
     """
     if name not in SYNTHETIC_DATASETS:
         raise ConfigError(f"no synthetic dataset {name!r}; there are {', '.join(SYNTHETIC_DATASETS)}")
@@ -239,4 +239,4 @@ _ENTRIES = (
 )
 
 SYNTHETIC_DATASETS: Mapping[str, Synthetic] = {entry.name: entry for entry in _ENTRIES}
-"""Name -> dataset."""
+"""Name -> synthetic dataset."""

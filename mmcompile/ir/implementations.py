@@ -1,6 +1,6 @@
 """Implementations of attention and experts, chosen while a model is traced, that make one graph for all values.
 
-Packed towers (images end to end, `cu_seqlens`): transformers loops over images unless the attention implementation's
+Packed encoders (images end to end, `cu_seqlens`): transformers loops over images unless the attention implementation's
 name has "flash" in it; ours is registered under such a name through its public interface, and calls one op. Experts:
 `grouped_mm` can only be traced in bfloat16, and the plain loop asks which experts were hit; `batched_mm` computes the
 same in one graph.

@@ -127,7 +127,7 @@ def _frozen(component: Component, study: Study) -> str:
 
 
 def _dataset(study: Study) -> Iterator[Finding]:
-    """Yield findings on modalities of which samples have no data, or more than the plan expects."""
+    """Yield findings on components that no or few samples have data for, samples without text, and too long sequences."""
     stats, workload = study.workload.stats, study.workload
     if stats is None:
         return

@@ -61,7 +61,7 @@ def equal_shares(plan: Plan) -> Shares:
 
 
 def boundary_moves(plan: Plan, stage: Stage, shares: Shares) -> tuple[Move, ...]:
-    """Return the moves of a stage's first layer to the stage before, and of its last layer to the stage after."""
+    """Return the moves of a stage's first layer to the stage before and of its last to the stage after, as `move_layers` does."""
     return tuple(
         move
         for position, step in ((0, -1), (len(stage.layer_names) - 1, 1))

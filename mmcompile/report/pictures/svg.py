@@ -23,7 +23,7 @@ class Svg:
     layout: DiagramLayout
 
     def document(self, body: Iterable[str]) -> str:
-        """Return the whole file around its parts."""
+        """Return the whole SVG file, with the parts in `body` drawn in order."""
         width, height = _x(self.layout.width) + _MARGIN, _y(self.layout.height) + _MARGIN
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
@@ -32,7 +32,7 @@ class Svg:
         return "\n".join([head, _MARKER, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>"]) + "\n"
 
     def path(self, path: Path, title: str, *, dashed: bool) -> str:
-        """Return an edge; `title`, XML-escaped, shows on hovering."""
+        """Return an edge of the graph; `title`, XML-escaped, shows on hovering."""
         points = " ".join(f"{_x(x + 0.5):.1f},{_y(y + 0.5):.1f}" for x, y in path.points)
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         return (

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WHITE = {ActionKind.F: 0.0, ActionKind.B: 0.45, ActionKind.I: 0.45, ActionKind.W: 0.7}
-"""Share of white in a bar's colour."""
+"""Action kind -> fraction of white mixed into its bar's color, 0..1."""
 _NAMES = {
     ActionKind.F: "forward",
     ActionKind.B: "backward",
@@ -26,7 +26,7 @@ _NAMES = {
     ActionKind.W: "weight gradient",
 }
 _COMPARABLE = 3.0
-"""Factor of lengths up to which two timelines share their time axis."""
+"""Largest ratio of lengths at which two timelines share their time axis."""
 _DPI = 120
 
 
@@ -73,7 +73,7 @@ def draw_timeline(path: str | os.PathLike[str], measured: Sequence[Event], predi
 
 
 def computing(events: Sequence[Event]) -> list[Event]:
-    """Return the forwards and backwards among events, whole or in their two parts."""
+    """Return the forwards and backwards among events, including the input and weight gradients of split backwards."""
     return [event for event in events if event.kind.is_compute]
 
 
@@ -83,7 +83,7 @@ def length_s(events: Sequence[Event]) -> float:
 
 
 def idle_share(events: Sequence[Event]) -> float:
-    """Return the share of the ranks' time, between first start and last end, in which they compute nothing; 0..1."""
+    """Return the fraction of all ranks' time, from first start to last end, in which they compute nothing; 0..1."""
     available = len({event.rank for event in events}) * length_s(events)
     return 1 - sum(event.end_s - event.start_s for event in events) / available if available else 0.0
 
