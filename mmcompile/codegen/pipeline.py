@@ -85,7 +85,7 @@ def with_stage_passes(
 
 
 def layer_choices(graph: ModelGraph, plan: Plan) -> LayerChoices:
-    """Return how generated code writes layers: names, recomputation and deferred gradients, from the graph's last analyses."""
+    """Run the last analyses of `STAGES`; return names, recomputation and deferred weight gradients of layers, for codegen."""
     recomputed, deferred = Recomputed(modes=plan.modes), DeferredWeights()
     analyses = (recomputed, deferred) if plan.schedule == "zb-h1" else (recomputed,)
     found = Pipeline(passes=analyses, given=GRADIENTS, verify=False).run(graph)

@@ -126,7 +126,7 @@ def _part(spec: ParameterSpec, shard: TensorShard, index: int) -> ParameterSpec:
 class _Shards:
     """Connections between the shards of stages: which shard sends each value to which.
 
-    Shards are numbered with all tensor-parallel ranks of the first part of the tokens first. Stages of a chain have equally many
+    Shards are numbered by part of the tokens, then by tensor-parallel rank. Stages of a chain have equally many
     shards: each shard communicates with the one of the same number. Values between chains are whole: the first shard of the stage
     that makes it sends it to all shards that read it, and gets all their gradients. The other tensor-parallel shards compute it
     too, unread, and run its backward with the first (`tp_exit`).

@@ -188,7 +188,7 @@ def _traffic(plan: Plan, costs: SampleCosts, row: int, steps: tuple[Assignment, 
 
 
 def _ends(plan: Plan, encoder: str, language_model: str) -> tuple[Ranks, Ranks]:
-    """Return the first ranks of each replica of the encoder's last stage, and of the first stage that reads its features."""
+    """Return each replica's first rank, in the stage that makes the encoder's features and in the first that reads them."""
     chains = towers(plan)
     sources, targets = (
         {stage.name: chain.dp for chain in chains[name] for stage in chain.stages} for name in (encoder, language_model)
