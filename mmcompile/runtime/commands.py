@@ -29,7 +29,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Install:
-    """The stages of one balance group in a new pattern. Every rank then gets its programs and the tensors it lacks."""
+    """Build the stages of one balance group in a new pattern. Every rank then gets its programs and the tensors it lacks."""
 
     pattern: str
     tower: str
@@ -45,7 +45,7 @@ class Install:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One optimizer step, or a part of one that accumulates gradients (`StepPlan.update`)."""
+    """Run one optimizer step, or a call that only accumulates gradients for a later one (`StepPlan.update`)."""
 
     plan: StepPlan
     hyper: Hyper
@@ -76,7 +76,7 @@ class SaveCheckpoint:
     folder: str
     """Empty folder to write to, visible to all ranks."""
     number: int
-    """Number of saves so far."""
+    """Number of saves of this engine so far, including this one."""
     step: int
     """Number of updates so far."""
     copies: bool
@@ -87,7 +87,7 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadCheckpoint:
-    """Read this rank's tensors from a checkpoint, and report to rank 0. They take effect with `ApplyCheckpoint`."""
+    """Read this rank's tensors from a checkpoint, and report to rank 0. The tensors take effect with `ApplyCheckpoint`."""
 
     folder: str
 

@@ -45,7 +45,7 @@ class Controller:
     """Installs patterns, runs steps, moves weights between rank 0 and the other ranks, and leads saves and loads.
 
     Args:
-        check_saving: called while the user waits for a save; an exception it raises ends the wait.
+        check_saving: function called while the user waits for a save; an exception it raises ends the wait.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Controller:
         """Rank that updates each trainable parameter, by name, if the optimizer is sharded; else empty."""
         self._parts = TensorParts()
         self.aliases: dict[str, str] = {}
-        """Name under which a tied parameter is held, by each of its other names."""
+        """Name under which ranks hold a tied parameter, by each of its other names."""
         self._installed: set[tuple[str, str]] = set()
         self._waiting: dict[str, Tensor] = {}
         """Optimizer state (`<key>/<name>`) given for parameters that no rank holds yet."""
@@ -95,6 +95,7 @@ class Controller:
         """Send every rank its stages of a balance group in a new pattern, with the tensors it lacks.
 
         Args:
+            tower: name of the balance group.
             values: all parameters and buffers of the model. For a parameter that another rank already trains, that rank's value
                 and optimizer state are used.
         """
@@ -206,7 +207,10 @@ class Controller:
         wire.announce(self._groups, command, COMMANDS)
 
     def _placed(self, programs: PatternPrograms, tower: str) -> dict[int, StageProgram]:
-        """Return the programs of a balance group's placed stages, by index, for the stages that have one in the pattern."""
+        """Return the programs of a balance group's stages in a pattern, by index of the placed stage.
+
+        Stages without one are left out.
+        """
         found: dict[int, StageProgram] = {}
         for index, stage in enumerate(self._stages):
             if stage.tower == tower and stage.program_name in programs.programs:
@@ -310,7 +314,7 @@ class Controller:
 
 
 def _read(program: StageProgram) -> Iterable[str]:
-    """Return the names of a program's parameters and buffers."""
+    """Return the names of all parameters and buffers that a program reads."""
     return (*(spec.name for spec in program.parameters), *program.buffers)
 
 
@@ -321,7 +325,7 @@ def _tensors(
     trained: Mapping[str, Mapping[str, Tensor]],
     parts: TensorParts,
 ) -> dict[str, Tensor]:
-    """Return the tensors that `Worker.install` expects, by path."""
+    """Return the tensors that `Worker.install` expects on one rank, by path such as `value/<name>`."""
     tensors = {f"value/{name}": parts.part(name, values[parts.whole_name(name)]) for name in lacking}
     for name in lacking:
         tensors |= trained[name]

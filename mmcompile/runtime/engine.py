@@ -101,7 +101,7 @@ class Engine:
 
     Args:
         placement: stages of a plan by rank (rank 0 is this process), and the number of microbatches of a step.
-        source: stage programs (rank 0).
+        source: makes the stage programs; used on rank 0 only.
         model: the user's module, for `save` and `state_dict`; None if there is only a source.
         pad: padding value by key of a sample (`{"input_ids": tokenizer.pad_token_id}`).
         collate: function that joins samples to a microbatch, instead of `pad`.
@@ -344,7 +344,7 @@ class Engine:
 
     @_led(lambda engine: None)
     def pull(self) -> None:
-        """Copy the trained weights into the user's model (rank 0)."""
+        """Copy the trained weights into the user's model of rank 0; all ranks must call this."""
         self._user.put(self._session.call(self._rank_0.weights))
 
     @_led(lambda engine: engine._last_saving())

@@ -21,7 +21,7 @@ from mmcompile.runtime.optim.param_groups import check_matches
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserModel:
-    """Weights under the names of the user's model (rank 0)."""
+    """Reads and writes the weights of the user's model by their original names. Used on rank 0 only."""
 
     module: nn.Module | None
     source: ProgramSource
@@ -74,7 +74,7 @@ class UserModel:
 
     @torch.no_grad()
     def put(self, weights: Mapping[str, Tensor]) -> None:
-        """Write trained weights into the model, in place; tied names share storage."""
+        """Write trained weights into the model, in place: a write under one name of a tied parameter changes all its names."""
         parameters = self.source.parameters()
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)

@@ -51,11 +51,13 @@ from mmcompile.runtime.optim.optimizer import RankOptimizer, RankState
 from mmcompile.runtime.optim.rank_gradients import RankGradients
 
 _parsed = functools.lru_cache(maxsize=4)(parse_actions)
-"""Parses a rank's action list; the last four results are cached, since successive steps are often alike."""
+"""Parses the text of a rank's action list; the last four results are cached, since successive steps are often alike."""
 
 
 class Worker:
-    """Stages, tensors and optimizer of one rank. Rank 0 has a worker too, beside its `Controller`.
+    """Holds stages, tensors and optimizer of one rank, and executes rank 0's commands.
+
+    Rank 0 has a worker beside its `Controller`.
 
     Args:
         state: parameters, buffers and optimizer that the rank already holds; None to start without any.
@@ -120,7 +122,7 @@ class Worker:
         return cls(groups, setup, board, check_saving=check_saving)
 
     def follow(self) -> Command:
-        """Wait for rank 0's next command, execute it, and return it (on ranks other than 0)."""
+        """Wait for rank 0's next command, execute it, and return it. Called on all ranks but rank 0."""
         command = wire.hear(self._groups, COMMANDS)
         match command:
             case Install():
@@ -194,7 +196,7 @@ class Worker:
         """Return this rank's job in a save.
 
         Args:
-            more: function that returns further pieces. Raises CheckpointError.
+            more: function that returns pieces of parameters that no rank holds, which rank 0 writes. Raises CheckpointError.
         """
         self._gradients.settle()
         return self.checkpoints.part(

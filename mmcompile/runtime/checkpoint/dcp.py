@@ -48,7 +48,7 @@ from mmcompile.runtime.checkpoint.pieces import CheckpointPiece
 
 
 class _Pieces(DefaultSavePlanner):
-    """Planner that hands torch's writer the tensors of items that are already planned."""
+    """Save plan that returns, for each box that torch's writer is about to write, this rank's tensor of the box."""
 
     def __init__(self, pieces: Iterable[CheckpointPiece]) -> None:
         super().__init__()

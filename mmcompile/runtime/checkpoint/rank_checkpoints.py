@@ -24,7 +24,7 @@ from mmcompile.runtime.optim.optimizer import RankState
 
 @dataclass(kw_only=True, slots=True)
 class RankCheckpoints:
-    """Saves and loads of one rank: pieces to write, and tensors that were read."""
+    """Saves the tensors of one rank to checkpoints, and loads them: on a save thread, or into memory until `take`."""
 
     state: RankState
     """Parameters and optimizer of the rank."""
@@ -62,10 +62,10 @@ class RankCheckpoints:
         Args:
             folder: folder to write to, visible to all ranks.
             names: parameters that this rank writes, with their optimizer state.
-            number: number of saves so far.
-            step: number of updates so far.
+            number: number of saves of this engine so far, including this one.
+            step: number of parameter updates so far.
             copies: write copies made now, since training continues meanwhile.
-            more: function that returns further pieces. Raises CheckpointError.
+            more: function that returns pieces of parameters that no rank holds, which rank 0 writes. Raises CheckpointError.
         """
         try:
             pieces, refused = [*self._pieces(names), *more()], ""
@@ -85,7 +85,7 @@ class RankCheckpoints:
         )
 
     def begin(self, step: int, write: Callable[[Saving], None]) -> Saving:
-        """Start to write a save on a thread, and return it."""
+        """Start a thread that runs `write`, which writes this rank's part of a save; return the save."""
         self.saving = Saving(step, write, self.check)
         return self.saving
 

@@ -17,7 +17,7 @@ from mmcompile.runtime.checkpoint.trainer_state import Stored
 
 @dataclass(kw_only=True, slots=True)
 class Restored:
-    """Optimizer state that stays in a checkpoint until a rank holds its parameters."""
+    """Records which optimizer state is left in a loaded checkpoint, until a rank holds its parameters and reads it."""
 
     folder: Path = field(default_factory=Path)
     names: set[str] = field(default_factory=set)
@@ -32,7 +32,7 @@ class Restored:
         return tuple(found)
 
     def pieces(self) -> list[CheckpointPiece]:
-        """Return the pieces that copy this state into the next checkpoint, each read when it is written.
+        """Return the pieces by which a new checkpoint gets the state left in the loaded one; each is read when it is written.
 
         Raises CheckpointError.
         """
@@ -48,7 +48,7 @@ class Restored:
 
 
 def whole_job(order: SaveOrder, part: PartJob, num_ranks: int, restored: Restored) -> WholeJob:
-    """Return rank 0's job in a save, which afterwards refers `restored` to the new checkpoint."""
+    """Return rank 0's job in a save; once it is done, `restored` refers to the new checkpoint instead of the loaded one."""
 
     def note_saved() -> None:
         # The new checkpoint has it too, and the user may delete the old one.

@@ -92,7 +92,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartJob:
-    """One rank's part of a save: the tensors that the rank writes to a file of its own."""
+    """Writes one rank's part of a save: the tensors that the rank writes to a file of its own."""
 
     folder: Path
     """Folder to write to, which exists and is empty."""
@@ -157,7 +157,7 @@ class SaveOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeJob:
-    """Rank 0's job in a save: its own part, then joining the parts of all ranks."""
+    """Writes rank 0's part of a save, waits for the parts of all ranks, and joins them to a checkpoint."""
 
     order: SaveOrder
     part: PartJob
@@ -220,7 +220,7 @@ def _heard_by(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Said:
-    """Report of a rank to rank 0 after writing its part."""
+    """Report that a rank leaves in the store for rank 0 after writing its part."""
 
     digest: str = ""
     """Digest of the rank's part of the index."""

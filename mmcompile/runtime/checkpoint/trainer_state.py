@@ -55,7 +55,7 @@ class TrainerState:
     files: tuple[str, ...] = ()
     """Paths of all files that this checkpoint wrote; other files in the folder are the user's and are kept."""
     digest: str = ""
-    """Digest of this state with this field empty."""
+    """Digest of this state, computed with this field set to ""."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

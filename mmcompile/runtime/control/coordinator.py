@@ -91,7 +91,7 @@ class Coordinator:
         return ended.success
 
     def _linger(self) -> None:
-        """Keep serving for a while after the end of training, so that nodes that reconnect learn of it."""
+        """Set until when to serve agents after the end of training, so that nodes that reconnect learn of the end."""
         self._linger_s = time.monotonic() + self._times.resume_s
 
     def _turn(self) -> None:

@@ -1,4 +1,4 @@
-"""`Stream`: control messages over a non-blocking socket, each a frame of JSON text."""
+"""`Stream`: control messages over a non-blocking socket, each of them JSON text preceded by its length."""
 
 from __future__ import annotations
 

@@ -46,7 +46,10 @@ class Times:
 
     @property
     def fault_grace_s(self) -> float:
-        """Seconds from a worker's report of a broken link to a new generation, if no member is lost; over one lease."""
+        """Seconds from a worker's report of a broken link to a new generation, if no member is lost.
+
+        Longer than one lease, within which a dead member is noticed.
+        """
         return self.lease_s * 1.25
 
     @property

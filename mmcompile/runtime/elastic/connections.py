@@ -106,7 +106,7 @@ class Connection:
     """Process groups of one generation, and a thread for functions that may block in them.
 
     Attributes:
-        groups: process groups of all members.
+        groups: process groups that join this rank to all other ranks of the generation.
     """
 
     groups: Groups

@@ -18,7 +18,7 @@ _POLL_S = 0.02
 
 
 class ElasticController:
-    """Plans the steps of a generation in order. While one runs, a thread plans the next.
+    """Reads the samples of a generation's steps and plans the steps in order. While one step runs, a thread plans the next.
 
     Every worker has a controller, since any may become rank 0. Samples are kept until their step is committed.
     """
@@ -30,7 +30,7 @@ class ElasticController:
         self._kept: dict[int, tuple[Sequence[Sample], str]] = {}
         """(samples, data cursor after them) of each kept step, by step."""
         self._planning: tuple[StepPlanner, ThreadPoolExecutor] | None = None
-        """Planner and thread of the generation; None between generations."""
+        """Planner of the generation's steps, and the thread on which it plans; None between generations."""
         self._upcoming: tuple[int, Future[tuple[PlannedStep, str]]] | None = None
 
     def start(self, plan: GenerationPlan, placement: Placement, committed: int, cursor: str | None) -> None:
@@ -79,13 +79,13 @@ class ElasticController:
         return planned
 
     def close(self) -> None:
-        """End the generation: wait for the thread, since the next generation may need the data. Safe to call twice."""
+        """End the generation. Waits for the thread that plans the next step, which may still read data. Safe to call twice."""
         if self._planning is not None:
             self._planning[1].shutdown(wait=True, cancel_futures=True)
             self._planning = None
 
     def _plan_ahead(self, number: int) -> None:
-        """Start to plan a step on the thread, unless training ends before the step."""
+        """Start to plan a step on the planning thread, unless training ends before the step."""
         assert self._planning is not None, "no generation was started"
         planner, thread = self._planning
         if number > self._job.num_steps:

@@ -52,9 +52,9 @@ class ElasticWorker:
     Attributes:
         job: model, data and settings of the run.
         membership: connection to the control plane.
-        programs: layer programs that this worker has.
+        programs: layer programs that this worker has, of all patterns so far.
         store: layers that this worker holds.
-        rates: learning rates by step.
+        rates: schedule that computes the learning rates of any step.
         controller: reads data and plans steps while this worker is rank 0.
         graphs_before: graphs compiled before this worker was started.
     """

@@ -24,7 +24,7 @@ from mmcompile.runtime.elastic.generation_plan import GenerationPlan
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationLayout:
-    """Placement of the layers of a generation on workers.
+    """Places the layers of a generation on workers: which worker runs which layers, with which rank.
 
     Args:
         plan: plan of the generation, with its pipelines.
@@ -106,8 +106,8 @@ def _placed_layers(
 
     Args:
         template: the template.
-        nodes: nodes in the order of the template's nodes.
-        devices_per_node: workers of a node.
+        nodes: names of the nodes that run the pipeline, in the order of the template's nodes.
+        devices_per_node: number of workers of each node.
     """
     for stage in template.stages:
         node, index = divmod(stage.devices[0], devices_per_node)
@@ -163,7 +163,10 @@ def shares_of(pipelines: Sequence[NodePipeline[str]]) -> tuple[int, ...]:
 
 
 def layers_in(runs: LayerRuns) -> frozenset[LayerId]:
-    """Return the layers in runs of consecutive layers by chain; inverse of `layer_runs`."""
+    """Return the layers in the given ranges of each chain: {"vision": ((0, 2),)} -> layers 0 and 1 of "vision".
+
+    Inverse of `layer_runs`.
+    """
     return frozenset(
         LayerId(chain=chain, index=index)
         for chain, parts in runs.items()

@@ -39,7 +39,7 @@ class GenerationPlan:
     """Reason why training ends; then the state is saved and no step runs. "" if training continues."""
 
     def encode(self) -> str:
-        """Return the plan as JSON text."""
+        """Return this plan as JSON text, which the coordinator sends to all members."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
@@ -57,7 +57,7 @@ class StepRecord:
     metrics: StepMetrics
 
     def encode(self) -> str:
-        """Return the record as JSON text."""
+        """Return this record as JSON text, which is committed as the cursor of the step."""
         return msgspec.json.encode(self).decode()
 
     @classmethod

@@ -129,7 +129,7 @@ class GenerationWorker:
         )
 
     def answers_for(self) -> tuple[int, ...]:
-        """Return the numbers of the last step's microbatches that this rank reports: those whose loss it computed.
+        """Return the numbers of the last step's microbatches that this rank reports as done: those whose loss it computed.
 
         Rank 0 also reports microbatches without samples. Numbers continue from step to step.
         """
@@ -147,7 +147,10 @@ class GenerationWorker:
         return tuple(sorted(mine))
 
     def _learn(self, patterns: Sequence[PatternPrograms] = ()) -> None:
-        """Receive new patterns from rank 0, which passes them. Parameters that are new in them have their initial values."""
+        """Receive the programs of new patterns from rank 0, which passes them as `patterns`.
+
+        Parameters that first occur in a new pattern have their initial values.
+        """
         share(self._groups, self._programs, patterns)
         self._store.learn(self._programs.parameters())
         self._store.hold(self._layers)

@@ -51,7 +51,7 @@ class CopyReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Side:
-    """Groups, ranks and settings that one worker uses for all its copies."""
+    """One worker's settings for all its copies: groups, ranks of workers, function called before waits, and bytes of a chunk."""
 
     groups: Groups
     ranks: Mapping[WorkerId, int]

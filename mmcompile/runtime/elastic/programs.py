@@ -19,7 +19,7 @@ from mmcompile.runtime.comm.groups import Groups
 
 
 class Programs:
-    """Layer programs of a worker by pattern, and the parameters they read.
+    """Keeps the layer programs of a worker by pattern, and finds the parameters that they read.
 
     Args:
         known: programs that every worker has from the start.
@@ -72,7 +72,7 @@ class Programs:
         return {name: tuple(held) for name, held in sorted(found.items())}
 
     def check(self, resilience: Resilience) -> None:
-        """Refuse templates whose set of layers with trainable parameters differs from the programs'. Raises PlanError."""
+        """Raise PlanError if a layer has trainable parameters in the programs but not in the templates, or the reverse."""
         for layer, specs in self.parameters().items():
             trains = any(spec.trainable for spec in specs)
             sizes = resilience.layer_bytes.get(layer.chain, ())
@@ -88,7 +88,7 @@ class Programs:
 
 
 def share(groups: Groups, programs: Programs, patterns: Sequence[PatternPrograms] = ()) -> None:
-    """Broadcast patterns from rank 0, and add them on all ranks. The other ranks pass none."""
+    """Broadcast patterns from rank 0, and add them on all ranks. Other ranks pass no patterns."""
     sent = None if groups.rank else wire.encode([_bare(pattern) for pattern in patterns])
     known = wire.decode(wire.broadcast(groups, sent), list[PatternPrograms])
     if not known:

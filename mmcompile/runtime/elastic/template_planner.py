@@ -133,7 +133,7 @@ class TemplatePlanner:
         )
 
     def _held(self, change: MembershipChange, before: GenerationPlan) -> _Held:
-        """Return the layers that the workers of staying members hold at the last committed step, by worker."""
+        """Return the layers held at the last committed step, by worker, for all workers whose node was in the last generation."""
         held = layers_by_worker(before, self._job)
         if change.committed == before.committed:
             # Nothing was committed since, so nothing that moved away was dropped or is old.
@@ -145,7 +145,7 @@ class TemplatePlanner:
         return {worker: layers for worker, layers in held.items() if worker.node in staying}
 
     def _with_copies(self, plan: GenerationPlan, change: MembershipChange, held: _Held) -> GenerationPlan:
-        """Add copies of layers between workers to a plan; source and destination may be devices of one node."""
+        """Add the layer copies to a plan: each layer goes from a worker in `held` to the workers that need it and lack it."""
         needed = layers_by_worker(plan, self._job)
         copies = plan_copies(
             self._job,
@@ -165,7 +165,7 @@ class TemplatePlanner:
         return found
 
     def _mask(self, layers: Iterable[frozenset[LayerId]]) -> np.ndarray:
-        """Return a mask of layers as bool [layers of the job]."""
+        """Return a mask, bool [layers of the job], that is true for each layer in any of the sets `layers`."""
         mask = np.zeros(len(self._job.layers), dtype=bool)
         for some in layers:
             mask[[self._index[layer] for layer in some]] = True

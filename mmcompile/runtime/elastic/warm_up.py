@@ -83,7 +83,7 @@ def num_graphs() -> int:
 
 
 class _Values:
-    """Inputs, sizes and parameters that the programs of a microbatch read."""
+    """Makes the inputs, sizes and parameters with which the programs of one microbatch are run for compilation."""
 
     def __init__(self, microbatch: PreparedMicrobatch, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._microbatch = microbatch
@@ -99,7 +99,11 @@ class _Values:
         )
 
     def inputs(self, program: StageProgram, *, gradient: bool) -> list[Tensor | int]:
-        """Return the inputs of a program, in order. With `gradient`, inputs whose gradient flows back require grad."""
+        """Return values for all inputs of a program, in the order of its ports.
+
+        Args:
+            gradient: make inputs require grad if the program sends their gradient back, as in training.
+        """
         found: list[Tensor | int] = []
         for port in program.inputs:
             if port.kind == "size":
@@ -109,7 +113,7 @@ class _Values:
         return found
 
     def held(self, program: StageProgram) -> tuple[StageProgram, dict[str, Tensor]]:
-        """Return a program, and its parameters and buffers by name, on the device."""
+        """Return the program with its constants on the device, and its parameters and buffers there, by name."""
         names = [spec.name for spec in program.parameters] + list(program.buffers)
         constants = {name: tensor.to(self.device) for name, tensor in program.constants.items()}
         held = {name: self._tensors[name].to(self.device) for name in names}

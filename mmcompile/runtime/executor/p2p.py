@@ -107,7 +107,7 @@ class P2P:
         return self._inputs.take(microbatch)
 
     def microbatch(self, stage: int, number: int) -> int:
-        """Return the step plan's index of the microbatch to which a stage gives this number."""
+        """Return the step plan's index of a stage's microbatch `number`; each balance group and replica numbers its own."""
         placed = self._stages[stage]
         return self._index[placed.tower, placed.replica, number]
 

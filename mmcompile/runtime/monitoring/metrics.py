@@ -23,7 +23,7 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """Metrics of one step that the user gets: loss, tokens, times, and how samples were balanced."""
+    """Metrics of one step as `Engine.step` returns them: loss, tokens, times, and how samples were balanced."""
 
     step: int
     """Number of the step, counted from 1; the same for all calls of one step."""

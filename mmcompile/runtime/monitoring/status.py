@@ -53,7 +53,7 @@ class StatusBoard:
             os.close(file)
 
     def write(self, rank: int, step: int, stage: int, kind: int, microbatch: int) -> None:
-        """Write the current action of a rank to its slot."""
+        """Write the action that a rank begins (placed stage, kind, microbatch) to the rank's slot."""
         _SLOT.pack_into(self._memory, rank * _SLOT_BYTES, step, stage, kind, microbatch)
 
     def read(self, rank: int) -> Status:

@@ -46,7 +46,10 @@ Three times as fast as all at once, for 4 M elements on one core of an x86 serve
 
 
 class Arithmetic(ABC):
-    """Rule by which gradients are added up. A sum is a tensor [elements, *width]."""
+    """Rule by which gradients are added up.
+
+    A sum is a tensor [elements, *width]: `width` is () for one number an element, (2,) for two.
+    """
 
     moves: ClassVar[bool]
     """True if gradients are taken out of the parameter's `.grad` after every backward, so that they never accumulate there."""
@@ -66,7 +69,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return a new sum [elements, *width] of several sums, added in the order given."""
+        """Return a new sum (tensor [elements, *width]) of several sums, added in the order given."""
 
     @abstractmethod
     def rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:

@@ -103,7 +103,7 @@ class Bucket:
         parameter.grad = None
 
     def resume(self, name: str, total: Tensor) -> None:
-        """Put a parameter's sum [elements, *width] of earlier backwards into the buffer, to which later gradients are added."""
+        """Put a parameter's sum of earlier backwards ([elements, *width]) into the buffer, to add later gradients to."""
         index = self._index[name]
         self._buffer()[self._places[index]] = total
         self._mark(index)

@@ -91,7 +91,7 @@ class CarriedSums:
         return self._num_terms[name]
 
     def take(self, name: str) -> Tensor | None:
-        """Remove and return the sum [elements, *width] of a parameter; None if it has no sum except in `.grad`."""
+        """Remove and return a parameter's sum (`Arithmetic`: [elements, *width]); None if it has no sum except in `.grad`."""
         return self._sums.pop(name, None)
 
 

@@ -204,7 +204,7 @@ class RankOptimizer:
 
 @dataclass(kw_only=True, slots=True)
 class RankState:
-    """Parameters, buffers and optimizer of one rank. They persist when stages move between ranks."""
+    """Holds the parameters, buffers and optimizer of one rank, also while stages move between ranks."""
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)

@@ -48,7 +48,7 @@ class RankGradients:
         self._ran: set[int] = set()
         """Indices of placed stages that ran a backward in this step, on any rank."""
         self._carried = self._nothing_carried()
-        """Gradients of this step from earlier calls, which did not update."""
+        """Sums of this step's gradients from earlier calls, which accumulated without an update."""
         self._carried_weight = 0.0
         """Sum of the loss weights of this step's calls."""
         self._new_values: NewValues | None = None

@@ -12,7 +12,10 @@ from mmcompile.ir.graph import ParameterSpec
 
 @dataclass(frozen=True, slots=True)
 class TensorParts:
-    """Parts of parameters by the name they are held under (`lm_head.weight@1`). Tensors of any other name are whole."""
+    """Translates names and tensors between parameters' parts, held under names such as `lm_head.weight@1`, and whole parameters.
+
+    Tensors of any other name are whole.
+    """
 
     _specs: dict[str, ParameterSpec] = field(default_factory=dict)
 
