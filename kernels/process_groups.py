@@ -46,7 +46,7 @@ def registered_group(name: str, num_ranks: int) -> ProcessGroup:
 
 
 class ExchangeLost(Exception):
-    """A collective failed because a rank of the group is gone."""
+    """Error: a collective failed because another rank of the process group is gone."""
 
 
 def all_reduce(target: torch.Tensor, group: ProcessGroup, op: ReduceOp.RedOpType = ReduceOp.SUM) -> torch.Tensor:
@@ -128,7 +128,7 @@ class _Collective(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reached:
-    """A point on the stream of the collectives, as a CUDA event."""
+    """A point on the CUDA stream of the collectives; another stream can wait until the work before it is done."""
 
     event: torch.cuda.Event
     device: torch.device

@@ -138,7 +138,7 @@ class _Casts:
             self._stale.add(node)
 
     def _settle(self, node: fx.Node) -> None:
-        """Update the recorded dtype of a node's result from the dtypes of its inputs."""
+        """Compute a node's result dtype again from its cast inputs, and record it; the original dtype is noted if it changed."""
         if node not in self._stale:
             return
         old, tree = pytree.tree_flatten(node.meta["val"])

@@ -33,7 +33,7 @@ GRADIENTS = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureResult:
-    """A capture after the last pass, and the results of the analyses."""
+    """Result of `run_on_capture`: the capture after the last pass, with the analyses' results."""
 
     capture: Capture
     result: PipelineResult = field(repr=False)

@@ -43,7 +43,7 @@ class PassEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderedPass:
-    """One pass in an ordered list, with its condition and the reason for its position."""
+    """One line of the orders `PLANNING` and `STAGES`: a pass, when it runs, and why it runs at this position."""
 
     name: str
     when: str

@@ -49,12 +49,15 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _widths(component: Component, specs: Mapping[str, ParameterSpec]) -> list[str]:
-    """Return the distinct shapes of a component's parameters, which show the hidden size of layers without parameters."""
+    """Return the distinct shapes of a component's parameters; they tell apart layers without parameters of other hidden sizes."""
     return sorted({str(specs[name].shape) for layer in component.layers for name in layer.parameters})
 
 
 def _lines(nodes: list[fx.Node], specs: Mapping[str, ParameterSpec]) -> list[str]:
-    """Return one line for each operation; equal operations without a parameter give one, as their number may grow with images."""
+    """Return one line of text per operation of a layer.
+
+    Operations without a parameter that give equal lines are listed once, since their number may grow with the images.
+    """
     lines: dict[str, None] = {}
     num_readers = 0
     for node in nodes:
@@ -105,7 +108,7 @@ def _attention(node: fx.Node) -> Iterable[str]:
 
 
 def _near(source: fx.Node) -> set[str]:
-    """Return the operations up to a few steps before a shared value; more would depend on the number of images."""
+    """Return the names of operations up to a few steps before a shared value; more steps would depend on the number of images."""
     names: set[str] = set()
     level = {source}
     for _ in range(_NEAR):

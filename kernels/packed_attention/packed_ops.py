@@ -109,7 +109,7 @@ packed_attention.register_autograd(_backward, setup_context=_save)
 
 
 def _groups(cu_seqlens: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield (token indices of all segments of one length, this length), for each length."""
+    """Yield (token indices of all segments of one length, this length), for each distinct length of segments."""
     bounds = cu_seqlens.tolist()
     starts: dict[int, list[int]] = defaultdict(list)
     for start, end in zip(bounds, bounds[1:], strict=False):

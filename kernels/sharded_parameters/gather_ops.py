@@ -33,7 +33,8 @@ def gather_parameter(part: torch.Tensor, group_name: str, count: int, dim: int, 
         part: this rank's parts of all blocks along `dim`, concatenated.
         group_name: name of a group given to `register_group`; its ranks hold the parts in order.
         count: number of ranks in the group.
-        blocks: block sizes along `dim` in the whole parameter, each divided evenly over ranks.
+        dim: dim along which the parameter is sharded.
+        blocks: sizes of the blocks along `dim` in the whole parameter; every rank holds an equal part of each block.
 
     Returns:
         The whole parameter, contiguous. Parts along dim 0 of a single block arrive in place; other parts are copied
@@ -65,7 +66,8 @@ def scatter_gradient(grad: torch.Tensor, group_name: str, count: int, dim: int, 
     """Return this rank's part of a gradient summed over ranks; half-precision gradients are summed in float32, rounded once.
 
     Args:
-        grad: gradient of the whole parameter, from this rank's samples.
+        grad: gradient of the whole parameter, from this rank's samples. The other arguments are those of
+            `gather_parameter`.
 
     Returns:
         The part, in the shape of this rank's part of the parameter and the dtype of `grad`.
@@ -84,7 +86,7 @@ def _(grad: torch.Tensor, group_name: str, count: int, dim: int, blocks: Sequenc
 
 
 def _in_place(dim: int, blocks: Sequence[int]) -> bool:
-    """Return whether the ranks' parts, one after another in memory, are the whole parameter."""
+    """Return whether parts along `dim`, put one after another in memory, already are the whole parameter: one block, dim 0."""
     return dim == 0 and len(blocks) == 1
 
 

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """Weak reference to the memory of a whole parameter, with the function that gathers the parameter again."""
+    """A gathered whole parameter: a weak reference to its memory, and the function that gathers it again."""
 
     storage: StorageWeakRef
     again: Callable[[], torch.Tensor]

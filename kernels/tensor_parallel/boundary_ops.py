@@ -53,13 +53,13 @@ def tp_sum(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 
 @torch.library.custom_op("mmcompile::tp_exit", mutates_args=())
 def tp_exit(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Copy a whole value that a component of another degree reads; its gradient, received by one rank, is sent to all."""
+    """Copy a whole value that a component of another degree reads; its gradient arrives at one rank, and is sent to all."""
     return x.clone()
 
 
 @torch.library.custom_op("mmcompile::tp_enter", mutates_args=())
 def tp_enter(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
-    """Copy a whole value that another component made; only rank 0 returns its gradient, the others zeros."""
+    """Copy a whole value from another component; only rank 0 returns its gradient, so that a sum over ranks counts it once."""
     return x.clone()
 
 
@@ -74,6 +74,13 @@ def tp_first(x: torch.Tensor, group_name: str, count: int) -> torch.Tensor:
 def tp_slice(x: torch.Tensor, dim: int, blocks: list[int], group_name: str, count: int) -> torch.Tensor:
     """Return this rank's part of a whole value, block by block along `dim` (`mmcompile.ir.tensor_shard`).
 
+    Args:
+        x: whole value.
+        dim: dim that is sharded.
+        blocks: sizes of the blocks along `dim`, each divided evenly over the ranks.
+        group_name: name of a group given to `register_group`.
+        count: number of ranks in the group.
+
     Returns:
         `x` with 1/count of its size along `dim`, contiguous.
     """
@@ -83,7 +90,7 @@ def tp_slice(x: torch.Tensor, dim: int, blocks: list[int], group_name: str, coun
 
 @torch.library.custom_op("mmcompile::tp_slice_backward", mutates_args=())
 def tp_slice_backward(grad: torch.Tensor, dim: int, blocks: list[int], group_name: str, count: int) -> torch.Tensor:
-    """Return the gradient of a whole value: the gradient of this rank's part, and zeros elsewhere."""
+    """Return the gradient of `tp_slice`'s input: `grad` at the place of this rank's part, and zeros elsewhere."""
     index = registered_group(group_name, count).rank()
     whole = grad.new_zeros(_resized(grad, dim, sum(blocks)))
     begin = 0
@@ -109,7 +116,7 @@ def tp_heads(x: torch.Tensor, dim: int, heads: list[int], group_name: str, count
 def tp_heads_backward(
     grad: torch.Tensor, dim: int, heads: list[int], size: int, group_name: str, count: int
 ) -> torch.Tensor:
-    """Return the gradient of all heads: sums for the heads that this rank reads, and zeros for the others."""
+    """Return the gradient of all `size` heads, the input of `tp_heads`: sums for the heads that this rank reads, else zeros."""
     index = registered_group(group_name, count).rank()
     whole = grad.new_zeros(_resized(grad, dim, size))
     return whole.index_add_(dim, _own_heads(heads, index, count, grad.device), grad)

@@ -45,7 +45,7 @@ def _(weight: torch.Tensor, ids: torch.Tensor, padding_idx: int, group_name: str
 def tp_embedding_backward(
     grad: torch.Tensor, ids: torch.Tensor, rows: int, padding_idx: int, group_name: str, count: int
 ) -> torch.Tensor:
-    """Return the gradient of this rank's part of the table, [rows, hidden]."""
+    """Return the gradient of this rank's part of the table, [rows, hidden], from the gradient of `tp_embedding`'s result."""
     local, own = _own_range(ids, rows, group_name, count)
     counted = own & (ids != padding_idx)
     return torch.ops.aten.embedding_dense_backward(grad.masked_fill(~counted[..., None], 0), local, rows, -1, False)
@@ -168,7 +168,7 @@ def _own_labels(
 
 
 def _own_range(ids: torch.Tensor, size: int, group_name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (index of each id in this rank's range, or 0 if it is outside; True if the id is in the range)."""
+    """Return (index of each id in this rank's range of `size` ids, or 0 if the id is outside; bool, True if it is inside)."""
     # As in torch's own lookups: an error on CPU, a failed assertion on the device on CUDA.
     torch.ops.aten._assert_async.msg(((ids >= 0) & (ids < size * count)).all(), _OUTSIDE)
     local = ids - registered_group(group_name, count).rank() * size

@@ -148,7 +148,7 @@ def _region(graph: ModelGraph, component: str) -> list[fx.Node]:
 
 
 def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the distinct mask-word nodes that attention in the region reads, in graph order."""
+    """Return the distinct nodes of mask words that attention in layers from 1 on reads, in graph order."""
     words = []
     for node in nodes:
         if op_name(node) != _ATTENTION:
@@ -172,7 +172,7 @@ def _words(graph: ModelGraph, component: str, nodes: Iterable[fx.Node]) -> list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Inputs:
-    """The graph inputs `cp_*` that the pass adds."""
+    """Graph inputs `cp_*` that the pass adds: a rank's token indices, with positions and mask words of its and all tokens."""
 
     index: fx.Node
     positions: fx.Node

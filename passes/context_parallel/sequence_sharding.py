@@ -39,7 +39,13 @@ class SequenceSharder:
         self._first = _first_equal(self.graph.module.graph)
 
     def spread(self, value: fx.Node, axis: TokenAxis, filler: float) -> fx.Node:
-        """Return the rank's rows of `value`, with `filler` in free rows."""
+        """Return a node with the rank's rows of a whole value.
+
+        Args:
+            value: whole value.
+            axis: its token dim.
+            filler: number in free rows, which hold no token.
+        """
         value = self._first.get(value, value)
         key = (value, axis, filler)
         if key not in self._made:

@@ -127,7 +127,7 @@ class TokenFlow:
 
 
 Rule = Callable[[TokenFlow, fx.Node], TokenAxis | None]
-"""Rule that returns the token dim of an op's result (None: no token dim is left); it may rewrite the op's arguments."""
+"""Function (flow, node) -> token dim of the op's result; None if no token dim is left. It may rewrite the op's arguments."""
 
 
 def follow(flow: TokenFlow, nodes: Iterable[fx.Node], rule_of: Callable[[fx.Node], Rule | None]) -> None:
@@ -209,7 +209,7 @@ def reshaped(flow: TokenFlow, node: fx.Node, value: fx.Node) -> TokenAxis:
 
 
 def spread_size(flow: TokenFlow, node: fx.Node, wanted: list[Any], axis: TokenAxis) -> list[Any]:
-    """Return the sizes of a view, with -1 at the dim of `axis`; a -1 at another dim is replaced by its size."""
+    """Return the sizes `wanted` of a view with -1 at the token dim `axis`; a -1 at another dim becomes this dim's size."""
     found = list(wanted)
     for dim, size in enumerate(wanted):
         if isinstance(size, int) and size == -1 and dim != axis.dim:

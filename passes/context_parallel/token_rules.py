@@ -57,7 +57,7 @@ def _like_first(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _first(flow: TokenFlow, node: fx.Node) -> fx.Node:
-    """Return the first argument, which must be the only sharded input."""
+    """Return the node's first argument; raise PlanError if another input is sharded, too."""
     value = node.args[0]
     others = [other for other in flow.spread_inputs(node) if other is not value]
     if others or not isinstance(value, fx.Node):
@@ -66,7 +66,7 @@ def _first(flow: TokenFlow, node: fx.Node) -> fx.Node:
 
 
 def _dims(node: fx.Node) -> tuple[int, ...]:
-    """Return the dims that an op works over; all dims if its arguments name none."""
+    """Return the dims that the arguments of an op name (`dim`, `dims`); all dims if they name none."""
     given = next((argument(node, name) for name in ("dim", "dims") if has_argument(node, name)), None)
     value = node.args[0]
     assert isinstance(value, fx.Node)
@@ -303,7 +303,7 @@ def _index_select(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _gather(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Follow gather and scatter along another dim: index and source must be sharded over the same tokens."""
+    """Return the token dim of gather or scatter along another dim: index and source must be sharded over the same tokens."""
     axis = flow.axes[flow.spread_inputs(node)[0]]
     if _dims(node) == (axis.dim,):
         flow.refuse(node, "it picks tokens by number")

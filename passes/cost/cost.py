@@ -189,7 +189,7 @@ def _add_shares(node: fx.Node, growths: Growths, work: Work) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class _Read:
-    """Memory that layers `first` to `last` of a component read but do not make."""
+    """Memory that is made outside of layers `first` to `last` of a component, and read in them."""
 
     saved: Saved
     first: int

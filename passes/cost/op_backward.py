@@ -15,7 +15,7 @@ from mmcompile.passes.cost.op_memory import LOSSES, is_view
 from mmcompile.passes.values import aten_ops, num_bytes, op_name, tensors
 
 Kernel = Sequence[fx.Node]
-"""Nodes whose values one kernel reads or writes; a gradient counts as its node, whose size it has."""
+"""The nodes whose values one kernel of the backward reads or writes; a gradient is listed as its node, as both have one size."""
 
 # The gradient is that of the result, or a view of it.
 _PASSES_GRADIENT = aten_ops("add sub cat stack clone contiguous lift_fresh_copy sum reshape to _to_copy") | {

@@ -95,7 +95,7 @@ def _attend(query: Shape, key: Shape, value: Shape) -> tuple[int, int]:
 
 
 def _product(first: str, second: str) -> FlopsRule:
-    """Return the rule of a (batched, broadcast) matrix product: each of both gradients costs as much as the forward."""
+    """Return the rule of a matrix product of the arguments so named; the gradient of each costs as much as the forward."""
 
     def rule(node: fx.Node) -> OpFlops:
         given = passed(node)

@@ -30,7 +30,7 @@ _JOINS = aten_ops("cat stack")
 
 
 class Growth(IntEnum):
-    """Term of a component's load that an amount is proportional to."""
+    """Quantity that an amount is proportional to: a component's tokens, their squares (pairs of tokens), or neither (fixed)."""
 
     FIXED = 0
     TOKENS = 1
@@ -86,7 +86,7 @@ def _topological(graph: ModelGraph) -> list[str]:
 
 
 def _attending(nodes: Iterable[fx.Node]) -> Sequences | None:
-    """Return the sequences of the self-attention with the most pairs; None if no node is self-attention."""
+    """Return the sequences in the self-attention with the most (query, key) pairs; None if no node is self-attention."""
     best: tuple[int, ...] | None = None
     for lengths in filter(None, map(_self_lengths, nodes)):
         if best is None or _pairs(lengths) > _pairs(best):
@@ -112,7 +112,7 @@ def _self_lengths(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _handed_on(graph: ModelGraph, component: Component, nodes: list[fx.Node]) -> Sequences:
-    """Return the sequences in the first tensor that other components read, or else in the component's first tensor."""
+    """Return the sequences of a component without attention: from its first tensor that others read, else its first tensor."""
     names = [tensor for producer, _, made in graph.edges if producer == component.name for tensor in made]
     flowing = [node for node in nodes if node.name in names] or [node for node in nodes if "val" in node.meta]
     shapes = [shape for node in flowing for shape in map(concrete_shape, tensors(node)[:1]) if len(shape) > 1]
@@ -207,7 +207,7 @@ class Growths:
 
 @cache
 def _by_symbols(shape: Shape) -> Growth | None:
-    """Return the growth of the number of elements when a size symbol doubles; None without symbols."""
+    """Return the growth of a shape's number of elements, found by doubling its size symbols; None if it has none."""
     count = sympy.sympify(prod(shape))
     symbols = sorted(count.free_symbols, key=str)
     if not symbols:

@@ -82,11 +82,11 @@ def _passes_through(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """One piece of memory that is kept for the backward."""
+    """A storage (memory of one tensor and its views) that is kept from the forward to the backward."""
 
     num_bytes: int
     owner: fx.Node
-    """Node whose value the memory holds, or a node with the same growth."""
+    """Node whose value the storage holds; for an op's internal tensor, a node whose size grows alike with the load."""
 
 
 def saved_for_backward(node: fx.Node, carries: Callable[[fx.Node], bool]) -> dict[int, Saved]:

@@ -20,7 +20,7 @@ from mmcompile.kernels.bitfield_attention.masks.words import visible
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mask:
-    """Words and positions of the queries and keys of one attention call."""
+    """Words and positions of one attention call's queries and keys; evaluates the mask of any tile of them."""
 
     words: torch.Tensor
     positions: torch.Tensor
@@ -36,7 +36,7 @@ class Mask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyRange:
-    """A range of adjacent keys that one matrix product covers."""
+    """A range of adjacent keys, multiplied with the chunk's queries in one matrix product."""
 
     keys: slice
     partial: tuple[slice, ...]
@@ -108,7 +108,14 @@ def _small(plan: BlockPlan, num_heads: int, max_scores: int) -> Iterator[Chunk]:
 
 
 def _ranges(whole: np.ndarray, mixed: np.ndarray, plan: BlockPlan, most: int) -> tuple[KeyRange, ...]:
-    """Return runs of adjacent tiles as key ranges, at most `most` tiles each, with the runs of partly visible tiles in them."""
+    """Join adjacent tiles into key ranges.
+
+    Args:
+        whole: indices of key blocks that every query of the chunk sees wholly.
+        mixed: indices of key blocks of which queries see a part; they become `KeyRange.partial`.
+        plan: block plan of the call.
+        most: maximum number of tiles in one range.
+    """
     tiles = np.concatenate([whole, mixed])
     order = np.argsort(tiles, kind="stable")
     tiles, partial = tiles[order], order >= len(whole)

@@ -171,7 +171,7 @@ def _add_product(to: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, 
 
 
 def _space(q: torch.Tensor, plan: BlockPlan, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate memory for the scores of the largest range once, as fresh pages cost more than the arithmetic on them."""
+    """Return an empty buffer for the scores of the largest key range, for reuse: fresh memory costs more than the arithmetic."""
     tile = q.shape[1] * plan.block_q * plan.block_kv
     return q.new_empty(min(max(MAX_SCORES, tile), prod(q.shape[:3]) * plan.kv_len), dtype=dtype)
 
@@ -182,7 +182,7 @@ def _flat(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _heads(chunk: Chunk, num_heads: int) -> slice:
-    """Return the slice of the first dim [B H] of `_flat`'s result that holds a chunk's batch rows."""
+    """Return the slice of dim 0, [B H], of `_flat`'s result that holds all heads of the chunk's batch rows."""
     return slice(chunk.rows.start * num_heads, chunk.rows.stop * num_heads)
 
 

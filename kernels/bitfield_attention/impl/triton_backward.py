@@ -73,7 +73,7 @@ def _visit_keys(
     KIND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KV: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K, the gradient of queries, over tiles `begin` to `end` of a list, all of one class."""
+    """Add dS K, the gradient of a block of queries, over the key tiles `begin` to `end` of a list, all of one class."""
     PARTS: tl.constexpr = BLOCK_KV // BLOCK_N
     if KIND != FULL:
         bits, document, scope, position = query_facts(words, positions, rows, q_len)
@@ -301,7 +301,7 @@ def add_parts(
     partial, splits, total, length, blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial gradients of a block that several work items share, in slot order.
+    """Sum the partial gradients of a block whose tiles are split over several work items, in slot order.
 
     Grid: splits x (BLOCK / BLOCK_M) x heads, in one dimension, heads fastest.
     """

@@ -35,12 +35,12 @@ _LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 SIZES = ["q_len", "padded_len", "sequences", "kv_len", "q_blocks", "kv_blocks", "heads", "group", "window"]
-"""Kernel arguments whose values must not cause recompilation."""
+"""Names of kernel arguments that change from call to call; Triton must not compile a kernel anew for each value of them."""
 
 
 @triton.jit
 def query_facts(words, positions, rows, length):
-    """Load (modality bits, document, scope, position) of queries; rows at or past `length` are padding."""
+    """Load (modality bits, document, scope, position), an integer of each per query; rows from `length` on are padding."""
     inside = rows < length
     low = tl.load(words + 2 * rows, mask=inside, other=0)
     high = tl.load(words + 2 * rows + 1, mask=inside, other=0)
@@ -50,7 +50,7 @@ def query_facts(words, positions, rows, length):
 
 @triton.jit
 def key_facts(words, positions, rows, length):
-    """Load (modality bits, document, scope, position) of keys; rows at or past `length` are padding."""
+    """Load (modality bits, document, scope, position), an integer of each per key; rows from `length` on are padding."""
     inside = rows < length
     low = tl.load(words + 2 * rows, mask=inside, other=0)
     high = tl.load(words + 2 * rows + 1, mask=inside, other=0)
@@ -68,7 +68,7 @@ def _visit(
     KIND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KV: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles `begin` to `end` of a list, all of one class, to the running sums of a program's queries."""
+    """Add tiles `begin` to `end` of a list of keys, all of one class, to the running softmax sums of a block of queries."""
     PARTS: tl.constexpr = BLOCK_KV // BLOCK_N
     if KIND != FULL:
         bits, document, scope, position = query_facts(words, positions, rows, q_len)
@@ -177,7 +177,7 @@ def merge(
     partial_out, partial_lse, splits, out, lse, q_len, q_blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results s of a block that several work items share, in slot order.
+    """Merge the partial results s of a query block whose tiles are split over several work items, in slot order.
 
     O = sum exp(L_s - M) O_s / sum exp(L_s - M), with M = max L_s.
 

@@ -25,7 +25,7 @@ from mmcompile.kernels.bitfield_attention.impl.triton_configs import (
 from mmcompile.kernels.bitfield_attention.masks.block_plan import BlockPlan, TileLists
 
 _SIDE = 64
-"""Number of rows that one program computes, in the kernels that compute no scores."""
+"""Number of rows of a head that one program handles in `prepare` and other kernels that compute no scores."""
 
 
 def forward(
@@ -182,7 +182,7 @@ def _key_gradients(
 
 
 def _add_parts(lists: TileLists, block: int, partial: torch.Tensor, total: torch.Tensor) -> None:
-    """Write the rows of `total` whose blocks several work items share: sums of the partial results in `partial`."""
+    """Write sums of the partial gradients in `partial` into `total`, for blocks whose tiles several work items share."""
     if not len(lists.splits):
         return
     side, (_, heads, length, _) = min(_SIDE, block), total.shape
@@ -193,7 +193,7 @@ def _add_parts(lists: TileLists, block: int, partial: torch.Tensor, total: torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _KernelCall:
-    """Checked arguments of one attention call, in the memory layout of the kernels."""
+    """One attention call for the kernels: checks its arguments, and holds them in the memory layout that the kernels read."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -283,7 +283,7 @@ def _tiles(kernel: Kernel, call: _KernelCall) -> Config:
 
 
 def _fit(tiles: Config, plan: BlockPlan) -> Config:
-    """Return the configuration with tiles no larger than the blocks of the plan."""
+    """Return the configuration with tile sizes reduced to the block sizes of the plan where they are larger."""
     block_m, block_n = min(tiles.block_m, plan.block_q), min(tiles.block_n, plan.block_kv)
     tiles = replace(tiles, block_m=block_m, block_n=block_n, block_g=min(tiles.block_g, plan.block_q, plan.block_kv))
     sides = block_m, block_n, tiles.block_g

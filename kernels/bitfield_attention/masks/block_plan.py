@@ -32,7 +32,10 @@ _CLASSES = (TileClass.FULL, TileClass.ROW, TileClass.GENERAL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileLists:
-    """Non-empty tiles of every block of queries (or of keys), as compressed rows: FULL first, then ROW, then GENERAL."""
+    """Lists of the tiles that each block of queries (or of keys) visits, none of them EMPTY: FULL, then ROW, then GENERAL.
+
+    The lists of all blocks are in `other`, one after another; `bounds` has the begin and end of each.
+    """
 
     bounds: torch.Tensor = field(repr=False)
     """Offsets of each block's tiles in `other`, int32 [batch * blocks, 4]: begin of FULL, of ROW, of GENERAL, and the end."""
@@ -128,7 +131,7 @@ def plan_blocks(
 
 
 def _query_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
-    """Yield the tile classes of query blocks, unpacked: uint8 [query blocks of a chunk, key blocks]."""
+    """Yield tile classes, uint8 [query blocks, key blocks], of several query blocks at a time, unpacked to a byte each."""
     flat = packed.reshape(-1, packed.shape[-1])
     step = max(1, _CELLS_AT_ONCE // blocks_kv)
     for first in range(0, len(flat), step):
@@ -136,7 +139,7 @@ def _query_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
 
 
 def _key_rows(packed: np.ndarray, blocks_kv: int) -> Iterator[np.ndarray]:
-    """Yield the tile classes of key blocks, batch row by batch row: uint8 [key blocks of a chunk, query blocks]."""
+    """Yield tile classes, uint8 [key blocks, query blocks], of several key blocks of one batch row at a time."""
     blocks_q = packed.shape[1]
     rows = max(1, _CELLS_AT_ONCE // (blocks_q * blocks_kv))
     columns = blocks_kv if rows > 1 else max(4, _CELLS_AT_ONCE // blocks_q // 4 * 4)

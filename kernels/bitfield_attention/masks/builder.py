@@ -93,7 +93,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TokenRun:
-    """A run of tokens with one word; a run without modality bits is padding."""
+    """Adjacent tokens of a document that get the same word; padding if no modality bits are set."""
 
     length: int
     causal: bool

@@ -28,7 +28,7 @@ _PAIRS_AT_ONCE = 1 << 18
 _FAR = np.iinfo(np.int32).max
 
 Summaries = dict[str, np.ndarray]
-"""Summary name (of `_REDUCTIONS`) -> its value for each block, int32 [batch, blocks]; island ids include the document."""
+"""Summary name, such as `first_document` -> its value for each block, int32 [batch, blocks]; island ids include the document."""
 
 _REDUCTIONS: dict[str, np.ufunc] = {
     "least_document": np.minimum,  # 0 if a token is padding
@@ -147,7 +147,7 @@ _UNIFORM = np.array([0x0000, 0x5555, 0xAAAA, 0xFFFF], dtype=np.uint16)
 
 
 class Masks:
-    """Summaries of the query and key blocks of a batch of masks, and the classification of their pairs."""
+    """Classifies the tiles of a batch of masks: summarizes blocks of queries and keys, and compares the summaries."""
 
     def __init__(
         self,
@@ -193,7 +193,13 @@ class Masks:
         return packed.view(np.uint8)
 
     def _refine_queries(self, packed: np.ndarray, pairs: tuple[np.ndarray, ...], first: int) -> None:
-        """Classify the eight query blocks of each of the given superblock pairs against the whole superblock of keys."""
+        """Classify the eight query blocks of superblock pairs against the superblock of keys; refine those still GENERAL.
+
+        Args:
+            packed: classes of `chunks`, written in place.
+            pairs: three index arrays: batch row, query superblock (counted from `first`), key superblock.
+            first: index of the first query superblock in `packed`.
+        """
         row, query, key = pairs
         if not row.size:
             return
@@ -209,7 +215,14 @@ class Masks:
     def _refine_keys(
         self, packed: np.ndarray, places: tuple[np.ndarray, ...], blocks: np.ndarray, supers: np.ndarray
     ) -> None:
-        """Classify single tiles, in pieces that bound the memory used."""
+        """Classify single tiles, each of one query block and one of the eight blocks of a key superblock, a few at a time.
+
+        Args:
+            packed: classes of `chunks`, written in place.
+            places: three index arrays into `packed`: batch row, query block, key superblock.
+            blocks: index of the query block of each place among the blocks of all batch rows.
+            supers: index of the key superblock of each place among those of all batch rows.
+        """
         for first in range(0, len(blocks), _PAIRS_AT_ONCE // _SUPERBLOCK):
             piece = slice(first, first + _PAIRS_AT_ONCE // _SUPERBLOCK)
             queries, keys = _at(self.queries, blocks[piece]), _at(self.keys, supers[piece] * _SUPERBLOCK + _EIGHT)
@@ -221,7 +234,7 @@ _EIGHT = np.arange(_SUPERBLOCK)[:, None]
 
 
 def _classify(queries: Summaries, keys: Summaries, window: int | None) -> np.ndarray:
-    """Return uint8 classes of pairs of blocks, by broadcasting; each class holds for any tokens with these summaries."""
+    """Return uint8 classes of pairs (query block, key block), by broadcasting; each holds for any tokens with these summaries."""
     islands = (queries["first_island"] <= keys["last_island"]) & (keys["first_island"] <= queries["last_island"])
     some = (queries["first_document"] <= keys["last_document"]) & (keys["first_document"] <= queries["last_document"])
     some &= (queries["causal_any_of"] & keys["any_of"]) != 0
@@ -299,7 +312,7 @@ def _summarise(words: torch.Tensor, positions: torch.Tensor | None, block: int) 
 
 
 def _reduced(values: Summaries, size: int) -> Summaries:
-    """Reduce the summaries of every `size` adjacent blocks or tokens to one."""
+    """Combine the summaries of every `size` adjacent blocks (or tokens) into the summary of the larger block they form."""
     return {name: _REDUCTIONS[name].reduce(x.reshape(len(x), -1, size), axis=-1) for name, x in values.items()}
 
 

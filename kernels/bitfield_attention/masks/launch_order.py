@@ -13,7 +13,7 @@ PARTIAL_COST = 2.0
 CAPS = (8, 16, 32, 64, 128, 256, 512)
 """Maximum numbers of tiles per item that `best_cap` tries."""
 _TOLERANCE = 0.05
-"""Relative excess of the longest-first order over the ideal time, up to which lists are not split."""
+"""Relative excess over the ideal time (equal work per program) up to which `best_cap` does not split lists."""
 
 
 def work_items(bounds: np.ndarray, cap: int | None) -> tuple[np.ndarray, np.ndarray]:

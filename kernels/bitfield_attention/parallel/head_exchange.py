@@ -51,7 +51,7 @@ def gathered_heads(
 
 @final
 class KeySums:
-    """Sums over ranks of the gradients of keys and values, in `dtype`, while the caller computes gradients of the next heads."""
+    """Sums the gradients of keys and values over ranks, in `dtype`, while the caller computes the gradients of the next heads."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class KeySums:
         self._started: list[tuple[slice, Transfer]] = []
 
     def add(self, heads: slice, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Start to send the gradients of some heads to the ranks that own the keys.
+        """Start to send the gradients of a few heads to the ranks that hold the keys' tokens.
 
         Args:
             heads: slice of the heads.

@@ -97,7 +97,14 @@ def _compute_s(call: RankAttention, rates: AttentionRates, head_stride: int) -> 
 
 
 def _span(tiles: np.ndarray, cap: float, heads: int, programs: int) -> float:
-    """Return the finish time, in tiles, of a list of work items of at most `cap` tiles each."""
+    """Return the finish time, in tiles, of one launch.
+
+    Args:
+        tiles: [blocks] number of tiles of each block of queries.
+        cap: maximum number of tiles in a work item; longer lists are split.
+        heads: number of heads, each of which runs all blocks.
+        programs: number of items in flight at a time.
+    """
     pieces = np.maximum(1, np.ceil(tiles / cap))
     items = tiles / pieces + ITEM_COST + PARTIAL_COST * (pieces > 1)
     return float(heads * (pieces * items).sum() / programs + items.max(initial=0) * (1 - 1 / programs))

@@ -45,7 +45,7 @@ _TOKEN_CAP = 1.25
 
 _SPLITS_PER_RANK = 4
 _PAIRED_BLOCKS = 7
-"""Number of blocks of each of two ranks that are redistributed together: 14 blocks can be halved in 3432 ways."""
+"""Number of blocks that each of two ranks gives up to be shared out anew: 14 blocks can be halved in 3432 ways."""
 _FREE = -1
 
 
@@ -224,7 +224,7 @@ def _in_order(num_blocks: int, ranks: int, policy: BlockPolicy, seed: int) -> np
 
 
 def _lpt(work: np.ndarray, ranks: int, most: int) -> list[np.ndarray]:
-    """Assign blocks in descending work, each to the rank with the least work that has fewer than `most` blocks."""
+    """Assign blocks in descending work, each to the rank with the least work so far among those with fewer than `most` blocks."""
     order = np.argsort(-work, kind="stable")
     # One integer holds work and rank, so that the heap compares no tuples.
     heap, room, owners = list(range(ranks)), [most] * ranks, array("q")
@@ -266,7 +266,16 @@ def _evened(work: np.ndarray, owned: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _split(work: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the most even split of a few blocks of two ranks with the same counts; None if it is no better than before."""
+    """Share out a few blocks of two ranks anew, as evenly as possible by work; no rank's number of blocks changes.
+
+    Args:
+        work: work of every block.
+        heavy, light: block indices of the rank with more work and of the rank with less.
+        gap: difference between the ranks' work.
+
+    Returns:
+        New block indices of (heavy, light); None if the gap would not shrink.
+    """
     few = min(len(heavy), _PAIRED_BLOCKS)
     give, take = (_spaced(blocks, work, few) for blocks in (heavy, light))
     both = np.concatenate([heavy[give], light[take]])
@@ -283,13 +292,13 @@ def _split(work: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: int) -> 
 
 
 def _spaced(blocks: np.ndarray, work: np.ndarray, few: int) -> np.ndarray:
-    """Return the positions of `few` blocks, spaced evenly from the least to the most work."""
+    """Return `few` positions in `blocks`, whose blocks are evenly spaced in the order by work, from the least to the most."""
     return np.argsort(work[blocks], kind="stable")[np.linspace(0, len(blocks) - 1, few).astype(np.int64)]
 
 
 @cache
 def _halves(few: int) -> np.ndarray:
-    """Return every choice of half of 2 * few things, int64 [choices, 2 * few] of zeros and ones."""
+    """Return all ways to choose `few` of 2 * few items, int64 [ways, 2 * few]: 1 if the item is chosen, else 0."""
     choices = list(combinations(range(2 * few), few))
     halves = np.zeros((len(choices), 2 * few), dtype=np.int64)
     np.put_along_axis(halves, np.array(choices), 1, axis=1)
