@@ -57,7 +57,7 @@ def lower_bound_s(candidate: Candidate) -> float:
 def _gap(
     schedule: ScheduleKind, round_s: float, depth: int, microbatches: int, forward_s: float, backward_s: float
 ) -> float:
-    """Return the least idle seconds of a stage between its first forward and its last backward."""
+    """Return the least seconds that a stage idles between its first forward and its last backward."""
     if schedule == "gpipe":
         return round_s
     warm_up = 2 * depth if schedule == "eager-1f1b" else depth
@@ -85,14 +85,17 @@ def expected_s(candidates: Sequence[Candidate]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Union:
-    """Stages of several candidates in one array, all simulated at the same time.
+    """Simulator of many candidates at once: the stages of all candidates, numbered through, as arrays.
 
     `mmcompile.planner.schedule.order` gives every action a tick: in one tick a stage runs at most one forward or backward, and
     actions of the same tick do not depend on each other.
     """
 
     seconds: tuple[Array, Array, Array]
-    """Seconds of forward, of the backward's part that other stages await, and of its rest, [draws, stages, microbatches + 1]."""
+    """Seconds of the forward, of the backward's part that other stages await, and of its rest.
+
+    [draws, stages, microbatches + 1] each.
+    """
     count: Index
     """Number of microbatches of each stage, [stages]."""
     step: Index
@@ -103,9 +106,12 @@ class _Union:
     """Tick of the first backward of each stage, [stages]."""
     backward: NDArray[np.bool_]
     into: Index
-    """Indices of the edges into each stage, [stages, largest in-degree], padded with the number of edges."""
+    """Entry [s, :]: indices of the edges into stage s, [stages, largest in-degree], filled up with the number of edges."""
     out: Index
-    """Indices of the edges that return gradients, by source stage, [stages, most], padded with the number of edges."""
+    """Entry [s, :].
+
+    Indices of the edges out of stage s that return gradients, [stages, most], filled up with the number of edges.
+    """
     source: Index
     """Source stage of each edge, [edges]."""
     target: Index
@@ -185,7 +191,11 @@ class _Union:
         return clock
 
     def _edges(self, runs: Index, microbatch: Index, ends: Index) -> tuple[Index, Index]:
-        """Return the edges with one end in the stages that run in a tick, and the microbatch that each edge carries."""
+        """Return (indices of edges, microbatch of each) for the edges that have an end in the stages that run in a tick.
+
+        `ends` is the source or the target stage of every edge; `runs` are the stages that run, `microbatch` what each of them
+        runs.
+        """
         carried = np.full(len(self.count), -1)
         carried[runs] = microbatch
         column = carried[ends]
@@ -194,14 +204,17 @@ class _Union:
 
 
 def _padded(durations: Array, draws: int, most: int) -> Array:
-    """Return durations as [draws, stages, most, 3]; a candidate with fewer draws has its draws repeated."""
+    """Return durations [draws, stages, most, 3]: zeros fill up missing microbatches, and a single draw is repeated."""
     own, _, count, _ = durations.shape
     wide = np.broadcast_to(durations, (draws, *durations.shape[1:])) if own < draws else durations
     return np.pad(wide, ((0, 0), (0, 0), (0, most - count), (0, 0)))
 
 
 def _rule(schedule: ScheduleKind, depth: int, microbatches: int) -> tuple[int, int, int]:
-    """Return ticks between microbatches, to the first forward and to the first backward (`mmcompile.planner.schedule.order`)."""
+    """Return three numbers of ticks: between two microbatches, to the first forward and to the first backward of a stage.
+
+    Ticks are those of `mmcompile.planner.schedule.order`; a first forward may have a negative tick.
+    """
     match schedule:
         case "gpipe":
             return 1, -depth, microbatches + depth
@@ -212,7 +225,7 @@ def _rule(schedule: ScheduleKind, depth: int, microbatches: int) -> tuple[int, i
 
 
 def _lists(ends: Index, num_stages: int, kept: NDArray[np.bool_]) -> Index:
-    """Return the edge indices at each stage, [stages, most], padded with the number of edges."""
+    """Return the indices of the kept edges that end at each stage, [stages, most], filled up with the number of edges."""
     found: list[list[int]] = [[] for _ in range(num_stages)]
     for edge, end in enumerate(ends.tolist()):
         if kept[edge]:

@@ -40,9 +40,9 @@ class LayerVariant:
 
 LayerWays = tuple[LayerVariant, ...]
 StageWays = Sequence[LayerWays]
-"""Possible variants of each layer of a stage. Equal layers have the same variants in the same order."""
+"""Variants of each layer of a stage to choose from, one tuple for each layer; equal layers have equal tuples."""
 Modes = tuple[Recompute | None, ...]
-"""Recomputation of each layer of a stage."""
+"""Chosen recomputation mode of each layer of a stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +84,18 @@ def cheapest(stages: Sequence[StageChoices], limit_bytes: int) -> list[Modes] | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Front:
-    """Pareto front of choices for layers of a rank: bytes rise while seconds fall."""
+    """Pareto front of the choices of modes for some layers of a rank: arrays [points], bytes rising and seconds falling.
+
+    Each point is one choice; no other choice takes both fewer bytes and less time.
+    """
 
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     picks: NDArray[np.int32]
-    """Number of layers of each kind in each variant, [points, kinds x variants]; for a stage, first 1 if no layer recomputes."""
+    """Number of layers of each kind in each variant, [points, kinds x variants].
+
+    Of a stage, a first column is 1 if none recomputes.
+    """
 
     @classmethod
     def of(
@@ -140,7 +146,10 @@ def _stage_front(stage: StageChoices, limit: int) -> _Front:
 
 
 def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -> Iterator[_Front]:
-    """Yield the front of choices whose working bytes are at most `working`; no front if a layer kind has no such variant."""
+    """Yield the front of the choices in which no layer needs more working bytes than `working`.
+
+    No front if there is no such choice.
+    """
     front = _NOTHING
     for ways, members in kinds.items():
         counts = _counts(len(members), [way.working_bytes <= working for way in ways])
@@ -161,7 +170,7 @@ def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -
 
 
 def _counts(number: int, possible: Sequence[bool]) -> NDArray[np.int32]:
-    """Return all ways to distribute a number of equal layers over the possible variants, [points, variants]."""
+    """Return all ways to give one of the possible variants to each of `number` equal layers, as counts [ways, variants]."""
     rows = [[]] if any(possible) else []
     last = max((index for index, may in enumerate(possible) if may), default=0)
     for index, may in enumerate(possible):
@@ -179,7 +188,7 @@ def _held(ways: StageWays) -> int:
 
 
 def _kinds(layers: StageWays) -> dict[LayerWays, list[int]]:
-    """Return the layer indices by variants: layers with equal variants are of one kind."""
+    """Return variants -> indices of the layers that have exactly these variants."""
     found: dict[LayerWays, list[int]] = {}
     for index, ways in enumerate(layers):
         found.setdefault(ways, []).append(index)
@@ -190,7 +199,10 @@ _ORDER: tuple[Recompute | None, ...] = ("full", "selective", "none", None)
 
 
 def _modes(stage: StageChoices, picks: Sequence[int]) -> Modes:
-    """Return the mode of each layer of a stage, given how many layers of each kind are in each variant."""
+    """Return the mode of each layer of a stage.
+
+    `picks` counts the layers of each kind in each variant, as a row of `_Front.picks`.
+    """
     if picks[0]:
         return tuple(ways[0].mode for ways in stage.kept)
     modes: list[Recompute | None] = [None] * len(stage.mixed)

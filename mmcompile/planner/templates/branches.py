@@ -18,16 +18,16 @@ from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Lin
 from mmcompile.planner.templates.sweep import Costs, Sweep, steps
 
 _SHARES = 12
-"""Denominator of path weights: every weight is a multiple of 1/12."""
+"""Number of shares into which the path weights are divided: every weight is a multiple of 1/12, and all weights sum to 1."""
 _ROUNDS = 6
 """Largest number of path-weight vectors that are tried."""
 _FIRST_STEP = 4
-"""Shares of weight moved at a time at first; halved whenever another path turns out longest."""
+"""Number of shares (of `_SHARES`) moved to the longest path at first; halved whenever another path turns out longest."""
 _INTERVALS = 64
 """Number of intervals bounded for each vector of weights; `_MORE_INTERVALS` are added for each node count."""
 _MORE_INTERVALS = 8
 _VISITS = 8_000
-"""Most stages placed while listing the pipelines of one node count."""
+"""Largest number of stages placed in total while `_Listing` lists the pipelines of one node count."""
 
 
 def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, FoundPipeline]:
@@ -48,7 +48,7 @@ def best_of_branches(line: Line, node_counts: Sequence[int]) -> dict[int, FoundP
 
 
 def _searches(line: Line, node_counts: Sequence[int]) -> list[Search]:
-    """Return one search for each vector of path weights, over the node counts that earlier searches have not settled."""
+    """Return one finished search for each vector of path weights tried, over the node counts not settled by earlier vectors."""
     weights, step, longest = _equal(line), _FIRST_STEP, -1
     best = _counted(line, node_counts, weights)
     searches: dict[tuple[int, ...], Search] = {}
@@ -80,7 +80,7 @@ def _families(line: Line, weights: tuple[int, ...]) -> list[Costs]:
 
 
 def _equal(line: Line) -> tuple[int, ...]:
-    """Return equal weights, in shares, for the paths that are not the end of another path; 0 for the others."""
+    """Return the first vector of path weights, in shares: equal for paths that no other path contains whole, 0 for the others."""
     whole = [_is_whole(line, path) for path in range(len(line.names))]
     share, rest = divmod(_SHARES, sum(whole))
     firsts = {path for path in [index for index, own in enumerate(whole) if own][:rest]}
@@ -99,7 +99,7 @@ def _bounding(search: Search, count: int) -> Sequence[LineStage]:
 
 
 def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
-    """Return the part of the step time T that grows with each path, in picoseconds, [paths]."""
+    """Return, for each path, the picoseconds of its stages plus `MICROBATCHES_A_STAGE` slowest stages for each, [paths]."""
     slowest = line.timing(pieces).slowest
     return [
         sum(line.time(piece) + MICROBATCHES_A_STAGE * slowest for piece in pieces if line.on_path(path, piece))
@@ -118,9 +118,9 @@ def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: i
 
 
 def _listed(search: Search, count: int) -> FoundPipeline | None:
-    """Return the best pipeline after listing all that may be better.
+    """Return the best pipeline of a node count after listing every pipeline that may be better than the best known.
 
-    If the listing ends early, with a lower bound of the rest.
+    If `_VISITS` ends the listing early, the result's `bound` also covers the pipelines that were not listed.
     """
     visits, bound = [_VISITS], INFINITE
     for interval in sorted(search.settled, key=lambda each: int(each.lower[count])):
@@ -140,13 +140,13 @@ def _listed(search: Search, count: int) -> FoundPipeline | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Listing:
-    """Depth-first listing of pipelines that may beat the best known, for one interval of a sweep, most promising first."""
+    """Depth-first search through the pipelines that may beat the best known, in one interval of guesses, most promising first."""
 
     sweep: Sweep
     search: Search
     count: int
     visits: list[int]
-    """One mutable count: how many stages may still be placed, over all listings of a node count."""
+    """List of one int, which is counted down: number of stages that may still be placed, over all listings of a node count."""
 
     def pipelines(self) -> Iterator[tuple[LineStage, ...]]:
         yield from self._from((), 0, self.count * self.sweep.shape.line.devices_per_node, 0, False)
@@ -177,7 +177,7 @@ class _Listing:
             yield from self._from((*pieces, piece), piece.last, left, spent + cost, then)
 
     def _steps(self, first: int, devices: int, found: bool) -> list[tuple[int, LineStage, int, bool]]:
-        """Return next stages as (least cost from here, stage, its cost, whether the slowest is then placed), the least first."""
+        """Return next stages, ascending, as (least cost in all, stage, cost of the stage, whether the slowest is then placed)."""
         line, sweep = self.sweep.shape.line, self.sweep
         ways: list[tuple[int, LineStage, int, bool]] = []
         device = devices % line.devices_per_node

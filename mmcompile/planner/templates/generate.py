@@ -76,7 +76,7 @@ def _best_of_chain(line: Line, node_counts: Sequence[int]) -> dict[int, FoundPip
 
 
 def _why(table: LayerTable, most: int) -> str:
-    """Return text on the reason why no pipeline of up to `most` nodes fits the memory."""
+    """Return the reason, as text, why no pipeline of up to `most` nodes fits the memory."""
     for chain in table.chains:
         for layer in range(chain.num_layers):
             needed, devices = min((_layer_bytes(shared, layer), shared.devices) for shared in chain.shared)

@@ -26,13 +26,13 @@ _CELLS = 3 * 10**6
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Range of guesses at the slowest stage's time: indices `first` to `last` (included) into `Search.guesses`."""
+    """Range of possible times of the slowest stage: `Search.guesses[first]` to `Search.guesses[last]`, both included."""
 
     first: int
     last: int
-    """Index of the last guess, included."""
+    """Index into `Search.guesses` of the largest time of the interval."""
     lower: NDArray[np.int64]
-    """Lower bound of the step time T in ps if the slowest stage is in the interval, by node count, [nodes + 1]."""
+    """Entry n: lower bound in ps of step time T of a pipeline on n nodes whose slowest stage is in the interval, [nodes + 1]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,20 +61,22 @@ class Search:
     counts: NDArray[np.int64]
     """Node counts that may have a pipeline, ascending."""
     guesses: NDArray[np.int64]
-    """Possible times of a slowest stage in picoseconds, ascending."""
+    """Times that the slowest stage may have, in picoseconds, ascending: those of all possible stages."""
     num_stages: int | None
-    """Largest number of stages, if they are counted so that a stage's memory must hold one microbatch more than stages follow it.
+    """Largest number of stages, if stages are counted.
+
+    Each stage's memory must then hold one microbatch more than stages follow it.
 
     None: each stage's memory is checked as if it were the last.
     """
     found: dict[int, tuple[LineStage, ...]]
     """Node count -> stages of the best pipeline known."""
     upper: NDArray[np.int64]
-    """Step time T in ps of the best pipeline known, by node count, [nodes + 1]."""
+    """Entry n: step time T in ps of the best pipeline known on n nodes, [nodes + 1]."""
     fitting: bool
     """True to keep only pipelines that fit the memory."""
     settled: list[Interval] = field(default_factory=list)
-    """Intervals that were not cut further, with their final bounds."""
+    """Intervals that were not cut into smaller ones, with their final bounds."""
 
     @classmethod
     def of(
@@ -135,7 +137,7 @@ class Search:
             intervals = [child for child in children if self.alive(child).any()]
 
     def alive(self, interval: Interval) -> NDArray[np.bool_]:
-        """Return whether an interval may hold a better pipeline than the best known, for each of `counts`, [counts]."""
+        """Return whether an interval may hold a better pipeline than the best known: entry i is for node count `counts[i]`."""
         return interval.lower[self.counts] < self.upper[self.counts]
 
     def bound(self, count: int) -> int:
@@ -154,7 +156,10 @@ class Search:
         return [Sweep.of(shape, family, low, high) for family in self.families]
 
     def _most_stages(self, intervals: Sequence[Interval]) -> int | None:
-        """Return the most stages of any better pipeline: each adds at least 3 times the slowest stage to T (`_simple`)."""
+        """Return the most stages that a better pipeline than the best known can have.
+
+        Each adds at least 3 times the slowest to T.
+        """
         if self.num_stages is None or not self.line.is_chain:
             return self.num_stages
         upper = max(int(self.upper[self.counts[self.alive(each)]].max(initial=0)) for each in intervals)
@@ -167,7 +172,7 @@ class Search:
         return max(1, min(_GUESSES, _CELLS // cells))
 
     def _cut(self, interval: Interval, ways: int) -> list[Interval]:
-        """Return the parts of an interval that may hold a better pipeline."""
+        """Return an interval cut into at most `ways` smaller ones, without those that cannot hold a better pipeline."""
         size = interval.last + 1 - interval.first
         ends = np.linspace(interval.first, interval.last + 1, min(ways, size) + 1).astype(int).tolist()
         parts = [
@@ -177,16 +182,16 @@ class Search:
         return [part for part in parts if self.alive(part).any()]
 
     def _simple(self, guess: int) -> NDArray[np.int64]:
-        """Return a lower bound of the step time T, [nodes + 1] ps.
+        """Return a simple lower bound in ps of step time T if the slowest stage takes `guesses[guess]`: entry n is for n nodes.
 
-        A path's layers, and 3 times the slowest for each stage of the longest path.
+        It is the time of the longest path's layers, plus 3 times the slowest stage for each stage of that path.
         """
         chains = 1 if self.line.is_chain else len(self.line.names)
         stages = np.maximum(1, -(-np.arange(len(self.upper)) // chains))
         return self.line.least_path + 3 * stages * self.guesses[guess]
 
     def _bound(self, intervals: Sequence[Interval]) -> list[Interval]:
-        """Return the intervals with sharper lower bounds; better pipelines found on the way are kept."""
+        """Return intervals with lower bounds raised by a sweep; `keep` gets the better pipelines that the sweep finds."""
         most = max(int(self.counts[self.alive(each)].max()) for each in intervals)
         sweeps = self.sweeps(intervals, most)
         bounds = np.array([sweep.bounds for sweep in sweeps])  # [families, intervals, nodes + 1]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from mmcompile.errors import PlanError
 
 _MOST_S = 3600.0
-"""Largest time in s of a chain for one microbatch, so that sums of whole picoseconds stay far below 2^60."""
+"""Largest time of a chain for one microbatch, 3600 s: sums of whole picoseconds then stay far below 2^60."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class SharedLayers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainLayers:
-    """Layers of a chain for each number of devices, and the chain that its output feeds."""
+    """Costs of a chain's layers for each possible number of devices, and the chain that reads its output."""
 
     name: str
     shared: tuple[SharedLayers, ...]

@@ -36,12 +36,12 @@ _NEVER = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineStage:
-    """Stage in the numbering of `Line`: layers `first` to `last` (excluded), on `Line.widths[width]` devices."""
+    """Contiguous layers as one stage: layers `first` to `last` (excluded) of a `Line`, on `Line.widths[width]` devices."""
 
     first: int
     last: int
     width: int
-    """Index into `Line.widths`, the possible numbers of devices."""
+    """Index into `Line.widths`: the stage has `Line.widths[width]` devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,27 +61,30 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Layers of all chains, numbered through from the first chain to the last, with costs as integer arrays.
+    """Layers of all chains, numbered from 0 through all chains, with the costs of every possible stage as integer arrays.
 
-    [widths, layers + 1, layers + 1] arrays are over (width, first, last).
+    Entry [w, i, j] of an array [widths, layers + 1, layers + 1] is for the stage of layers i..j-1 on `widths[w]` devices.
     """
 
     names: tuple[str, ...]
     starts: tuple[int, ...]
-    """Index of the first layer of each chain, and at the end the number of layers."""
+    """Index of the first layer of each chain; the last entry is the number of all layers."""
     widths: tuple[int, ...]
-    """Possible numbers of devices of a stage."""
+    """Widths, ascending: the possible numbers of devices of a stage, for example (1, 2, 4)."""
     devices_per_node: int
     times: NDArray[np.int64]
-    """Picoseconds of forward and backward of every possible stage; `INFINITE` where a stage is empty or exceeds the memory."""
+    """Picoseconds of a stage's forward and backward, [widths, layers + 1, layers + 1].
+
+    `INFINITE` if empty or above the memory.
+    """
     deepest: NDArray[np.int64]
-    """Largest number of stages between a stage and the loss for which the stage's memory suffices."""
+    """Largest number of stages to the loss for which a stage's memory suffices, [widths, layers + 1, layers + 1]; -1 if none."""
     least: NDArray[np.int64]
     """Picoseconds of forward and backward of each layer on its fastest number of devices, without sends, [layers]."""
     chain_of: NDArray[np.int64]
     """Index of the chain that each layer belongs to, [layers]."""
     begins: NDArray[np.int64]
-    """Layer at which the path of one chain enters another, [paths, chains]; beyond all layers if it never does."""
+    """Entry [p, c]: first layer of chain c that is on the path from chain p to the loss; the number of layers if none is."""
 
     @classmethod
     def of(cls, table: LayerTable) -> Line:
@@ -124,7 +127,7 @@ class Line:
         return int((on * self.least).sum(axis=1).max())
 
     def most_stages(self, num_nodes: int) -> int:
-        """Return the largest number of stages such that each can hold one microbatch more than stages follow it."""
+        """Return the largest number of stages such that each stage's memory holds one microbatch more than stages follow it."""
         by_memory = int(self.deepest.max()) + 1
         return min(self.num_layers, num_nodes * self.devices_per_node, by_memory)
 
@@ -133,11 +136,11 @@ class Line:
         return int(self.times[piece.width, piece.first, piece.last])
 
     def on_path(self, path: int, piece: LineStage) -> bool:
-        """Return whether a stage is on the path from a chain to the loss."""
+        """Return whether a stage is on path `path`, that from the chain with this index to the loss."""
         return piece.last > int(self.begins[path, self.chain_of[piece.first]])
 
     def timing(self, pieces: Sequence[LineStage]) -> Timing:
-        """Return the time of a pipeline, given its stages from the first chain's to the last chain's."""
+        """Return the time of a pipeline made of the given stages, which are in the order of layers."""
         times = [self.time(piece) for piece in pieces]
         paths = [[self.on_path(path, piece) for piece in pieces] for path in range(len(self.names))]
         filled = max(sum(time for time, on in zip(times, path, strict=True) if on) for path in paths)
@@ -150,7 +153,7 @@ class Line:
         return Timing(fill=fill, slowest=slowest, longest=longest)
 
     def fits(self, pieces: Sequence[LineStage]) -> bool:
-        """Return whether every stage's memory holds its microbatches in flight: its distance to the loss, plus one."""
+        """Return whether every stage's memory holds its microbatches in flight: the number of stages to the loss, plus one."""
         for index, piece in enumerate(pieces):
             path = int(self.chain_of[piece.first])
             depth = sum(self.on_path(path, later) for later in pieces[index + 1 :])
@@ -159,7 +162,7 @@ class Line:
         return True
 
     def template(self, num_nodes: int, pieces: Sequence[LineStage], gap: float) -> Template:
-        """Return the template of a pipeline of `num_nodes` nodes."""
+        """Return the template of a pipeline of `num_nodes` nodes with the given stages."""
         timing, stages, device = self.timing(pieces), [], 0
         for piece in pieces:
             chain, width = int(self.chain_of[piece.first]), self.widths[piece.width]
@@ -183,7 +186,10 @@ class Line:
 
 
 def _ranges(shared: SharedLayers, memory_bytes: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return picoseconds and largest possible depth of every stage of one chain, [layers + 1, layers + 1] each."""
+    """Return two arrays [layers + 1, layers + 1] for one chain: entry [i, j] is for a stage of layers i..j-1.
+
+    The first holds picoseconds, the second the largest number of stages to the loss for which the memory suffices (-1: none).
+    """
     count = len(shared.forward_s)
     zeros = (0.0,) * count
     busy = _prefix(_picoseconds(shared.forward_s) + _picoseconds(shared.backward_s))

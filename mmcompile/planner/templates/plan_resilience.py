@@ -192,7 +192,7 @@ def _check(problem: Problem, candidate: Candidate, fault_tolerance: int, num_mic
 
 
 def _other_placement(problem: Problem, chains: ChainSet, setting: Setting, fault_tolerance: int) -> str:
-    """Return advice on another placement of projectors that would give templates; "" if no placement does."""
+    """Return advice, as text, on another placement of projectors for which templates exist; "" if there is no such placement."""
     for other in problem.sets:
         if other.placement is None or other is chains or other.colocated:
             continue

@@ -30,7 +30,7 @@ from mmcompile.planner.templates.line import INFINITE, MICROBATCHES_A_STAGE, Lin
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Stage costs: parts of step time T, times `scale`, if the slowest stage is in chains `first` to `last` (included)."""
+    """Calculator of a stage's part of step time T (times `scale`), for a slowest stage in chains `first` to `last` (included)."""
 
     line: Line
     path: int
@@ -47,21 +47,27 @@ class Costs:
 
     @cached_property
     def _weight(self) -> NDArray[np.int64]:
-        """Weight of a stage: the sum of its paths' weights, by chain and last layer, [chains, layers + 1]."""
+        """Weight of a stage, [chains, layers + 1].
+
+        Entry [c, j], for a stage of chain c that ends before layer j, sums its paths' weights.
+        """
         ends = np.arange(self.line.num_layers + 1)
         on = ends[None, None, :] > self.line.begins[:, :, None]
         return (on * np.array(self.weights)[:, None, None]).sum(axis=0)
 
     @cached_property
     def _behind(self) -> NDArray[np.int64]:
-        """`scale` if a stage is on the slowest stage's path, else 0, by chain and last layer, [chains, layers + 1]."""
+        """Entry [c, j].
+
+        `scale` if a stage of chain c that ends before layer j is on path `path`, else 0, [chains, layers + 1].
+        """
         ends = np.arange(self.line.num_layers + 1)
         return (ends[None, :] > self.line.begins[self.path][:, None]) * self.scale
 
     def of(
         self, first: int, times: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the costs of n stages placed before the slowest stage, as the slowest, and behind it, [n, guesses] each.
+        """Return three arrays [n, guesses]: the costs of n stages placed before the slowest stage, as the slowest, and behind it.
 
         Args:
             first: first layer of all n stages.
@@ -86,7 +92,10 @@ class Costs:
 
 
 def steps(line: Line, first: int, limit: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield (width index, picoseconds [n] of the stages from `first` to each of the next n layers), up to `limit` ps."""
+    """Yield the possible stages that begin with a layer and take at most `limit` ps, as (index into `line.widths`, times).
+
+    Entry k of the times, in ps, is that of the stage of layers `first` to `first + k` (included) on so many devices.
+    """
     for width in range(len(line.widths)):
         times = line.times[width, first, first + 1 :]
         fast = np.flatnonzero(times <= limit)
@@ -96,12 +105,15 @@ def steps(line: Line, first: int, limit: int) -> Iterator[tuple[int, NDArray[np.
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Shape of cost tables: [layers + 1, guesses, stages left, nodes + 1, devices of a node]; the last two are devices left."""
+    """Cost tables of a sweep: their shape and the slices of them that a stage reads and writes.
+
+    Entry [i, g, s, n, d] is the least cost of layers i and later for guess g, s stages left, on n whole nodes plus d devices.
+    """
 
     line: Line
     num_nodes: int
     num_stages: int | None = None
-    """Largest number of stages, where the tables count stages; None where they do not."""
+    """Largest number of stages if the tables count stages; None if they do not (the axis of stages left then has length 1)."""
 
     def table(self, guesses: int) -> NDArray[np.int64]:
         """Return a cost table filled with `INFINITE`."""
@@ -110,13 +122,20 @@ class Shape:
         return np.full(shape, INFINITE)
 
     def rest(self, table: NDArray[np.int64], first: int, count: int, width: int) -> NDArray[np.int64]:
-        """Return a view of what is left after a stage of 1..`count` layers, [count, guesses, stages, nodes, devices]."""
+        """Return a view of `table` at what is left after a stage of layers `first` to `first + k`, for k from 0 to `count - 1`.
+
+        Axes: [count, guesses, stages left, nodes, devices]; the stage has `line.widths[width]` devices.
+        """
         stages = slice(None) if self.num_stages is None else slice(0, -1)
         free = self.line.devices_per_node - self.line.widths[width] + 1
         return table[first + 1 : first + 1 + count, :, stages, :-1, :free]
 
     def put(self, row: NDArray[np.int64], found: NDArray[np.int64], width: int) -> None:
-        """Lower a table's row [guesses, stages, nodes + 1, devices] to the minimum of it and `found`, in the axes of `rest`."""
+        """Lower the entries of a table for one layer, `row`, to `found` where `found` is smaller.
+
+        `row` is [guesses, stages left, nodes + 1, devices]; `found` has the axes of `rest` without the first: costs
+        if a stage on `line.widths[width]` devices comes next.
+        """
         target = row if self.num_stages is None else row[:, 1:]
         devices = self.line.widths[width]
         if devices < self.line.devices_per_node:
@@ -126,7 +145,10 @@ class Shape:
         np.minimum(full, found[..., -1], out=full)
 
     def depths(self, first: int, count: int, width: int) -> NDArray[np.int64]:
-        """Return 0 where a stage's memory allows the number of stages left after it, else `INFINITE`, [count, 1, stages]."""
+        """Return an array [count, 1, stages left] to add to costs.
+
+        0 where a stage's memory suffices, `INFINITE` where it does not.
+        """
         if self.num_stages is None:
             return np.zeros((count, 1, 1), dtype=np.int64)
         deepest = self.line.deepest[width, first, first + 1 : first + 1 + count]
@@ -135,7 +157,10 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Tables of least costs of the layers from each one on: with the slowest stage among them (`whole`), or before (`behind`)."""
+    """Least costs of the last layers, from each layer on, as two tables with the axes of `Shape`.
+
+    `whole`: the slowest stage is among these layers. `behind`: the slowest stage was placed before them.
+    """
 
     shape: Shape
     costs: Costs
@@ -147,7 +172,7 @@ class Sweep:
 
     @classmethod
     def of(cls, shape: Shape, costs: Costs, low: NDArray[np.int64], high: NDArray[np.int64]) -> Sweep:
-        """Return the filled tables for intervals [low, high] of guesses."""
+        """Return the tables filled from the loss backwards, for intervals of guesses [low[g], high[g]] in ps."""
         line = shape.line
         whole, behind = shape.table(len(low)), shape.table(len(low))
         behind[line.num_layers, :, 0, 0, 0] = 0
@@ -170,12 +195,18 @@ class Sweep:
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """Lower bounds of step time T in picoseconds, [guesses, nodes + 1]; `INFINITE` where an interval has no pipeline."""
+        """Entry [g, n]: lower bound in ps of step time T in interval g on n nodes, [guesses, nodes + 1].
+
+        `INFINITE` without a pipeline.
+        """
         least = self.whole[0, :, :, :, 0].min(axis=1)
         return np.where(least < INFINITE, -(-least // self.costs.scale), INFINITE)
 
     def pieces(self, guess: int, num_nodes: int) -> list[LineStage]:
-        """Return the stages of the pipeline, feasible or not, whose time is the bound of an interval and node count."""
+        """Return the stages of the pipeline whose time is `bounds[guess, num_nodes]`.
+
+        The pipeline may be infeasible, as the bound is of a whole interval.
+        """
         node, device, first, found = num_nodes, 0, 0, False
         left = int(self.whole[0, guess, :, num_nodes, 0].argmin())
         pieces: list[LineStage] = []
@@ -190,7 +221,7 @@ class Sweep:
     def _step(
         self, guess: int, first: int, left: int, node: int, device: int, found: bool
     ) -> tuple[LineStage, bool, int]:
-        """Return a pipeline's next stage, whether the slowest stage is then placed, and the number of stages left."""
+        """Return (a pipeline's next stage, whether the slowest stage is then placed, number of stages left)."""
         line, one = self.shape.line, slice(guess, guess + 1)
         table = self.behind if found else self.whole
         wanted = table[first, guess, left, node, device]
@@ -213,13 +244,13 @@ class Sweep:
 
 
 def _best(rest: NDArray[np.int64], cost: NDArray[np.int64], depths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the least sum of rest [n, guesses, ...] and costs [n, guesses] over the n stages, at most `INFINITE`."""
+    """Return the minimum over n stages of cost [n, guesses] plus `rest` [n, guesses, ...] plus depths, at most `INFINITE`."""
     added = cost[:, :, None] + depths
     return np.minimum((rest + added[..., None, None]).min(axis=0), INFINITE)
 
 
 def least_slowest(shape: Shape) -> NDArray[np.int64]:
-    """Return the least possible time of the slowest stage, [nodes + 1] picoseconds; `INFINITE` where no pipeline fits."""
+    """Return the least possible picoseconds of the slowest stage: entry n is for n nodes; `INFINITE` where no pipeline fits."""
     line, table = shape.line, shape.table(1)
     table[line.num_layers, :, 0, 0, 0] = 0
     for first in reversed(range(line.num_layers)):
