@@ -99,7 +99,7 @@ class ApplyCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refuse:
-    """Rank 0 refused the user's call, which had no effect; ranks that wait in the same call raise the same error."""
+    """Inform ranks that rank 0 refused the user's call, without effect; ranks that wait in the same call raise the same error."""
 
     error: str
     message: str

@@ -213,7 +213,7 @@ class Engine:
         self._data: object = None
         """State of the data after the batch of the last step; None if it has none."""
         self._before = NOTHING
-        """Calls since the last update, which accumulated gradients (rank 0)."""
+        """Calls since the last update, whose gradients are accumulated; used on rank 0 only."""
         self._seed = torch.initial_seed()
         self._events: list[Event] = []
         self._session = open_session(placement.stages, device)

@@ -178,7 +178,7 @@ def _median_s(events: Sequence[Event], *kinds: ActionKind) -> float:
 
 
 def _travels(events: Sequence[Event]) -> list[float]:
-    """Return the seconds of messages whose receiver waited; sends and receives of a microbatch alternate in each step."""
+    """Return the seconds from send to receipt of each message whose receiver waited; a receipt is of the last message sent."""
     found: list[float] = []
     sent: dict[tuple[str, int], float] = {}
     for event in sorted(events, key=lambda event: event.start_s if event.kind.is_send else event.end_s):
@@ -198,7 +198,7 @@ def _optimizer_costs(device: torch.device) -> tuple[float, float]:
 
 
 def _optimizer_s(num_elements: int, device: torch.device) -> float:
-    """Return the median seconds of the default optimizer's step per tensor of `num_elements` elements."""
+    """Return the median seconds of the default optimizer's step, divided by its number of tensors of `num_elements` elements."""
     parameters = [nn.Parameter(torch.ones(num_elements, device=device)) for _ in range(_NUM_TENSORS)]
     optimizer, timer, seconds = DEFAULT_OPTIMIZER(parameters), Timer(device), []
     for _ in range(_WARM_UP + _NUM_STEPS):
@@ -209,7 +209,7 @@ def _optimizer_s(num_elements: int, device: torch.device) -> float:
 
 
 def _empty_step_s(costs: RuntimeCosts) -> float:
-    """Return the predicted seconds of a step of the small probe, without the fixed cost `step_s`."""
+    """Return the predicted seconds of a step of the probe with small messages, without the fixed cost `step_s`."""
     stages = [PlacedStage(name=name, ranks=(i,), depth=1 - i) for i, name in enumerate(_STAGES)]
     message = LinkMessages(source=_STAGES[0], target=_STAGES[1], sizes=(4 * _SMALL,), gradient_sizes=(4 * _SMALL,))
     nothing = LayerTimes(forward_s=0.0, input_grad_s=1e-9, weight_grad_s=0.0)

@@ -38,7 +38,7 @@ class UserModel:
         return {name: weights.get(aliases.get(name, name), tensor).detach().cpu() for name, tensor in kept.items()}
 
     def trainable(self, complete: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters that train, each under one name, also those that no step has reached yet."""
+        """Return the parameters that train, each under one name, including those that no rank holds yet."""
         tied = self.tied()
         parameters = self.source.parameters()
         return {name: complete[name] for name, t in parameters.items() if t.requires_grad and name not in tied}
@@ -53,7 +53,7 @@ class UserModel:
         }
 
     def tied(self) -> dict[str, str]:
-        """Return the first name of each tied parameter, used by `trainable`, by its further names."""
+        """Return the first name of a tied parameter (the one in `trainable`), by each of its further names."""
         first: dict[int, str] = {}
         parameters = self.source.parameters()
         for name, tensor in parameters.items():

@@ -36,7 +36,7 @@ _TRACEBACK_LINES = 30
 
 
 def main(text: str) -> NoReturn:
-    """Start the workers, and exit once the last one has ended."""
+    """Start the workers that `text` orders (`WorkerOrders` as JSON), and exit once the last one has ended."""
     orders = msgspec.json.decode(text, type=WorkerOrders)
     rank_0 = os.getppid()
     ranks = {
@@ -50,7 +50,7 @@ def main(text: str) -> NoReturn:
 
 
 def _watch(ranks: dict[int, int], exits: socket.socket, rank_0: int) -> None:
-    """Write an `Exit` to the socket for every process of `ranks` that ends; kill the rest once rank 0 closes the socket."""
+    """Write an `Exit` to the socket for every process that ends (`ranks`: by process id); kill the rest once rank 0 closes it."""
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

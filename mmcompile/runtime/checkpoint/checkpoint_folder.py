@@ -70,7 +70,7 @@ def swap(fresh: Path, folder: Path, is_ours: Callable[[str], bool]) -> None:
 
 
 def place_of(folder: Path, mark: str) -> Path | None:
-    """Return the last complete version of a folder; None if there is none.
+    """Return the last complete version of a folder, `folder` or `<folder>.previous`; None if there is none.
 
     Args:
         mark: name of a file that every complete folder has.

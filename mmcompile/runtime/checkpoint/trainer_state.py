@@ -63,7 +63,7 @@ class Resumed:
     """Position of training in a checkpoint, from which the data resumes."""
 
     num_steps: int
-    """Number of updates; also the number of batches, where each is one step."""
+    """Number of updates so far. If every batch was one step, the data resumes after this many batches."""
     num_samples: int
     """Number of samples trained on, over all steps and replicas."""
     data: Any

@@ -167,7 +167,7 @@ def fence_works() -> bool:
 
 
 def _lets_go() -> bool:
-    """Return whether a rank that waits for a live one is released by a cut."""
+    """Return whether cutting a fence releases a gloo rank that waits for a message from a live rank."""
     store, fence = dist.HashStore(), Fence(of_gloo, num_ranks=2)
     made: dict[int, Groups] = {}
 

@@ -155,7 +155,7 @@ class TemplatePlanner:
         return replace(plan, copies=copies, former=self._former(change.members, held, needed))
 
     def _former(self, members: Iterable[str], held: _Held, needed: _Held) -> dict[str, tuple[LayerRuns, ...]]:
-        """Return, by node then device, the runs of layers that workers hold but do not need in the new plan."""
+        """Return the consecutive layers that each worker holds but does not need in the new plan, by node and then by worker."""
         found: dict[str, tuple[LayerRuns, ...]] = {}
         for node in members:
             workers = [WorkerId(node=node, index=index) for index in range(self.resilience.devices_per_node)]

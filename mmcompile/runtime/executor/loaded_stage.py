@@ -49,10 +49,11 @@ class OutputSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedStage:
-    """A stage program with its parameters, ready to run.
+    """Runs a stage program on this rank's parameters, and has the names of the values that it exchanges with other stages.
 
-    `from_peer`, `to_peer`, `gradients_from` and `gradients_to` list the values that move within the balance group, by index of
-    the peer stage, in the order of this program's ports, for the actions RECV_F, SEND_F, RECV_B and SEND_B.
+    For peers in the same balance group, `from_peer` has the names of the values received from each peer (RECV_F), `to_peer` of
+    values sent (SEND_F), `gradients_from` of values whose gradient is received (RECV_B), and `gradients_to` sent (SEND_B). They
+    are by index of the peer stage, in the order of this program's ports.
     """
 
     index: int

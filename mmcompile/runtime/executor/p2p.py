@@ -251,7 +251,7 @@ class P2P:
         return _Receive(self._groups.receive(tensor, lane, tag), item, tensor, before)
 
     def _items(self, action: Action, edge: Edge) -> list[_Item]:
-        """Return the tensors that move in an action, in order."""
+        """Return the tensors that an action sends or receives, in the order in which both sides send and receive them."""
         if edge.source == edge.target:
             stage = self._loaded[edge.source][action.stage]
             names = _moved(stage, action.kind)[_peer(action)]
@@ -268,7 +268,7 @@ class P2P:
         return items
 
     def _ids(self, item: _Item) -> Tensor | None:
-        """Return the samples (int64 [rows]) of an exchange's rows; None if rows are not checked, or the item is a value."""
+        """Return the sample of each row of an exchange (int64 [rows]); None if rows are not checked, or `item` is no exchange."""
         if not self._check_rows or isinstance(item.value, str):
             return None
         return row_samples(self._plan.exchanges[item.value])

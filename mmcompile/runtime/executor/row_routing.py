@@ -163,7 +163,7 @@ def num_rows(ranges: Iterable[Range]) -> int:
 
 
 def packed(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return ranges of the same lengths that follow each other from row 0: where the rows are once they are gathered."""
+    """Return ranges of the same lengths, one after the other from row 0: (4, 6), (9, 10) -> (0, 2), (2, 3)."""
     found: list[Range] = []
     end = 0
     for first, last in ranges:
@@ -281,7 +281,7 @@ def _as_it_is(rows: RowSlice, into: tuple[Range, ...], shape: ValueShape) -> Ten
 
 
 def _runs(there: Sequence[Range], here: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """Return (first source row, first target row, number of rows) of pairs of ranges, merging pairs contiguous at both ends."""
+    """Return (first row in `there`, first row in `here`, number of rows) of each pair of ranges; adjoining pairs are merged."""
     runs: list[tuple[int, int, int]] = []
     for (first, last), (into, _) in zip(there, here, strict=True):
         if first == last:

@@ -23,7 +23,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnTotals:
-    """One rank's contribution to a step's totals: losses, tokens, seconds, squared norms."""
+    """One rank's losses, tokens, seconds and squared norms in a step, which `add_up` adds to those of all ranks."""
 
     losses: Tensor
     """float64 [microbatches, shards]: weighted losses that this rank computed; 0 for losses of other ranks."""

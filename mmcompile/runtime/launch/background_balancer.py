@@ -35,7 +35,7 @@ _END_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Import path of a function with text arguments, which makes a balancer in another process."""
+    """Names a function and its text arguments, by which another process makes an equal balancer."""
 
     module: str
     function: str

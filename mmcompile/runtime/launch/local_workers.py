@@ -159,7 +159,7 @@ class Workers:
         return min(failures, key=lambda failure: failure.peer_lost)
 
     def _codes(self, dead: set[int]) -> dict[int, int]:
-        """Return exit codes by rank, of `dead` and maybe more ranks; none for a rank whose parent was killed."""
+        """Return exit codes by rank, of `dead` and maybe more ranks; a rank whose parent was killed is absent."""
         codes: dict[int, int] = {}
         self._exits.settimeout(_STOP_S)
         with self._exits.makefile("rb") as lines, contextlib.suppress(OSError):
