@@ -22,7 +22,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineResult:
-    """The graph after the last pass, and the results of the analyses."""
+    """Result of `Pipeline.run`: the graph after the last pass, the results of the analyses, and the run time of each pass."""
 
     graph: ModelGraph
     results: tuple[tuple[Pass, object], ...] = field(repr=False)
@@ -109,7 +109,7 @@ def analyse(analysis: Analysis[ResultT], graph: ModelGraph) -> ResultT:
 
 
 class _Hook:
-    """Verifies the graph between passes, and prints the output of `MMCOMPILE_DEBUG` to stderr."""
+    """Verifies the graph between passes, and prints to stderr as much about it as `MMCOMPILE_DEBUG` asks for."""
 
     def __init__(self, *, debug: DebugLevel, verify: bool) -> None:
         self._debug = debug

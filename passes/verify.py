@@ -41,7 +41,7 @@ class GraphRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifySummary:
-    """Names of the rules checked, and number of nodes in the graph."""
+    """Result of `Verify`: the names of the rules checked, and the number of nodes in the graph."""
 
     rules: tuple[str, ...]
     nodes: int

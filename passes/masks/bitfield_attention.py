@@ -104,7 +104,7 @@ def _called(node: fx.Node) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Words:
-    """Mask words node and positions node that all attention calls with one formula read."""
+    """The two graph nodes that attention calls with one mask formula share: its mask words and the tokens' positions."""
 
     words: fx.Node
     positions: fx.Node
@@ -112,7 +112,7 @@ class _Words:
 
 @final
 class _AttentionRewriter:
-    """Rewrites the attention calls of one graph; keeps the words made, and the reasons for calls not rewritten."""
+    """Rewrites the attention calls of one graph; remembers the words nodes it made, and why each call left as it is was left."""
 
     def __init__(self, impl: str) -> None:
         self._impl = impl
@@ -159,7 +159,7 @@ class _AttentionRewriter:
         return formula, found
 
     def clean(self, graph: fx.Graph) -> None:
-        """Erase the replaced calls from the graph, and the nodes that only they read."""
+        """Erase the replaced attention calls from the graph, and the nodes whose values only these calls read."""
         drop_unread(graph, self._replaced)
 
     def lines(self) -> list[str]:
@@ -186,7 +186,7 @@ def _layers(layers: list[int]) -> str:
 
 
 def _check(call: fx.Node) -> None:
-    """Raise UnrecognisedMask if the call has an unsupported option, or is not self-attention over the tokens of one sequence."""
+    """Raise UnrecognisedMask if an attention call has an unsupported option or is not self-attention over one sequence."""
     arguments = given(call)
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if any(len(shape(x)) != 4 for x in (query, key, value)):

@@ -61,15 +61,15 @@ class _IsolationProof:
     picked: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     """Node with rows selected from tokens -> nodes of the row indices."""
     blocks: set[fx.Node] = field(default_factory=set)
-    """Mask nodes that hide every pair of two documents."""
+    """Nodes of attention masks that were checked: they hide every pair of tokens of two documents."""
     known: list[dict[fx.Node, Any]] = field(init=False)
-    """Values computed so far, one mapping for each batch."""
+    """One mapping for each batch: node -> its value, for nodes computed so far."""
 
     def __post_init__(self) -> None:
         self.known = [{} for _ in self.batches]
 
     def run(self) -> None:
-        """Follow the token dim through the whole graph. Raises PlanError where documents affect each other."""
+        """Follow the token dim from the embeddings to the loss. Raises PlanError where documents affect each other."""
         nodes = [node for node in self.made.module.graph.nodes if node.op == "call_function"]
         self.flow = TokenFlow(
             graph=self.made,
@@ -116,7 +116,7 @@ class _IsolationProof:
         return rule_of(node)
 
     def _merge(self, flow: TokenFlow, node: fx.Node) -> TokenAxis:
-        """Follow media features that replace placeholder tokens, or are added to hidden states there (deepstack)."""
+        """Return the token dim after media features replace placeholder tokens, or are added to their states (deepstack)."""
         embeddings, where, features = node.args[:3]
         if embeddings not in flow.axes or features in flow.axes:
             flow.refuse(node, "what is put into the tokens comes from tokens")
@@ -130,7 +130,7 @@ class _IsolationProof:
         return flow.axes[embeddings]  # type: ignore[index]
 
     def _pick(self, flow: TokenFlow, node: fx.Node) -> None:
-        """Follow tokens selected at media positions; values made of them may only return to the same places (`_merge`)."""
+        """Record tokens selected at media positions; values made of them may only return to the same positions (`_merge`)."""
         places = _places(argument(node, "indices"))
         if any(place in flow.axes or self._values(place) is None for place in places):
             flow.refuse(node, "which tokens it picks depends on activations")
@@ -147,7 +147,7 @@ class _IsolationProof:
         return alike and all(self._rows_stay(source, places) for source in node.all_input_nodes)
 
     def _equal(self, one: fx.Node, other: fx.Node) -> bool:
-        """Return whether two nodes have the same value, computed from integers, in every batch."""
+        """Return whether two nodes have equal values in every batch; False if a value is not computed from integers alone."""
         ours, theirs = self._values(one), self._values(other)
         return ours is not None and theirs is not None and all(map(torch.equal, ours, theirs))
 
@@ -170,7 +170,7 @@ class _IsolationProof:
         return axis
 
     def _check_blocks(self, flow: TokenFlow, node: fx.Node, mask: fx.Node) -> None:
-        """Check that a mask shows only pairs within a document, and depends on no other documents of the row."""
+        """Raise PlanError if a mask shows a pair of two documents, or if a document's part of it changes with the others."""
         values = self._values(mask)
         if values is None:
             flow.refuse(node, f"its mask {mask.name} is made of activations")
@@ -185,7 +185,7 @@ class _IsolationProof:
                     )
 
     def _check_taken_along(self, value: fx.Node, axis: TokenAxis) -> None:
-        """Check that the values of a document's tokens do not depend on its place in the row or on other documents."""
+        """Raise PlanError if the values of a document's tokens change with its place in the row or with the other documents."""
         values = self._values(value)
         where = info(value).module_path if value.op == "call_function" else ""
         name = f"{value.name} ({where or 'in the model itself'})"

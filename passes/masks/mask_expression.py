@@ -114,11 +114,11 @@ def per_token(expression: Expression) -> Expression:
 
 
 Form = tuple[Mapping[Axis, int], int]
-"""Linear form of axis indices: (axis -> coefficient, constant)."""
+"""An affine function of axis indices: (axis -> coefficient, constant). For example ({"q": 1, "k": -1}, 2) is q - k + 2."""
 
 
 def linear(expression: Expression) -> Form | None:
-    """Return an expression as a linear form of axis indices; None if it is not one."""
+    """Return an expression as an affine function of axis indices (`Form`); None if it is not one."""
     match expression:
         case AxisIndex(axis):
             return {axis: 1}, 0

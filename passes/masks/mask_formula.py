@@ -25,12 +25,12 @@ from mmcompile.passes.masks.predicates import (
 )
 
 Test = tuple[Expression, bool]
-"""Expression per token, and the truth value required of it."""
+"""(bool expression per token, True if it must hold or False if it must not)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskFormula:
-    """A mask that mask words can express; all expressions are per token (axis t)."""
+    """A mask in the one form that mask words can express; expressions depend on one token (axis t)."""
 
     causal: bool
     valid: tuple[Test, ...] = ()
@@ -70,7 +70,10 @@ def recognise(mask: fx.Node | None, reader: MaskReader, *, causal: bool) -> Mask
 
 
 def _of_keys(claims: frozenset[Claim]) -> frozenset[Claim]:
-    """Return claims about an id that query and key share, restated as claims about the key alone."""
+    """Replace claims about the query that follow from an id shared by query and key with the same claims about the key.
+
+    If documents(q) = documents(k), then documents(q) != 0 means the same as documents(k) != 0.
+    """
     ids = [claim.of for claim in claims if claim.kind == "same" and claim.positive]
     return frozenset(
         Claim("holds", f.positive, of=f.of, axis="k")
@@ -117,7 +120,7 @@ def _matched(alternatives: Alternatives) -> MaskFormula:
 
 
 def _with_window(formula: MaskFormula, reaches: set[Claim] | frozenset[Claim]) -> MaskFormula:
-    """Return the formula with the bounds on q - k that its causal term has."""
+    """Return the formula with a window as small as the bounds q - k < distance in `reaches`, claims of its causal term."""
     window = formula.window
     for claim in reaches:
         if not claim.positive and formula.causal:
@@ -150,7 +153,7 @@ def _shared(claims: frozenset[Claim]) -> tuple[Expression | None, tuple[Test, ..
 
 
 def _island(claims: frozenset[Claim]) -> tuple[Expression, tuple[Test, ...]]:
-    """Return (island ids, tests of the tokens that are in an island), from the claims of one alternative."""
+    """Return (island ids, tests that tokens of an island pass), from the claims under which a key is seen though it is later."""
     same = [claim for claim in claims if claim.kind == "same"]
     keys = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "k"}
     queries = {(claim.of, claim.positive) for claim in claims if claim.kind == "holds" and claim.axis == "q"}
@@ -167,7 +170,7 @@ def _ordered(tests: set[Test]) -> tuple[Test, ...]:
 
 
 def _text(tests: set[Test]) -> str:
-    """Return the names of the nodes that compute tests, for messages."""
+    """Return the names of the graph nodes that compute the expressions of tests, for error messages."""
     return ", ".join(sorted(_name(expression) for expression, _ in tests))
 
 

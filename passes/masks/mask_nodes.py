@@ -60,7 +60,7 @@ _MIRRORED = {"add": "add", "mul": "mul", "eq": "eq", "ne": "ne", "lt": "gt", "le
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """Number of batch rows, queries and keys, as captured and as sizes of the graph."""
+    """Sizes of an attention call: batch rows, queries and keys, as numbers in the captured batch and as symbols of the graph."""
 
     sizes: tuple[int, int]
     symbolic: tuple[int | sympy.Expr, int | sympy.Expr]
@@ -73,7 +73,7 @@ def extent_of(query: fx.Node) -> Extent:
 
 
 class NodeMaker:
-    """Makes the nodes of one mask formula, in front of a given node of the graph."""
+    """Makes the graph nodes that compute one mask formula's words, in front of a given node of the graph."""
 
     def __init__(self, before: fx.Node, extent: Extent, reader: MaskReader, module_path: str) -> None:
         self._graph = before.graph
@@ -202,7 +202,7 @@ class NodeMaker:
         return self._call(aten.unsqueeze.default, found, -1) if kept == [_TOKENS[0]] else found
 
     def _first(self, node: fx.Node, dim: int, axis: int, size: int | sympy.Expr) -> fx.Node:
-        """Return a node sliced to the number of rows or tokens in a dim: an input may hold more entries than the mask reads."""
+        """Return a node's first `size` entries along `dim`: an input may hold more rows or tokens than the mask reads."""
         if str(size) == str(self._extent.symbolic[axis]):
             return node
         return self._call(aten.slice.Tensor, node, dim, 0, self._size(axis))

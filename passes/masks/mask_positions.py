@@ -64,7 +64,7 @@ def _sides(left: Expression, right: Expression) -> bool:
 
 
 def _counted(node: fx.Node, reader: MaskReader) -> Expression | None:
-    """Return the expression of `p` per token for a node cumsum(diff(p) != 1) along the last dim; else None.
+    """Return the expression of p per token if a node numbers documents by cumsum(diff(p) != 1) along the last dim; else None.
 
     The value that the model puts before token 0 does not matter.
     """
@@ -93,7 +93,7 @@ def _last(node: fx.Node) -> bool:
 
 
 def _replaced(expression: Expression, positions: Expression) -> Expression:
-    """Replace comparisons between `positions` of query and key that depend only on their distance, by token indices."""
+    """Replace comparisons of `positions` of query and key by comparisons of token indices, where only the distance matters."""
     if not isinstance(expression, Elementwise):
         return expression
     if expression.op in _COMPARISONS:

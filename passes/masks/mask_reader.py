@@ -187,7 +187,7 @@ def _looked_up(reader: MaskReader, node: fx.Node, index: Places) -> Expression |
 
 
 def _normal(index: Places) -> Places:
-    """Return indices in normal form: an axis or a number where the expression is one."""
+    """Return the indices with each expression that is only an axis or a number replaced by this axis or number."""
     return tuple(_plain(place) for place in index)
 
 
@@ -232,7 +232,12 @@ def _filled(value: bool | int | float | None) -> Rule:
 
 
 def _elementwise(op: str, *order: str) -> Rule:
-    """Return the rule of an elementwise op, whose operands are the arguments of these names, in this order."""
+    """Return the rule of an elementwise op.
+
+    Args:
+        op: name of the operation in `Elementwise`.
+        order: names, in the torch op's schema, of the arguments that are the operands, first operand first.
+    """
 
     def rule(reader: MaskReader, node: fx.Node, index: Places) -> Expression | None:
         arguments = given(node)

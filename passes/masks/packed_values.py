@@ -38,7 +38,7 @@ class PackedBatch:
 
 
 def block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
-    """Return the part of a mask between tokens of document `number`."""
+    """Return the rows and columns of a mask, [..., queries, keys], that belong to the tokens of document `number`."""
     rows = batch.rows_of(number)
     return mask.index_select(-1, rows).index_select(-2, rows)
 
@@ -46,7 +46,7 @@ def block(mask: torch.Tensor, batch: PackedBatch, number: int) -> torch.Tensor:
 def by_token(
     value: torch.Tensor, axis: TokenAxis, flow: TokenFlow, batch: PackedBatch
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """Return (document, index in the document) -> value of this token; `value` has its tokens in dim 0."""
+    """Return (document number, index of a token in it) -> the values of this token; `value` has the row's tokens in dim 0."""
     outer, kept = flow.number(axis.outer), flow.kept(axis)
     tokens = value.reshape(outer, kept, axis.inner, *value.shape[1:]).movedim(1, 0)
     found: dict[tuple[int, int], torch.Tensor] = {}

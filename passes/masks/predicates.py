@@ -84,7 +84,7 @@ def _is_integer(expression: Elementwise) -> bool:
 
 
 def _one_sided(expression: Expression) -> bool:
-    """Return whether an expression depends on queries only or on keys only."""
+    """Return whether an expression depends on the query alone, on the key alone, or on neither, and not on the head."""
     axes = axes_of(expression)
     return "h" not in axes and len(axes & {"q", "k"}) <= 1
 
@@ -150,7 +150,7 @@ def _compared(op: str, left: Expression, right: Expression, whole: Elementwise, 
 
 
 def _non_negative(form: Form, whole: Elementwise, positive: bool) -> Alternatives:
-    """Return the conditions under which the linear form of token indices is at least 0; `whole` is its expression."""
+    """Return the alternatives under which the affine function `form` of token indices is >= 0, or < 0 if not `positive`."""
     factors, constant = form
     if all(factor > 0 for factor in factors.values()) and constant >= 0:
         return _TRUE if positive else _FALSE
@@ -197,7 +197,7 @@ Cases = list[tuple[Alternatives, tuple[Expression, ...]]]
 
 
 def _cases(values: tuple[Expression, ...]) -> Cases:
-    """Return the combinations of values that expressions have without `where`, each with its condition."""
+    """Return the combinations of values that the expressions can take, split at every `where`, each with its condition."""
     parts = [[(c, v) for c, v in _split(value) if c != _FALSE] for value in values]
     if len(parts) == 1:
         return [(condition, (value,)) for condition, value in parts[0]]

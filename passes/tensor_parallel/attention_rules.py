@@ -43,7 +43,7 @@ def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, Ten
 def _by_heads(
     flow: ShardFlow, node: fx.Node, query: fx.Node, others: Sequence[fx.Node], *, grouped: bool
 ) -> TensorShard:
-    """Return the sharding of an attention result by heads, after sharding queries, keys and values alike."""
+    """Return the sharding by heads of an attention op's result, after requiring the same sharding of queries, keys and values."""
     sharded = next(value for value in (query, *others) if value in flow.shards)
     rank = len(flow.facts.shape(query))
     from_right = flow.shard_of(sharded).dim - len(flow.facts.shape(sharded))

@@ -45,7 +45,7 @@ def add_borders(graph: ModelGraph, degrees: Mapping[str, int], group: str) -> Mo
 
 
 def _border(name: str, value: fx.Node, place: fx.Node, group: str, count: int) -> fx.Node:
-    """Insert a boundary node `name` in the layer of `place`: behind `place` if it is `value` itself, else before it."""
+    """Insert a node with op `name` (`tp_enter`, `tp_exit`) on `value`: behind `place` if it is `value` itself, else before it."""
     graph, target = value.graph, getattr(torch.ops.mmcompile, name).default
     with graph.inserting_after(value) if place is value else graph.inserting_before(place):
         made = graph.call_function(target, (value, group, count))

@@ -58,7 +58,7 @@ def num_outputs(node: fx.Node) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class GraphFacts:
-    """Facts of a whole graph whose `carries_gradient` is set; computed once, and used for every degree."""
+    """Looks up layers, parameters and readers of a graph whose `carries_gradient` is set; computed once for all degrees."""
 
     graph: ModelGraph
     layers: Mapping[tuple[str, int], Sequence[fx.Node]] = field(init=False)
@@ -97,7 +97,7 @@ class GraphFacts:
 
 @dataclass(kw_only=True, slots=True)
 class LayerFacts:
-    """Facts of one layer, which change as regions of it are found."""
+    """Looks up facts of one layer while its regions are searched; `taken` and `refused` grow as regions are found."""
 
     whole: GraphFacts
     nodes: Sequence[fx.Node]

@@ -20,7 +20,7 @@ from mmcompile.passes.pipeline import Pipeline
 from mmcompile.passes.tensor_parallel.tensor_parallel import TensorParallel
 
 Parts = tuple[tuple[str, float], ...]
-"""(Field of `LayerCost`, one rank's share of it), for fields that are not simply divided by the degree."""
+"""Pairs (field of `LayerCost`, one rank's fraction of it); a field that is not listed is the whole divided by the degree."""
 _MEASURED = tuple(name for name in SIZED if name not in PERMANENT)
 _GIVEN = (Fact.ANNOTATED, Fact.GRADIENT_FLOW)
 

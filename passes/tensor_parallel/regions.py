@@ -108,7 +108,7 @@ def _leads_to_projection(node: fx.Node) -> bool:
 
 
 def _start(made: ComponentSharding, layer: LayerFacts, start: fx.Node) -> None:
-    """Shard the region that starts at a projection, or record the reason why the projection stays whole."""
+    """Add the region that starts at projection `start` to `made`, or record the reason why the projection stays whole."""
     result = _search(layer, start, made.count)
     if isinstance(result, ShardFlow):
         made.regions.append(result)
@@ -119,7 +119,7 @@ def _start(made: ComponentSharding, layer: LayerFacts, start: fx.Node) -> None:
 
 
 def _search(layer: LayerFacts, start: fx.Node, count: int) -> ShardFlow | Refusal:
-    """Return the region that starts at a projection, or the refusal if there is none."""
+    """Return the sharded region that starts at projection `start`, over `count` ranks, or the refusal if there is none."""
     size = num_outputs(start)
     if size % count:
         return Refusal(start, f"{size} outputs do not divide by {count}", indivisible=True)

@@ -21,7 +21,7 @@ Shards = TensorShard | tuple[TensorShard | None, ...]
 
 
 class Refusal(Exception):
-    """Exception that ends a flow: the reason why a region cannot be sharded."""
+    """Exception: a region cannot be sharded, for the given reason; the search for a region ends or tries another one."""
 
     def __init__(self, node: fx.Node, reason: str, *, indivisible: bool = False) -> None:
         super().__init__(reason)
@@ -32,7 +32,7 @@ class Refusal(Exception):
 
 
 class Refinement(Refusal):
-    """Refusal that is avoided if a projection's outputs are split into finer blocks."""
+    """Refusal with a remedy: divide a projection's outputs into finer blocks, and follow the region again."""
 
     def __init__(
         self, node: fx.Node, reason: str, origin: fx.Node, blocks: tuple[int, ...], *, indivisible: bool = False
@@ -43,7 +43,7 @@ class Refinement(Refusal):
 
 
 class RegionGrowth(Exception):
-    """Exception that ends a flow in order to repeat it with more sharded projections, whose results meet a sharded value."""
+    """Exception: results of more projections meet a sharded value; the region is followed again with these sharded too."""
 
     def __init__(self, projections: Sequence[fx.Node]) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class ShardFlow:
             self._made(node, result, origins)
 
     def _enter(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
-        """Record whole values that a sharded node reads: each rank computes only a part of their gradient."""
+        """Record in `copies` the whole values that a sharded node reads: each rank computes only a part of their gradient."""
         for source in sources:
             whole = source not in self.shards and (node, source) not in self.weights
             if whole and self.facts.carries(node) and self.facts.carries(source):
@@ -149,7 +149,7 @@ class ShardFlow:
         return TensorShard(dim=dim, blocks=tuple(blocks), count=self.count)
 
     def row(self, node: fx.Node, weight: fx.Node, shard: TensorShard) -> None:
-        """Record that `node` contracts a sharded dim: each rank has a part of `weight`, and the results are summed over ranks."""
+        """Record that `node` contracts a sharded dim: `weight` is sharded as `shard`, and results are summed over ranks."""
         self._shard_weight(node, weight, shard)
         self.sums.add(node)
 
@@ -178,7 +178,15 @@ class ShardFlow:
     def refine(
         self, node: fx.Node, value: fx.Node, blocks: Sequence[int], reason: str, *, indivisible: bool = False
     ) -> None:
-        """Request finer blocks for the outputs of the projection that made a sharded value, if they are the value's dim."""
+        """Raise Refinement if finer blocks of the projection that made a sharded value can help; else return.
+
+        Args:
+            node: node that needs the finer blocks.
+            value: sharded value that the node reads.
+            blocks: requested sizes of the blocks along the sharded dim of `value`.
+            reason: reason for the refusal, if the region cannot be followed again.
+            indivisible: True if a smaller degree may shard the region.
+        """
         origins = self.origins[value]
         if len(origins) != 1:
             return

@@ -164,7 +164,7 @@ def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _index(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow indexing of other dims by integers, where the indexed dims are consecutive."""
+    """Return the sharding of indexing by integers along dims other than the sharded one; the indexed dims must be consecutive."""
     value = first(flow, node)
     indices: Any = node.args[1]
     shard = flow.shard_of(value)

@@ -121,13 +121,13 @@ def _before(graph: ModelGraph, spec: ParameterSpec) -> TensorShard:
 
 
 def _shared(shape: Sequence[int], shard: TensorShard) -> tuple[int, ...]:
-    """Return the shape of one replica's part of a rank's tensor."""
+    """Return the shape of a replica's part of a tensor-parallel rank's tensor, which has shape `shape` before it is divided."""
     return (*shape[: shard.dim], shape[shard.dim] // shard.replicas, *shape[shard.dim + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parameters:
-    """Parameters that one component reads, divided into sharded and whole ones."""
+    """Sorts the parameters that one component reads into those that its replicas shard and those that stay whole."""
 
     shared: Sequence[ParameterSpec]
     whole: Sequence[tuple[ParameterSpec, str]] = field(default=())

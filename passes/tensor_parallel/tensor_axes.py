@@ -104,7 +104,7 @@ def _illegal(facts: GraphFacts, sharding: ComponentSharding, found: Mapping[int,
 
 
 def _projections(sharding: ComponentSharding) -> set[fx.Node]:
-    """Return the projections that a degree shards, except the head over the vocabulary."""
+    """Return the projections of a component's regions, except regions that compute the loss (the head over the vocabulary)."""
     return {node for region in sharding.regions if not region.losses for node in (*region.columns, *region.sums)}
 
 
@@ -125,7 +125,7 @@ def _shares_heads(node: fx.Node, sharding: ComponentSharding) -> bool:
 
 
 def _before(node: fx.Node, reasons: Mapping[fx.Node, str]) -> str | None:
-    """Return the reason recorded for the nearest projection from which a node is made; None if there is none."""
+    """Return the entry in `reasons` of the nearest node from which `node` is made (or of itself); None if there is none."""
     waiting, seen = [node], set[fx.Node]()
     while waiting:
         value = waiting.pop(0)

@@ -31,7 +31,7 @@ _REARRANGES = aten_ops(
 
 @dataclass(kw_only=True, slots=True)
 class ShardRewriter:
-    """Rewrites one graph for the regions that were found; `shards` then holds the sharding of its parameters."""
+    """Rewrites a graph so that ranks run the regions found; afterwards `shards` has the sharding of each sharded parameter."""
 
     facts: GraphFacts
     group: str
@@ -181,7 +181,10 @@ def _describe(made: fx.Node, like: fx.Node, full: Iterable[Any]) -> None:
 
 
 def smallest(node: fx.Node, value: fx.Node, region: ShardFlow) -> tuple[fx.Node, fx.Node]:
-    """Return (reader, value) at which a gradient is summed: before the heads of keys and values are repeated."""
+    """Return (reader, value) at which the gradient of `value` is smallest, so that the sum over ranks sends the least.
+
+    For keys and values that is before their heads are repeated.
+    """
     reader, best = node, (node, value)
     while True:
         if tensors(value)[0].numel() < tensors(best[1])[0].numel():
@@ -208,7 +211,7 @@ def _set_local(parameter: fx.Node, shard: TensorShard) -> None:
 
 
 def _localize(node: fx.Node, shards: Shards) -> None:
-    """Record a node's values as one rank has them; a value that was a view of an input still is one."""
+    """Replace the recorded value of a node by a part, of the sizes on one rank; a view of an input stays a view."""
     each = shards if isinstance(shards, tuple) else (shards,)
     before = tensors(node)
     wanted = [

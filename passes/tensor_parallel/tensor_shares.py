@@ -62,7 +62,7 @@ def tensor_shares(
 
 
 def _sums(region: ShardFlow) -> Iterable[int]:
-    """Return the bytes of every projection result that is summed over ranks."""
+    """Yield, for every projection of a region whose result is summed over ranks, the bytes of this result."""
     yield from (_bytes(node) for node in region.sums)
     for node in region.losses:
         labels = node.args[1]
@@ -72,7 +72,7 @@ def _sums(region: ShardFlow) -> Iterable[int]:
 
 
 def _copies(region: ShardFlow) -> Iterable[fx.Node]:
-    """Return the values whose gradient is summed over ranks."""
+    """Yield the whole values that a region reads and whose gradient is summed over ranks."""
     for node, value in region.copies:
         cut = (node, value) in region.parts or (node, value) in region.heads
         yield smallest(node, value, region)[1] if cut else value

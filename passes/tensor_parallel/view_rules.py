@@ -60,7 +60,7 @@ def view_as(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _local_sizes(flow: ShardFlow, node: fx.Node, wanted: Sequence[Any], dim: int) -> list[Any]:
-    """Return local sizes for a view of a rank's part; a -1 is kept, since all other sizes are local too."""
+    """Return the sizes `wanted` of a view with dim `dim` as on one rank; -1 stays, as it then follows from local sizes."""
     found = list(wanted)
     size = found[dim]
     if isinstance(size, fx.Node):
@@ -104,7 +104,10 @@ def reshaped(flow: ShardFlow, node: fx.Node, value: fx.Node) -> TensorShard:
 
 
 def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int, int, int]:
-    """Return the smallest (old start, old end, new start, new end) of dims with equally many elements, old ones with `dim`."""
+    """Return (old start, old end, new start, new end) of the fewest dims around `dim` that a view turns into each other.
+
+    For (2, 6, 5) viewed as (2, 2, 3, 5) and dim 1: (1, 2, 1, 3), as 6 = 2 * 3.
+    """
     before = [1, *accumulate(old, lambda a, b: a * b)]
     after = [1, *accumulate(new, lambda a, b: a * b)]
     begin = max(i for i in range(dim + 1) if before[i] in after)
@@ -113,7 +116,15 @@ def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int, 
 
 
 def _blocks(runs: tuple[int, ...], *, repeats: int, inner: int) -> tuple[int, ...]:
-    """Return blocks of a dim with `repeats` outer and `inner` inner elements that flatten to `runs`; () if none exist."""
+    """Return the sizes of the blocks of one dim of a view, from the lengths of consecutive runs of elements; () if none fit.
+
+    Example: with 2 outer and 5 inner elements, runs (20, 10, 20, 10) are blocks (4, 2), and (20, 10) is ().
+
+    Args:
+        runs: numbers of elements in consecutive runs, each of which belongs to one block.
+        repeats: number of elements of the dims outside the dim; the runs must repeat as often.
+        inner: number of elements of the dims inside the dim.
+    """
     period, rest = divmod(len(runs), repeats)
     one = runs[:period]
     if rest or one * repeats != runs or any(run % inner for run in one):

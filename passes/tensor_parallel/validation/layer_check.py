@@ -99,13 +99,13 @@ def _is_sharded(graph: ModelGraph, nodes: Iterable[fx.Node]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Given:
-    """Inputs of both runs of a layer; keys are nodes of the whole graph."""
+    """Weights, inputs and gradients with which a layer runs, whole and sharded alike; keys are nodes of the whole graph."""
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[fx.Node, Any]
-    """Value from outside the layer -> its value in both runs."""
+    """Value that the layer reads from outside -> its tensor or number, equal in the whole and the sharded run."""
     gradients: Mapping[tuple[fx.Node, bool], list[torch.Tensor]]
-    """(Value that other layers read, True if another component reads it) -> gradients that return for it."""
+    """(Value that other layers read, True if another component reads it) -> random gradients that return to the layer for it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -196,7 +196,7 @@ class _Layer:
         return _Given(tensors=weights, values=values, gradients=gradients)
 
     def _elsewhere(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return calls outside the layer that must have a value, floats of other layers first, in graph order."""
+        """Return calls outside the layer that must have a value to run it, in graph order, back to floats of other layers."""
         needed: set[fx.Node] = set()
         waiting = list(outside)
         while waiting:
@@ -231,7 +231,10 @@ class _Layer:
         )
 
     def _enter(self, lockstep: Lockstep, nodes: Sequence[fx.Node], given: _Given) -> dict[fx.Node, World]:
-        """Set the inputs of a run; values that carry gradient are leaves, one per rank if the layer's component made them."""
+        """Set a run's inputs, and return those that are floats: value -> a leaf for each rank that reads its own copy.
+
+        Ranks have copies of their own if the layer's component made the value; else they share one.
+        """
         leaves: dict[fx.Node, World] = {}
         for value, sources in self.matches.sources(nodes).items():
             if value not in given.values:
@@ -270,7 +273,10 @@ def _backward(roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]) -> N
 def _flowing(
     world: World, gradients: Sequence[torch.Tensor], foreign: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (result of a rank, its gradient); a gradient from another component reaches only the first rank."""
+    """Yield (float tensor of a rank's result, its gradient); if `foreign`, the gradient is zeros on all ranks but rank 0.
+
+    `foreign` stands for a gradient from another component, which rank 0 alone receives.
+    """
     for rank, made in enumerate(world):
         floats = [leaf for leaf in pytree.tree_leaves(made) if _is_float_tensor(leaf)]
         for tensor, gradient in zip(floats, gradients, strict=False):

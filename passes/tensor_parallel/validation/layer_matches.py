@@ -54,7 +54,7 @@ class LayerMatches:
         return cls(whole=before, sharded=after, _value_of=value_of)
 
     def sources(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Return value from outside the layer -> the nodes that stand for it in the layer's graph."""
+        """Return value from outside the layer -> nodes by which the layer's graph reads it: the value or its `tp_exit`."""
         members, found = set(nodes), dict[fx.Node, list[fx.Node]]()
         for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):
             if source.op == "call_function" and source not in members:
@@ -63,11 +63,11 @@ class LayerMatches:
         return found
 
     def outputs(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-        """Return pairs (value that other layers read, the node that makes it)."""
+        """Return pairs (value that others read, as a node of the whole graph; the node of this layer that makes it)."""
         return [(self._value_of[node], node) for node in _leaving(nodes)]
 
     def ends(self, nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
-        """Yield (value, node from which it is read, True if another component reads it) wherever a gradient returns."""
+        """Yield (value, node that others read, True if another component reads it) for each returning gradient."""
         members = set(nodes)
         for value, node in self.outputs(nodes):
             exits = [user for user in node.users if _is_exit(user)]

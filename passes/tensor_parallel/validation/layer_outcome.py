@@ -32,7 +32,7 @@ class LayerOutcome:
 
 
 def difference(found: LayerOutcome, wanted: LayerOutcome, least: float) -> str:
-    """Describe the first difference between two outcomes; "" if there is none."""
+    """Describe the first difference between outcomes; "" if there is none. `least` is the smallest scale (`_DTYPES`)."""
     gradients = [*wanted.input_gradients.values(), *wanted.weight_gradients.values()]
     largest = max((_largest(grads[0]) for grads in gradients), default=0.0)
     for (label, ours), (_, theirs) in zip(found.groups(), wanted.groups(), strict=True):

@@ -33,7 +33,7 @@ _DROPOUTS = aten_ops("dropout dropout_ feature_dropout alpha_dropout feature_alp
 
 @dataclass(kw_only=True, slots=True)
 class _Leaf:
-    """A parameter as one component reads it, with one tensor for each of its ranks."""
+    """A parameter as one component reads it: a leaf tensor for each of the component's ranks, which collects its gradient."""
 
     shard: TensorShard | None
     parts: list[torch.Tensor]
