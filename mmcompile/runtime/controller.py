@@ -219,7 +219,7 @@ class Controller:
         return found
 
     def _by_rank(self, placed: Mapping[int, StageProgram]) -> dict[int, tuple[StageProgram, ...]]:
-        """Return the stage programs of each rank; once where a rank holds several replicas of a stage."""
+        """Return the stage programs of each rank. A rank that holds several replicas of a stage has its program once."""
         by_rank: dict[int, dict[str, StageProgram]] = {}
         for index, program in placed.items():
             by_rank.setdefault(self._stages[index].ranks[0], {})[program.stage] = program

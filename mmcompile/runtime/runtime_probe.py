@@ -131,7 +131,7 @@ class _Probe:
 
     step_s: float
     forward_s: float
-    """Seconds of a rank for a forward with next to no computation."""
+    """Seconds that a rank takes for the forward of one microbatch, which computes next to nothing."""
     backward_s: float
     send_s: float
     message_s: float

@@ -1,4 +1,4 @@
-"""`TrainerState`: progress of the run a checkpoint is from; also the check whether a folder is a checkpoint.
+"""`TrainerState`: how far training was when a checkpoint was written; and the search for a checkpoint in a folder.
 
 trainer.json        `TrainerState`; it is written last, so a folder with it is whole
 index.json          `CheckpointIndex`: where each tensor is

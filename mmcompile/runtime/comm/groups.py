@@ -109,7 +109,7 @@ class Lane:
 
 @dataclass(kw_only=True, slots=True)
 class Groups:
-    """The process groups of one rank: gloo for control and CPU tensors, NCCL for CUDA tensors.
+    """Sends and receives tensors between one rank and the others: by gloo for control and CPU tensors, NCCL for CUDA tensors.
 
     Args:
         store: store shared by all ranks, fresh for this engine.

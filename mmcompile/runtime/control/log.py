@@ -110,7 +110,7 @@ class History:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
-    """A record as written to a line of the log; one field is set. `history` starts a compacted file."""
+    """A line of the log: exactly one field is set, that of the record's kind. A compacted log begins with `history`."""
 
     prepared: Prepared | None = None
     activated: Activated | None = None
@@ -122,7 +122,7 @@ class _Line:
 
 @dataclass(kw_only=True, slots=True)
 class Log:
-    """An open log. `append` returns once the record is on the disk. Only one process can have the log open."""
+    """Appends records to a log file. `append` returns once the record is on the disk. Only one process can have the log open."""
 
     history: History
     _file: int

@@ -18,7 +18,7 @@ _BACKLOG_BYTES = 4 * FRAME_BYTES
 
 
 class Stream:
-    """One end of a link. `read` and `send` do not block; call `flush` when the socket is writable.
+    """Sends and receives messages at one end of a link, without blocking. Call `flush` when the socket is writable.
 
     Args:
         end: connected stream socket, made non-blocking here, and closed by `close`.

@@ -45,7 +45,7 @@ gloo releases every wait, except for a send that it had begun to write when the 
 
 
 class Watch(Protocol):
-    """Interface to a worker's generation that `Connections` uses; `MembershipClient` has it."""
+    """Interface by which `Connections` learns that a generation has ended, and reports failed messages: a `MembershipClient`."""
 
     superseded: bool
     on_superseded: Callable[[], None] | None

@@ -30,7 +30,7 @@ _END_S = 10.0
 
 
 class ElasticEngine:
-    """Coordinator, store, and one agent per node, whose workers train by the templates of a plan.
+    """Trains by the templates of a plan: runs a coordinator, a store, and one agent per node, which runs the node's workers.
 
     Every step is committed once, on the same samples, for any failures of nodes; see `mmcompile.runtime.elastic`. All processes
     end with this one.

@@ -47,7 +47,7 @@ def work(job: ElasticJob, membership: MembershipClient) -> None:
 
 
 class ElasticWorker:
-    """A worker process, and the programs, layers and data that it keeps from generation to generation.
+    """Trains in one worker process, and keeps programs, layers and data from generation to generation.
 
     Attributes:
         job: model, data and settings of the run.

@@ -28,7 +28,7 @@ from mmcompile.runtime.worker import Worker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StepOrder:
-    """Rank 0's broadcast at the start of a step: its plan and settings."""
+    """Rank 0's broadcast at the start of a step: the step's plan, and the optimizer's settings for it."""
 
     has_new: bool
     """True if patterns that some ranks lack are sent next."""
@@ -36,7 +36,7 @@ class _StepOrder:
 
 
 class GenerationWorker:
-    """One rank of a generation, which computes steps with the other ranks.
+    """Computes the steps of one generation on one rank, together with the other ranks.
 
     Args:
         job: model, data and settings of the run.

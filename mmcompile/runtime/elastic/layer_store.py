@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 
 
 class LayerStore:
-    """Parameters and optimizer state that one worker holds, by layer.
+    """Keeps the parameters and optimizer state of one worker by layer, and copies them in and out.
 
     Args:
         state: parameters and optimizer of the worker; changed in place.
