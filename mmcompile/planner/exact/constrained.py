@@ -139,7 +139,10 @@ def _chain(candidate: Candidate, index: int, devices: int | None) -> ExactChain:
 
 
 def _readable(found: Sequence[Candidate], constraints: Sequence[Constraint]) -> Iterator[Candidate]:
-    """Yield the candidates whose chains have every name in the constraints; others differ by the placement of projectors."""
+    """Yield the candidates whose chains have every name in the constraints.
+
+    In other candidates, projectors are placed elsewhere.
+    """
     refusal: ConfigError | None = None
     readable = 0
     for judged in found:
@@ -168,7 +171,7 @@ def _cut_by_dp(candidate: Candidate, constraints: Sequence[Constraint]) -> Candi
 def _anew(
     engine: BranchAndBound, found: Sequence[Candidate], constraints: Sequence[Constraint], budget_s: float
 ) -> ConstrainedResult:
-    """Return a result with new stage counts over the devices, with the degrees of the first candidate for which one exists.
+    """Return the result for the first candidate that can meet the constraints once its stage counts are chosen anew.
 
     Raises:
         PlanError: no candidate allows one; the message has the conflict of the fastest candidate.
@@ -198,7 +201,7 @@ def _anew(
 
 
 def _different(found: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield the first few candidates that differ in chains, degrees or setting."""
+    """Yield the first few candidates (`_MAX_ANEW`), no two of them with equal chains, degrees and setting."""
     seen: set[tuple[object, ...]] = set()
     for judged in found:
         key = (judged.chains, judged.degrees, judged.setting)

@@ -16,7 +16,7 @@ from mmcompile.planner.search.partition import Split, Table
 Bit = z3.BoolRef | bool
 """Z3 literal, or a constant that is folded away when a clause is added."""
 Bad = NDArray[np.bool_]
-"""True where a stage of layers i..j-1 is forbidden, [N+1, N+1]."""
+"""Table [N+1, N+1] over the chain's N layers: entry [i, j] is True where a stage of layers i..j-1 is forbidden."""
 
 
 def negated(bit: Bit) -> Bit:
@@ -105,7 +105,7 @@ class ChainLiterals:
         return negated(self.variants[variant])
 
     def forbid(self, k: int, bad: Bad, unless: tuple[Bit, ...]) -> None:
-        """Add clauses that forbid layer ranges for the k-th stage from the end, unless one of the literals holds."""
+        """Add clauses: no layer range that is True in `bad` is the k-th stage from the end, unless one of `unless` holds."""
         size = self.num_layers
         ends = [size] if k == 1 else range(1, size - k + 2)
         # Where each end lets the stage begin at the earliest; the end itself where it is not possible at all.
@@ -130,7 +130,7 @@ class ChainLiterals:
                 self.add(*unless, *here, negated(self.at_most(k, start)), self.at_most(k, start - 1))
 
     def value(self, k: int, table: Table) -> z3.ArithRef:
-        """Return a Z3 number that equals `table[i]` if the k-th boundary from the end is at layer i."""
+        """Return a Z3 number that equals `table[i]` where i is the layer of the k-th boundary from the end."""
         found = z3.FreshReal("value")
         for i, value in enumerate(table):
             self.add(negated(self.at_most(k, i)), self.at_most(k, i - 1), found == int(value))

@@ -81,13 +81,13 @@ def least_tails(problem: ExactProblem) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _ChainSplits:
-    """Cache of optimal splits of single chains."""
+    """Optimal splits of single chains for each tail (number of stages to the loss), computed once and kept."""
 
     problem: ExactProblem
     known: dict[tuple[int, int, int], dict[int, Split]] = field(default_factory=dict)
 
     def splits(self, chain: int, variant: int, tail: int) -> dict[int, Split]:
-        """Return number of stages -> optimal split of a chain, for every possible number."""
+        """Return number of stages -> optimal split of a chain into so many stages, for every number for which one exists."""
         key = (chain, variant, tail)
         if key not in self.known:
             counts = _counts_allowed(self.problem, chain)
@@ -118,7 +118,10 @@ def _depends_on_position(problem: ExactProblem, chain: int) -> bool:
 
 
 def _cost(problem: ExactProblem, chain: int, variant: int, tail: int, k: int, count: int) -> Table:
-    """Return picoseconds of layers i..j-1 as the k-th stage from the end of `count`, [N+1, N+1]; INFINITE if forbidden."""
+    """Return the picoseconds of every stage as the k-th from the end of `count` stages, [N+1, N+1].
+
+    Entry [i, j] is for the stage of layers i..j-1; INFINITE if the memory or a demand forbids it.
+    """
     own = problem.chains[chain].variants[variant]
     start, end = np.arange(len(own.times))[:, None], np.arange(len(own.times))[None, :]
     bad = np.zeros(own.times.shape, dtype=bool)
@@ -140,7 +143,7 @@ def _cost(problem: ExactProblem, chain: int, variant: int, tail: int, k: int, co
 
 
 def _variants(problem: ExactProblem) -> Iterator[tuple[int, ...]]:
-    """Yield the index of each chain's degrees, for all combinations that meet demands for equal tp."""
+    """Yield, for all combinations of the chains' degrees that meet demands for equal tp, the index of each chain's degrees."""
     same = [demand.rule.chains for demand in problem.demands if isinstance(demand.rule, SameTp)]
     choices = product(*(range(len(chain.variants)) for chain in problem.chains))
     for number, chosen in enumerate(choices):
@@ -154,7 +157,7 @@ def _variants(problem: ExactProblem) -> Iterator[tuple[int, ...]]:
 def _targets(
     problem: ExactProblem, dp: _ChainSplits, variants: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield target times in ps, ascending, each with the fewest stages of every chain that meet it within the devices."""
+    """Yield (target time in ps, ascending; fewest stages of each chain that meet it) where these stages fit the devices."""
     least = least_tails(problem)
     options = [dp.splits(chain, variant, least[chain]) for chain, variant in enumerate(variants)]
     if not all(options):

@@ -94,7 +94,7 @@ def tails(problem: ExactProblem, splits: Splits) -> list[int]:
 
 
 def stage_bytes(problem: ExactProblem, splits: Splits) -> list[list[int]]:
-    """Return the peak bytes of every stage, [chain][stage]."""
+    """Return the peak bytes of every stage: entry [c][s] is stage s of chain c, counted from its first."""
     used: list[list[int]] = []
     for chain, split, tail in zip(problem.chains, splits, tails(problem, splits), strict=True):
         variant, count = chain.variants[split.variant], split.num_stages
@@ -109,7 +109,7 @@ def stage_bytes(problem: ExactProblem, splits: Splits) -> list[list[int]]:
 
 
 def stage_times(problem: ExactProblem, splits: Splits) -> list[list[int]]:
-    """Return the picoseconds of every stage for one microbatch, [chain][stage]."""
+    """Return the picoseconds of every stage for one microbatch: entry [c][s] is stage s of chain c, counted from its first."""
     return [
         [int(chain.variants[split.variant].times[ends]) for ends in split.ranges]
         for chain, split in zip(problem.chains, splits, strict=True)

@@ -35,7 +35,7 @@ class Bottleneck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """Stages that share ranks, with their combined load on each of these ranks."""
+    """Stages that run on the same ranks, with their seconds and bytes added up."""
 
     stages: tuple[Stage, ...]
 
@@ -66,7 +66,7 @@ class RankGroup:
 
 
 def rank_loads(plan: PlanRecord) -> tuple[RankGroup, ...]:
-    """Return each set of stages that run on the same rank as one group, in order of ranks."""
+    """Return one `RankGroup` for each set of stages that run on the same ranks, in order of ranks."""
     on_rank: defaultdict[int, list[Stage]] = defaultdict(list)
     for stage in plan.stages:
         for rank in stage.ranks:

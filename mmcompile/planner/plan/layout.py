@@ -87,7 +87,7 @@ def lay_out(
 
 
 _Numbers = dict[int, dict[str, int]]
-"""Column (or row) -> source name -> index of the source's track (or lane) in the gap behind that column (or row)."""
+"""Column -> source name -> index of the source's vertical track behind that column; for lanes, row in place of column."""
 
 
 def _tracks(nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> tuple[_Numbers, _Numbers]:

@@ -17,7 +17,7 @@ class PlacedStage:
     """Stage of one replica, or one shard of it, on one rank (`Placed` of the schedule)."""
 
     name: str
-    """`language_model.0`.
+    """Name of the stage on this rank: `language_model.0` with one replica, unsharded.
 
     With several replicas `language_model.0#1` for replica 1, `language_model.0#1@0` for its first shard.
     """
@@ -155,7 +155,7 @@ def _several_groups(plan: Plan) -> Iterable[str]:
 
 
 def _sharing(stage: Stage, chain: Chain, rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold the same shard of a stage as a rank does, one of each replica."""
+    """Return the ranks, one of each replica, that hold the same shard of a stage as `rank` does."""
     shards = chain.tp * chain.cp
     return stage.ranks[stage.ranks.index(rank) % shards :: shards]
 

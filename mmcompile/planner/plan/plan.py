@@ -17,7 +17,10 @@ from mmcompile.planner.plan.table import format_plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(PlanRecord):
-    """Assignment of every layer to devices, with predictions. `str(plan)` is the table; `to_json` / `from_json` round-trip it."""
+    """Assignment of every layer to devices, with predictions of time and memory, as a value.
+
+    `str(plan)` is a table of at most forty lines; `to_json` and `from_json` round-trip the plan.
+    """
 
     def __str__(self) -> str:
         return format_plan(self)

@@ -34,7 +34,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Contiguous layers of one component in a stage: `first` (included) to `last` (excluded)."""
+    """Contiguous layers of one component that are part of a stage: layers `first` to `last` (excluded)."""
 
     component: str
     first: int

@@ -25,7 +25,10 @@ def _fold_name(fold: Fold) -> str:
 
 
 def _fold_layers(fold: Fold) -> str:
-    """Return text for a row's layers: first and last layer of each component, from 0, and in a run the layers of one stage."""
+    """Return a row's layers as text, for each component first and last layer.
+
+    A row of several stages shows one stage's number.
+    """
     spans: dict[str, tuple[int, int]] = {}
     for segment in (segment for stage in fold for segment in stage.segments):
         first, _ = spans.get(segment.component, (segment.first, 0))
@@ -184,7 +187,7 @@ def _row(fold: Fold, scale: int) -> tuple[str, ...]:
 
 
 def _span(values: Iterable[float], text: Callable[[float], str]) -> str:
-    """Return the range of values as text: the smallest and the largest, or one text if both read alike."""
+    """Return a range of values as text, `smallest..largest`; a single text if both ends read alike."""
     listed = list(values)
     least, most = text(min(listed)), text(max(listed))
     return least if least == most else f"{least}..{most}"

@@ -86,7 +86,10 @@ def _boxes(plan: PlanRecord) -> list[str]:
 
 
 def _edges(plan: PlanRecord) -> list[tuple[str, str]]:
-    """Return pairs (chain, chain that it feeds) from the links; before links exist, every other chain feeds the last."""
+    """Return pairs (chain, chain that it feeds), from the plan's links.
+
+    For a plan without links every other chain feeds the last.
+    """
     owner = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
     pairs = dict.fromkeys((owner[link.source], owner[link.target]) for link in plan.links)
     crossing = [pair for pair in pairs if pair[0] != pair[1]]
@@ -96,7 +99,7 @@ def _edges(plan: PlanRecord) -> list[tuple[str, str]]:
 
 
 def _columns(chains: Sequence[Chain], edges: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """Return chain name -> column in the diagram, as far right as the chains that it feeds allow."""
+    """Return chain name -> column in the diagram: one left of the leftmost chain that it feeds."""
     distance = {chain.name: 0 for chain in chains}
     position = {chain.name: index for index, chain in enumerate(chains)}
     for source, target in sorted(edges, key=lambda edge: -position[edge[0]]):
@@ -172,7 +175,10 @@ def _rest(plan: PlanRecord, room: int) -> list[str]:
 
 
 def _deal(wanted: Mapping[str, int], room: int) -> dict[str, int]:
-    """Return section -> number of lines: one each, then one more in turn, until all are complete or no room is left."""
+    """Return section -> number of lines it gets.
+
+    One each, then one more in turn until sections are complete or `room` is used up.
+    """
     given = {name: 0 for name in wanted}
     while room > 0 and given != wanted:
         for name, count in wanted.items():

@@ -142,7 +142,7 @@ def _check(graph: ModelGraph, costs: Mapping[str, Sized], projector: ProjectorPl
 def _groups(
     graph: ModelGraph, kinds: Mapping[str, ComponentKind], placement: ProjectorPlacement | None
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the components of each chain in order, chains in topological order; ties keep the model's order."""
+    """Return the component names of each chain, in order; chains in topological order, ties in the model's order."""
     dag = graph.dag()
     position = {component.name: index for index, component in enumerate(graph.components)}
     order = list(nx.lexicographical_topological_sort(dag, key=position.__getitem__))

@@ -170,7 +170,7 @@ def _patch_size(graph: ModelGraph, component: str) -> tuple[int, int] | None:
 
 
 def _rows_into(graph: ModelGraph, component: str, modality: Modality, modalities: Mapping[str, Modality]) -> set[int]:
-    """Return the row counts of all tensors that components of a modality send, directly or not, to one component."""
+    """Return the numbers of rows of all tensors that components of a modality send, directly or not, to one component."""
     nodes: dict[str, fx.Node] = {node.name: node for node in graph.module.graph.nodes}
     rows: set[int] = set()
     for producer, consumer, names in graph.edges:

@@ -24,13 +24,16 @@ Loads = Mapping[str, tuple[Load | None, Load | None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PricedChain:
-    """Prices of a chain's layers on one of the ranks that share them, as running sums [layers + 1] unless stated otherwise."""
+    """Prices of a chain's layers on one of the ranks that share them.
+
+    A running sum [layers + 1] has at entry i the sum over the first i layers; fields are running sums unless stated otherwise.
+    """
 
     forward_s: NDArray[np.float64]
     input_grad_s: NDArray[np.float64]
     weight_grad_s: NDArray[np.float64]
     backward: NDArray[np.int64]
-    """True for layers that run a backward, [layers]."""
+    """Number of layers that run a backward, running sum [layers + 1]."""
     parameter_bytes: NDArray[np.int64]
     trainable_bytes: NDArray[np.int64]
     saved_bytes: NDArray[np.int64]
@@ -132,7 +135,7 @@ def price_chain(
 def _component_prices(
     pricing: Pricing, component: str, share: float, sharding: LayerSharding, loads: Sequence[Loads]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return seconds and sizes of one layer of each group of a component, for a share of the load.
+    """Return seconds and sizes of one layer of each group of equal layers of a component, at a share of each load.
 
     Returns:
         [groups, loads, 3]; and [groups, loads, 10]: whether a backward runs, then bytes: parameters, trainable, saved, saved by
@@ -167,7 +170,7 @@ def _columns(loads: Sequence[Load | None], share: float) -> tuple[NDArray[np.flo
 def _body(
     parts: Sequence[tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]], index: int
 ) -> RepeatedLayers:
-    """Return a chain's body, its most costly equal layers, at the load with the given index.
+    """Return a chain's body, the equal layers that together take the most time, at the load with the given index.
 
     Args:
         parts: (number of layers in each group, seconds, sizes) of each component, as from `_component_prices`.

@@ -80,7 +80,7 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGroup:
-    """Group of layers of one component that cost the same at every load."""
+    """Layers of one component, not always neighbours, that cost the same at every load and so are priced once."""
 
     first: int
     """Index of the first layer of the group."""
@@ -245,7 +245,7 @@ class Pricing:
         return self._groups[component]
 
     def _costs(self, component: str, load: Load | None) -> tuple[LayerCost, ...]:
-        """Return the unsharded cost of one layer of each group at a load, or at the captured one if it is None."""
+        """Return the cost on one rank without sharding of one layer of each group, at a load; None: at the captured load."""
         key = (component, load)
         if key not in self._tables:
             first = [group.first for group in self._grouped(component)[1]]
@@ -289,7 +289,7 @@ class Pricing:
         return load.tokens / captured if captured else 0.0
 
     def _known(self, kind: str, load: Load, tp: int) -> tuple[LayerTimes | None, LayerSharding]:
-        """Return a layer kind's measured seconds (None if not measured) and the sharding in which they were measured."""
+        """Return (a layer kind's measured seconds, None if not measured; the sharding in which they were measured)."""
         assert self.calibration is not None
         measured = self.calibration.times(kind, load, tp)
         if measured is None and tp > 1:
@@ -297,7 +297,7 @@ class Pricing:
         return measured, LayerSharding(tp=tp)
 
     def _size(self, component: str, tokens: float) -> int:
-        """Return the even power of two nearest to a load's ratio to the captured load.
+        """Return e, even, such that 2^e is nearest to the ratio of a load to the captured load.
 
         Collectives are not affine over all sizes, so amounts are affine only around each power of four.
         """
@@ -324,7 +324,7 @@ class Pricing:
         return np.array([[float(getattr(cost, name)) for name in _AMOUNTS] for cost in costs])
 
     def _shared_costs(self, component: str, load: Load | None, sharding: LayerSharding) -> list[LayerCost]:
-        """Return the cost of one layer of each group on one rank of a sharding."""
+        """Return the cost of one layer of each group on one rank, for a load and a sharding."""
         groups = self._grouped(component)[1]
         return [
             self._share(component, cost, group, load, sharding)
@@ -348,9 +348,9 @@ class Pricing:
         return found
 
     def _measured(self, component: str, group: LayerGroup, tp: int) -> tuple[NDArray[np.float64], LayerSharding] | None:
-        """Return measured seconds as coefficients (fixed, token, square) x (forward, I, W), and their sharding.
+        """Return measured seconds as coefficients [3, 3] (fixed, token, square) x (forward, input gradient, weight gradient).
 
-        None if unmeasured.
+        With them comes the sharding in which they were measured. None if the group's kind was not measured.
         """
         if component not in self.table.growing:
             return None
@@ -368,7 +368,7 @@ def _three(at: Load) -> tuple[Load, Load, Load]:
 
 
 def _affine(points: NDArray[np.float64], at: Load) -> NDArray[np.float64]:
-    """Return the coefficients (fixed, per token, per square), [..., 3], of values [3, ...] at the loads of `_three`."""
+    """Return coefficients (fixed, per token, per square), [..., 3], of values `points` [3, ...] at the loads of `_three(at)`."""
     tokens, squares = points[1] - points[0], points[2] - points[0]
     return np.stack(
         [

@@ -15,7 +15,7 @@ from mmcompile.units import format_seconds
 SPARE_GAIN = 0.01
 """Smallest relative gain of a step for which usable nodes are left idle."""
 _MAX_TIED = 32
-"""Most combinations that are listed among those with the shortest step."""
+"""Largest number of combinations listed among those with the shortest step."""
 _IMPOSSIBLE = -(1 << 40)
 
 
@@ -32,7 +32,7 @@ class Composition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shapes:
-    """Inputs of a search for the fastest combination, hashable for caches."""
+    """Templates and numbers that decide the fastest combination, hashable so that results can be cached."""
 
     templates: tuple[tuple[int, float, float], ...]
     """(number of nodes, seconds to fill, seconds for each microbatch) of every template."""
@@ -41,7 +41,7 @@ class _Shapes:
 
 
 def compositions(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, ...]]:
-    """Yield every x with `sum_i x_i * sizes_i = num_nodes` (Oobleck, Eq. 2.5), as counts by size."""
+    """Yield each combination, `counts[i]` pipelines of `sizes[i]` nodes, that uses all `num_nodes` nodes (Oobleck, Eq. 2.5)."""
     if not sizes:
         yield from [()] if num_nodes == 0 else []
         return
@@ -82,7 +82,7 @@ def fastest(job: Job, num_nodes: int, like: Mapping[int, int] | None = None) -> 
 
 @lru_cache(maxsize=4096)
 def _used(shapes: _Shapes, num_nodes: int) -> tuple[int, float, str]:
-    """Return the number of nodes to use, the seconds of a step, and the reason why no more nodes are used."""
+    """Return (number of nodes to use, least seconds of a step, reason why further nodes are left idle or "")."""
     most = int(np.flatnonzero(_in_time(shapes, float("inf"), num_nodes))[-1])
     seconds = _least(shapes, (most,))
     reason = ""
@@ -116,7 +116,7 @@ def _least(shapes: _Shapes, used: tuple[int, ...]) -> float:
 
 
 def _in_time(shapes: _Shapes, deadline_s: float, num_nodes: int) -> np.ndarray:
-    """Return which node counts, all nodes used, can run a step by the deadline, bool [nodes + 1].
+    """Return for each number of nodes whether pipelines that use all of them run a step by the deadline, bool [nodes + 1].
 
     The most microbatches are computed for one more pipeline at a time, as the maximum over its template.
     """
@@ -144,13 +144,13 @@ def _max_pipelines(shapes: _Shapes, num_nodes: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _ends(shapes: _Shapes, index: int) -> np.ndarray:
-    """Return the end times in s of a template's pipeline with 1, 2, ... microbatches, float64 [microbatches]."""
+    """Return the seconds after which a template's pipeline has run 1, 2, ... microbatches, float64 [microbatches]."""
     _, fill_s, slowest_s = shapes.templates[index]
     return fill_s + np.arange(1, shapes.num_microbatches + 1) * slowest_s
 
 
 def _limits(shapes: _Shapes, deadline_s: float) -> tuple[int, ...]:
-    """Return the number of microbatches that a pipeline of each template can run by the deadline; 0 if it cannot run any."""
+    """Return, for each template, the number of microbatches that its pipeline can run by the deadline; 0 if not even one."""
     return tuple(
         int(np.searchsorted(_ends(shapes, index), deadline_s, side="right")) for index in range(len(shapes.templates))
     )

@@ -79,7 +79,7 @@ def busiest_bytes(copies: Sequence[LayerCopy[Holder]]) -> int:
 
 
 def _needs(job: Job, needed: Mapping[Holder, np.ndarray], holdings: Mapping[Holder, np.ndarray]) -> list[_Need[Holder]]:
-    """Return the missing layers of all nodes, the largest first; raise KeyError for a layer without holder."""
+    """Return the layers that nodes run but do not hold, largest first; a layer without any holder raises KeyError."""
     nothing = np.zeros(len(job.layers), dtype=bool)
     found: list[_Need[Holder]] = []
     holders: dict[int, tuple[Holder, ...]] = {}
@@ -112,9 +112,10 @@ def _sources(needs: Sequence[_Need[Holder]]) -> list[Holder]:
 def _lighten(
     needs: Sequence[_Need[Holder]], chosen: Sequence[Holder], loads: Mapping[Holder, int]
 ) -> list[tuple[int, Holder]] | None:
-    """Return moves (index of a need, new source) after which the busiest source sends less; None if no moves do that.
+    """Return changes of source (index into `needs`, new source) after which the busiest source sends fewer bytes.
 
-    No other source becomes as busy as the busiest was. It is a breadth-first search over holders that could send a layer instead.
+    None if no changes do that. No other source becomes as busy as the busiest was. It is a breadth-first search over holders that
+    could send a layer instead.
     """
     busiest = min(loads, key=lambda node: (-loads[node], node), default=None)
     if busiest is None:
@@ -151,7 +152,10 @@ def _path(reached: Mapping[Holder, tuple[int, Holder]], target: Holder, busiest:
 
 
 def _rounds(edges: Sequence[tuple[Holder, Holder]]) -> list[int]:
-    """Return a colour (round) for each (source, destination), different at each end, with as few colours as possible."""
+    """Return the round (colour) of each (source, destination).
+
+    Different for all copies of one holder's sends, or of its receives.
+    """
     at: dict[tuple[str, Holder], dict[int, int]] = defaultdict(dict)  # end -> colour -> edge
     colour: list[int] = []
     for edge, (source, destination) in enumerate(edges):
@@ -177,7 +181,10 @@ def _swap(
     first: int,
     second: int,
 ) -> None:
-    """Exchange two colours along the path from an end, which frees `first` there; it cannot reach the new edge's other end."""
+    """Exchange two rounds (colours) on the path of copies from `end` that alternates between them; this frees `first` there.
+
+    The path cannot reach the other end of the new copy.
+    """
     path: list[int] = []
     wanted = first
     while wanted in at[end]:

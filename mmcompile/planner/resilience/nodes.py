@@ -122,7 +122,10 @@ def fewest_pipelines(sizes: Sequence[int], num_nodes: int, replicas: int) -> dic
 
 
 def _sums(sizes: Sequence[int], num_nodes: int) -> Iterator[tuple[int, int]]:
-    """Yield (number of pipelines, node counts up to `num_nodes` that so many pipelines add up to, as bits of an int)."""
+    """Yield (number of pipelines, node counts that so many pipelines add up to, as bits of an int).
+
+    Example: sizes 2 and 3 give (2, 0b1110000), as two pipelines have 4, 5 or 6 nodes. Counts above `num_nodes` are left out.
+    """
     within, counts, pipelines = (1 << num_nodes + 1) - 1, 1, 0
     while counts:
         longer = 0

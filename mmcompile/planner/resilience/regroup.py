@@ -23,7 +23,7 @@ class RegroupRule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeGroups(Generic[Node]):
-    """Assignment of nodes to pipelines, and the spare nodes."""
+    """Assignment of nodes to pipelines, and the nodes left over."""
 
     groups: tuple[tuple[Node, ...], ...]
     """Nodes of each pipeline; from `bind`, they are in the order of the template's nodes."""
@@ -87,7 +87,7 @@ def _giver(groups: Sequence[list[Node]], idle: list[Node], minimum: int) -> list
 
 
 def _merge(groups: Sequence[list[Node]], minimum: int) -> tuple[list[list[Node]], list[list[Node]]] | None:
-    """Return all groups, and those of them that were joined; None if all nodes together are fewer than `minimum`."""
+    """Join groups smaller than `minimum`; return (all groups, the joined ones), None if all nodes are fewer than `minimum`."""
     whole = [group for group in groups if len(group) >= minimum]
     joined: list[list[Node]] = []
     open_group: list[Node] = []
@@ -106,9 +106,10 @@ def _merge(groups: Sequence[list[Node]], minimum: int) -> tuple[list[list[Node]]
 
 
 def _divide(group: list[Node], sizes: Sequence[int], *, whole: bool) -> tuple[list[list[Node]], list[Node]]:
-    """Return a group's pipelines and its surplus nodes.
+    """Return (pipelines that a group of nodes is divided into, surplus nodes).
 
-    It is one pipeline if `whole` and a template has the group's size, else as many as possible on the most nodes.
+    It stays one pipeline if `whole` and a template has its size; else as many pipelines as possible, on as many nodes as
+    possible.
     """
     if whole and len(group) in sizes:
         return [group], []

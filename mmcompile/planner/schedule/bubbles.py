@@ -128,7 +128,7 @@ def equal_stages(case: Case) -> Case:
 
 
 def _part(wanted: LayerTimes, own: LayerTimes, total: LayerTimes, count: int) -> LayerTimes:
-    """Return the seconds of one of a rank's `count` stages, of the `wanted` seconds of the rank, in its former proportion."""
+    """Return a stage's share of its rank's new seconds, in proportion to the stage's former share; one of `count` stages."""
     forward = own.forward_s / total.forward_s if total.forward_s else 1 / count
     backward = own.backward_s / total.backward_s if total.backward_s else 0.0
     return _scaled(wanted, forward, backward)

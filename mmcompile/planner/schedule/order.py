@@ -52,7 +52,7 @@ class OrderKeys:
     num_microbatches: int
     depth: tuple[int, ...]
     crossings: tuple[int, ...]
-    """Longest path from each stage to a sink, counted in edges that cross ranks."""
+    """Entry s: number of edges that cross ranks on the longest path from stage s to a sink, [stages]."""
 
     def forward_key(self, stage: int, microbatch: int) -> Key:
         """Return the sort key of a forward; a rank runs its forwards and backwards in ascending order of keys."""
@@ -112,10 +112,10 @@ def crossings(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageOrder:
-    """Order of messages: those sent right after each computation, and those received right before it."""
+    """Order of messages on both sides: those sent right after each computation, and those received right before it."""
 
     sends: Mapping[Side, Sequence[Side]]
-    """Sender -> receivers, in the order of sends."""
+    """Sending (stage, microbatch) -> receiving (stage, microbatch) pairs, in the order of sends."""
     receives: Mapping[Side, Sequence[tuple[Side, Side]]]
     """Computation -> messages (receiver, sender) received right before it.
 

@@ -29,7 +29,7 @@ class FlowEdge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """Work of one microbatch: its stages, the edges between them, and the stages that run a backward."""
+    """Work of one microbatch: names of its stages, the edges between them, and the names of the stages that run a backward."""
 
     stages: tuple[str, ...]
     edges: tuple[FlowEdge, ...]
@@ -69,7 +69,7 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Work of one microbatch in a subset of the stages, with its places (slots) in the order of the step."""
+    """Work of one microbatch in a subset of the stages, and its positions (slots) among the microbatches of a step."""
 
     number: int
     """Number of the unit in actions; unique among units that share a stage."""
@@ -303,7 +303,7 @@ _Crossing = tuple[Side, Side, bool]
 def _crossing(
     edge: CrossEdge, units: Mapping[tuple[str, int], Unit], index: Mapping[str, int], depth: tuple[int, ...]
 ) -> _Crossing:
-    """Return an edge between units with stages as indices; raise PlanError if the edge is invalid."""
+    """Return an edge between two units with stage names replaced by indices; an invalid edge raises PlanError."""
     for name, number in (edge.source, edge.target):
         if name not in index:
             raise PlanError(f"an edge between microbatches names stage {name!r}; stages are {', '.join(index)}")
@@ -329,7 +329,7 @@ def _crossing(
 def _message_orders(
     edges: Sequence[_Crossing], units: Mapping[Side, Unit], rank: Sequence[int]
 ) -> tuple[MessageOrder, MessageOrder]:
-    """Return two orders of the messages between units: that of values, and that of gradients."""
+    """Return the order of forward messages between units, and the order of gradient messages between units."""
     crossing = [edge for edge in edges if rank[edge[0][0]] != rank[edge[1][0]]]
     values = ((source, target) for source, target, _ in crossing)
     gradients = ((target, source) for source, target, gradient in crossing if gradient)
@@ -341,12 +341,12 @@ def _message_orders(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Program:
-    """Work of one flow with stages as indices, and the peers on other ranks of each stage, ascending."""
+    """Stages of one flow as indices, and for each stage the peers on other ranks with which it exchanges messages, ascending."""
 
     stages: tuple[int, ...]
     backward: tuple[int, ...]
     before: Mapping[int, Sequence[int]]
-    """Stage -> stages on other ranks that it receives from."""
+    """Stage index -> indices of the stages on other ranks from which it receives forward tensors."""
     after: Mapping[int, Sequence[int]]
     gradients_from: Mapping[int, Sequence[int]]
     gradients_to: Mapping[int, Sequence[int]]
@@ -375,7 +375,7 @@ def _forward(stage: int, number: int, program: _Program, between: MessageOrder) 
 
 
 def _backward(stage: int, number: int, program: _Program, between: MessageOrder, *, split: bool) -> list[Action]:
-    """Return the actions of a backward of a unit in a stage, with messages; `split` writes the backward as I and W."""
+    """Return the actions of one unit's backward in a stage, with its messages; with `split` as I and W, else as B."""
     side = (stage, number)
     return [
         *_messages(ActionKind.RECV_B, side, program.gradients_from, between.receives.get(side, ())),
@@ -411,7 +411,7 @@ def _messages(
 
 
 def _checked(flow: Flow, index: Mapping[str, int], depth: tuple[int, ...]) -> Iterable[tuple[int, int]]:
-    """Return the edges of a flow as pairs of stage indices; raise PlanError if the flow is invalid."""
+    """Check a flow: return its edges as (source stage index, target stage index); an invalid flow raises PlanError."""
     present = set(flow.stages)
     for name in (*flow.stages, *flow.backward):
         if name not in index:

@@ -94,7 +94,7 @@ class _Union:
     seconds: tuple[Array, Array, Array]
     """Seconds of the forward, of the backward's part that other stages await, and of its rest.
 
-    [draws, stages, microbatches + 1] each.
+    Each of the three arrays is [draws, stages, microbatches + 1].
     """
     count: Index
     """Number of microbatches of each stage, [stages]."""

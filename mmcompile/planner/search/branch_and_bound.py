@@ -37,7 +37,7 @@ _MAX_ROUNDS = 6
 FINALISTS = 12
 """Number of fastest candidates that are tried with every schedule, and whose cuts are moved."""
 _POLISHED = 3
-"""Number of finalists whose cuts are moved where not all combinations are listed."""
+"""Number of finalists whose cuts are moved by a layer where not all combinations are listed."""
 _POLISH_SIZE = 200_000
 """Largest total of durations (draws x stages x microbatches x 3) that are simulated to move cuts."""
 _MAX_INSERTED = 6
@@ -53,7 +53,7 @@ class BranchAndBound:
     problem: Problem
     judged: list[Candidate] = field(default_factory=list)
     too_big: list[MemoryShortage] = field(default_factory=list)
-    """Combinations no split of which fits the memory."""
+    """Combinations that exceed the memory however their chains are cut."""
     bounded: list[tuple[float, CombinationGroup, int]] = field(default_factory=list)
     """Combinations that cannot be faster than the best: (lower bound in s, group, index in the group)."""
     unseen: int = 0
@@ -61,12 +61,12 @@ class BranchAndBound:
 
     @cached_property
     def splitter(self) -> Splitter:
-        """Splitter that cuts the problem's chains into stages."""
+        """Splitter, which cuts the problem's chains into stages as evenly as the memory allows."""
         return Splitter(problem=self.problem)
 
     @cached_property
     def combos(self) -> Combinations:
-        """Listing of all combinations of degrees and stage counts."""
+        """Listing of the combinations of degrees and stage counts that the search considers."""
         return Combinations(problem=self.problem)
 
     @cached_property
@@ -85,7 +85,10 @@ class BranchAndBound:
         return all(self.combos.listed)
 
     def run(self) -> None:
-        """Search all combinations. Candidates that were judged before serve as the time to beat."""
+        """Search all combinations and append the candidates judged to `judged`.
+
+        Those already there give the first time to beat.
+        """
         self._refine()
         if not self.judged and not self.everything:
             tight = self.first()
@@ -146,9 +149,9 @@ class BranchAndBound:
             self.judged.append(replace(candidate, iteration_s=seconds, strategy=strategy))
 
     def draft(self, combination: Combination) -> Candidate | None:
-        """Return the candidate of a combination with its best cuts.
+        """Return the candidate of a combination, its chains cut so that the slowest stage is as fast as possible.
 
-        None, and record the shortage, if a chain exceeds the memory.
+        If a chain exceeds the memory, the result is None, and the shortage is recorded in `too_big`.
         """
         limit = self.problem.memory_bytes(combination.num_ranks)
         parts = self.splitter.parts(combination, limit)
@@ -190,7 +193,7 @@ class BranchAndBound:
                 return
 
     def _order(self) -> Iterator[tuple[CombinationGroup, int]]:
-        """Yield combinations, the best guess first."""
+        """Yield combinations as (group, index in the group), in ascending order of their guessed step time."""
         if not self.groups:
             return
         guess_s = np.concatenate([group.guess_s for group in self.groups])
@@ -261,7 +264,7 @@ class BranchAndBound:
             moving = list(better.values())
 
     def _moves(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield variants of a candidate with the cuts of one chain changed a little, if they fit the memory."""
+        """Yield variants of a candidate that fit the memory, with a cut of one chain moved by a layer, added or removed."""
         parts = [
             [(stage.first, stage.last) for stage in candidate.stages if stage.chain == chain]
             for chain in range(len(candidate.degrees))
@@ -278,12 +281,12 @@ class BranchAndBound:
                         yield found
 
     def _own(self, candidate: Candidate) -> bool:
-        """Return whether a candidate belongs to this search's space and no two of its stages share ranks."""
+        """Return whether a candidate uses one of the problem's chain sets and no two of its stages share ranks."""
         return not candidate.shares_ranks and any(candidate.chains is chains for chains in self.problem.sets)
 
 
 def other_cuts(ranges: Ranges, *, same: bool = False) -> Iterator[list[tuple[int, int]]]:
-    """Yield variants of a chain's cuts that differ a little.
+    """Yield other ways to cut a chain, one change away from the given stages, each as (first, end) layer of each stage.
 
     One cut, or all, moves a layer earlier or later; one cut is removed; or one is added within a stage.
 

@@ -90,7 +90,7 @@ class CandidateStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One plan under consideration: stages, numbered chain by chain, with times and memory, and the edges between them."""
+    """One plan under consideration: stages numbered chain by chain, with seconds and bytes, and the edges between them."""
 
     problem: Problem = field(repr=False)
     chains: ChainSet = field(repr=False)
@@ -134,7 +134,7 @@ class Candidate:
 
     @cached_property
     def step_work_s(self) -> float:
-        """Mean device seconds of a step over the draws: forwards, backwards and optimizer of all replicas together."""
+        """Mean device seconds of a step over the draws of samples: forwards, backwards and optimizer of all replicas together."""
         each = self.durations.sum(axis=(2, 3)).mean(axis=0).tolist()
         return sum(
             (seconds + tail_s) * len(stage.ranks)
@@ -368,7 +368,7 @@ def _stage_edges(chains: ChainSet, parts: Sequence[Ranges]) -> _Edges:
 
 
 def holder(ranges: Ranges, layer: int) -> int:
-    """Return the index of the stage that contains a layer of a chain."""
+    """Return the index of the stage that contains a layer, given the layer ranges of a chain's stages."""
     return next(index for index, (first, last) in enumerate(ranges) if first <= layer < last)
 
 
@@ -385,7 +385,10 @@ def _runs_backward(priced: PricedChain, first: int, last: int) -> bool:
 
 
 def _backward(own: Sequence[bool], edges: _Edges) -> tuple[bool, ...]:
-    """Return for each stage whether it runs a backward: a layer of it does, or gradient passes through it to an earlier stage."""
+    """Return for each stage whether it runs a backward.
+
+    One of its layers does, or gradient passes through to an earlier stage.
+    """
     backward = list(own)
     for source, target in sorted(edges):
         backward[target] = backward[target] or backward[source]

@@ -41,21 +41,21 @@ _MAX_PAIRS = 64
 _NEAR = 1.3
 """Factor over the least guess, within which pairs of a chain set and a setting are kept if there are too many."""
 _KEPT = 2
-"""Number of encoder options combined with each option of the last chain when not all are listed."""
+"""Number of encoder options (degrees and stage count) combined with each option of the last chain when not all are listed."""
 _KEPT_EACH = 48
 """Number of combinations with the best guess kept of each setting when not all are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CombinationGroup:
-    """Combinations of degrees and stage counts that share a chain set and a setting, as arrays."""
+    """Combinations of the chains' options (degrees and stage count) that share a chain set and a setting, as arrays."""
 
     chains: ChainSet
     setting: Setting
     options: tuple[Options, ...]
-    """Options (degrees and stage count) of each chain."""
+    """Possible degrees and stage counts ("options") of each chain, in the order of the chain set."""
     chosen: Index
-    """Index of the option of each chain, [combinations, chains]."""
+    """Entry [n, c]: index into `options[c]` of chain c's degrees and stage count in combination n, [combinations, chains]."""
     ranks: Index
     bound_s: Array
     guess_s: Array
@@ -100,7 +100,7 @@ class Combinations:
 
     @cached_property
     def tables(self) -> OptionTables:
-        """Cache of the options (degrees and stage counts) of single chains."""
+        """Cache of the options (possible degrees and stage counts) of each chain."""
         return OptionTables(problem=self.problem)
 
     @cached_property
@@ -114,7 +114,10 @@ class Combinations:
         return max(self.problem.num_devices, least if self.problem.cluster.is_local else 0)
 
     def _promising(self) -> list[tuple[ChainSet, Setting]]:
-        """Return the pairs (chain set, setting) to list; if there are many, those with a guess near the best one."""
+        """Return the pairs (chain set, setting) to list.
+
+        All of them, or if there are more than `_MAX_PAIRS`, those with a low guess.
+        """
         pairs = [
             (chains, setting)
             for chains in self.problem.sets
@@ -131,7 +134,7 @@ class Combinations:
         return [pair for pair, (guess_s, _) in zip(pairs, looks, strict=True) if guess_s <= limit_s]
 
     def _look(self, chains: ChainSet, setting: Setting) -> tuple[float, float]:
-        """Return (least guess, lower bound) in s of a step whose last chain had all devices and could be cut anywhere."""
+        """Return (least guess, lower bound) in s of a step, as if the last chain had all devices in stages of equal time."""
         last, count = chains.chains[-1], setting.num_microbatches
         found: list[tuple[float, float]] = [(inf, inf)]
         for degrees in self.degrees(last, setting, last=True):
@@ -187,7 +190,7 @@ class Combinations:
             chain: chain to spread.
             setting: setting of the whole plan.
             last: True for the last chain, which has the replicas of the setting.
-            decided: decided number of replicas of another chain; None: all that are possible.
+            decided: number of replicas that the request fixes for a chain other than the last; None: all possible numbers.
         """
         shares = self.problem.tensor_degrees(chain)
         if last:
@@ -200,7 +203,10 @@ class Combinations:
             yield from (Degrees(tp=tp, dp=dp, fsdp=fsdp) for tp in shares)
 
     def _replicas(self, setting: Setting) -> list[int]:
-        """Return the possible replicas of an encoder: divisors of the last chain's, and multiples with whole samples for each."""
+        """Return the possible numbers of replicas of an encoder.
+
+        Divisors of the last chain's, and multiples that divide its samples.
+        """
         if self.problem.space.dp == (1,):
             return [1]
         slot = round(setting.dp * setting.samples)

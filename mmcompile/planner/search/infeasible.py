@@ -34,16 +34,19 @@ Way = tuple[str, Callable[[], Problem]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relaxation:
-    """Relaxed requests of one kind, for example more nodes; the least relaxed request comes first in `ways`."""
+    """One kind of change to a request, for example more nodes, as a list of changed requests, the smallest change first."""
 
     words: str
     ways: tuple[Way, ...]
     rising: bool = False
-    """True if each way fits wherever the way before it does, so that a binary search suffices."""
+    """True if each request in `ways` fits the memory wherever the one before it does, so that binary search suffices."""
     instead_of: str = ""
-    """Words of a stronger relaxation with the same ways. Only ways before its first feasible one are tried here."""
+    """Name (`words`) of a stronger relaxation whose `ways` are the same requests, with more given up.
+
+    Of this relaxation, only the requests before the stronger one's first feasible request are tried.
+    """
     useless_after: tuple[str, ...] = ()
-    """Words of relaxations that give up less; if one of them is feasible, this one is not tried."""
+    """Names (`words`) of relaxations that give up less; if one of them is feasible, this one is not tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +56,9 @@ class Nearest:
     works: tuple[str, ...]
     """First feasible request, in words, of each relaxation that has one, in order of trial."""
     fails: tuple[str, ...]
-    """Words of the relaxations without any feasible request."""
+    """Names (`words`) of the relaxations without any feasible request."""
     untried: tuple[str, ...]
-    """Words of the relaxations that were left when the time was up."""
+    """Names (`words`) of the relaxations that were left when the time was up."""
 
 
 def explain(problem: Problem, *, budget_s: float = _BUDGET_S) -> str:
@@ -120,7 +123,10 @@ def nearest(
 
 
 def _first(ways: Sequence[Way], rising: bool, works: Callable[[Problem], bool]) -> int | None:
-    """Return the index of the first way that is feasible; None if none is."""
+    """Return the index of the first request in `ways` that is feasible, by binary search if `rising`.
+
+    None if none is feasible.
+    """
 
     def does(number: int) -> bool:
         return works(ways[number][1]())
@@ -192,7 +198,7 @@ def _tensors(problem: Problem) -> Iterator[Way]:
 
 
 def _microbatches(problem: Problem) -> Iterator[Way]:
-    """Yield requests with more and smaller microbatches of the same step, if the number of microbatches is decided."""
+    """Yield requests with more and smaller microbatches for the same samples, if the request fixes the number of microbatches."""
     asked = problem.space.microbatches
     if asked is None:
         return

@@ -33,11 +33,11 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """All options (degrees and stage count) of one chain, as arrays [options]."""
+    """Options of one chain (a choice of degrees and stage count each), as arrays [options] of ranks and seconds."""
 
     degrees: tuple[Degrees, ...]
     which: Index
-    """Index into `degrees` of each option, [options]."""
+    """Entry i: index into `degrees` of the degrees of option i, [options]."""
     stages: Index
     ranks: Index
     """Number of ranks of all replicas of the chain, [options]."""
@@ -180,7 +180,7 @@ class OptionTables:
         return np.where(np.isinf(least), np.inf, np.maximum(np.maximum(even, priced.slowest_s), least * body.seconds))
 
     def _tail(self, priced: PricedChain, degrees: Degrees) -> float:
-        """Return the rough seconds after the last backward if one stage held all layers of a chain."""
+        """Return the rough seconds of gradient reduction and optimizer step if one stage held all layers of a chain."""
         cluster = self.problem.cluster
         num_bytes = float(priced.trainable_bytes[-1])
         peers = degrees.cp * degrees.dp
@@ -199,9 +199,9 @@ def _flights(schedule: ScheduleKind, num_microbatches: int, most: int, last: boo
 
 
 def _undominated(ranks: Index, first: Array, second: Array) -> Index:
-    """Return the indices of options, in order of ranks, that no other with as few ranks beats in both costs.
+    """Return the indices of the options worth keeping, in order of ranks: those not beaten in both costs with as few ranks.
 
-    Of equals the first.
+    Of options with equal ranks and costs, only the first is kept. Arrays are [options]; `first` and `second` are the costs.
     """
     order = np.lexsort((second, first, ranks))
     kept: list[int] = []
@@ -227,7 +227,7 @@ class JoinedEncoders:
     """Joint options of all encoders: one option of each, as arrays [combinations]."""
 
     chosen: Index
-    """Index of each encoder's option, [combinations, encoders]."""
+    """Entry [n, e]: index of encoder e's option in joint option n, [combinations, encoders]."""
     ranks: Index
     slowest_s: Array
     path_s: Array
@@ -311,9 +311,9 @@ class _Bound:
 
 
 def _undominated_each(kinds: Index, ranks: Index, first: Array, second: Array) -> Index:
-    """Return the indices from `_undominated` within each kind, in order of kinds.
+    """Apply `_undominated` to each kind of option separately and return all indices that it keeps, in order of kinds.
 
-    Equal rows of `kinds` [options, any] are one kind.
+    Options are of one kind if their rows of `kinds` [options, columns] are equal.
     """
     if not kinds.any():
         return _undominated(ranks, first, second)

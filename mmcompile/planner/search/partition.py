@@ -85,13 +85,13 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTables:
-    """Time and memory of every stage that a chain's layers could make. N: number of layers."""
+    """Time and memory of every stage that a chain's layers could make, as arrays; N is the number of layers."""
 
     layers: tuple[PartitionLayer, ...]
 
     @cached_property
     def begins(self) -> Table:
-        """Picoseconds to subtract for a stage that begins with layer i, [N+1].
+        """Entry i: picoseconds that a stage which begins with layer i subtracts from `ends`, [N+1].
 
         A stage of layers i..j-1 takes `ends[j] - begins[i]` picoseconds, its sends included.
         """
@@ -99,12 +99,12 @@ class StageTables:
 
     @cached_property
     def ends(self) -> Table:
-        """Picoseconds of the first i layers plus the send of the last one's output, [N+1]."""
+        """Entry i: picoseconds of the first i layers plus the send of the last one's output, [N+1]."""
         return self._total + np.array([0, *(_picoseconds(layer.send_s) for layer in self.layers)])
 
     @cached_property
     def times(self) -> Table:
-        """Picoseconds of a stage of layers i..j-1, [N+1, N+1]; infinite unless i < j."""
+        """Entry [i, j]: picoseconds of the stage of layers i..j-1, sends included, [N+1, N+1]; infinite unless i < j."""
         table = self.ends[None, :] - self.begins[:, None]
         table[np.tri(len(table), dtype=np.bool_)] = INFINITE
         return table
@@ -115,24 +115,27 @@ class StageTables:
         return tuple(layer.working_bytes for layer in self.layers)
 
     def held(self, in_flight: int) -> Table:
-        """Return the bytes of the first i layers without working bytes, [N+1], for a number of microbatches in flight."""
+        """Return bytes without working bytes, [N+1]: entry i is of the first i layers with so many microbatches in flight."""
         return self._fixed + in_flight * self._saved
 
     def held_before(self, in_flight: int) -> Table:
-        """Return the part of `held` that a stage from layer i on lacks, [N+1]; it holds `held[j] - held_before[i]`."""
+        """Return the bytes, [N+1], to subtract from `held` for a stage that begins with layer i.
+
+        It holds `held[j] - held_before[i]`.
+        """
         return self.held(in_flight) - self._begin_fixed - in_flight * self._begin_saved
 
     def needs(self, in_flight: int) -> Table:
-        """Return the peak bytes of a stage of layers i..j-1 for a number of microbatches in flight, [N+1, N+1].
+        """Return the peak bytes of every stage for a number of microbatches in flight, [N+1, N+1].
 
-        0 unless i < j.
+        Entry [i, j] is for the stage of layers i..j-1; 0 unless i < j.
         """
         table = self.held(in_flight)[None, :] - self.held_before(in_flight)[:, None] + self._most_working
         table[np.tri(len(table), dtype=np.bool_)] = 0
         return table
 
     def within(self, in_flight: int, memory_bytes: int) -> Table:
-        """Return `times`, [N+1, N+1], infinite where a stage needs more than the memory."""
+        """Return a copy of `times`, [N+1, N+1], with infinite time for each stage that needs more than the memory."""
         if any(self.working_bytes):
             return np.where(self.needs(in_flight) <= memory_bytes, self.times, INFINITE)
         # Memory grows with j, so each row has one last j that fits.
@@ -162,7 +165,7 @@ class StageTables:
 
     @cached_property
     def _most_working(self) -> Table:
-        """Largest working bytes among layers i..j-1, [N+1, N+1]; 0 unless i < j."""
+        """Entry [i, j]: largest working bytes among layers i..j-1, [N+1, N+1]; 0 unless i < j."""
         size = len(self.layers) + 1
         table = np.zeros((size, size), dtype=np.int64)
         table[:, 1:] = self.working_bytes

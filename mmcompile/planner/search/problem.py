@@ -22,7 +22,7 @@ from mmcompile.planner.pricing.workload import Workload
 from mmcompile.planner.search.settings import Degrees, SearchSpace, Setting
 
 Decided = tuple[int | None, ...]
-"""Decided number of replicas of each chain; None for a chain where the search chooses."""
+"""Number of replicas of each chain that the request fixes; None for a chain where the search chooses."""
 
 
 def balance_groups_of(chains: ChainSet) -> tuple[tuple[int, ...], ...]:
@@ -35,7 +35,7 @@ def balance_groups_of(chains: ChainSet) -> tuple[tuple[int, ...], ...]:
 
 
 def decided_replicas(chains: ChainSet, wanted: Mapping[str, int], *, follow: bool) -> Decided | None:
-    """Return the decided number of replicas of each chain; None if a chain or balance group is given two different numbers.
+    """Return the number of replicas that a request fixes for each chain; None if a chain or balance group gets two numbers.
 
     Args:
         wanted: chain or component name -> replicas.
@@ -92,7 +92,9 @@ class ChainPrices:
         return self.graph.loss_component
 
     def mean_load(self, component: str, setting: Setting, degrees: Degrees, *, last: bool) -> Load | None:
-        """Return a component's mean load in a slot of a replica; None where costs are known at one load only.
+        """Return the mean load of a component in a slot, on one replica of its chain.
+
+        None where costs are known at one load only.
 
         Args:
             last: True for the chain that ends in the loss: the load is that of the replica with the most tokens, as in
@@ -110,7 +112,7 @@ class ChainPrices:
         return self._means[size][component] * (samples / size)
 
     def worst_load(self, component: str, samples: float) -> Load | None:
-        """Return a component's load in the heaviest microbatch with the given number of samples, at least one."""
+        """Return a component's load in the heaviest microbatch with the given number of samples (at least one)."""
         if self.workload is None:
             return self._like_captured(component, samples)
         size = max(samples, 1.0)
@@ -154,7 +156,7 @@ class ChainPrices:
         return self._drawn[key]
 
     def spread(self, setting: Setting) -> float:
-        """Return how unequal the last chain's microbatches are: standard deviation over mean of their tokens."""
+        """Return how unequal the microbatches of the last chain are: standard deviation of their tokens, divided by the mean."""
         key = (setting.num_microbatches, setting.samples, setting.dp)
         if key not in self._spread:
             loads = self.drawn_loads(setting, Degrees(dp=setting.dp), last=True)
@@ -195,7 +197,7 @@ class ChainPrices:
         return self._priced[key]
 
     def price(self, chain: ChainSpec, ways: Iterable[tuple[Degrees, Setting]]) -> None:
-        """Compute the prices of a chain in many ways at once, which is several times faster than one by one."""
+        """Compute and cache the prices of a chain for many (degrees, setting) at once, several times faster than one by one."""
         new: dict[LayerSharding, dict[_PriceKey, tuple[Degrees, Setting]]] = {}
         for degrees, setting in ways:
             key = self._key(chain, degrees, setting)
@@ -225,7 +227,7 @@ class ChainPrices:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Everything that a strategy reads: a model with its prices, cluster, data, and choices."""
+    """Problem that a strategy solves: a model with its prices, a cluster, data, and the choices that the request leaves."""
 
     prices: ChainPrices
     """Prices of the model's chains on the cluster, at the loads of the workload."""
@@ -238,9 +240,9 @@ class Problem:
     global_batch: int | None = None
     """Number of samples of a step; None: the captured batch is one microbatch."""
     stages: Mapping[str, int] = field(default_factory=dict)
-    """Chain name -> decided number of stages; a chain that is absent is free."""
+    """Chain name -> number of stages that the request fixes; the search chooses for a chain that is absent."""
     replicas: Mapping[str, int] = field(default_factory=dict)
-    """Chain or component name -> decided number of replicas; a name that is absent is free."""
+    """Chain or component name -> number of replicas that the request fixes; the search chooses for a name that is absent."""
     tensor_parallel: Mapping[str, int] = field(default_factory=dict)
     """Chain or component name -> ranks that share its tensors, 1 for those not named; empty where the search chooses for all."""
     fsdp: Collection[str] = ()
@@ -279,7 +281,10 @@ class Problem:
 
     @cached_property
     def decided(self) -> Mapping[ChainSet, Decided]:
-        """Chain set -> decided number of replicas of each of its chains; None for a chain where the search chooses."""
+        """Chain set -> number of replicas of each of its chains that the request fixes.
+
+        None for a chain where the search chooses.
+        """
         found: dict[ChainSet, Decided] = {}
         for chains in self.sets:
             own = decided_replicas(chains, self.replicas, follow=self.replicas_follow)

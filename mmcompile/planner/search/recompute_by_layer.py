@@ -96,7 +96,7 @@ def _cap(candidate: Candidate, index: int, constraints: Sequence[Constraint]) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PricedModes:
-    """Prices of one chain in every recomputation mode."""
+    """Calculator of a stage's seconds and bytes for any recomputation modes of its layers, from prices in every mode."""
 
     backward: NDArray[np.bool_]
     """True for layers where recomputation frees memory, [layers]."""
@@ -123,7 +123,10 @@ class _PricedModes:
         )
 
     def fixed_bytes(self, stage: CandidateStage) -> int:
-        """Return the bytes of a stage that do not depend on its recomputation."""
+        """Return the bytes of a stage that are the same for all recomputation modes.
+
+        Parameters, states and shared activations.
+        """
         held = stage.total_bytes - stage.activation_bytes
         if not stage.in_flight:
             return held
@@ -169,7 +172,7 @@ class _PricedModes:
 
 
 def _way(priced: PricedChain, layer: int, mode: Recompute | None, in_flight: int) -> LayerVariant:
-    """Return seconds and bytes of one layer, taken from a chain that is priced in one mode."""
+    """Return the seconds and bytes of one layer in one mode, taken from a chain priced in that mode."""
     held = _one(priced.worst_bytes, layer) + (in_flight - 1) * _one(priced.saved_bytes, layer) if in_flight else 0
     return LayerVariant(
         mode=mode,
@@ -180,5 +183,5 @@ def _way(priced: PricedChain, layer: int, mode: Recompute | None, in_flight: int
 
 
 def _one(running: NDArray[Any], layer: int) -> Any:
-    """Return one layer's value from running sums [layers + 1]."""
+    """Return one layer's value, given running sums over layers [layers + 1]: entry i is the sum over the first i layers."""
     return running[layer + 1] - running[layer]

@@ -26,7 +26,7 @@ class Degrees:
 
     @property
     def width(self) -> int:
-        """Number of ranks of one stage of one replica, tp x cp."""
+        """Width of a stage: the number of ranks that run one stage of one replica, tp x cp."""
         return self.tp * self.cp
 
     @property

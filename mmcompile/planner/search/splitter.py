@@ -73,7 +73,7 @@ class Splitter:
         return self._tables[key]
 
     def _most(self, degrees: Degrees) -> int:
-        """Return the largest number of stages for which there are devices, with the given degrees of a chain."""
+        """Return the largest number of stages of a chain with given degrees for which the cluster has devices."""
         return max(1, self.problem.num_devices // degrees.ranks)
 
     def layers(self, priced: PricedChain, degrees: Degrees) -> list[PartitionLayer]:
@@ -129,7 +129,7 @@ def _scheduled(
 
 
 def _in_flight(setting: Setting, flights: int) -> tuple[int, int, int]:
-    """Return (a, b, n): a schedule holds `a * min(depth + 1, n) - b` microbatches in flight, or one less."""
+    """Return (a, b, n) such that a stage holds at most `a * min(depth + 1, n) - b` microbatches in flight under a schedule."""
     count = setting.num_microbatches
     match setting.schedule:
         case "1f1b" | "zb-h1":

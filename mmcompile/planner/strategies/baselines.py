@@ -37,16 +37,16 @@ from mmcompile.planner.search.settings import Degrees, Setting
 from mmcompile.units import format_bytes
 
 _MAX_FITTING = 8
-"""Number of settings and degrees of a baseline with a candidate that fits, after which no more are tried."""
+"""Number of frames (setting, tp, stages) with a candidate that fits the memory, after which a baseline tries no more."""
 _MAX_FRAMES = 24
-"""Number of frames (setting and tp) laid out for a baseline, after which no more are tried."""
+"""Number of frames (setting, tp, stages) whose layers a baseline distributes, after which it tries no more."""
 _AT_ONCE = 32
 """Number of candidates simulated together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """Chains of a problem in the forms that baselines use, made once so that each chain is priced once."""
+    """Chains that baselines use: with components apart, in one line, or encoders together; made once to be priced once."""
 
     problem: Problem
 
@@ -95,7 +95,7 @@ class Lines:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """Setting of a baseline with one tensor-parallel degree, and as many stages as a replica has devices for."""
+    """Choices of a baseline before layers are assigned: a setting, one tp for all chains, and all devices left as stages."""
 
     lines: Lines
     setting: Setting
@@ -182,7 +182,7 @@ def _propose(name: str, problem: Problem) -> Sequence[Candidate]:
 
 @dataclass(kw_only=True, slots=True)
 class _Race:
-    """Search for the fastest candidate of a baseline's structure by the simulator; bounds spare most simulations."""
+    """Search through the frames of a baseline for its fastest candidate by the simulator; bounds spare most simulations."""
 
     structure: Structure
     best: Candidate | None = None
@@ -227,9 +227,10 @@ def _frames(problem: Problem) -> Iterator[Frame]:
 
 
 def _replicas(problem: Problem) -> Iterator[Frame]:
-    """Yield frames of `fsdp`: for each tp, as many replicas as can share the batch, even beyond the search space.
+    """Yield the frames (setting, tp, number of stages) that the baseline `fsdp` tries.
 
-    The numbers of microbatches are those of the space if one of them divides a replica's share of the batch, else all divisors.
+    For each tp there are as many replicas as can share the batch, even beyond the search space. Numbers of microbatches are those
+    of the search space if one of them divides a replica's share of the batch, else all divisors.
     """
     batch = problem.global_batch
     if batch is None:
@@ -313,7 +314,7 @@ _STRUCTURES: Mapping[str, Structure] = {
     "pinned": _pinned,
     "fsdp": _fully_sharded,
 }
-"""Baseline name -> function that makes the candidates of a frame."""
+"""Baseline name -> function that makes a baseline's candidates from a frame (setting, tp, number of stages)."""
 
 BASELINES: Mapping[str, Strategy] = {name: partial(_propose, name) for name in _STRUCTURES}
 """Baseline name -> strategy that proposes the baseline's fastest candidate, or none where `baseline` raises."""

@@ -37,7 +37,7 @@ _MAX_TRIED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class _Module:
-    """Configurations of one module (all encoders, or the language model), as arrays [configurations]."""
+    """Possible degrees of one module (all encoders, or the language model), with seconds and bytes as arrays [configurations]."""
 
     degrees: tuple[Degrees, ...]
     which: Index
@@ -52,7 +52,7 @@ class _Module:
 
     @classmethod
     def of(cls, degrees: tuple[Degrees, ...], table: NDArray[Any]) -> _Module:
-        """Return the configurations from an array [6, configurations] whose rows are the fields after `degrees`."""
+        """Return the configurations from an array [6, configurations] whose rows are the fields after `degrees`, in order."""
         which, pp, ranks = table[:3].astype(np.int64)
         duration_s, state_bytes, saved_bytes = table[3:]
         return cls(

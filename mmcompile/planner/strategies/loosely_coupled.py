@@ -22,11 +22,11 @@ from mmcompile.planner.search.settings import Combination, Degrees, Setting
 from mmcompile.planner.search.splitter import Splitter
 
 _MAX_FRAMES = 32
-"""Number of settings and degrees, fastest by a guess, whose stage counts are tried."""
+"""Number of (setting, degrees) pairs, fastest by a guess, whose stage counts are tried."""
 _MAX_DRAFTED = 96
-"""Number of options that are split to find the finalists, as options may exceed the memory."""
+"""Number of stage counts, fastest by the rough estimate, whose layers are split exactly to find those to simulate."""
 _FINALISTS = 6
-"""Number of options, fastest by the estimate with exact splits, that are simulated."""
+"""Number of candidates, fastest by the estimate with exact splits, that are given to the simulator."""
 
 
 def loosely_coupled(problem: Problem) -> Sequence[Candidate]:
@@ -50,9 +50,9 @@ def _options(combos: Combinations) -> Iterator[Combination]:
 
 
 def _frames(combos: Combinations) -> Iterator[tuple[float, int, ChainSet, Setting, Degrees]]:
-    """Yield (guess in s as if the last chain had all devices, number, chain set, setting, degrees).
+    """Yield (guess in s, running number, chain set, setting, degrees of all chains), stage counts left open.
 
-    Stage counts are still open.
+    The guess is of a step as if the last chain had all devices; multiplied by 1000 if the memory looks too small.
     """
     problem = combos.problem
     apart = [chains for chains in problem.sets if not chains.colocated]
@@ -108,7 +108,7 @@ def _counts(combos: Combinations, chains: ChainSet, setting: Setting, degrees: D
 
 
 def _drafted(problem: Problem, splitter: Splitter, option: Combination) -> Candidate | None:
-    """Return an option with exact splits: encoders in the fewest stages that are no slower than the last chain's slowest."""
+    """Return the candidate of a stage count of the last chain, split exactly; None if it exceeds the memory or the devices."""
     chains, setting, degrees, stages = option.chains, option.setting, option.degrees, option.counts[-1]
     memory_bytes = problem.memory_bytes(1)
     split = splitter.table(chains.chains[-1], setting, degrees[-1], 0, memory_bytes, stages)[stages - 1]

@@ -87,7 +87,7 @@ def searched(problem: Problem, strategy: str | Strategy = AUTO) -> tuple[BranchA
 
 
 def _within(problem: Problem, candidate: Candidate) -> bool:
-    """Return whether a candidate keeps to the choices that the problem's space allows."""
+    """Return whether the problem's space allows a candidate's degrees, schedule, recomputation, placement and counts."""
     space, setting = problem.space, candidate.setting
     placing = "colocated" if candidate.chains.colocated else "disjoint"
     return (

@@ -45,12 +45,12 @@ class ReplayConstants:
     rendezvous_s: float = 30.0
     """Seconds of every regrouping under redundant computation (as in Bamboo's simulator)."""
     redundancy_slowdown: float = 1.5
-    """Factor on a step's seconds under redundant computation (as in Bamboo's simulator)."""
+    """Factor on the seconds of a step when every node also computes for its neighbour (as in Bamboo's simulator)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Stretch of time with one use, and the samples trained in it."""
+    """Stretch of time with one use (`TimeKind`), and the number of samples trained in it."""
 
     start_s: float
     end_s: float

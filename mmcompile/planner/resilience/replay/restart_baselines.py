@@ -146,7 +146,7 @@ class RedundantRun(ReplayRun):
 
 
 def _stands(ring: Sequence[int | None]) -> bool:
-    """Return whether a ring of nodes can still train: no two neighbours are missing, and a node is left."""
+    """Return whether a ring of nodes (None: missing) can still train: a node is left, and no two neighbours are missing."""
     missing = [node is None for node in ring]
     pairs = zip(missing, [*missing[1:], missing[0]], strict=True)
     return not any(one and other for one, other in pairs)
