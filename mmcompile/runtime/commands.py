@@ -107,7 +107,7 @@ class Refuse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """The user's call of an engine method is complete."""
+    """Inform ranks that the user's call of an engine method is complete, so that they return from the same call."""
 
     call: str
     """Name of the engine method that the user called."""

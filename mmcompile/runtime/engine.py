@@ -334,7 +334,7 @@ class Engine:
         self._tell(Done(call="train"))
 
     def trace(self) -> list[Event]:
-        """Return the measured actions of all ranks in the last traced step, on one clock (rank 0 only)."""
+        """Return the measured actions of all ranks in the last traced step, on one clock; an empty list on ranks other than 0."""
         return self._events
 
     @_led(lambda engine: {})

@@ -46,7 +46,7 @@ class Released(Exception):
 
 
 class MembershipClient:
-    """A worker's membership of generations; made by the agent in each worker.
+    """Informs a worker of its generation, and reports its progress to the coordinator. Made by the agent in each worker.
 
     Its methods are for the main thread; one daemon thread listens.
 

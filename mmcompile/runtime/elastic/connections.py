@@ -103,7 +103,7 @@ class Connections:
 
 
 class Connection:
-    """Process groups of one generation, and a thread for functions that may block in them.
+    """Runs functions that use the process groups of one generation, on a thread where they may block.
 
     Attributes:
         groups: process groups that join this rank to all other ranks of the generation.
@@ -206,7 +206,7 @@ class Connection:
 
 
 class _StoreClient:
-    """A connection to the store, kept from generation to generation. It is cut only while ranks connect."""
+    """Keeps a connection to the store from generation to generation. A cut shuts it down only while ranks connect."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s

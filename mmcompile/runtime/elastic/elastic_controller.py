@@ -109,9 +109,9 @@ class ElasticController:
 
 
 def _collated(collate: Collate, samples: Sequence[Sample], names: Sequence[int]) -> dict[str, Value]:
-    """Return a collated microbatch; raise DataError for any failure of `collate`.
+    """Return the microbatch that `collate` makes of samples with the numbers `names`; raise DataError if it fails.
 
-    The next rank 0 would fail in the same way, so no node counts as lost.
+    A failure of the user's function would recur on any other rank 0, so no node counts as lost.
     """
     try:
         return collate(samples, names)

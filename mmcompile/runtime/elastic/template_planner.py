@@ -34,7 +34,7 @@ _NOTHING: frozenset[LayerId] = frozenset()
 
 @dataclass(frozen=True, kw_only=True)
 class TemplatePlanner:
-    """Plans generations (`mmcompile.runtime.control.membership_view.Planner`).
+    """Plans the pipelines of each generation from templates (a `mmcompile.runtime.control.membership_view.Planner`).
 
     Args:
         resilience: templates and fault tolerance of the run.

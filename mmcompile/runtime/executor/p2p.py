@@ -43,7 +43,7 @@ _Value = str | int
 
 
 class P2P:
-    """Posts receives ahead of the action list, sends, and hands tensors between stages of one rank by reference.
+    """Sends and receives a rank's tensors in a step; posts receives ahead, and passes tensors between its stages by reference.
 
     **Why waiting for sends cannot deadlock.** A tensor is kept until it has arrived, so a send first waits for the sends before
     it that are received `window` or more slots earlier than its own slot. The receiver reaches that receive without this rank:
@@ -317,7 +317,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Receive:
-    """One tensor that this rank is receiving."""
+    """One tensor that this rank is receiving: its message in transfer, and the buffer that the message fills."""
 
     work: Work
     item: _Item

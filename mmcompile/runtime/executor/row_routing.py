@@ -52,7 +52,7 @@ class Edge:
 
 
 class RowRouting:
-    """Row exchanges of a step that begin or end on one rank, by ascending position in `StepPlan.exchanges`; and tags of messages.
+    """Finds the row exchanges of a step that begin or end on one rank, by position in `StepPlan.exchanges`, and tags of messages.
 
     **Tags** are numbers that tell apart all messages of a step between two ranks; both ranks derive the same ones. The number of
     the source microbatch, with the producer and consumer stages, determines the microbatch that reads the value. So these

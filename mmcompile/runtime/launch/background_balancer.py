@@ -92,7 +92,7 @@ class _Answer:
 
 @final
 class BackgroundBalancer(Balancer):
-    """Assigns in its own process once that is started and ready, before that in this one; both give the same assignment.
+    """Assigns samples in another process once that is ready, and in this one until then; both give the same assignment.
 
     Args:
         inner: balancer that runs in this process.

@@ -75,7 +75,7 @@ class Failure:
 
 
 class Workers:
-    """The worker processes of ranks 1 and up on this machine.
+    """Starts, watches and stops the worker processes of ranks 1 and up on this machine.
 
     A thread watches them. When one dies or reports an error, it stops all others and sets `failure`. This also releases rank 0:
     every message it waits for fails once the other rank is gone.

@@ -94,7 +94,7 @@ class Runner:
 
 
 class ProcessGroupSession(ABC):
-    """Ranks joined by process groups. `call` runs functions that communicate, and turns every failure into one EngineError."""
+    """Connects the ranks of an engine. `call` runs functions that communicate, and raises EngineError if any rank fails."""
 
     groups: Groups
     board: StatusBoard

@@ -40,8 +40,8 @@ class StepMetrics:
     updated: bool = True
     """True if parameters were updated; else gradients were added to those of earlier calls of the step."""
     balance: str = ""
-    """Name of the balancer that placed the samples, and its reason (rank 0 only; "" on others)."""
+    """Name of the balancer that placed the samples, and its reason; "" on ranks other than 0, which plan no steps."""
     planning_s: float = 0.0
-    """Seconds spent planning the step (rank 0 only)."""
+    """Seconds that rank 0 spent planning the step; 0 on other ranks."""
     waited_s: float = 0.0
     """Seconds for which the step waited for its plan (rank 0 only): all of `planning_s` in `step`, nearly 0 in `train`."""

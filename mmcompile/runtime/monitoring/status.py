@@ -29,7 +29,7 @@ class Status:
 
 
 class StatusBoard:
-    """Shared memory with one slot per rank. Writing costs under a microsecond, so it is done before every action."""
+    """Shared memory where each rank writes its current action before it begins. A write takes less than a microsecond."""
 
     def __init__(self, file: int, num_ranks: int) -> None:
         """Map the board behind the file descriptor `file`."""

@@ -169,7 +169,7 @@ class Fixed(Arithmetic):
 
 @final
 class Largest:
-    """Largest absolute gradient of each parameter in a step, recorded only if the arithmetic has a limit."""
+    """Records the largest absolute gradient of each parameter in a step, but only if the arithmetic has a limit."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit

@@ -97,7 +97,7 @@ class CarriedSums:
 
 @final
 class GradientSums:
-    """The gradient sums of one step: every rank that updates a parameter gets the same bits in `.grad`.
+    """Sums the gradients of one step: every rank that updates a parameter gets the same bits in `.grad`.
 
     Parameters with the same owners and givers are summed in buckets (`Bucket`). A bucket starts as soon as the last backward
     that touches its parameters has run here, and travels while other backwards run; blocking is left to `finish`. Ranks need not

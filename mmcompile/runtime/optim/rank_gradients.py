@@ -26,7 +26,7 @@ _EPSILON = 1e-6
 
 @final
 class RankGradients:
-    """Gradients of one rank's parameters: summed over the ranks that hold a parameter, and carried over calls without an update.
+    """Sums the gradients of one rank's parameters over the ranks that hold them, and over calls without an update.
 
     Args:
         stages: all placed stages.
