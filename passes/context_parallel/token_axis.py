@@ -53,7 +53,7 @@ class TokenAxis:
         return self.outer == 1 and self.inner == 1 and not self.front and not self.back
 
     def local_size(self) -> Size:
-        """Return the size of the dim on one rank, over `LOCAL_TOKENS`."""
+        """Return the size of the dim on one rank, as an expression of `LOCAL_TOKENS`: outer * local tokens * inner."""
         return self.outer * LOCAL_TOKENS * self.inner
 
 

@@ -222,7 +222,7 @@ def _linear(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _matmul(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Follow a matrix product sharded in rows of the left factor, columns of the right factor, or a batch dim of both."""
+    """Return the token dim of a matrix product: rows of the left factor, columns of the right, or a batch dim of both."""
     factors: Any = node.args[-2:] if op_name(node) in _WITH_BIAS else node.args[:2]
     left, right = factors
     if min(len(shape(left)), len(shape(right))) < 2:
@@ -274,7 +274,7 @@ def _embedding(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _index(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Follow indexing by one tensor: per-token entries of a whole table (experts' weights), or of a dim without tokens."""
+    """Return the token dim of indexing by one tensor: each token's entry of a whole table, or along a dim without tokens."""
     value: Any = node.args[0]
     indices: Any = node.args[1]
     used = [dim for dim, index in enumerate(indices) if index is not None]
@@ -313,7 +313,7 @@ def _gather(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Follow attention of sharded queries to whole keys and values: cross-attention to another modality."""
+    """Return the token dim of attention from sharded queries to whole keys and values: cross-attention to another modality."""
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
     axis, mask = flow.axes.get(query), argument(node, "attn_mask")
     if key in flow.axes or value in flow.axes or argument(node, "is_causal"):
@@ -328,7 +328,7 @@ def _attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
 
 
 def _bitfield_attention(flow: TokenFlow, node: fx.Node) -> TokenAxis:
-    """Follow sharded queries [batch, heads, tokens, dim]; the pass later makes the op gather keys and values."""
+    """Return the token dim of the queries, [batch, heads, tokens, dim]; the pass later makes the op gather keys and values."""
     axis = TokenAxis(dim=2)
     for value in node.args[:3]:
         if not isinstance(value, fx.Node) or value not in flow.axes or not flow.same(flow.axes[value], axis):

@@ -226,7 +226,7 @@ class NodeMaker:
         return node
 
     def _symbolic(self, sizes: tuple[int, ...]) -> tuple[int | sympy.Expr, ...]:
-        """Return the shape [B, T], [B, 1], [T] or [], given in numbers, with size symbols."""
+        """Return a shape ([B, T], [B, 1], [T] or []) with B and T replaced by the graph's size symbols, where it has them."""
         whole = self._extent.symbolic[len(self._extent.symbolic) - len(sizes) :]
         return tuple(1 if size == 1 else symbol for size, symbol in zip(sizes, whole, strict=True))
 

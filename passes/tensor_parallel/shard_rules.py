@@ -44,7 +44,7 @@ def _pointwise(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _complex(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow view_as_complex and view_as_real, in which pairs in the last dim become numbers, and back."""
+    """Return the sharding of view_as_complex, where pairs in the last dim become one number, or of view_as_real, its inverse."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if op_name(node) == "aten.view_as_complex" and shard.dim == len(flow.facts.shape(value)) - 1:
@@ -119,7 +119,10 @@ def _stack(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
-    """Follow a linear layer: summed over ranks if it contracts the sharded dim; else applied to each part (a gate per head)."""
+    """Return the sharding of a linear layer; None if it contracts the sharded dim, so that results are summed over ranks.
+
+    If another dim is sharded (a gate per head), the layer is applied to each part.
+    """
     value, weight = node.args[0], node.args[1]
     if not isinstance(value, fx.Node) or value not in flow.shards or not isinstance(weight, fx.Node):
         raise Refusal(node, "its weight is computed from what is sharded")
@@ -134,7 +137,7 @@ def _linear(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
 
 
 def _matmul(flow: ShardFlow, node: fx.Node) -> TensorShard | None:
-    """Follow a matrix product: sharded in rows, columns or a batch dim, or summed over ranks if it contracts the dim."""
+    """Return the sharding of a matrix product in rows, columns or a batch dim; None if it contracts the sharded dim (a sum)."""
     found = projection(node)
     if found is not None and found.source in flow.shards:
         shard = flow.shard_of(found.source)

@@ -35,7 +35,7 @@ def dims(node: fx.Node, rank: int) -> tuple[int, ...]:
 
 
 def view(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow view, reshape, flatten, unflatten, squeeze, unsqueeze: the same elements in the same order."""
+    """Return the sharding of a view, reshape, flatten, unflatten, squeeze or unsqueeze: the same elements in the same order."""
     value = first(flow, node)
     found = reshaped(flow, node, value)
     for name in ("size", "shape"):
@@ -50,7 +50,7 @@ def view(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def view_as(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow `view_as`, as the view of the value with the other tensor's sizes."""
+    """Return the sharding of a `view_as` result; the tensor whose sizes it takes must be sharded alike."""
     value, other = node.args
     if not isinstance(value, fx.Node) or value not in flow.shards or not isinstance(other, fx.Node):
         raise Refusal(node, "its first argument is whole and the other is sharded")
@@ -133,7 +133,7 @@ def _blocks(runs: tuple[int, ...], *, repeats: int, inner: int) -> tuple[int, ..
 
 
 def split(flow: ShardFlow, node: fx.Node) -> Shards:
-    """Follow chunk, split, split_with_sizes: pieces along the sharded dim must consist of whole blocks."""
+    """Return the sharding of each piece of chunk or split; pieces along the sharded dim must consist of whole blocks."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     pieces = tensors(node)
@@ -168,7 +168,7 @@ def _piece(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: int)
 
 
 def slice_(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow a slice of another dim; refuse a partial slice of the sharded dim."""
+    """Return the sharding of a slice along another dim; refuse a slice that cuts the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
@@ -180,7 +180,7 @@ def slice_(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def narrow(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow narrow of another dim; refuse a partial narrowing of the sharded dim."""
+    """Return the sharding of `narrow` along another dim; refuse one that cuts the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
@@ -205,7 +205,7 @@ def _narrowed(flow: ShardFlow, node: fx.Node, value: fx.Node, start: int, end: i
 
 
 def removed_dim(flow: ShardFlow, node: fx.Node) -> Shards:
-    """Follow select and unbind, which remove another dim; refuse them on the sharded dim."""
+    """Return the sharding after select or unbind removes a dim; refuse to remove the sharded dim."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     (dim,) = dims(node, len(flow.facts.shape(value)))
@@ -219,7 +219,7 @@ def removed_dim(flow: ShardFlow, node: fx.Node) -> Shards:
 
 
 def glu(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow glu, which multiplies the first half of a dim by the sigmoid of the other half."""
+    """Return the sharding of a `glu` result: the first half of a dim times the sigmoid of the other half."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     if dims(node, len(flow.facts.shape(value))) != (shard.dim,):
@@ -232,7 +232,7 @@ def glu(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def expand(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow expand, with the local size of the sharded dim."""
+    """Return the sharding of an `expand` result; on a rank the sharded dim has its local size."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     dim = shard.dim + len(flow.facts.shape(node)) - len(flow.facts.shape(value))
@@ -243,7 +243,7 @@ def expand(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow the sharded dim through a transposition."""
+    """Return the sharding of a `transpose` result, in which two dims changed places."""
     value = first(flow, node)
     shard, rank = flow.shard_of(value), len(flow.facts.shape(value))
     one, other = argument(node, "dim0") % rank, argument(node, "dim1") % rank
@@ -251,7 +251,7 @@ def transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def matrix_transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow a transposition of the last two dims: t, mT."""
+    """Return the sharding of a `t` or `mT` result, in which the last two dims changed places."""
     value = first(flow, node)
     shard, rank = flow.shard_of(value), len(flow.facts.shape(value))
     places = {rank - 1: rank - 2, rank - 2: rank - 1} if rank > 1 else {}
@@ -259,14 +259,14 @@ def matrix_transpose(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def permute(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow the sharded dim through a permutation."""
+    """Return the sharding of a `permute` result, in which the dims have another order."""
     value = first(flow, node)
     shard = flow.shard_of(value)
     return flow.shard(dims(node, len(flow.facts.shape(value))).index(shard.dim), shard.blocks)
 
 
 def repeat(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow repeat: the blocks of the sharded dim are repeated."""
+    """Return the sharding of a `repeat` result: the blocks of the sharded dim occur several times."""
     value = first(flow, node)
     shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
     dim = shard.dim + len(new) - len(old)
@@ -274,7 +274,7 @@ def repeat(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def repeat_interleave(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Follow repeat_interleave: elements within the blocks of the sharded dim are repeated."""
+    """Return the sharding of a `repeat_interleave` result: the blocks grow, as each element in them is repeated."""
     value = first(flow, node)
     shard, old, new = flow.shard_of(value), flow.facts.shape(value), flow.facts.shape(node)
     if not isinstance(argument(node, "repeats"), int):

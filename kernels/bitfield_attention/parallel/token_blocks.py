@@ -211,7 +211,7 @@ def _assign(work: np.ndarray, ranks: int, policy: BlockPolicy, seed: int, cap: f
 
 
 def _in_order(num_blocks: int, ranks: int, policy: BlockPolicy, seed: int) -> np.ndarray:
-    """Return [ranks, blocks per rank] block indices, for policies that do not depend on the work."""
+    """Return the blocks of each rank, [ranks, blocks per rank] indices, by a policy that ignores the work, such as `zigzag`."""
     blocks, each = np.arange(num_blocks), num_blocks // ranks
     if policy is BlockPolicy.STRIPE:
         return blocks.reshape(each, ranks).T

@@ -32,7 +32,10 @@ class LayerOutcome:
 
 
 def difference(found: LayerOutcome, wanted: LayerOutcome, least: float) -> str:
-    """Describe the first difference between outcomes; "" if there is none. `least` is the smallest scale (`_DTYPES`)."""
+    """Describe the first difference between two outcomes; "" if there is none.
+
+    Differences of gradients are taken relative to `least` times the largest gradient at least.
+    """
     gradients = [*wanted.input_gradients.values(), *wanted.weight_gradients.values()]
     largest = max((_largest(grads[0]) for grads in gradients), default=0.0)
     for (label, ours), (_, theirs) in zip(found.groups(), wanted.groups(), strict=True):

@@ -245,7 +245,7 @@ def _embedding(tables: World, ids: World, paddings: Sequence[int]) -> World:
 
 
 def _loss(logits: World, labels: World, ignored: Sequence[int]) -> World:
-    """Return each rank's loss over all classes, which is differentiated only for the classes of the rank."""
+    """Return (loss, number of tokens, log-sum-exp) on each rank, over all classes; gradients reach only the rank's own logits."""
     made = []
     for index, label in enumerate(labels):
         all_classes = [part if rank == index else part.detach() for rank, part in enumerate(logits)]
