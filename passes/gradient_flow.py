@@ -31,7 +31,7 @@ SET_GRAD_SWITCH = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentGradient:
-    """Parameters and nodes of one component that have a gradient."""
+    """Numbers of parameters and nodes of one component that train or have a gradient."""
 
     component: str
     trainable: int

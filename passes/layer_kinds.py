@@ -96,7 +96,7 @@ def _literals(value: object) -> Iterable[str]:
 
 
 def _attention(node: fx.Node) -> Iterable[str]:
-    """Yield facts of an attention op that parameter shapes do not show."""
+    """Yield what distinguishes attention ops of equal parameter shapes, as text for the layer's kind."""
     if not any(name in op_name(node) for name in _ATTENTION):
         return
     shapes = [tensors(source)[0].shape for source in node.all_input_nodes[:2]]

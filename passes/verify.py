@@ -24,7 +24,7 @@ _KNOWN_OPS = ("placeholder", "get_attr", "call_function", "output")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Violation:
-    """One place where a graph breaks a rule: the message, and the node if there is one."""
+    """One breach of a rule in a graph: the message, and the node at which the rule is broken, or None."""
 
     message: str
     node: fx.Node | None = None

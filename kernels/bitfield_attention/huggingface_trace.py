@@ -25,7 +25,7 @@ _WINDOW_CUTS_ISLANDS = ("gemma3", "gemma4")
 
 @dataclass(kw_only=True, slots=True)
 class _Trace:
-    """Counts of attention calls inside `expect_words`, by the origin of their mask."""
+    """Counts the attention calls inside `expect_words`, by the origin of their mask: the caller's words, or the model."""
 
     with_words: Counter[torch.nn.Module] = field(default_factory=Counter)
     without: Counter[torch.nn.Module] = field(default_factory=Counter)

@@ -59,7 +59,10 @@ class TokenAxis:
 
 @dataclass(kw_only=True, slots=True)
 class TokenFlow:
-    """Sharded values of a graph during a rewrite. Recorded values (`node.meta["val"]`) keep full shapes until `localize`."""
+    """Follows the token dim through a graph that is rewritten, and keeps which values are sharded, and along which dim.
+
+    Recorded values (`node.meta["val"]`) keep full shapes until `localize`.
+    """
 
     graph: ModelGraph
     tokens: int

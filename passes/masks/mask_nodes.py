@@ -87,7 +87,7 @@ class NodeMaker:
     def words(self, formula: MaskFormula) -> fx.Node:
         """Return the words node of a formula.
 
-        Raises UnrecognisedMask, with the graph as before, if a value per token has no node of that shape.
+        Raises UnrecognisedMask, and leaves the graph unchanged, if no node of shape [B, T] has an expression's values.
         """
         try:
             arguments = self._arguments(formula)

@@ -12,7 +12,7 @@ from mmcompile.passes.tensor_parallel.shard_flow import Refusal, ShardFlow
 
 
 def attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Shard scaled_dot_product_attention, [..., heads, tokens, head dim], by heads; its mask may have heads, too."""
+    """Return the sharding by heads of scaled_dot_product_attention, [..., heads, tokens, dim]; its mask may have heads, too."""
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
     found = _by_heads(flow, node, query, (key, value), grouped=bool(argument(node, "enable_gqa")))
     mask = argument(node, "attn_mask")
@@ -24,13 +24,13 @@ def attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
 
 
 def packed_attention(flow: ShardFlow, node: fx.Node) -> TensorShard:
-    """Shard packed attention, [1, heads, tokens, dim], by heads."""
+    """Return the sharding by heads of packed attention, [1, heads, tokens, dim]."""
     query, key, value = (argument(node, name) for name in ("query", "key", "value"))
     return _by_heads(flow, node, query, (key, value), grouped=True)
 
 
 def bitfield_attention(flow: ShardFlow, node: fx.Node) -> tuple[TensorShard, TensorShard]:
-    """Shard bitfield attention by heads; its second result is the log-sum-exp, [batch, heads, tokens]."""
+    """Return the shardings by heads of bitfield attention's two results: output, and log-sum-exp [batch, heads, tokens]."""
     query, key, value = (argument(node, name) for name in ("q", "k", "v"))
     found = _by_heads(flow, node, query, (key, value), grouped=True)
     if has_argument(node, "head_stride"):

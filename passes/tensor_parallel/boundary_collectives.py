@@ -61,7 +61,7 @@ def _border(name: str, value: fx.Node, place: fx.Node, group: str, count: int) -
 
 
 def _edges(graph: ModelGraph) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    """Return the edges of the component DAG in their old order, with the names of the new values."""
+    """Return the edges of the component DAG in the order of `graph.edges`, with the names of the values now sent."""
     flowing: dict[tuple[str, str], dict[str, None]] = {edge[:2]: {} for edge in graph.edges}
     for node in graph.module.graph.nodes:
         for source in node.all_input_nodes if node.op == "call_function" and not info(node).shared else ():

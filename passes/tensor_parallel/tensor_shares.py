@@ -22,7 +22,7 @@ _LOSS_NUMBERS = 3
 def tensor_shares(
     facts: GraphFacts, sharding: ComponentSharding, parts: Sequence[Parts] | None = None
 ) -> tuple[TensorShare, ...]:
-    """Return exchanges and one rank's share of every layer of a component, for the captured batch.
+    """Return the bytes exchanged and one rank's share of the cost, for each layer of a component in the captured batch.
 
     Args:
         parts: one rank's share of each layer's cost; None if unknown.

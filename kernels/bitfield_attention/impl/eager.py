@@ -187,7 +187,7 @@ def _heads(chunk: Chunk, num_heads: int) -> slice:
 
 
 def _take(x: torch.Tensor, chunk: Chunk, num_groups: int) -> torch.Tensor:
-    """Copy the queries of a chunk out of [B, H, T, D], into [b groups, H / groups * Tq, D]."""
+    """Copy a chunk's Tq queries of b batch rows out of [B, H, T, D], into [b groups, H / groups * Tq, D]."""
     part = x[chunk.rows][:, :, chunk.queries]
     rows, heads, tokens, dim = part.shape
     return part.clone(memory_format=torch.contiguous_format).view(rows * num_groups, heads // num_groups * tokens, dim)

@@ -37,7 +37,7 @@ class LayerMatches:
         """Return the correspondence between two graphs.
 
         Raises:
-            VerifyError: a layer has another number of outputs.
+            VerifyError: a layer has different numbers of outputs in the two graphs.
         """
         before, after = _layers(whole), _layers(sharded)
         names = {node.name: node for node in whole.module.graph.nodes}
