@@ -29,7 +29,7 @@ class Conflict:
     why: str
     """Reason why a single demand cannot be met; "" if the words of the demand are reason enough."""
     remedies: tuple[str, ...]
-    """Changes to the request, each of which alone makes the demands possible."""
+    """Changes to the request, as text; each of them alone makes the remaining demands possible."""
 
     @property
     def text(self) -> str:
@@ -111,7 +111,7 @@ def _too_big(problem: ExactProblem, cap: Cap) -> str:
 
 
 def _remedies(problem: ExactProblem, demands: list[Demand]) -> Iterator[str]:
-    """Yield, for each demand, a change that makes the others possible, as found by the DP."""
+    """Yield text on each demand that can be changed or left out so that the DP finds a split that meets all others."""
     for demand in demands:
         others = replace(problem, demands=tuple(other for other in problem.demands if other is not demand))
         best, _ = seed(others)

@@ -14,7 +14,7 @@ from mmcompile.planner.exact.split_problem import ExactChain
 from mmcompile.planner.search.partition import Split, Table
 
 Bit = z3.BoolRef | bool
-"""Z3 literal, or a constant that is folded away when a clause is added."""
+"""Z3 literal, or True or False, which are removed when a clause is added."""
 Bad = NDArray[np.bool_]
 """Table [N+1, N+1] over the chain's N layers: entry [i, j] is True where a stage of layers i..j-1 is forbidden."""
 
@@ -97,11 +97,11 @@ class ChainLiterals:
         return done if before is False else cast(z3.BoolRef, z3.And(done, negated(before)))
 
     def is_(self, variant: int) -> Bit:
-        """Return the literal that the chain has the degrees with the given index."""
+        """Return the literal that is true if the chain's degrees are those of `variants[variant]` of the problem."""
         return self.variants[variant]
 
     def is_not(self, variant: int) -> Bit:
-        """Return the literal that the chain does not have the degrees with the given index."""
+        """Return the literal that is true if the chain's degrees are not those of `variants[variant]` of the problem."""
         return negated(self.variants[variant])
 
     def forbid(self, k: int, bad: Bad, unless: tuple[Bit, ...]) -> None:

@@ -39,7 +39,7 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactChain:
-    """Chain of layers to split, with its possible degrees and stage counts."""
+    """Chain of layers to split, with the degrees and stage counts that it may have."""
 
     name: str
     labels: tuple[ChainLayer, ...]

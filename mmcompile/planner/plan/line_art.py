@@ -52,7 +52,7 @@ def _draw_paths(canvas: list[list[str]], layout: DiagramLayout) -> None:
 
 
 def _bits(step_x: int, step_y: int) -> tuple[int, int]:
-    """Return the direction bits of a line's step in the cell that it leaves, and in the cell that it enters."""
+    """Return (direction bit in the cell that a line's step leaves, bit in the cell it enters); right gives (_RIGHT, _LEFT)."""
     if step_x:
         return (_RIGHT, _LEFT) if step_x > 0 else (_LEFT, _RIGHT)
     return (_DOWN, _UP) if step_y > 0 else (_UP, _DOWN)

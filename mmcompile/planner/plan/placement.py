@@ -22,7 +22,7 @@ class PlacedStage:
     With several replicas `language_model.0#1` for replica 1, `language_model.0#1@0` for its first shard.
     """
     ranks: tuple[int, ...]
-    """Tuple with the one rank that runs the stage."""
+    """Tuple of one entry: the rank that runs the stage."""
     depth: int
     group: tuple[int, ...] = ()
     """Ranks of all shards of the stage in this replica, tensor-parallel ranks side by side; () if the stage is not sharded."""

@@ -10,7 +10,7 @@ from mmcompile.config import Recompute
 from mmcompile.planner.plan.plan_record import Chain, Stage, uniform_mode
 
 _TOLERANCES = (0.005, 0.02, 0.1, float("inf"))
-"""Relative differences below which stages' times count as alike; the first that yields few enough rows is used."""
+"""Relative differences below which neighbouring stages' times count as alike; the first with few enough rows is used."""
 _MAX_RANGES = 2
 
 
@@ -27,7 +27,7 @@ def _fold_name(fold: Fold) -> str:
 def _fold_layers(fold: Fold) -> str:
     """Return a row's layers as text, for each component first and last layer.
 
-    A row of several stages shows one stage's number.
+    A row of several stages also shows the number of layers of one stage, for example `llm 0..23 (2 each)`.
     """
     spans: dict[str, tuple[int, int]] = {}
     for segment in (segment for stage in fold for segment in stage.segments):

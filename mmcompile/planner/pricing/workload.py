@@ -44,7 +44,7 @@ class WorstMicrobatch:
 
     loads: Mapping[str, Load]
     samples: Mapping[str, tuple[str, ...]]
-    """Component -> names of the samples in its heaviest microbatch, heaviest first; () without a dataset."""
+    """Component -> names of the samples in its heaviest microbatch, heaviest sample first; () without a dataset."""
 
 
 _Ranking = tuple[SampleRows, tuple[str, ...]]

@@ -104,7 +104,7 @@ class MembershipChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """Decision to continue with the plan in `payload`."""
+    """Decision to continue training with the plan whose JSON text is `payload`."""
 
     payload: str
     """JSON text of the plan, sent to all workers."""

@@ -31,7 +31,7 @@ from mmcompile.planner.resilience.regroup import regroup
 from mmcompile.units import format_bytes, format_seconds
 
 _EQUAL = 1e-9
-"""Relative difference below which two step times count as equal."""
+"""Relative difference below which the step times of two plans count as equal."""
 
 
 def reconfigure(

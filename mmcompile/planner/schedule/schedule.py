@@ -108,7 +108,7 @@ class Action:
     peer: int | None = None
     """Index of the other stage of a send or receive; None for F, B, I and W."""
     peer_microbatch: int | None = None
-    """Microbatch number in the peer stage, if it differs from `microbatch`."""
+    """Microbatch number of the message in the peer stage if it differs from `microbatch`, else None."""
 
     @property
     def other(self) -> int:

@@ -27,11 +27,11 @@ from mmcompile.planner.search.splitter import Splitter
 TOLERANCE = 0.005
 """Relative difference below which times are equal, as costs are no more exact: the simpler plan wins."""
 _BATCH = 24
-"""Number of combinations split before the next are judged."""
+"""Number of combinations whose chains are split before their candidates are simulated together."""
 _PATIENCE = 48
-"""Number of combinations split in a row without a faster one, after which the search ends, if not all are listed."""
+"""Number of combinations split in a row without a faster candidate, after which the search ends if not all are listed."""
 _MAX_VAIN = 400
-"""Number of combinations split in a row without any that fits the memory, after which a partial search ends."""
+"""Number of combinations split in a row of which none fits, after which the search ends if not all are listed."""
 _MAX_ROUNDS = 6
 """Most rounds in which the fastest candidate's stage counts are varied by one."""
 FINALISTS = 12
@@ -134,7 +134,7 @@ class BranchAndBound:
         return min([*bounds, *self.combos.left_out], default=float("inf"))
 
     def judge(self, candidates: Sequence[Candidate], strategy: str = "auto") -> None:
-        """Simulate candidates and append them, with their seconds, to `judged`."""
+        """Simulate candidates and append copies with the seconds of a step, and the strategy's name, to `judged`."""
         apart = [candidate for candidate in candidates if not candidate.shares_ranks]
         makespans_s = iter(expected_s(apart))
         for candidate in candidates:
@@ -162,7 +162,7 @@ class BranchAndBound:
         return None
 
     def _refine(self) -> None:
-        """Split and judge combinations until none can be faster, or until many in a row brought no improvement."""
+        """Split combinations and simulate their candidates until none can be faster, or many in a row brought no improvement."""
         order = self._order()
         seen = splits = improved_at = 0
         while True:

@@ -141,7 +141,7 @@ def _budget(cluster: Cluster, num_devices: int | None) -> int:
 
 
 def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global_batch: int | None) -> SearchSpace:
-    """Return the search space narrowed to the choices that the request has decided."""
+    """Return the search space with only the number of microbatches, and cp equal to `shards`, if the request fixes them."""
     if num_microbatches is not None:
         space = replace(space, microbatches=(num_microbatches,))
     if shards > 1:
@@ -154,7 +154,7 @@ def _space(space: SearchSpace, num_microbatches: int | None, shards: int, global
 def _replicated(
     space: SearchSpace, sets: Sequence[ChainSet], replicas: Mapping[str, int], global_batch: int | None
 ) -> SearchSpace:
-    """Return the space narrowed to the decided number of replicas of the last chain."""
+    """Return the space with only the numbers of replicas of the last chain that the request fixes, if it fixes any."""
     wanted = [decided_replicas(chains, replicas, follow=global_batch is None) for chains in sets]
     numbers = {each[-1] for each in wanted if each is not None}
     decided = tuple(sorted(number for number in numbers if number is not None))
@@ -188,7 +188,7 @@ def named_counts(counts: Mapping[str, int]) -> str:
 
 
 def _named(sets: Sequence[ChainSet], stages: Mapping[str, int]) -> list[ChainSet]:
-    """Return the chain sets that have every named chain, with enough layers."""
+    """Return the chain sets that have every chain named in `stages`, with at least as many layers as stages."""
     longest: dict[str, int] = {}
     for chains in sets:
         for chain in chains.chains:

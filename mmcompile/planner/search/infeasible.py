@@ -24,12 +24,12 @@ from mmcompile.units import format_bytes
 
 _BUDGET_S = 20.0
 _WANTED = 3
-"""Number of feasible requests found, after which no further ones are tried."""
+"""Number of feasible relaxations after which `nearest` tries no more."""
 _MAX_NODES = 64
-"""Largest multiple of the requested nodes that is tried."""
+"""Largest factor on the requested number of nodes that is tried."""
 
 Way = tuple[str, Callable[[], Problem]]
-"""(request in words for the user, function that makes the problem of that request)."""
+"""(a changed request in words for the user, function that makes its planning problem)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

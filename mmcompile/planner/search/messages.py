@@ -13,7 +13,7 @@ from mmcompile.planner.pricing.priced_chain import PricedChain
 from mmcompile.planner.search.settings import Degrees
 
 Sent = Sequence[tuple[int, int]]
-"""Outputs that one message carries, each as (chain index, layer index)."""
+"""Layer outputs that one message carries, each as (chain index, layer index)."""
 End = tuple[int, Sequence[int]]
 """One end of a message: (chain index, ranks of the stage)."""
 

@@ -48,7 +48,7 @@ class Options:
     late_s: Array
     """Part of `path_s` that is weight gradients, [options]."""
     waited: Array
-    """Least share, 0..1, of a stage's time that is not weight gradients, [options]."""
+    """Least share, 0..1, of a stage's time for forward and input gradients, for which other stages wait, [options]."""
     tail_s: Array
     """Rough seconds after the last backward: gradient reduction over replicas and optimizer step, [options]."""
 
@@ -69,11 +69,11 @@ class MemoryShortage:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionTables:
-    """Cache of the options of single chains, so that each bound is computed once."""
+    """Cache of the options (degrees and stage counts) of single chains, so that bounds are computed once."""
 
     problem: Problem
     too_big: dict[str, MemoryShortage] = field(default_factory=dict, repr=False)
-    """Options that exceed the memory, by their description."""
+    """Description -> options (degrees and stage counts) of a chain that exceed the memory."""
     _slowest: dict[tuple[object, ...], Array] = field(default_factory=dict, repr=False)
     _known: dict[tuple[object, ...], Options] = field(default_factory=dict, repr=False)
 
@@ -224,7 +224,7 @@ def _undominated(ranks: Index, first: Array, second: Array) -> Index:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedEncoders:
-    """Joint options of all encoders: one option of each, as arrays [combinations]."""
+    """Joint options of all encoders: each has one option (degrees and stage count) of every encoder; arrays [combinations]."""
 
     chosen: Index
     """Entry [n, e]: index of encoder e's option in joint option n, [combinations, encoders]."""
@@ -240,7 +240,7 @@ class JoinedEncoders:
     def of(
         cls, chains: ChainSet, options: Sequence[Options], schedule: ScheduleKind, *, everything: bool
     ) -> JoinedEncoders:
-        """Return the joint options of all encoders."""
+        """Return the joint options of all encoders that are worth keeping, from the options of each."""
         zero = np.zeros(1)
         chosen = np.zeros((1, 0), dtype=np.int64)
         ranks, slowest_s, tail_s = np.zeros(1, dtype=np.int64), zero, zero

@@ -204,7 +204,7 @@ def _rejected(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
 
 
 def _closest(engine: BranchAndBound, best: Candidate) -> Iterator[Rejected]:
-    """Yield the closest alternatives that lost: first the closest of every other projector placement."""
+    """Yield the fastest combinations that lost to `best`: first the fastest of every other projector placement."""
     many = engine.problem.global_batch is not None
     # (seconds, combination, whether it was simulated)
     losers = [(own.iteration_s, own.combination, True) for own in engine.judged if own is not best]

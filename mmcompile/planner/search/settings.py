@@ -16,7 +16,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """Parallel degrees of a chain, besides its number of stages."""
+    """Parallel degrees of a chain: tensor (tp), context (cp) and data (dp); the number of stages is kept elsewhere."""
 
     tp: int = 1
     cp: int = 1
@@ -68,9 +68,9 @@ class Combination:
     chains: ChainSet
     setting: Setting
     degrees: tuple[Degrees, ...]
-    """Parallel degrees of each chain."""
+    """Parallel degrees of each chain, in the order of the chain set."""
     counts: tuple[int, ...]
-    """Number of stages of each chain."""
+    """Number of stages of each chain, in the order of the chain set."""
     guess_s: float = field(default=0.0, compare=False)
     """Rough seconds of a step, by which combinations are ordered."""
 
@@ -103,7 +103,7 @@ class Combination:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchSpace:
-    """Choices of degrees, schedules and recomputation that a search may make."""
+    """Choices that a search may make; each field lists the allowed values, None all of them."""
 
     tp: tuple[int, ...] = (1,)
     cp: tuple[int, ...] = (1,)

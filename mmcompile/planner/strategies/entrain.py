@@ -27,7 +27,7 @@ from mmcompile.planner.search.settings import Combination, Degrees
 from mmcompile.planner.search.splitter import Splitter
 
 _MAX_SPLIT = 48
-"""Number of topologies, best by a rough estimate, that are split exactly."""
+"""Number of topologies (tp x cp x pp of each component), fastest by a rough estimate, that are split exactly."""
 
 
 def entrain(problem: Problem) -> Sequence[Candidate]:
@@ -85,7 +85,7 @@ def _topologies(problem: Problem, chains: ChainSet) -> Iterator[Combination]:
 
 
 def _drafted(problem: Problem, splitter: Splitter, each: Combination) -> Candidate | None:
-    """Return a topology as a candidate with exact splits by Eq. 4.1; None if it exceeds the memory."""
+    """Return the candidate of a topology, its chains split exactly (Eq. 4.1); None if a stage exceeds the memory."""
     parts = splitter.parts(each, problem.memory_bytes(problem.num_devices))
     return None if isinstance(parts, int) else assemble(problem, each.chains, each.setting, each.degrees, parts)
 

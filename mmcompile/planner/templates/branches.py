@@ -20,7 +20,7 @@ from mmcompile.planner.templates.sweep import Costs, Sweep, steps
 _SHARES = 12
 """Number of shares into which the path weights are divided: every weight is a multiple of 1/12, and all weights sum to 1."""
 _ROUNDS = 6
-"""Largest number of path-weight vectors that are tried."""
+"""Largest number of vectors of path weights that a search tries."""
 _FIRST_STEP = 4
 """Number of shares (of `_SHARES`) moved to the longest path at first; halved whenever another path turns out longest."""
 _INTERVALS = 64
@@ -108,7 +108,7 @@ def _lengths(line: Line, pieces: Sequence[LineStage]) -> list[int]:
 
 
 def _moved(weights: Sequence[int], lengths: Sequence[int], longest: int, step: int) -> tuple[int, ...]:
-    """Return the weights with shares moved to the longest path from the shortest path with any weight."""
+    """Return the weights with up to `step` shares moved to path `longest` from the shortest path that has any."""
     moved = list(weights)
     shortest = min((path for path in range(len(weights)) if weights[path]), key=lengths.__getitem__)
     taken = min(step, moved[shortest])

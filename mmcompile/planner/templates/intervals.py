@@ -57,7 +57,7 @@ class Search:
 
     line: Line
     families: Sequence[Costs]
-    """Costs of stages, one entry for each chain (or range of chains) that may hold the slowest stage."""
+    """Calculators of stage costs, one for each chain (or range of chains) that may hold the slowest stage."""
     counts: NDArray[np.int64]
     """Node counts that may have a pipeline, ascending."""
     guesses: NDArray[np.int64]
@@ -149,7 +149,7 @@ class Search:
         return FoundPipeline(pieces=self.found[count], total=int(self.upper[count]), bound=self.bound(count))
 
     def sweeps(self, intervals: Sequence[Interval], num_nodes: int) -> list[Sweep]:
-        """Return the cost tables of intervals for up to `num_nodes` nodes, one sweep for each family of costs."""
+        """Return the cost tables of intervals for up to `num_nodes` nodes, one sweep for each entry of `families`."""
         low = self.guesses[[each.first for each in intervals]]
         high = self.guesses[[each.last for each in intervals]]
         shape = Shape(line=self.line, num_nodes=num_nodes, num_stages=self._most_stages(intervals))

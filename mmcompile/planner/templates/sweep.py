@@ -34,11 +34,11 @@ class Costs:
 
     line: Line
     path: int
-    """Index of the chain whose path to the loss runs through the slowest stage."""
+    """Path that runs through the slowest stage: index of the chain where it begins."""
     first: int
     last: int
     weights: tuple[int, ...]
-    """Weight of each path, an integer; the weights sum to `scale`."""
+    """Weight of each path, by the chain where it begins, an integer; the weights sum to `scale`."""
 
     @property
     def scale(self) -> int:

@@ -43,7 +43,7 @@ class ReplayConstants:
     store_bytes_per_s: float = 1e9
     """Bytes per second of the checkpoint store (near 0.9e9 in Oobleck's simulator, for 2.7B and 6.7B parameters)."""
     rendezvous_s: float = 30.0
-    """Seconds of every regrouping under redundant computation (as in Bamboo's simulator)."""
+    """Seconds of each regrouping of all nodes under redundant computation (as in Bamboo's simulator)."""
     redundancy_slowdown: float = 1.5
     """Factor on the seconds of a step when every node also computes for its neighbour (as in Bamboo's simulator)."""
 

@@ -44,7 +44,7 @@ class TraceReplay:
     systems: tuple[SystemReplay, ...]
 
     def to_json(self) -> dict[str, object]:
-        """Return the results as JSON data, with times and throughput computed from the spans in place of the spans."""
+        """Return the results as JSON data; spans are replaced by total times and throughput."""
         return msgspec.to_builtins(self) | {
             "systems": [
                 {
