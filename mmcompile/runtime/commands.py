@@ -20,10 +20,10 @@ class Setup:
     clip_norm: float | None
     compiled: bool
     check_rows: bool = False
-    """Check that rows between balance groups belong to the samples they were sent for."""
+    """True to check that rows sent between balance groups belong to the samples they were sent for."""
     reduction: Reduction = "fast"
     shard_optimizer: bool = False
-    """One of the ranks that hold a parameter updates it, and sends the others its new value."""
+    """True if only one of the ranks that hold a parameter updates it, and sends the others its new value."""
     version: int = PROTOCOL_VERSION
 
 

@@ -241,7 +241,7 @@ class Engine:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples trained on since the first step, including steps before a resumed checkpoint."""
+        """Number of samples trained on since the first step, including those before the checkpoint that was loaded."""
         return self._num_samples
 
     @property

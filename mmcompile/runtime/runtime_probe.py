@@ -178,7 +178,7 @@ def _median_s(events: Sequence[Event], *kinds: ActionKind) -> float:
 
 
 def _travels(events: Sequence[Event]) -> list[float]:
-    """Return the seconds from send to receipt of each message whose receiver waited; a receipt is of the last message sent."""
+    """Return the seconds from send to receipt of each message whose receiver waited, matched by direction and microbatch."""
     found: list[float] = []
     sent: dict[tuple[str, int], float] = {}
     for event in sorted(events, key=lambda event: event.start_s if event.kind.is_send else event.end_s):

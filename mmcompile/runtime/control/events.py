@@ -179,9 +179,9 @@ class Recovery:
     connect_s: float
     """Seconds from leaving the previous generation until all process groups were connected."""
     copy_s: float
-    """Seconds from the connection until all workers had their state."""
+    """Seconds from the connection of all groups until all workers had the parameters and optimizer state they need."""
     replay_s: float
-    """Seconds from the active generation to the commit of the next step."""
+    """Seconds from the time the new generation became active to the commit of its first step."""
 
     @property
     def total_s(self) -> float:

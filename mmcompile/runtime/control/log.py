@@ -220,7 +220,7 @@ def _add(history: History, line: _Line) -> History:
 
 
 def _compact(path: Path, history: History) -> None:
-    """Replace a log by one line. After a crash at any point, either the old or the new log is intact."""
+    """Replace a log by one line that holds its history. After a crash at any point, either the old or the new log is intact."""
     other = path.with_name(path.name + ".new")
     file = os.open(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

@@ -37,7 +37,7 @@ class Phase(StrEnum):
 
 
 class Advice(StrEnum):
-    """Action that a refusal asks of the agent."""
+    """Next action of an agent that the coordinator refused."""
 
     RETRY = "retry"
     """Connect again with the same workers."""

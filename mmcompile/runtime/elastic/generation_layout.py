@@ -130,7 +130,7 @@ class PipelineBalancer(Balancer):
     """Number of microbatches of each pipeline, in order."""
 
     def assign(self, costs: SampleCosts, grid: Grid) -> Assignment:
-        """Return an assignment with the inner balancer's microbatches, dealt to pipelines."""
+        """Assign samples to microbatches by the inner balancer, and deal these microbatches to the pipelines."""
         return self._dealt(self.inner.assign(costs, self._whole(grid)), grid)
 
     def explained(self, costs: SampleCosts, grid: Grid) -> tuple[Assignment, str]:

@@ -28,7 +28,7 @@ class InputSlot:
     name: str
     kind: str
     producer: int
-    """Index of the stage of the same balance group that a link comes from; -1 for other kinds, and links between groups."""
+    """Stage of the same balance group that a link comes from, by index; -1 for batch inputs, sizes, and links between groups."""
     crossing: bool
     """True for a link from a stage of another balance group."""
     gradient: bool
