@@ -161,7 +161,7 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
 def _own_labels(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, group_name: str, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (index of each label in this rank's classes, True if this rank holds the label, True if the label counts)."""
+    """Return, per label, (index in this rank's classes, True if this rank holds the label, True if it is not `ignore_index`)."""
     valid = labels != ignore_index
     local, own = _own_range(labels.masked_fill(~valid, 0), logits.shape[1], group_name, count)
     return local, own & valid, valid

@@ -199,7 +199,7 @@ class _Read:
 def _add_kept(
     meter: _Meter, places: Mapping[fx.Node, Place], growths: Mapping[str, Growths], sums: Mapping[Place, Work]
 ) -> None:
-    """Add the memory kept until each layer's backward, for each recomputation mode; every storage is counted once."""
+    """Add to `sums` the memory kept until each layer's backward, for each recomputation mode; a storage is counted once."""
     repeated = {
         place for place, work in sums.items() if _total(work, "input_grad_flops") + _total(work, "weight_grad_flops")
     }

@@ -89,7 +89,7 @@ def number_dtype(value: int | float | bool) -> torch.dtype:
 
 
 def applied(op: str, args: tuple[Expression, ...], node: fx.Node, dtype: torch.dtype | None = None) -> Elementwise:
-    """Return an operation on expressions, computed by graph node `node`."""
+    """Return the expression of operation `op` on the expressions `args`, as graph node `node` computes it."""
     return Elementwise(
         op,
         args,

@@ -87,7 +87,7 @@ class ShardedParameters(Rewrite):
         return replace(made, shards={**made.shards, **shards}, rewrites=(*made.rewrites, *lines))
 
     def _gather(self, facts: GraphFacts, parameter: str, shard: TensorShard) -> None:
-        """Insert one gather of a parameter in each layer that reads it."""
+        """Insert one node that gathers a parameter, sharded as `shard`, in each layer that reads it."""
         readers: dict[tuple[str | None, int], list[tuple[fx.Node, fx.Node]]] = {}
         for reader, source in sorted(facts.readers[parameter], key=lambda pair: pair[0]):
             readers.setdefault((info(reader).component, info(reader).layer), []).append((reader, source))

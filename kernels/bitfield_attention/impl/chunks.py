@@ -81,7 +81,10 @@ def chunks(plan: BlockPlan, mask: Mask, num_heads: int, max_scores: int) -> Iter
 def _parts(
     mask: Mask, rows: slice, queries: slice, tiles: tuple[np.ndarray, np.ndarray, np.ndarray], block_kv: int
 ) -> Iterator[tuple[slice | torch.Tensor, np.ndarray, np.ndarray]]:
-    """Yield groups of a block's queries that visit the same tiles, each with its wholly visible and partly visible tiles."""
+    """Yield (queries, wholly visible tiles, partly visible tiles) for the groups of a block's queries that visit the same tiles.
+
+    `tiles` are the key-block indices of the block's (FULL, ROW, GENERAL) tiles.
+    """
     whole, by_row, mixed = tiles
     if not len(by_row):
         yield queries, whole, mixed

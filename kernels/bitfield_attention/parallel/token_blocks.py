@@ -306,7 +306,7 @@ def _halves(few: int) -> np.ndarray:
 
 
 def _table(owned: list[np.ndarray], num_blocks: int) -> np.ndarray:
-    """Return [ranks, maximum blocks per rank] block indices; -1 where a rank has fewer or the block is past the sequence."""
+    """Return the blocks of ranks, [ranks, maximum blocks per rank] indices; -1 fills rows and replaces blocks past the end."""
     table = np.full((len(owned), max(map(len, owned))), _FREE, dtype=np.int64)
     for rank, blocks in enumerate(owned):
         table[rank, : len(blocks)] = np.where(blocks < num_blocks, blocks, _FREE)

@@ -207,7 +207,7 @@ class _Layer:
         return [node for node in self.whole.module.graph.nodes if node in needed]
 
     def _ran(self, graph: ModelGraph, nodes: Sequence[fx.Node], given: _Given, dtype: torch.dtype) -> LayerOutcome:
-        """Run the layer once, forward and backward, as `graph` contains it."""
+        """Run the layer once, forward and backward, as `graph` (the whole or the sharded one) contains it."""
         lockstep = Lockstep(graph, given.tensors, self.inputs, dtype)
         leaves = self._enter(lockstep, nodes, given)
         _run(lockstep, nodes)

@@ -233,7 +233,7 @@ def _heads(values: World, dims: Sequence[int], heads: Sequence[Sequence[int]]) -
 
 
 def _embedding(tables: World, ids: World, paddings: Sequence[int]) -> World:
-    """Return each rank's embedding rows, with zeros for ids of other ranks; the row of the padding id gets no gradient."""
+    """Return each rank's embedding rows of `ids`, zeros for ids of other ranks' tables; the padding id's row gets no gradient."""
     made = []
     for index, table in enumerate(tables):
         own = ids[index] - index * len(table)
