@@ -190,10 +190,7 @@ class _Minimisation:
         return max(max(times[chain]) for chain in chains)
 
     def _middle(self, bound_ps: int, best_ps: int) -> int | None:
-        """Return a possible limit in ps about halfway between the bound and the best time.
-
-        None if no possible time lies between.
-        """
+        """Return a possible time in ps halfway between the bound and the best time; None if there is none between them."""
         if not self.values:
             return (bound_ps + best_ps) // 2 if bound_ps < best_ps - 1 else None
         low, high = bisect_left(self.values, bound_ps), bisect_left(self.values, best_ps)

@@ -86,10 +86,7 @@ def _boxes(plan: PlanRecord) -> list[str]:
 
 
 def _edges(plan: PlanRecord) -> list[tuple[str, str]]:
-    """Return pairs (chain, chain that it feeds), from the plan's links.
-
-    For a plan without links every other chain feeds the last.
-    """
+    """Return pairs (chain, chain that it feeds) from the plan's links; without links, every other chain feeds the last."""
     owner = {stage.name: chain.name for chain in plan.chains for stage in chain.stages}
     pairs = dict.fromkeys((owner[link.source], owner[link.target]) for link in plan.links)
     crossing = [pair for pair in pairs if pair[0] != pair[1]]
@@ -175,10 +172,7 @@ def _rest(plan: PlanRecord, room: int) -> list[str]:
 
 
 def _deal(wanted: Mapping[str, int], room: int) -> dict[str, int]:
-    """Return section -> number of lines it gets.
-
-    One each, then one more in turn until sections are complete or `room` is used up.
-    """
+    """Return section -> number of lines: one each, then one more in turn, until all are complete or `room` is used up."""
     given = {name: 0 for name in wanted}
     while room > 0 and given != wanted:
         for name, count in wanted.items():

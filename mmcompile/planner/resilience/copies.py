@@ -152,10 +152,7 @@ def _path(reached: Mapping[Holder, tuple[int, Holder]], target: Holder, busiest:
 
 
 def _rounds(edges: Sequence[tuple[Holder, Holder]]) -> list[int]:
-    """Return the round (colour) of each (source, destination).
-
-    Different for all copies of one holder's sends, or of its receives.
-    """
+    """Return the round (colour) of each (source, destination); copies that share a source, or a destination, differ."""
     at: dict[tuple[str, Holder], dict[int, int]] = defaultdict(dict)  # end -> colour -> edge
     colour: list[int] = []
     for edge, (source, destination) in enumerate(edges):

@@ -92,10 +92,7 @@ class _Union:
     """
 
     seconds: tuple[Array, Array, Array]
-    """Seconds of the forward, of the backward's part that other stages await, and of its rest.
-
-    Each of the three arrays is [draws, stages, microbatches + 1].
-    """
+    """Seconds of forward, of the backward's part that other stages await, of its rest: [draws, stages, microbatches + 1] each."""
     count: Index
     """Number of microbatches of each stage, [stages]."""
     step: Index
@@ -108,10 +105,7 @@ class _Union:
     into: Index
     """Entry [s, :]: indices of the edges into stage s, [stages, largest in-degree], filled up with the number of edges."""
     out: Index
-    """Entry [s, :].
-
-    Indices of the edges out of stage s that return gradients, [stages, most], filled up with the number of edges.
-    """
+    """Edges out of each stage that return gradients, as indices [stages, most], filled up with the number of edges."""
     source: Index
     """Source stage of each edge, [edges]."""
     target: Index

@@ -85,10 +85,7 @@ class BranchAndBound:
         return all(self.combos.listed)
 
     def run(self) -> None:
-        """Search all combinations and append the candidates judged to `judged`.
-
-        Those already there give the first time to beat.
-        """
+        """Search all combinations and append candidates to `judged`; candidates already there set the time to beat."""
         self._refine()
         if not self.judged and not self.everything:
             tight = self.first()

@@ -385,10 +385,7 @@ def _runs_backward(priced: PricedChain, first: int, last: int) -> bool:
 
 
 def _backward(own: Sequence[bool], edges: _Edges) -> tuple[bool, ...]:
-    """Return for each stage whether it runs a backward.
-
-    One of its layers does, or gradient passes through to an earlier stage.
-    """
+    """Return for each stage whether it runs a backward: a layer of it does, or gradient passes through to an earlier stage."""
     backward = list(own)
     for source, target in sorted(edges):
         backward[target] = backward[target] or backward[source]

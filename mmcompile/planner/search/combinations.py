@@ -114,10 +114,7 @@ class Combinations:
         return max(self.problem.num_devices, least if self.problem.cluster.is_local else 0)
 
     def _promising(self) -> list[tuple[ChainSet, Setting]]:
-        """Return the pairs (chain set, setting) to list.
-
-        All of them, or if there are more than `_MAX_PAIRS`, those with a low guess.
-        """
+        """Return the pairs (chain set, setting) to list: all, or those with a low guess if there are over `_MAX_PAIRS`."""
         pairs = [
             (chains, setting)
             for chains in self.problem.sets
@@ -203,10 +200,7 @@ class Combinations:
             yield from (Degrees(tp=tp, dp=dp, fsdp=fsdp) for tp in shares)
 
     def _replicas(self, setting: Setting) -> list[int]:
-        """Return the possible numbers of replicas of an encoder.
-
-        Divisors of the last chain's, and multiples that divide its samples.
-        """
+        """Return the possible replicas of an encoder: divisors, and multiples with whole samples, of the last chain's."""
         if self.problem.space.dp == (1,):
             return [1]
         slot = round(setting.dp * setting.samples)

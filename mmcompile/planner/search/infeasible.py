@@ -123,10 +123,7 @@ def nearest(
 
 
 def _first(ways: Sequence[Way], rising: bool, works: Callable[[Problem], bool]) -> int | None:
-    """Return the index of the first request in `ways` that is feasible, by binary search if `rising`.
-
-    None if none is feasible.
-    """
+    """Return the index of the first feasible request in `ways`, by binary search if `rising`; None if none is."""
 
     def does(number: int) -> bool:
         return works(ways[number][1]())

@@ -119,10 +119,7 @@ class StageTables:
         return self._fixed + in_flight * self._saved
 
     def held_before(self, in_flight: int) -> Table:
-        """Return the bytes, [N+1], to subtract from `held` for a stage that begins with layer i.
-
-        It holds `held[j] - held_before[i]`.
-        """
+        """Return bytes to subtract for a stage's first layer i, [N+1]: the stage holds `held[j] - held_before[i]`."""
         return self.held(in_flight) - self._begin_fixed - in_flight * self._begin_saved
 
     def needs(self, in_flight: int) -> Table:

@@ -281,10 +281,7 @@ class Problem:
 
     @cached_property
     def decided(self) -> Mapping[ChainSet, Decided]:
-        """Chain set -> number of replicas of each of its chains that the request fixes.
-
-        None for a chain where the search chooses.
-        """
+        """Chain set -> number of replicas of each chain that the request fixes, None for a chain left to the search."""
         found: dict[ChainSet, Decided] = {}
         for chains in self.sets:
             own = decided_replicas(chains, self.replicas, follow=self.replicas_follow)

@@ -123,10 +123,7 @@ class _PricedModes:
         )
 
     def fixed_bytes(self, stage: CandidateStage) -> int:
-        """Return the bytes of a stage that are the same for all recomputation modes.
-
-        Parameters, states and shared activations.
-        """
+        """Return the bytes of a stage that no mode changes: parameters, optimizer states and shared activations."""
         held = stage.total_bytes - stage.activation_bytes
         if not stage.in_flight:
             return held

@@ -92,10 +92,7 @@ class _Front:
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     picks: NDArray[np.int32]
-    """Number of layers of each kind in each variant, [points, kinds x variants].
-
-    Of a stage, a first column is 1 if none recomputes.
-    """
+    """Number of layers by kind and variant, [points, kinds x variants]; of a stage, after a column: 1 if none recomputes."""
 
     @classmethod
     def of(
@@ -146,10 +143,7 @@ def _stage_front(stage: StageChoices, limit: int) -> _Front:
 
 
 def _with_working(kinds: dict[LayerWays, list[int]], working: int, limit: int) -> Iterator[_Front]:
-    """Yield the front of the choices in which no layer needs more working bytes than `working`.
-
-    No front if there is no such choice.
-    """
+    """Yield the front of choices in which each layer needs at most `working` working bytes; no front if there are none."""
     front = _NOTHING
     for ways, members in kinds.items():
         counts = _counts(len(members), [way.working_bytes <= working for way in ways])
@@ -199,10 +193,7 @@ _ORDER: tuple[Recompute | None, ...] = ("full", "selective", "none", None)
 
 
 def _modes(stage: StageChoices, picks: Sequence[int]) -> Modes:
-    """Return the mode of each layer of a stage.
-
-    `picks` counts the layers of each kind in each variant, as a row of `_Front.picks`.
-    """
+    """Return the mode of each layer of a stage; `picks`, a row of `_Front.picks`, counts the layers in each variant."""
     if picks[0]:
         return tuple(ways[0].mode for ways in stage.kept)
     modes: list[Recompute | None] = [None] * len(stage.mixed)

@@ -156,10 +156,7 @@ class Search:
         return [Sweep.of(shape, family, low, high) for family in self.families]
 
     def _most_stages(self, intervals: Sequence[Interval]) -> int | None:
-        """Return the most stages that a better pipeline than the best known can have.
-
-        Each adds at least 3 times the slowest to T.
-        """
+        """Return the most stages of a pipeline better than the best known: each adds at least 3 times the slowest to T."""
         if self.num_stages is None or not self.line.is_chain:
             return self.num_stages
         upper = max(int(self.upper[self.counts[self.alive(each)]].max(initial=0)) for each in intervals)

@@ -73,10 +73,7 @@ class Line:
     """Widths, ascending: the possible numbers of devices of a stage, for example (1, 2, 4)."""
     devices_per_node: int
     times: NDArray[np.int64]
-    """Picoseconds of a stage's forward and backward, [widths, layers + 1, layers + 1].
-
-    `INFINITE` if empty or above the memory.
-    """
+    """Picoseconds of a stage, [widths, layers + 1, layers + 1]; `INFINITE` if it is empty or exceeds the memory."""
     deepest: NDArray[np.int64]
     """Largest number of stages to the loss for which a stage's memory suffices, [widths, layers + 1, layers + 1]; -1 if none."""
     least: NDArray[np.int64]

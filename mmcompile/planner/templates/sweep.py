@@ -47,20 +47,14 @@ class Costs:
 
     @cached_property
     def _weight(self) -> NDArray[np.int64]:
-        """Weight of a stage, [chains, layers + 1].
-
-        Entry [c, j], for a stage of chain c that ends before layer j, sums its paths' weights.
-        """
+        """Sum of the weights of the paths that a stage of chain c ending before layer j is on, [chains, layers + 1]."""
         ends = np.arange(self.line.num_layers + 1)
         on = ends[None, None, :] > self.line.begins[:, :, None]
         return (on * np.array(self.weights)[:, None, None]).sum(axis=0)
 
     @cached_property
     def _behind(self) -> NDArray[np.int64]:
-        """Entry [c, j].
-
-        `scale` if a stage of chain c that ends before layer j is on path `path`, else 0, [chains, layers + 1].
-        """
+        """`scale` if a stage of chain c ending before layer j is on path `path`, else 0, [chains, layers + 1]."""
         ends = np.arange(self.line.num_layers + 1)
         return (ends[None, :] > self.line.begins[self.path][:, None]) * self.scale
 
@@ -145,10 +139,7 @@ class Shape:
         np.minimum(full, found[..., -1], out=full)
 
     def depths(self, first: int, count: int, width: int) -> NDArray[np.int64]:
-        """Return an array [count, 1, stages left] to add to costs.
-
-        0 where a stage's memory suffices, `INFINITE` where it does not.
-        """
+        """Return costs [count, 1, stages left]: 0 where a stage's memory suffices, `INFINITE` where it does not."""
         if self.num_stages is None:
             return np.zeros((count, 1, 1), dtype=np.int64)
         deepest = self.line.deepest[width, first, first + 1 : first + 1 + count]
@@ -195,18 +186,12 @@ class Sweep:
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """Entry [g, n]: lower bound in ps of step time T in interval g on n nodes, [guesses, nodes + 1].
-
-        `INFINITE` without a pipeline.
-        """
+        """Entry [g, n]: lower bound in ps of step time T in interval g on n nodes; `INFINITE` without a pipeline."""
         least = self.whole[0, :, :, :, 0].min(axis=1)
         return np.where(least < INFINITE, -(-least // self.costs.scale), INFINITE)
 
     def pieces(self, guess: int, num_nodes: int) -> list[LineStage]:
-        """Return the stages of the pipeline whose time is `bounds[guess, num_nodes]`.
-
-        The pipeline may be infeasible, as the bound is of a whole interval.
-        """
+        """Return the stages of the pipeline, feasible or not, whose time is `bounds[guess, num_nodes]`."""
         node, device, first, found = num_nodes, 0, 0, False
         left = int(self.whole[0, guess, :, num_nodes, 0].argmin())
         pieces: list[LineStage] = []
