@@ -92,7 +92,7 @@ class _Front:
     num_bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     picks: NDArray[np.int32]
-    """Number of layers by kind and variant, [points, kinds x variants]; of a stage, after a column: 1 if none recomputes."""
+    """Layers by kind and variant, counts [points, columns]; of a stage, column 0 is 1 if no layer recomputes."""
 
     @classmethod
     def of(
