@@ -107,6 +107,7 @@ def tp_heads(x: torch.Tensor, dim: int, heads: list[int], group_name: str, count
     Args:
         x: whole value with heads along `dim`.
         heads: indices of the heads that rank 0 reads, then as many for rank 1, and so on; a head may occur several times.
+        count: number of ranks in the group; the result has `len(heads) // count` heads along `dim`.
     """
     index = registered_group(group_name, count).rank()
     return x.index_select(dim, _own_heads(heads, index, count, x.device))

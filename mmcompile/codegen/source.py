@@ -102,7 +102,7 @@ def stage_source(
 
 @dataclass(kw_only=True, slots=True)
 class _Function:
-    """A generated layer function, and the titles of the runs that call it."""
+    """A generated layer function, and the names of the layers that call it, for the comment above it."""
 
     name: str
     first: LayerText

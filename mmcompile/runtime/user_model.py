@@ -25,7 +25,7 @@ class UserModel:
 
     module: nn.Module | None
     source: ProgramSource
-    """Source of stage programs, which holds the parameters, also without a module."""
+    """Source of stage programs. It also holds the parameters of the model, where no module was given too."""
 
     def complete(self, weights: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
         """Return the tensors of all names of the model, on the CPU: trained weights, and unchanged tensors from the model itself.

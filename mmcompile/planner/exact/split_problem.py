@@ -70,7 +70,7 @@ class ExactChain:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactProblem:
-    """Chains in topological order (the last ends in the loss) to be split under demands."""
+    """Input of the exact solver: chains in topological order (the last ends in the loss), and the constraints on their split."""
 
     chains: tuple[ExactChain, ...]
     in_flight: Callable[[int], int]

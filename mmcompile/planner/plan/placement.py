@@ -84,7 +84,7 @@ class Placement:
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
-        """Return the placement of a plan. A plan with parallel axes that the engine cannot run raises PlanError."""
+        """Return which rank holds which stage, replica and shard of a plan; PlanError for parallel axes that the engine lacks."""
         check_runnable(plan)
         found = towers(plan)
         tower_of = {chain.name: name for name, chains in found.items() for chain in chains}

@@ -72,7 +72,7 @@ class Unit:
     """Work of one microbatch in a subset of the stages, and its positions (slots) among the microbatches of a step."""
 
     number: int
-    """Number of the unit in actions; unique among units that share a stage."""
+    """Index by which the actions of a schedule name this unit; unique among units that share a stage."""
     slot: int
     """Place of the forward among the microbatches of a step, from 0."""
     backward_slot: int
