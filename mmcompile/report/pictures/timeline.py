@@ -16,6 +16,7 @@ from mmcompile.report.pictures.palette import chain_of, colours, lighter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _WHITE = {ActionKind.F: 0.0, ActionKind.B: 0.45, ActionKind.I: 0.45, ActionKind.W: 0.7}
 """Action kind -> fraction of white mixed into its bar's color, 0..1."""
@@ -28,6 +29,8 @@ _NAMES = {
 _COMPARABLE = 3.0
 """Largest ratio of lengths at which two timelines share their time axis."""
 _DPI = 120
+_LEGEND_COLUMNS = 6
+"""Most entries in a row of the legend: more would be wider than the picture."""
 
 
 def draw_timeline(path: str | os.PathLike[str], measured: Sequence[Event], predicted: Sequence[Event] = ()) -> Path:
@@ -66,7 +69,7 @@ def draw_timeline(path: str | os.PathLike[str], measured: Sequence[Event], predi
         title = f"{name}: {length_s(events) * 1e3:.4g} ms, {idle_share(events):.0%} idle"
         axis.set_title(title if one_axis else f"{title} (time axis of its own)", loc="left")
     axes[-1].set_xlabel("ms")
-    _legend(axes[0], groups.values(), palette)
+    _legend(figure, groups.values(), palette)
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_figure(picture, dpi=_DPI, format="png")
     return write_atomic(path, picture.getvalue())
@@ -116,7 +119,7 @@ def _draw_rows(axis: Axes, events: Sequence[Event], ranks: Sequence[int], palett
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(axis: Axes, groups: Iterable[Sequence[Event]], palette: dict[str, str]) -> None:
+def _legend(figure: Figure, groups: Iterable[Sequence[Event]], palette: dict[str, str]) -> None:
     from matplotlib.patches import Patch
 
     drawn = {(chain_of(event.stage), event.kind) for events in groups for event in events}
@@ -126,6 +129,5 @@ def _legend(axis: Axes, groups: Iterable[Sequence[Event]], palette: dict[str, st
         for kind, label in _NAMES.items()
         if (chain, kind) in drawn
     ]
-    axis.legend(
-        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), frameon=False, fontsize=8
-    )
+    columns = min(len(handles), _LEGEND_COLUMNS)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
