@@ -9,6 +9,7 @@ from types import FrameType
 
 from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
 from support.paths import ROOT
+from support.product import PACKAGE
 
 from mmcompile.batching.step_planner import StepPlanner
 from mmcompile.runtime.engine import Engine
@@ -36,9 +37,7 @@ class StepPath:
     @property
     def product(self) -> list[str]:
         found = (Path(file).resolve() for file in self.files if not file.startswith("<"))
-        return [
-            str(file.relative_to(ROOT)) for file in found if file.is_relative_to(ROOT) and "tests" not in file.parts
-        ]
+        return [str(file.relative_to(ROOT)) for file in found if file.is_relative_to(PACKAGE)]
 
 
 def test_a_step_goes_through_few_files() -> None:
