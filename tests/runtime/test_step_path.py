@@ -9,12 +9,13 @@ from types import FrameType
 
 from support.graphs.hand_stages import HandModel, HandSource, hand_plan, hand_samples
 from support.paths import ROOT
-from support.product import PACKAGE
+from support.product import LINKS, PACKAGE
 
 from mmcompile.batching.step_planner import StepPlanner
 from mmcompile.runtime.engine import Engine
 
 MOST_FILES = 20
+FOLDERS = (PACKAGE, *(ROOT / link for link in LINKS))
 
 
 class StepPath:
@@ -37,7 +38,7 @@ class StepPath:
     @property
     def product(self) -> list[str]:
         found = (Path(file).resolve() for file in self.files if not file.startswith("<"))
-        return [str(file.relative_to(ROOT)) for file in found if file.is_relative_to(PACKAGE)]
+        return [str(file.relative_to(ROOT)) for file in found if any(file.is_relative_to(folder) for folder in FOLDERS)]
 
 
 def test_a_step_goes_through_few_files() -> None:
