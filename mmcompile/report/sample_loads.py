@@ -12,7 +12,7 @@ from mmcompile.costmodel.load import Load
 from mmcompile.planner.plan.plan import Plan
 from mmcompile.planner.plan.plan_record import Chain
 from mmcompile.planner.pricing.pricing import LayerSharding, Pricing
-from mmcompile.planner.pricing.workload import MicrobatchLoads
+from mmcompile.planner.pricing.sample_sizes import SampleRows
 from mmcompile.report.study import Study
 
 
@@ -61,14 +61,14 @@ def _arrays(loads: list[Load]) -> _Arrays:
     return np.array([load.tokens for load in loads]), np.array([load.squares for load in loads])
 
 
-def _served(drawn: MicrobatchLoads, chain: Chain, count: int, replicas: int) -> dict[str, _Arrays]:
+def _served(drawn: Mapping[str, SampleRows], chain: Chain, count: int, replicas: int) -> dict[str, _Arrays]:
     """Return component -> loads of the microbatches of the chain's first replica."""
     served = np.clip(replicas / chain.dp - np.arange(replicas), 0.0, 1.0)  # part of each replica's microbatch
 
     def own(rows: NDArray[np.float64]) -> NDArray[np.float64]:
         return rows.reshape(count, replicas) @ served
 
-    return {name: (own(rows), own(drawn.squares[name])) for name, rows in drawn.tokens.items()}
+    return {name: (own(table.rows), own(table.squares)) for name, table in drawn.items()}
 
 
 def _seconds(pricing: Pricing, chain: Chain, loads: Mapping[str, _Arrays]) -> NDArray[np.float64]:

@@ -26,7 +26,7 @@ _TOKENS = ("input_ids", "decoder_input_ids", "labels")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleRows:
-    """Rows that each sample brings to one component, as arrays [samples]."""
+    """Rows that each of several samples (or microbatches) brings to one component, as arrays [samples]."""
 
     rows: Array
     squares: Array

@@ -18,26 +18,6 @@ from mmcompile.planner.pricing.geometries import geometries
 from mmcompile.planner.pricing.sample_sizes import SampleRows, SampleSizes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MicrobatchLoads:
-    """Loads of many microbatches: component -> array [microbatches]."""
-
-    tokens: Mapping[str, np.ndarray]
-    squares: Mapping[str, np.ndarray]
-    samples: np.ndarray
-    """Number of samples in each microbatch, [microbatches]."""
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, microbatch: int) -> dict[str, Load]:
-        """Return component -> load of one microbatch. A component without rows in the microbatch has no work."""
-        return {
-            name: Load(tokens=float(rows[microbatch]), squares=float(self.squares[name][microbatch]))
-            for name, rows in self.tokens.items()
-        }
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorstMicrobatch:
     """Heaviest microbatch of each component. Each of them can occur, but not all at the same time."""
@@ -104,10 +84,10 @@ class Workload:
         Raises:
             PlanError: the dataset is empty.
         """
-        if stats is not None and not stats.samples:
-            raise PlanError(f"dataset {stats.name} has no samples; give one with at least one")
         if stats is None:
             return cls(geometries=geometries, captured=captured, num_samples=num_samples)
+        if not stats.samples:
+            raise PlanError(f"dataset {stats.name} has no samples; give one with at least one")
         heaviest = stats.heaviest()
         sizes = SampleSizes.of_shapes(heaviest)
         tables = {name: sizes.rows(geometry) for name, geometry in geometries.items()}
@@ -137,8 +117,8 @@ class Workload:
             return self._like_captured(size)
         return {name: _mean(geometry, self._ascending[name], size) for name, geometry in self.geometries.items()}
 
-    def draw(self, num_microbatches: int, samples_per_microbatch: float, seed: int = 0) -> MicrobatchLoads:
-        """Return the loads of random microbatches, each drawn from the whole dataset.
+    def draw(self, num_microbatches: int, samples_per_microbatch: float, seed: int = 0) -> dict[str, SampleRows]:
+        """Return component -> rows and squared lengths [microbatches] of random microbatches, each drawn from the whole dataset.
 
         Args:
             num_microbatches: number of microbatches.
@@ -150,21 +130,22 @@ class Workload:
         sizes = np.diff(bounds)
         if self.stats is None:
             loads = {name: self.captured[name] * (1 / self.num_samples) for name in self.geometries}
-            return MicrobatchLoads(
-                tokens={name: load.tokens * sizes for name, load in loads.items()},
-                squares={name: load.squares * sizes for name, load in loads.items()},
-                samples=sizes,
-            )
+            return {
+                name: SampleRows(rows=own.tokens * sizes, squares=own.squares * sizes) for name, own in loads.items()
+            }
         drawn = np.random.default_rng(seed).integers(len(self.stats.samples), size=(num_microbatches, sizes.max()))
         present = np.arange(drawn.shape[1]) < sizes[:, None]
-        tokens, squares = {}, {}
+        found: dict[str, SampleRows] = {}
         for name, geometry in self.geometries.items():
             table = self._rows[name]
             rows = np.where(present, table.rows[drawn], 0.0)
             pairs = np.where(present, table.squares[drawn], 0.0)
-            tokens[name] = rows.max(axis=1) * sizes if geometry.pads else rows.sum(axis=1)
-            squares[name] = pairs.max(axis=1) * sizes if geometry.pads else pairs.sum(axis=1)
-        return MicrobatchLoads(tokens=tokens, squares=squares, samples=sizes)
+            found[name] = (
+                SampleRows(rows=rows.max(axis=1) * sizes, squares=pairs.max(axis=1) * sizes)
+                if geometry.pads
+                else SampleRows(rows=rows.sum(axis=1), squares=pairs.sum(axis=1))
+            )
+        return found
 
     def worst(self, samples_per_microbatch: float) -> WorstMicrobatch:
         """Return, for each component, the heaviest microbatch that the dataset's samples can make.
@@ -181,10 +162,6 @@ class Workload:
             loads[name] = _joined(geometry, table[np.arange(size) % len(table.rows)])
             names[name] = ranked[:size]
         return WorstMicrobatch(loads=loads, samples=names)
-
-    def per_sample(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return component -> (rows, squared lengths) of every sample of the dataset, [samples] each, without padding."""
-        return {name: (table.rows, table.squares) for name, table in self._rows.items()}
 
     def absent(self) -> tuple[str, ...]:
         """Return the components for which no sample of the dataset has a row."""

@@ -56,25 +56,30 @@ class OrderKeys:
 
     def forward_key(self, stage: int, microbatch: int) -> Key:
         """Return the sort key of a forward; a rank runs its forwards and backwards in ascending order of keys."""
-        ahead, depth = self.crossings[stage], self.depth[stage]
-        match self.kind:
-            case "gpipe":
-                return microbatch - ahead, -depth, stage
-            case "1f1b" | "zb-h1":
-                return 2 * microbatch - ahead, -depth, stage
-            case "eager-1f1b":
-                return 2 * (microbatch - ahead), -depth, stage
+        step, first, _ = ticks(self.kind, self.crossings[stage], self.num_microbatches)
+        return first + step * microbatch, -self.depth[stage], stage
 
     def backward_key(self, stage: int, microbatch: int) -> Key:
         """Return the sort key of a backward, comparable to those of forwards."""
-        behind, depth = self.crossings[stage], self.depth[stage]
-        match self.kind:
-            case "gpipe":
-                return self.num_microbatches + microbatch + behind, depth, stage
-            case "1f1b" | "zb-h1":
-                return 2 * microbatch + behind + 1, depth, stage
-            case "eager-1f1b":
-                return 2 * (microbatch + behind) + 1, depth, stage
+        step, _, first = ticks(self.kind, self.crossings[stage], self.num_microbatches)
+        return first + step * microbatch, self.depth[stage], stage
+
+
+def ticks(kind: ScheduleKind, crossings: int, num_microbatches: int) -> tuple[int, int, int]:
+    """Return the keys of a stage: their step from one microbatch to the next, of the first forward, of the first backward.
+
+    Args:
+        kind: rule that orders forwards and backwards.
+        crossings: edges that cross ranks on the longest path to a sink, r(s) in the module's docstring.
+        num_microbatches: number of microbatches of a step.
+    """
+    match kind:
+        case "gpipe":
+            return 1, -crossings, num_microbatches + crossings
+        case "1f1b" | "zb-h1":
+            return 2, -crossings, crossings + 1
+        case "eager-1f1b":
+            return 2, -2 * crossings, 2 * crossings + 1
 
 
 def crossings(

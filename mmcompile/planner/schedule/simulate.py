@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from mmcompile.costmodel.compute import LayerTimes
 from mmcompile.errors import PlanError, VerifyError
@@ -99,9 +100,9 @@ def simulate(
     )
 
 
-_ByNumber = Sequence[float] | Mapping[int, float]
-_Seconds = tuple[_ByNumber, _ByNumber, _ByNumber, _ByNumber]
+_Seconds = Sequence[Sequence[float] | Mapping[int, float]]
 """Seconds of F, B, I and W of a stage, each microbatch number -> seconds."""
+_parts = attrgetter("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 
 
 def _seconds(schedule: Schedule, durations: Durations) -> list[_Seconds]:
@@ -119,35 +120,18 @@ def _seconds(schedule: Schedule, durations: Durations) -> list[_Seconds]:
 def _of_stage(
     name: str, given: LayerTimes | Sequence[LayerTimes] | Mapping[int, LayerTimes], numbers: Set[int]
 ) -> _Seconds:
-    """Return the seconds of a stage's F, B, I and W by microbatch number.
-
-    Args:
-        name: name of the stage.
-        given: durations of the stage, for all microbatches or by microbatch.
-        numbers: numbers of the microbatches that the stage computes.
-    """
+    """Return the seconds of a stage's F, B, I and W by microbatch number; `numbers` are those that the stage computes."""
     count = 1 + max(numbers, default=-1)
     if isinstance(given, LayerTimes):
-        each = (given.forward_s, given.backward_s, given.input_grad_s, given.weight_grad_s)
-        return [each[0]] * count, [each[1]] * count, [each[2]] * count, [each[3]] * count
+        return [[seconds] * count for seconds in _parts(given)]
     if isinstance(given, Mapping):
         missing = sorted(numbers - given.keys())
         if missing:
             raise PlanError(f"stage {name} has no duration of microbatch {missing[0]}, which the schedule has")
-        return (
-            {number: duration.forward_s for number, duration in given.items()},
-            {number: duration.backward_s for number, duration in given.items()},
-            {number: duration.input_grad_s for number, duration in given.items()},
-            {number: duration.weight_grad_s for number, duration in given.items()},
-        )
+        return [dict(zip(given, part, strict=True)) for part in zip(*map(_parts, given.values()), strict=True)]
     if len(given) < count:
         raise PlanError(f"stage {name} has durations of {len(given)} microbatches, the schedule has {count}")
-    return (
-        [duration.forward_s for duration in given],
-        [duration.backward_s for duration in given],
-        [duration.input_grad_s for duration in given],
-        [duration.weight_grad_s for duration in given],
-    )
+    return list(zip(*map(_parts, given), strict=True))
 
 
 def _check_finished(schedule: Schedule, positions: Sequence[int]) -> None:

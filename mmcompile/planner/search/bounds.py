@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmcompile.config import ScheduleKind
+from mmcompile.planner.schedule.order import ticks
 from mmcompile.planner.search.candidate import Candidate
-
-Array = NDArray[np.float64]
-Index = NDArray[np.int64]
+from mmcompile.planner.search.options import Array, Index
 
 
 def lower_bound_s(candidate: Candidate) -> float:
@@ -87,8 +86,8 @@ def expected_s(candidates: Sequence[Candidate]) -> list[float]:
 class _Union:
     """Simulator of many candidates at once: the stages of all candidates, numbered through, as arrays.
 
-    `mmcompile.planner.schedule.order` gives every action a tick: in one tick a stage runs at most one forward or backward, and
-    actions of the same tick do not depend on each other.
+    Keys of `mmcompile.planner.schedule.order` are ticks: in one a stage runs at most one forward or backward, and actions of the
+    same tick do not depend on each other.
     """
 
     seconds: tuple[Array, Array, Array]
@@ -123,7 +122,7 @@ class _Union:
         ]
         forward, input_grad, weight_grad = (padded[..., part] for part in range(3))
         stages = [(stage, c.setting) for c in candidates for stage in c.stages]
-        rules = [_rule(setting.schedule, stage.depth, setting.num_microbatches) for stage, setting in stages]
+        rules = np.array([ticks(setting.schedule, stage.depth, setting.num_microbatches) for stage, setting in stages])
         offsets = np.cumsum([0, *(len(c.stages) for c in candidates)]).tolist()
         edges = sorted(
             (source + offset, target + offset, seconds)
@@ -137,9 +136,9 @@ class _Union:
         return cls(
             seconds=(forward, np.where(late, input_grad, input_grad + weight_grad), np.where(late, weight_grad, 0.0)),
             count=np.array([setting.num_microbatches for _, setting in stages]),
-            step=np.array([rule[0] for rule in rules]),
-            start=np.array([rule[1] for rule in rules]),
-            turn=np.array([rule[2] for rule in rules]),
+            step=rules[:, 0],
+            start=rules[:, 1],
+            turn=rules[:, 2],
             backward=backward,
             into=_lists(target, len(stages), np.ones_like(gradient)),
             out=_lists(source, len(stages), gradient),
@@ -158,43 +157,42 @@ class _Union:
         there = np.zeros((draws, edges + 1, most + 1))
         back = np.zeros((draws, edges + 1, most + 1))
         last = self.turn + self.step * self.count
+        returns = np.where(self.gradient, self.target, num_stages)
         for tick in range(int(self.start.min()), int(last.max())):
-            since = tick - self.start
-            runs = np.flatnonzero((since >= 0) & (since % self.step == 0) & (since < self.step * self.count))
-            if len(runs):
-                microbatch = since[runs] // self.step[runs]
-                ready = there[:, self.into[runs], microbatch[:, None] + 1].max(axis=2)
-                clock[:, runs] = np.maximum(clock[:, runs], ready) + self.seconds[0][:, runs, microbatch]
-                sends, column = self._edges(runs, microbatch, self.source)
-                done = np.maximum(clock[:, self.source[sends]], there[:, sends, column])
-                there[:, sends, column + 1] = done + self.link_s[sends]
-            since = tick - self.turn
-            runs = np.flatnonzero(
-                (since >= 0) & (since % self.step == 0) & (since < self.step * self.count) & self.backward
-            )
-            if len(runs):
-                microbatch = since[runs] // self.step[runs]
-                ready = back[:, self.out[runs], microbatch[:, None] + 1].max(axis=2)
-                clock[:, runs] = np.maximum(clock[:, runs], ready) + self.seconds[1][:, runs, microbatch]
-                sends, column = self._edges(runs, microbatch, self.target)
-                kept = self.gradient[sends]
-                sends, column = sends[kept], column[kept]
-                done = np.maximum(clock[:, self.target[sends]], back[:, sends, column])
-                back[:, sends, column + 1] = done + self.link_s[sends]
-                clock[:, runs] += self.seconds[2][:, runs, microbatch]
+            self._advance(clock, tick - self.start, self.seconds[0], there, self.into, self.source)
+            since = np.where(self.backward, tick - self.turn, -1)
+            runs, microbatch = self._advance(clock, since, self.seconds[1], back, self.out, returns)
+            clock[:, runs] += self.seconds[2][:, runs, microbatch]
         return clock
 
-    def _edges(self, runs: Index, microbatch: Index, ends: Index) -> tuple[Index, Index]:
-        """Return (indices of edges, microbatch of each) for the edges that have an end in the stages that run in a tick.
+    def _advance(
+        self, clock: Array, since: Index, seconds: Array, arrived: Array, awaited: Index, ends: Index
+    ) -> tuple[Index, Index]:
+        """Run all forwards, or all backwards, of one tick: move `clock` on, and set when their messages have arrived.
 
-        `ends` is the source or the target stage of every edge; `runs` are the stages that run, `microbatch` what each of them
-        runs.
+        Args:
+            clock: seconds at which each stage is done so far, [draws, stages].
+            since: ticks since the stage's first, [stages].
+            seconds: [draws, stages, microbatches + 1].
+            arrived: when each message has arrived, [draws, edges + 1, microbatches + 1].
+            awaited: indices of the edges whose messages a stage awaits, [stages, most].
+            ends: stage that sends over each edge, the number of stages for none, [edges].
+
+        Returns:
+            Stages that run, and the microbatch of each.
         """
-        carried = np.full(len(self.count), -1)
-        carried[runs] = microbatch
-        column = carried[ends]
-        sends = np.flatnonzero(column >= 0)
-        return sends, column[sends]
+        runs = np.flatnonzero((since >= 0) & (since % self.step == 0) & (since < self.step * self.count))
+        microbatch = since[runs] // self.step[runs]
+        if len(runs):
+            ready = arrived[:, awaited[runs], microbatch[:, None] + 1].max(axis=2)
+            clock[:, runs] = np.maximum(clock[:, runs], ready) + seconds[:, runs, microbatch]
+            carried = np.full(len(since) + 1, -1)
+            carried[runs] = microbatch
+            sends = np.flatnonzero(carried[ends] >= 0)
+            column = carried[ends[sends]]
+            done = np.maximum(clock[:, ends[sends]], arrived[:, sends, column])
+            arrived[:, sends, column + 1] = done + self.link_s[sends]
+        return runs, microbatch
 
 
 def _padded(durations: Array, draws: int, most: int) -> Array:
@@ -202,20 +200,6 @@ def _padded(durations: Array, draws: int, most: int) -> Array:
     own, _, count, _ = durations.shape
     wide = np.broadcast_to(durations, (draws, *durations.shape[1:])) if own < draws else durations
     return np.pad(wide, ((0, 0), (0, 0), (0, most - count), (0, 0)))
-
-
-def _rule(schedule: ScheduleKind, depth: int, microbatches: int) -> tuple[int, int, int]:
-    """Return three numbers of ticks: between two microbatches, to the first forward and to the first backward of a stage.
-
-    Ticks are those of `mmcompile.planner.schedule.order`; a first forward may have a negative tick.
-    """
-    match schedule:
-        case "gpipe":
-            return 1, -depth, microbatches + depth
-        case "1f1b" | "zb-h1":
-            return 2, -depth, depth + 1
-        case "eager-1f1b":
-            return 2, -2 * depth, 2 * depth + 1
 
 
 def _lists(ends: Index, num_stages: int, kept: NDArray[np.bool_]) -> Index:

@@ -184,8 +184,8 @@ class ChainPrices:
             count = setting.num_microbatches * setting.dp
             loads = self.workload.draw(count, setting.samples, seed=_SEED + draw)
             self._drawn[key] = {
-                name: np.stack([rows, loads.squares[name]], axis=-1).reshape(setting.num_microbatches, setting.dp, 2)
-                for name, rows in loads.tokens.items()
+                name: np.stack([own.rows, own.squares], axis=-1).reshape(setting.num_microbatches, setting.dp, 2)
+                for name, own in loads.items()
             }
         return self._drawn[key]
 

@@ -16,6 +16,7 @@ from mmcompile.errors import PlanError
 from mmcompile.ir.capture import capture
 from mmcompile.passes.cost.cost import Cost
 from mmcompile.planner.plan.geometry import Geometry
+from mmcompile.planner.pricing.sample_sizes import SampleRows
 from mmcompile.planner.pricing.workload import Workload
 
 GEOMETRIES = {
@@ -93,27 +94,34 @@ def test_the_mean_is_that_of_all_microbatches(size: int, packed: bool) -> None:
         assert load.squares == pytest.approx(np.mean([loads[name].squares for loads in every]))
 
 
+def load_of(drawn: dict[str, SampleRows], microbatch: int) -> dict[str, Load]:
+    return {
+        name: Load(tokens=float(own.rows[microbatch]), squares=float(own.squares[microbatch]))
+        for name, own in drawn.items()
+    }
+
+
 def test_draws_are_microbatches_of_samples() -> None:
     toy = workload(*SAMPLES)
     every = {tuple(toy.loads(chosen).items()) for chosen in product(SAMPLES, repeat=2)}
     drawn = toy.draw(200, 2, seed=1)
-    assert len(drawn) == 200 and {tuple(drawn[index].items()) for index in range(200)} == every
+    assert {tuple(load_of(drawn, index).items()) for index in range(200)} == every
 
 
 def test_draws_average_to_the_mean_and_repeat_with_their_seed() -> None:
     toy = workload(*SAMPLES)
     drawn, again, other = toy.draw(20_000, 3, seed=2), toy.draw(20_000, 3, seed=2), toy.draw(20_000, 3, seed=3)
     for name, load in toy.mean(3).items():
-        assert drawn.tokens[name].mean() == pytest.approx(load.tokens, rel=0.02)
-        assert drawn.squares[name].mean() == pytest.approx(load.squares, rel=0.02)
-        assert np.array_equal(drawn.tokens[name], again.tokens[name])
-    assert not np.array_equal(drawn.tokens["vision"], other.tokens["vision"])
+        assert drawn[name].rows.mean() == pytest.approx(load.tokens, rel=0.02)
+        assert drawn[name].squares.mean() == pytest.approx(load.squares, rel=0.02)
+        assert np.array_equal(drawn[name].rows, again[name].rows)
+    assert not np.array_equal(drawn["vision"].rows, other["vision"].rows)
 
 
 def test_sizes_that_are_not_whole_differ_by_one() -> None:
     drawn = workload(*SAMPLES).draw(8, 2.5)
-    assert drawn.samples.sum() == 20 and set(drawn.samples.tolist()) == {2, 3}
-    assert np.array_equal(drawn.tokens["head"], 3.0 * drawn.samples)
+    samples = drawn["head"].rows / 3.0
+    assert samples.sum() == 20 and set(samples.tolist()) == {2, 3}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -147,7 +155,7 @@ def test_without_a_dataset_every_microbatch_is_like_the_captured_one() -> None:
     assert toy.mean(2) == toy.worst(2).loads == half
     assert toy.worst(2).samples["vision"] == () and toy.absent() == ()
     drawn = toy.draw(3, 2)
-    assert [drawn[index] for index in range(3)] == [half] * 3
+    assert [load_of(drawn, index) for index in range(3)] == [half] * 3
 
 
 def test_what_makes_no_microbatch_is_refused() -> None:
